@@ -1,0 +1,62 @@
+"""Tensors, embedding tables and layers sharded over many devices, with the numbers of one.
+
+import shardwise
+
+with shardwise.simulate(4):                     # or torchrun, and nothing else changes
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    table = shardwise.distribute_tensor(torch.randn(1000, 64), mesh, [shardwise.Shard(0)])
+"""
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.simulate import simulate
+from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.dtensor.create import (
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randn,
+    zeros,
+)
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    RankMismatchError,
+    ShardwiseError,
+    UnsupportedError,
+    WorldError,
+)
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "ArgumentError",
+    "DTensor",
+    "DeviceMesh",
+    "LayoutError",
+    "LocalTensor",
+    "MaskPartial",
+    "Partial",
+    "Placement",
+    "RankMismatchError",
+    "Replicate",
+    "Shard",
+    "ShardwiseError",
+    "UnsupportedError",
+    "WorldError",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "full",
+    "init_device_mesh",
+    "ones",
+    "rand",
+    "randn",
+    "simulate",
+    "zeros",
+]

@@ -1,0 +1,1 @@
+"""Collectives, the simulated world, and the ranks that are present."""

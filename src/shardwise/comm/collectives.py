@@ -1,0 +1,63 @@
+"""Comm: the one place that issues collectives.
+
+Each is a `torch.ops._c10d_functional` op on a tensor, in both worlds and under torch.compile, so
+that counters, compilers and LocalTensors all see the same call.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.core.grid import Grid
+from shardwise.errors import WorldError
+
+_ops = torch.ops._c10d_functional
+
+
+def group_name(grid: Grid, axis: int) -> str:
+    """The name of the process group along `axis`, as collective ops take it."""
+    name = grid.group_names[axis]
+    if name is None:
+        if not grid.world.alive:
+            raise WorldError(
+                f"{grid!r} belongs to {grid.world}, whose process group is gone. Tensors do not "
+                "outlive their world: gather them before, or load them from a checkpoint after."
+            )
+        name = grid.mesh.get_group(axis).group_name
+        grid.world.lines[name] = grid.lines(axis)
+        grid.world.axis_names[name] = grid.axis_name(axis)
+        grid.group_names[axis] = name
+    return name
+
+
+def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    return _wait(_ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
+
+
+def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
+    return _wait(
+        _ops.all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
+    )
+
+
+def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    """Each rank's equal part of dim 0 of the reduction."""
+    name = group_name(grid, axis)
+    return _wait(_ops.reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
+
+
+def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
+    splits = [1] * grid.shape[axis]
+    name = group_name(grid, axis)
+    return _wait(_ops.all_to_all_single(x.contiguous(), splits, splits, name))
+
+
+def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
+    """The tensor of coordinate `source`, on all coordinates."""
+    return _wait(_ops.broadcast(x.contiguous(), source, group_name(grid, axis)))
+
+
+def _wait(x: torch.Tensor) -> torch.Tensor:
+    return _ops.wait_tensor(x)

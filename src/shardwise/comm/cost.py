@@ -1,0 +1,33 @@
+"""What a collective costs: latency plus bytes over bandwidth.
+
+Constants are the same on every rank and never measured: ranks that decided differently would hang.
+"""
+
+from __future__ import annotations
+
+LATENCY_S = 20e-6
+BYTES_PER_S = 10e9
+
+#: The share of the tensor that crosses the wire per rank, for n ranks: of the larger of the
+#: tensor before and after, counted per rank.
+_TRAFFIC = {
+    "all_gather": lambda n: (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "broadcast": lambda n: 1.0,
+}
+
+
+def collective_s(kind: str, num_ranks: int, num_bytes: float) -> float:
+    """Seconds for a collective whose larger side holds `num_bytes` on each rank.
+
+    >>> collective_s("all_reduce", 4, 1e9) > collective_s("reduce_scatter", 4, 1e9)
+    True
+    """
+    return LATENCY_S + _TRAFFIC[kind](num_ranks) * num_bytes / BYTES_PER_S
+
+
+#: A copy on the device: what a step without communication costs, so that fewer steps win.
+def local_s(num_bytes: float) -> float:
+    return 1e-6 + num_bytes / (50 * BYTES_PER_S)

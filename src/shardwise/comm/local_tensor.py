@@ -1,0 +1,313 @@
+"""LocalTensor: one tensor per rank of a simulated world, behind the face of one tensor.
+
+Note [A simulated world has no dispatch mode]
+A LocalTensor runs every op on each of its parts in its own `__torch_dispatch__`, collectives
+included. Nothing else is switched on, so torch.compile traces through it like through any other
+tensor subclass. Plain tensors in a call count as the same on every rank.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_any, tree_flatten, tree_iter, tree_unflatten
+
+from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.core.world import World, simulated_world, world_caches
+from shardwise.errors import RankMismatchError
+
+#: op -> function(op, args, kwargs); filled by comm.simulated_collectives.
+collective_handlers: dict[Any, Callable[..., Any]] = {}
+
+
+class LocalTensor(torch.Tensor):
+    """The values of one tensor on every rank that this process plays.
+
+    >>> import shardwise
+    >>> with shardwise.simulate(2):
+    ...     x = shardwise.LocalTensor.per_rank(lambda rank: torch.full((2,), rank))
+    ...     x + 1
+    LocalTensor(
+      rank 0: tensor([1, 1])
+      rank 1: tensor([2, 2])
+    )
+    """
+
+    __slots__ = ("_parts", "_roster")
+    _parts: tuple[torch.Tensor, ...]
+    _roster: Roster
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def __new__(cls, parts: Sequence[torch.Tensor], roster: Roster) -> LocalTensor:
+        first = parts[0]
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            first.shape,
+            strides=first.stride(),
+            dtype=first.dtype,
+            device=first.device,
+            requires_grad=False,
+        )
+        self._parts = tuple(parts)
+        self._roster = roster
+        return self
+
+    # -- making and reading ------------------------------------------------------------------
+
+    @staticmethod
+    def per_rank(
+        fn: Callable[[int], torch.Tensor], ranks: Iterable[int] | None = None
+    ) -> LocalTensor:
+        """The tensor that `fn(rank)` gives on each rank of the current simulated world."""
+        world = simulated_world("LocalTensor.per_rank")
+        every = tuple(range(world.size)) if ranks is None else tuple(ranks)
+        return from_ranks(world, every, [fn(rank) for rank in every])
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        return self._roster.ranks
+
+    def on_rank(self, rank: int) -> torch.Tensor:
+        """The plain tensor that `rank` holds."""
+        return self._parts[self._roster.part_of(rank)]
+
+    def agreed(self) -> torch.Tensor:
+        """The plain tensor that all ranks hold, or an error that says which differ."""
+        first = self._parts[0]
+        for part in self._parts[1:]:
+            if part.shape != first.shape or not torch.equal(part, first):
+                raise self._mismatch("one tensor", self._parts)
+        return first
+
+    def _mismatch(self, asked: str, values: Sequence[Any]) -> RankMismatchError:
+        return mismatch(asked, self._roster, values)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        # Tracing reads sizes of every wrapper; there the first rank's stand for the wrapper alone.
+        if len(self._parts) > 1 and torch._guards.TracingContext.try_get() is None:
+            agreed_value([p.shape for p in self._parts], self._roster, "shape")
+        return super().shape
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def tolist(self) -> Any:
+        return self.agreed().tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.agreed().numpy(force=force)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        lines = []
+        for number, part in enumerate(self._parts):
+            ranks = self._roster.ranks_of(number)
+            label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
+            lines.append(f"  {label}: {part!r}".replace("\n", "\n    "))
+        return "LocalTensor(\n" + "\n".join(lines) + "\n)"
+
+    # -- torch.compile and pickling ----------------------------------------------------------
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        if name.startswith("_part") and name[5:].isdigit():
+            return self._parts[int(name[5:])]
+        raise AttributeError(f"LocalTensor has no attribute {name!r}")
+
+    def __tensor_flatten__(self) -> tuple[list[str], Roster]:
+        return [f"_part{i}" for i in range(len(self._parts))], self._roster
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], roster: Roster, outer_size: Any, outer_stride: Any
+    ) -> LocalTensor:
+        return LocalTensor([inner[f"_part{i}"] for i in range(len(inner))], roster)
+
+    def __coerce_same_metadata_as_tangent__(
+        self, meta: Roster, typ: type | None = None
+    ) -> LocalTensor:
+        if self._roster is meta:
+            return self
+        _, picks = join((self._roster, meta))
+        if len(picks[0]) != meta.num_parts:
+            raise self._mismatch(
+                "a gradient that is the same on the ranks that shared a value", self._parts
+            )
+        return LocalTensor([self._parts[p] for p in picks[0]], meta)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
+        if id(self) not in memo:
+            copies = [p.detach().clone() for p in self._parts]
+            memo[id(self)] = LocalTensor(copies, self._roster).requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    # -- the op call -------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = collective_handlers.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if type(leaf) is LocalTensor]
+        rosters = tuple(leaves[i]._roster for i in places)
+        roster = rosters[0]
+        picks: Sequence[Sequence[int]]
+        if all(r is roster for r in rosters):
+            picks = [range(roster.num_parts)] * len(places)
+        else:
+            roster, picks = join(rosters)
+        if func._schema.is_mutable:
+            return _run_in_place(func, leaves, spec, places, roster, picks)
+        results = []
+        for part in range(roster.num_parts):
+            here = list(leaves)
+            for i, pick in zip(places, picks, strict=True):
+                here[i] = leaves[i]._parts[pick[part]]
+            part_args, part_kwargs = tree_unflatten(here, spec)
+            results.append(func(*part_args, **part_kwargs))
+        return wrap_results(results, roster, str(func))
+
+
+def _run_in_place(
+    func: Any,
+    leaves: list[Any],
+    spec: Any,
+    places: list[int],
+    roster: Roster,
+    picks: Sequence[Sequence[int]],
+) -> Any:
+    """Run an op that writes, once per tensor that it writes to.
+
+    A part that ranks share may be written only when all of them would write the same.
+    """
+    written = _written_leaves(func, leaves, spec)
+    done: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
+    results = []
+    for part in range(roster.num_parts):
+        here = list(leaves)
+        for i, pick in zip(places, picks, strict=True):
+            here[i] = leaves[i]._parts[pick[part]]
+        target = tuple(id(here[i]) for i in written)
+        before = done.get(target)
+        if before is not None:
+            _check_same_write(func, before[0], here, roster, part)
+            results.append(before[1])
+            continue
+        part_args, part_kwargs = tree_unflatten(here, spec)
+        results.append(func(*part_args, **part_kwargs))
+        done[target] = (here, results[-1])
+    if len(func._schema.returns) == 1 and isinstance(results[0], torch.Tensor):
+        for i in written:
+            if type(leaves[i]) is LocalTensor and results[0] is leaves[i]._parts[0]:
+                return leaves[i]
+    if not func._schema.returns:
+        return None
+    return wrap_results(results, roster, str(func))
+
+
+def _check_same_write(
+    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int
+) -> None:
+    for old, new in zip(before, here, strict=True):
+        if isinstance(new, torch.Tensor) and old is not new and not torch.equal(old, new):
+            raise RankMismatchError(
+                f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
+                "earlier rank into a tensor that these ranks share (a plain tensor, or a "
+                "replicated value). Clone it per rank first: "
+                "LocalTensor.per_rank(lambda rank: x.clone())."
+            )
+
+
+def _written_leaves(func: Any, leaves: list[Any], spec: Any) -> list[int]:
+    numbered_args, numbered_kwargs = tree_unflatten(list(range(len(leaves))), spec)
+    found: list[int] = []
+    for position, arg in enumerate(func._schema.arguments):
+        if arg.alias_info is not None and arg.alias_info.is_write:
+            if arg.name in numbered_kwargs:
+                found += tree_iter(numbered_kwargs[arg.name])
+            elif position < len(numbered_args):
+                found += tree_iter(numbered_args[position])
+    return [i for i in found if isinstance(leaves[i], torch.Tensor)]
+
+
+def wrap_results(results: list[Any], roster: Roster, asked: str) -> Any:
+    """One result out of the parts' results: tensors are kept per rank, plain values must agree."""
+    first = results[0]
+    if isinstance(first, torch.Tensor):
+        return LocalTensor(results, roster)
+    if isinstance(first, (tuple, list)):
+        whole = [wrap_results(list(each), roster, asked) for each in zip(*results, strict=True)]
+        return type(first)(whole)
+    return agreed_value(results, roster, asked)
+
+
+def agreed_value(values: Sequence[Any], roster: Roster, asked: str) -> Any:
+    """The value that all parts have, or an error that names the ranks."""
+    first = values[0]
+    for value in values[1:]:
+        if value != first and not (value != value and first != first):
+            raise mismatch(asked, roster, values)
+    return first
+
+
+def mismatch(asked: str, roster: Roster, values: Sequence[Any]) -> RankMismatchError:
+    found = "; ".join(
+        f"rank {_spans(roster.ranks_of(part))} has {_brief(value)}"
+        for part, value in enumerate(values)
+    )
+    return RankMismatchError(
+        f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one rank with "
+        ".on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
+    )
+
+
+def _brief(value: Any) -> str:
+    if isinstance(value, torch.Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return str(value)
+
+
+def _spans(ranks: Sequence[int]) -> str:
+    """`[0, 1, 2, 5]` as `0-2, 5`."""
+    spans: list[list[int]] = []
+    for rank in ranks:
+        if spans and spans[-1][-1] == rank - 1:
+            spans[-1][1:] = [rank]
+        else:
+            spans.append([rank])
+    return ", ".join("-".join(map(str, span)) for span in spans)
+
+
+def from_ranks(
+    world: World, ranks: tuple[int, ...], tensors: Sequence[torch.Tensor]
+) -> LocalTensor:
+    """A LocalTensor of one tensor per rank; one that several ranks hold is stored once."""
+    roster, firsts = grouped(world, ranks, [id(t) for t in tensors])
+    return LocalTensor([tensors[place] for place in firsts], roster)
+
+
+@functools.lru_cache(maxsize=256)
+def shared_roster(world: World, ranks: tuple[int, ...]) -> Roster:
+    return make_roster(world, ranks, (0,) * len(ranks))
+
+
+world_caches.append(shared_roster.cache_clear)
+
+
+def holds_local_tensor(tree: Any) -> bool:
+    return tree_any(lambda leaf: type(leaf) is LocalTensor, tree)

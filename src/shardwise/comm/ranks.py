@@ -1,0 +1,90 @@
+"""The ranks that are present: one in a real process, all of them in a simulated world.
+
+Code that would ask "which rank am I" maps a function over the ranks present instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.roster import grouped
+from shardwise.core.grid import Coordinate, Grid
+from shardwise.errors import ArgumentError, WorldError
+
+__all__ = ["each_rank", "localize", "my_coordinate", "rank_values"]
+
+
+def my_coordinate(grid: Grid) -> Coordinate:
+    """Where this process stands in a mesh of the real world."""
+    if grid.coordinate is None:
+        raise WorldError(
+            f"Rank {grid.world.rank} is not in {grid!r} of ranks {list(grid.ranks)}: only ranks of "
+            "the mesh hold its tensors. Use the tensor on those ranks only, or a mesh of all ranks."
+        )
+    return grid.coordinate
+
+
+def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a DTensor of `grid` holds it: a LocalTensor in a simulated world."""
+    if not grid.world.simulated:
+        if isinstance(tensor, LocalTensor):
+            raise WorldError(
+                "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
+            )
+        my_coordinate(grid)
+        return tensor
+    if not isinstance(tensor, LocalTensor):
+        return LocalTensor((tensor,), shared_roster(grid.world, grid.ranks))
+    if tensor._roster.world is not grid.world:
+        raise WorldError(f"The LocalTensor is of {tensor._roster.world}, the mesh of {grid.world}.")
+    if tensor.ranks == grid.ranks:
+        return tensor
+    missing = sorted(set(grid.ranks) - set(tensor.ranks))
+    if missing:
+        raise ArgumentError(f"The LocalTensor has no value for ranks {missing} of {grid!r}.")
+    return from_ranks(grid.world, grid.ranks, [tensor.on_rank(r) for r in grid.ranks])
+
+
+def each_rank(
+    grid: Grid,
+    fn: Callable[..., Any],
+    *tensors: torch.Tensor,
+    axes: Sequence[int] | None = None,
+) -> Any:
+    """`fn(coordinate, *tensors)` on every rank present.
+
+    `axes` names the axes of the coordinate that `fn` looks at: ranks that agree in those and hold
+    the same tensors share one result.
+    """
+    if not grid.world.simulated:
+        return fn(my_coordinate(grid), *tensors)
+    looked_at = range(grid.num_axes) if axes is None else axes
+    keys = []
+    for place, rank in enumerate(grid.ranks):
+        coordinate = grid.coordinates[rank]
+        keys.append(
+            (
+                tuple(coordinate[a] for a in looked_at),
+                tuple(t._roster.index[place] for t in tensors if type(t) is LocalTensor),
+            )
+        )
+    roster, firsts = grouped(grid.world, grid.ranks, keys)
+    results = []
+    for place in firsts:
+        rank = grid.ranks[place]
+        here = [t._parts[t._roster.index[place]] if type(t) is LocalTensor else t for t in tensors]
+        results.append(fn(grid.coordinates[rank], *here))
+    return wrap_results(results, roster, getattr(fn, "__name__", "a value per rank"))
+
+
+def rank_values(grid: Grid, tensor: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
+    """`(coordinate, local tensor)` of each rank present."""
+    if not grid.world.simulated:
+        return [(my_coordinate(grid), tensor)]
+    if not isinstance(tensor, LocalTensor):
+        return [(c, tensor) for c in grid.coordinates.values()]
+    return [(grid.coordinates[r], tensor.on_rank(r)) for r in grid.ranks]

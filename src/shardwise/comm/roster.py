@@ -1,0 +1,82 @@
+"""Roster: which rank of a simulated world holds which part of a LocalTensor.
+
+Ranks whose values are one tensor share a part, so a replicated value is stored and written once.
+Rosters are interned per world: tensors that lie alike share the object.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Hashable, Sequence
+from typing import Any
+
+from shardwise.core.world import World, world_caches
+from shardwise.errors import WorldError
+
+
+class Roster:
+    """`index[i]` is the part that `ranks[i]` holds. Compared by identity."""
+
+    __slots__ = ("__weakref__", "index", "num_parts", "ranks", "world")
+
+    def __init__(self, world: World, ranks: tuple[int, ...], index: tuple[int, ...]) -> None:
+        self.world, self.ranks, self.index = world, ranks, index
+        self.num_parts = max(index) + 1
+
+    def __deepcopy__(self, memo: Any) -> Roster:
+        return self  # one object per value
+
+    def ranks_of(self, part: int) -> list[int]:
+        return [r for r, p in zip(self.ranks, self.index, strict=True) if p == part]
+
+    def part_of(self, rank: int) -> int:
+        return self.index[self.ranks.index(rank)]
+
+
+_interned: weakref.WeakValueDictionary[Any, Roster] = weakref.WeakValueDictionary()
+
+
+def make_roster(world: World, ranks: tuple[int, ...], index: tuple[int, ...]) -> Roster:
+    key = (world, ranks, index)
+    roster = _interned.get(key)
+    if roster is None:
+        roster = _interned[key] = Roster(world, ranks, index)
+    return roster
+
+
+def grouped(
+    world: World, ranks: tuple[int, ...], keys: Sequence[Hashable]
+) -> tuple[Roster, list[int]]:
+    """The roster in which ranks with equal keys share a part, and the first rank of each part.
+
+    The ranks come as positions in `ranks`.
+    """
+    parts: dict[Hashable, int] = {}
+    firsts: list[int] = []
+    index = []
+    for place, key in enumerate(keys):
+        if key not in parts:
+            parts[key] = len(parts)
+            firsts.append(place)
+        index.append(parts[key])
+    return make_roster(world, ranks, tuple(index)), firsts
+
+
+@functools.lru_cache(maxsize=256)
+def join(rosters: tuple[Roster, ...]) -> tuple[Roster, tuple[tuple[int, ...], ...]]:
+    """The coarsest roster that is at least as fine as each, and each one's part per joined part."""
+    first = rosters[0]
+    for other in rosters[1:]:
+        if other.ranks != first.ranks or other.world is not first.world:
+            raise WorldError(
+                f"One call mixes tensors of ranks {first.ranks} ({first.world}) and of ranks "
+                f"{other.ranks} ({other.world}); both must be on the same ranks."
+            )
+    rows = list(zip(*(r.index for r in rosters), strict=True))
+    joined, firsts = grouped(first.world, first.ranks, rows)
+    picks = tuple(tuple(r.index[place] for place in firsts) for r in rosters)
+    return joined, picks
+
+
+world_caches.append(join.cache_clear)

@@ -1,0 +1,123 @@
+"""A simulated world: one process that plays all ranks.
+
+`torch.distributed` answers as a world of the asked size (this process as its rank 0), meshes and
+sub-meshes are made as always, and every DTensor made inside holds a LocalTensor. On leaving, the
+state of torch.distributed is what it was before, whether or not it had been initialised.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+import torch.distributed as dist
+from torch._C import _distributed_c10d
+from torch.distributed import distributed_c10d
+
+import shardwise.comm.simulated_collectives  # noqa: F401  (teaches LocalTensor the collectives)
+from shardwise.core.world import enter_world, leave_world
+from shardwise.errors import ArgumentError
+
+_BACKEND = "shardwise_simulated"
+# Private names that the stubs of torch do not describe, or describe wrongly.
+c10d: Any = distributed_c10d
+native: Any = _distributed_c10d
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class simulate:
+    """Play a world of `world_size` ranks in this process; a context manager and a decorator.
+
+    >>> import shardwise, torch
+    >>> with shardwise.simulate(4):
+    ...     mesh = shardwise.init_device_mesh("cpu", (4,))
+    ...     x = shardwise.distribute_tensor(torch.arange(6), mesh, [shardwise.Shard(0)])
+    ...     x.to_local()
+    LocalTensor(
+      rank 0: tensor([0, 1])
+      rank 1: tensor([2, 3])
+      rank 2: tensor([4, 5])
+      rank 3: tensor([], dtype=torch.int64)
+    )
+    """
+
+    def __init__(self, world_size: int) -> None:
+        if not isinstance(world_size, int) or isinstance(world_size, bool) or world_size < 1:
+            raise ArgumentError(f"simulate() takes a number of ranks, found {world_size!r}.")
+        self.world_size = world_size
+        self._entered: list[contextlib.ExitStack] = []
+
+    def __enter__(self) -> simulate:
+        stack = contextlib.ExitStack()
+        stack.enter_context(_fresh_c10d())
+        stack.enter_context(_played_world(self.world_size))
+        self._entered.append(stack)
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        self._entered.pop().close()
+
+    def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(fn)
+        def played(*args: P.args, **kwargs: P.kwargs) -> R:
+            with self:
+                return fn(*args, **kwargs)
+
+        return played
+
+
+@contextlib.contextmanager
+def _played_world(world_size: int) -> Iterator[None]:
+    if _BACKEND not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            _BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
+        )
+    dist.init_process_group(_BACKEND, store=native.HashStore(), rank=0, world_size=world_size)
+    world = enter_world(dist.GroupMember.WORLD, simulated=True)
+    try:
+        yield
+    finally:
+        leave_world(world)
+
+
+def _make_group(options: Any, backend_options: Any) -> Any:
+    group = native.FakeProcessGroup
+    return group._create_internal(options.group_rank, options.group_size, group.Options())
+
+
+@contextlib.contextmanager
+def _fresh_c10d() -> Iterator[None]:
+    """Set torch.distributed's state aside, and put it back afterwards.
+
+    c10d keeps one world in module-level tables and the names of all groups in one registry, so
+    groups made inside are named after those outside, and only they are taken out again.
+    """
+    world = c10d._world
+    tables = [
+        world.pg_map,
+        world.pg_names,
+        world.pg_group_ranks,
+        world.pg_backend_config,
+        world.tags_to_pg,
+        world.pg_to_tag,
+        world.pg_coalesce_state,
+    ]
+    kept = [dict(table) for table in tables]
+    group, count = world.default_pg, world.group_count
+    for table in tables:
+        table.clear()
+    c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        for name in world.pg_names.values():
+            native._unregister_process_group(name)
+        for table, entries in zip(tables, kept, strict=True):
+            table.clear()
+            table.update(entries)
+        c10d._update_default_pg(group)
+        world.group_count = count

@@ -1,0 +1,143 @@
+"""What each collective does to a LocalTensor: the ranks' parts meet in one process.
+
+Sums are taken in the order of ranks. Ranks that end with the same value share one tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from shardwise.comm.local_tensor import LocalTensor, collective_handlers, from_ranks
+from shardwise.core.world import World
+from shardwise.errors import UnsupportedError, WorldError
+
+_ops = torch.ops._c10d_functional
+c10d: Any = distributed_c10d  # private names, unknown to its stubs
+
+#: From the tensors of one group, in order, to the tensors that its ranks end with.
+Exchange = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": torch.add,
+    "avg": torch.add,
+    "product": torch.mul,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+
+
+def reduce_parts(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
+    """The reduction of the parts, always a tensor of its own."""
+    reduced = functools.reduce(_REDUCE[reduce_op], parts)
+    if reduce_op == "avg":
+        return reduced / len(parts)
+    return reduced.clone() if len(parts) == 1 else reduced
+
+
+def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
+    """Apply `exchange` to each group of ranks that the collective on `group` stands for."""
+    world = x._roster.world
+    result: dict[int, torch.Tensor] = {}
+    met: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}
+    for line in _lines(world, group):
+        parts = [x.on_rank(rank) for rank in line]
+        key = tuple(map(id, parts))
+        if key not in met:
+            met[key] = exchange(parts)
+        result.update(zip(line, met[key], strict=True))
+    missing = [rank for rank in x.ranks if rank not in result]
+    if missing:
+        raise WorldError(
+            f"The collective's group reaches no rank of {missing}; the tensor is on {x.ranks}."
+        )
+    return from_ranks(world, x.ranks, [result[rank] for rank in x.ranks])
+
+
+def _lines(world: World, group: Any) -> list[list[int]]:
+    name = group if isinstance(group, str) else group.group_name
+    known = world.lines
+    if name not in known:
+        process_group = c10d._resolve_process_group(name)
+        known[name] = side_by_side(dist.get_process_group_ranks(process_group), world.size)
+    return known[name]
+
+
+def side_by_side(ranks: list[int], world_size: int) -> list[list[int]]:
+    """The groups that the other ranks form when each calls the collective on its own group.
+
+    One process sees rank 0's group only; the others are its translations over the world.
+
+    >>> side_by_side([0, 2], 4)
+    [[0, 2], [1, 3]]
+    """
+    if len(ranks) == world_size:
+        return [ranks]
+    groups, seen = [], set[int]()
+    for shift in range(world_size - ranks[-1]):
+        group = [rank + shift for rank in ranks]
+        if shift not in seen and not seen.intersection(group):
+            groups.append(group)
+            seen.update(group)
+    if len(seen) != world_size:
+        raise UnsupportedError(
+            f"A collective on ranks {ranks} of a simulated world of {world_size} does not say what "
+            "the other ranks do. Use the groups of a device mesh: mesh.get_group(axis)."
+        )
+    return groups
+
+
+def _all_reduce(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    x, reduce_op, group = args
+    return run_groups(x, group, lambda parts: [reduce_parts(parts, reduce_op)] * len(parts))
+
+
+def _all_gather(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    x, _, group = args
+    return run_groups(x, group, lambda parts: [torch.cat(list(parts))] * len(parts))
+
+
+def _reduce_scatter(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    x, reduce_op, _, group = args
+
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        whole = reduce_parts(parts, reduce_op)
+        return whole.split(whole.shape[0] // len(parts))
+
+    return run_groups(x, group, exchange)
+
+
+def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    x, _, input_splits, group = args
+
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        pieces = [part.split(list(input_splits)) for part in parts]
+        return [torch.cat(column) for column in zip(*pieces, strict=True)]
+
+    return run_groups(x, group, exchange)
+
+
+def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    x, source, group = args
+    return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
+
+
+def _wait(func: Any, args: Any, kwargs: Any) -> LocalTensor:
+    return args[0]
+
+
+collective_handlers.update(
+    {
+        _ops.all_reduce.default: _all_reduce,
+        _ops.all_gather_into_tensor.default: _all_gather,
+        _ops.reduce_scatter_tensor.default: _reduce_scatter,
+        _ops.all_to_all_single.default: _all_to_all,
+        _ops.broadcast.default: _broadcast,
+        _ops.wait_tensor.default: _wait,
+    }
+)

@@ -1,0 +1,1 @@
+"""Pure values: placements, layouts, and the arithmetic of who owns what."""

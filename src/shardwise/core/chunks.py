@@ -1,0 +1,50 @@
+"""The arithmetic of pieces: which part of a dim a coordinate owns.
+
+Sizes may be ints or torch's symbolic ints; nothing here branches on a symbolic size.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeAlias
+
+import torch
+
+#: An int or torch's SymInt; torch's stubs do not let the two mix in arithmetic.
+Size: TypeAlias = Any
+
+
+def chunk_length(size: Size, parts: int) -> Size:
+    """The length of all but the last pieces when `size` is split as `torch.chunk` splits it."""
+    return (size + parts - 1) // parts
+
+
+def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> tuple[Size, Size]:
+    """`(start, length)` of piece `index` of `parts`.
+
+    >>> [piece(5, 4, i, None) for i in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    >>> piece(5, 2, 1, (1, 4))
+    (1, 4)
+    """
+    if sizes is not None:
+        return sum(sizes[:index]), sizes[index]
+    length = chunk_length(size, parts)
+    start = _minimum(index * length, size)
+    return start, _minimum(length, size - start)
+
+
+def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size, ...]:
+    """The length of every piece.
+
+    >>> lengths(5, 4, None)
+    (2, 2, 1, 0)
+    """
+    return (
+        sizes if sizes is not None else tuple(piece(size, parts, i, None)[1] for i in range(parts))
+    )
+
+
+def _minimum(a: Size, b: Size) -> Size:
+    if type(a) is int and type(b) is int:
+        return a if a < b else b
+    return torch.sym_min(a, b)

@@ -1,0 +1,116 @@
+"""Grid: a device mesh as this library sees it, one object per mesh and world."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.world import World, current_world
+from shardwise.errors import ArgumentError, WorldError
+
+Coordinate = tuple[int, ...]
+
+
+class Grid:
+    """The ranks of a mesh, its axes, and where each rank stands. Compared by identity.
+
+    Two equal meshes of one world share a grid; equal meshes of two worlds never do.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "axis_names",
+        "coordinate",
+        "coordinates",
+        "device_type",
+        "group_names",
+        "mesh",
+        "ranks",
+        "shape",
+        "world",
+    )
+
+    def __init__(self, mesh: DeviceMesh, world: World) -> None:
+        ranks = _ranks(mesh)
+        self.mesh = mesh
+        self.world = world
+        self.device_type: str = mesh.device_type
+        self.shape: tuple[int, ...] = tuple(ranks.shape)
+        self.axis_names: tuple[str, ...] | None = mesh.mesh_dim_names
+        self.ranks: tuple[int, ...] = tuple(ranks.flatten().tolist())
+        places = itertools.product(*map(range, self.shape))
+        self.coordinates: dict[int, Coordinate] = dict(zip(self.ranks, places, strict=True))
+        #: Where this process stands; None in a simulated world and on ranks outside the mesh.
+        self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
+        #: Filled by comm: the name of the process group of each axis.
+        self.group_names: list[str | None] = [None] * len(self.shape)
+
+    @property
+    def num_axes(self) -> int:
+        return len(self.shape)
+
+    def axis_name(self, axis: int) -> str:
+        return self.axis_names[axis] if self.axis_names else str(axis)
+
+    def lines(self, axis: int) -> list[list[int]]:
+        """The groups of ranks that differ only in their place along `axis`."""
+        ranks = torch.tensor(self.ranks).view(self.shape)
+        return ranks.movedim(axis, -1).reshape(-1, self.shape[axis]).tolist()
+
+    def __deepcopy__(self, memo: Any) -> Grid:
+        return self  # one object per value
+
+    def __repr__(self) -> str:
+        if not self.axis_names:
+            return f"mesh {self.shape}"
+        axes = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
+        return f"mesh ({axes})"
+
+
+# By object, not by value: torch calls meshes of two worlds equal.
+_seen: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
+
+
+def grid_of(mesh: DeviceMesh) -> Grid:
+    """The grid of `mesh` in the current world."""
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"A DeviceMesh is needed, found {type(mesh).__name__}: make one with "
+            "init_device_mesh('cpu', (4,))."
+        )
+    world = current_world()
+    seen = _seen.get(id(mesh))
+    if seen is not None and seen[0]() is mesh:
+        if seen[1].world is not world:
+            raise WorldError(
+                f"{seen[1]!r} belongs to {seen[1].world}, but the current one is {world}. "
+                "Make the mesh anew after torch.distributed is initialised."
+            )
+        return seen[1]
+    ranks = _ranks(mesh)
+    if max(ranks.flatten().tolist()) >= world.size:
+        raise WorldError(
+            f"The mesh names rank {int(ranks.max())}, but the world has {world.size} ranks "
+            f"(0 to {world.size - 1}). Make a smaller mesh, or start more processes."
+        )
+    key = (
+        mesh.device_type,
+        mesh.mesh_dim_names,
+        tuple(ranks.shape),
+        tuple(ranks.flatten().tolist()),
+    )
+    grid = world.grids.get(key)
+    if grid is None:
+        grid = world.grids[key] = Grid(mesh, world)
+    number = id(mesh)
+    _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
+    return grid
+
+
+def _ranks(mesh: DeviceMesh) -> torch.Tensor:
+    tensor: Any = mesh.mesh
+    return tensor

@@ -1,0 +1,254 @@
+"""Layout: how a tensor lies over a mesh.
+
+Note [Interned layouts]
+Equal layouts are one object, so a cache key that holds layouts hashes and compares by identity.
+Layouts whose shape is symbolic (inside torch.compile) are not interned: they never meet a cache.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.chunks import Size, lengths, piece
+from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.placements import Partial, Placement, Replicate, Shard, short
+from shardwise.errors import ArgumentError, LayoutError
+
+Shape = tuple[Size, ...]
+
+
+class Layout:
+    """Mesh, one placement per axis, the order of axes that share a dim, and the global tensor.
+
+    `order` lists the axes from the outermost split to the innermost. It matters only among axes
+    that shard the same dim, and is kept in a canonical form.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "dtype",
+        "grid",
+        "here",
+        "order",
+        "placements",
+        "shape",
+        "stride",
+        "symbolic",
+    )
+
+    grid: Grid
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    shape: Shape
+    stride: Shape
+    dtype: torch.dtype
+    symbolic: bool
+    #: The local shape in this process; filled on first use, never in a simulated world.
+    here: Shape | None
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def with_placements(
+        self, placements: tuple[Placement, ...], order: tuple[int, ...] | None = None
+    ) -> Layout:
+        """The same tensor placed otherwise. `placements` must fit it."""
+        return make_layout(
+            self.grid, placements, self.shape, self.stride, self.dtype, order or self.order
+        )
+
+    def axes_of(self, dim: int) -> tuple[int, ...]:
+        """The axes that shard `dim`, outermost first."""
+        return tuple(a for a in self.order if self.placements[a].is_shard(dim))
+
+    def box(self, coordinate: Coordinate) -> tuple[Shape, Shape]:
+        """`(offset, shape)` of the block that `coordinate` holds."""
+        offset: list[Size] = [0] * self.ndim
+        shape = list(self.shape)
+        for axis in self.order:
+            placement = self.placements[axis]
+            if type(placement) is Shard:
+                dim = placement.dim
+                start, shape[dim] = piece(
+                    shape[dim], self.grid.shape[axis], coordinate[axis], placement.sizes
+                )
+                offset[dim] = offset[dim] + start
+        return tuple(offset), tuple(shape)
+
+    def local_shape(self, coordinate: Coordinate) -> Shape:
+        """The shape of the block that `coordinate` holds."""
+        if coordinate == self.grid.coordinate:
+            if self.here is None:
+                self.here = self.box(coordinate)[1]
+            return self.here
+        return self.box(coordinate)[1]
+
+    def outer_size(self, axis: int, dim: int, coordinate: Coordinate) -> Size:
+        """The size of `dim` that the axes outside `axis` leave to `coordinate`."""
+        size = self.shape[dim]
+        for other in self.order:
+            if other == axis:
+                break
+            placement = self.placements[other]
+            if type(placement) is Shard and placement.dim == dim:
+                size = piece(size, self.grid.shape[other], coordinate[other], placement.sizes)[1]
+        return size
+
+    def __deepcopy__(self, memo: Any) -> Layout:
+        return self  # one object per value
+
+    def __repr__(self) -> str:
+        shape = tuple(str(s) for s in self.shape) if self.symbolic else self.shape
+        order = "" if self.order == tuple(range(self.grid.num_axes)) else f", order={self.order}"
+        return f"Layout({shape}, {self.dtype}, {short(self.placements)}{order} on {self.grid!r})"
+
+
+_interned: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
+
+
+def make_layout(
+    grid: Grid,
+    placements: tuple[Placement, ...],
+    shape: Sequence[Size],
+    stride: Sequence[Size],
+    dtype: torch.dtype,
+    order: tuple[int, ...] | None = None,
+) -> Layout:
+    """The one layout with these values. `placements` must be normalised for `shape`."""
+    shape, stride = tuple(shape), tuple(stride)
+    symbolic = any(type(s) is not int for s in shape) or any(type(s) is not int for s in stride)
+    order = canonical_order(placements, order)
+    key = None if symbolic else (grid, placements, order, shape, stride, dtype)
+    if key is not None and (found := _interned.get(key)) is not None:
+        return found
+    layout = Layout()
+    layout.grid, layout.placements, layout.order = grid, placements, order
+    layout.shape, layout.stride, layout.dtype = shape, stride, dtype
+    layout.symbolic, layout.here = symbolic, None
+    if key is not None:
+        _interned[key] = layout
+    return layout
+
+
+@functools.lru_cache(maxsize=4096)
+def canonical_order(
+    placements: tuple[Placement, ...], order: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """The order with everything removed that has no meaning.
+
+    >>> canonical_order((Shard(0), Shard(0)), (1, 0))
+    (1, 0)
+    >>> canonical_order((Shard(0), Shard(1)), (1, 0))
+    (0, 1)
+    """
+    num_axes = len(placements)
+    if order is None:
+        return tuple(range(num_axes))
+    result: list[int] = []
+    for axis, placement in enumerate(placements):
+        if axis in result:
+            continue
+        if type(placement) is Shard:
+            result += [a for a in order if placements[a].is_shard(placement.dim)]
+        else:
+            result.append(axis)
+    return tuple(result)
+
+
+def normalize(
+    placements: Sequence[Placement] | Placement | None,
+    shape: Sequence[Size],
+    grid: Grid,
+    order: tuple[int, ...] | None = None,
+) -> tuple[Placement, ...]:
+    """Placements as layouts keep them: checked, dims from 0, sizes only where they matter."""
+    if placements is None:
+        return (Replicate(),) * grid.num_axes
+    if isinstance(placements, Placement):
+        placements = (placements,)
+    given = tuple(placements)
+    for placement in given:
+        if not isinstance(placement, Placement):
+            raise ArgumentError(
+                f"Placements are Shard, Replicate or Partial, found {placement!r} in {given!r}."
+            )
+    if len(given) != grid.num_axes:
+        raise LayoutError(
+            f"{len(given)} placements {short(given)} were given for a mesh of {grid.num_axes} "
+            f"axes {grid.shape}: give one placement per axis."
+        )
+    if order is not None and sorted(order) != list(range(grid.num_axes)):
+        raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
+    result = tuple(_normalize_one(p, axis, shape, grid) for axis, p in enumerate(given))
+    _check_nested_sizes(result, canonical_order(result, order), grid)
+    return result
+
+
+def _normalize_one(placement: Placement, axis: int, shape: Sequence[Size], grid: Grid) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    ndim, dim, parts = len(shape), placement.dim, grid.shape[axis]
+    if not -ndim <= dim < ndim:
+        raise LayoutError(
+            f"Shard({dim}) on axis {grid.axis_name(axis)!r} is out of range for a tensor of shape "
+            f"{tuple(shape)}: it has {ndim} dims, {-ndim} to {ndim - 1}."
+        )
+    dim %= max(ndim, 1)
+    sizes = placement.sizes
+    if sizes is None:
+        return placement if dim == placement.dim else Shard(dim)
+    if len(sizes) != parts:
+        raise LayoutError(
+            f"{placement!r} gives {len(sizes)} sizes, but axis {grid.axis_name(axis)!r} has "
+            f"{parts} coordinates."
+        )
+    if sum(sizes) != shape[dim]:
+        raise LayoutError(
+            f"The sizes of {placement!r} add up to {sum(sizes)}, but dim {dim} of the tensor has "
+            f"size {shape[dim]}."
+        )
+    return shard_with(dim, sizes, shape[dim], parts)
+
+
+def shard_with(dim: int, sizes: tuple[int, ...], size: Size, parts: int) -> Shard:
+    """`Shard(dim)` with explicit sizes, or without when they are those of `torch.chunk`."""
+    return Shard(dim) if sizes == lengths(size, parts, None) else Shard(dim, sizes)
+
+
+def _check_nested_sizes(
+    placements: tuple[Placement, ...], order: tuple[int, ...], grid: Grid
+) -> None:
+    outer: set[int] = set()
+    for axis in order:
+        placement = placements[axis]
+        if isinstance(placement, Shard):
+            if placement.sizes is not None and placement.dim in outer:
+                raise LayoutError(
+                    f"{placement!r} on axis {grid.axis_name(axis)!r} lies inside another split of "
+                    f"dim {placement.dim}: explicit sizes are for the outermost axis of a dim only."
+                )
+            outer.add(placement.dim)
+
+
+def contiguous_stride(shape: Sequence[Size]) -> Shape:
+    """The strides of a dense row-major tensor.
+
+    >>> contiguous_stride((2, 3, 4))
+    (12, 4, 1)
+    """
+    stride: list[Size] = []
+    step: Size = 1
+    for size in reversed(shape):
+        stride.append(step)
+        step = step * (size if type(size) is not int or size > 1 else 1)
+    return tuple(reversed(stride))
+
+
+def is_partial(layout: Layout) -> bool:
+    return any(isinstance(p, Partial) for p in layout.placements)

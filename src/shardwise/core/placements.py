@@ -1,0 +1,149 @@
+"""Placements: how one mesh axis holds a tensor.
+
+Immutable values. `axis` is always of a mesh and `dim` of a tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from shardwise.errors import ArgumentError, LayoutError
+
+REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
+
+
+class Placement:
+    """How the coordinates of one mesh axis hold a tensor."""
+
+    __slots__ = ()
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return False
+
+    def is_replicate(self) -> bool:
+        return False
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return False
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Shard(Placement):
+    """Each coordinate holds one piece of `dim`.
+
+    Without `sizes` the pieces are those of `torch.chunk`: as equal as possible, the last ones
+    shorter or empty. With `sizes`, coordinate `i` holds `sizes[i]` entries; zero is allowed.
+
+    >>> Shard(0)
+    Shard(0)
+    >>> Shard(0, sizes=(100, 0, 0, 0))      # a table that lives on one rank
+    Shard(0, sizes=(100, 0, 0, 0))
+    """
+
+    dim: int
+    sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise ArgumentError(f"Shard(dim) takes an int, found {self.dim!r}.")
+        if self.sizes is None:
+            return
+        sizes = tuple(self.sizes)
+        if any(not isinstance(s, int) or isinstance(s, bool) for s in sizes):
+            raise ArgumentError(f"Shard sizes must be ints, found {self.sizes!r}.")
+        if any(s < 0 for s in sizes):
+            raise LayoutError(f"Shard sizes must not be negative, found {sizes}.")
+        object.__setattr__(self, "sizes", sizes)
+
+    def is_shard(self, dim: int | None = None) -> bool:
+        return dim is None or dim == self.dim
+
+    def __repr__(self) -> str:
+        return (
+            f"Shard({self.dim})" if self.sizes is None else f"Shard({self.dim}, sizes={self.sizes})"
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Replicate(Placement):
+    """Each coordinate holds the whole tensor."""
+
+    def is_replicate(self) -> bool:
+        return True
+
+    def __repr__(self) -> str:
+        return "Replicate()"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Partial(Placement):
+    """Each coordinate holds a term; the tensor is the reduction of the terms.
+
+    >>> Partial()
+    Partial(sum)
+    >>> Partial("max").is_partial("max")
+    True
+    """
+
+    reduce_op: str = "sum"
+
+    def __post_init__(self) -> None:
+        if self.reduce_op not in REDUCE_OPS:
+            raise LayoutError(
+                f"Partial({self.reduce_op!r}) is not a reduction; use one of "
+                f"{', '.join(REDUCE_OPS)}."
+            )
+
+    def is_partial(self, reduce_op: str | None = None) -> bool:
+        return reduce_op is None or reduce_op == self.reduce_op
+
+    def __repr__(self) -> str:
+        return f"Partial({self.reduce_op})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class MaskPartial(Partial):
+    """The `Partial("sum")` of a lookup in a table whose rows are sharded.
+
+    It holds no mask: rows that another rank owns are zero already. It remembers which table it
+    came from (`logical_shape`, sharded along `logical_dim`), and is otherwise a sum.
+    """
+
+    logical_shape: tuple[int, ...] = ()
+    logical_dim: int = 0
+
+    def __repr__(self) -> str:
+        return f"MaskPartial(logical_shape={self.logical_shape}, logical_dim={self.logical_dim})"
+
+
+REPLICATE: Final = Replicate()
+SUM: Final = Partial("sum")
+
+
+def plain(placement: Placement) -> Placement:
+    """The placement as rules and redistribution see it: a `MaskPartial` is a sum."""
+    return SUM if type(placement) is MaskPartial else placement
+
+
+def short(placements: Sequence[Placement]) -> str:
+    """A compact spelling for messages.
+
+    >>> short([Shard(0), Replicate(), Partial()])
+    '[S(0), R, P(sum)]'
+    """
+    return "[" + ", ".join(map(_short, placements)) + "]"
+
+
+def _short(placement: Placement) -> str:
+    match placement:
+        case Shard(dim, None):
+            return f"S({dim})"
+        case Shard(dim, sizes):
+            return f"S({dim}, {sizes})"
+        case Replicate():
+            return "R"
+        case Partial(reduce_op):
+            return f"P({reduce_op})"
+    return repr(placement)

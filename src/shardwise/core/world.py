@@ -1,0 +1,109 @@
+"""Worlds: which set of processes, real or played, a mesh and its tensors belong to.
+
+Note [Worlds come and go]
+A process may initialise torch.distributed, destroy it and initialise it again, and simulated
+worlds nest inside each other. Torch compares meshes of two worlds as equal, so nothing that is
+cached may be keyed by a mesh alone: every cached value hangs off a `Grid`, and a grid off a
+`World`. A new default process group is a new world.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import WorldError
+
+_epochs = itertools.count(1)
+
+
+class World:
+    """One lifetime of torch.distributed. Compared by identity."""
+
+    __slots__ = (
+        "__weakref__",
+        "axis_names",
+        "epoch",
+        "grids",
+        "group",
+        "lines",
+        "rank",
+        "simulated",
+        "size",
+    )
+
+    def __init__(self, group: Any, *, simulated: bool) -> None:
+        self.epoch = next(_epochs)
+        self.group = weakref.ref(group)
+        self.simulated = simulated
+        self.size: int = group.size()
+        self.rank: int = group.rank()
+        #: The grid of each mesh, by value; see core.grid.
+        self.grids: dict[Any, Any] = {}
+        #: Per name of a process group, all groups of ranks that run its collectives side by side.
+        self.lines: dict[str, list[list[int]]] = {}
+        #: Per name of a process group, the mesh axis that it runs along.
+        self.axis_names: dict[str, str] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether this world's process group is still the default one."""
+        return dist.is_initialized() and dist.GroupMember.WORLD is self.group()
+
+    def __deepcopy__(self, memo: Any) -> World:
+        return self  # one object per value
+
+    def __repr__(self) -> str:
+        kind = "simulated" if self.simulated else "real"
+        return f"World(epoch={self.epoch}, {kind}, size={self.size})"
+
+
+_known: list[World] = []
+
+#: Caches to empty when a world comes or goes, so that none outlives its layouts.
+world_caches: list[Callable[[], None]] = []
+
+
+def enter_world(group: Any, *, simulated: bool) -> World:
+    """Declare that `group` is the default process group of a new world."""
+    _known[:] = [w for w in _known if w.group() is not None]
+    world = World(group, simulated=simulated)
+    _known.append(world)
+    _empty_caches()
+    return world
+
+
+def leave_world(world: World) -> None:
+    _known.remove(world)
+    _empty_caches()
+
+
+def _empty_caches() -> None:
+    for empty in world_caches:
+        empty()
+
+
+def current_world() -> World:
+    """The world of the default process group."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise WorldError(
+            "There is no process group: call torch.distributed.init_process_group() under "
+            "torchrun, or open `with shardwise.simulate(world_size):`."
+        )
+    group = dist.GroupMember.WORLD
+    for world in reversed(_known):
+        if world.group() is group:
+            return world
+    return enter_world(group, simulated=False)
+
+
+def simulated_world(asked: str) -> World:
+    """The current world, which must be simulated for what is `asked`."""
+    world = current_world()
+    if not world.simulated:
+        raise WorldError(f"{asked} needs a simulated world: open `with shardwise.simulate(n):`.")
+    return world

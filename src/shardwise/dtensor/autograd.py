@@ -1,0 +1,98 @@
+"""Redistribution, and the doors between local and distributed tensors, with their gradients.
+
+Note [Gradients are global]
+The gradient of a DTensor is a DTensor whose global value is what one device would have; its layout
+is whatever was cheapest. Only where local tensors enter and leave does a layout have to be chosen:
+
+    forward placement   default gradient placement
+    Shard               Shard
+    Replicate           Replicate
+    Partial             Replicate
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout, make_layout
+from shardwise.core.placements import Partial, Replicate
+from shardwise.redistribute.execute import execute
+from shardwise.redistribute.search import find_steps
+
+
+def gradient_layout(layout: Layout) -> Layout:
+    """Where the gradient of a tensor in `layout` lies by default."""
+    placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
+    return layout.with_placements(placements)
+
+
+def move(x: Any, target: Layout, *, own: bool = False) -> Any:
+    """`x` in another layout, below autograd. With `own`, never sharing memory with `x`."""
+    steps = find_steps(x._layout, target)
+    local = execute(x._local, steps)
+    if own and not any(step.communicates for step in steps):
+        local = local.clone()
+    return type(x).wrap(local, target)
+
+
+class Redistribute(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, target: Layout) -> Any:
+        ctx.layout = x._layout
+        return move(x, target, own=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        target = _like_tensor(gradient_layout(ctx.layout), grad._layout)
+        return redistribute(grad, target), None
+
+
+def redistribute(x: Any, target: Layout) -> Any:
+    """`x` in layout `target`, differentiable; `x` itself when it lies there already."""
+    if x._layout is target:
+        return x
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Redistribute.apply(x, target)
+    return move(x, target, own=True)
+
+
+class ToLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, grad_layout: Layout) -> torch.Tensor:
+        ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
+        # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
+        return x._local.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        layout = ctx.grad_layout
+        return ctx.wrap(grad, _with_dtype(layout, grad.dtype)), None
+
+
+class FromLocal(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, local: torch.Tensor, layout: Layout, grad_layout: Layout, cls: Any
+    ) -> Any:
+        ctx.grad_layout = grad_layout
+        return cls.wrap(local.detach(), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        moved = redistribute(grad, _like_tensor(ctx.grad_layout, grad._layout))
+        return moved._local.detach(), None, None, None
+
+
+def _like_tensor(layout: Layout, other: Layout) -> Layout:
+    """The placements of `layout` for the tensor of `other`: a gradient may differ in stride."""
+    return other.with_placements(layout.placements, layout.order)
+
+
+def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
+    if layout.dtype == dtype:
+        return layout
+    return make_layout(
+        layout.grid, layout.placements, layout.shape, layout.stride, dtype, layout.order
+    )

@@ -1,0 +1,202 @@
+"""Making DTensors and distributing modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import collectives
+from shardwise.comm.ranks import each_rank, localize
+from shardwise.core.grid import Grid, grid_of
+from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Placement, Replicate
+from shardwise.dtensor.doors import stride_like
+from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.redistribute.execute import execute
+from shardwise.redistribute.search import find_steps
+
+
+def distribute_tensor(
+    tensor: torch.Tensor,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+    *,
+    src_data_rank: int | None = 0,
+) -> DTensor:
+    """Lay a tensor that every rank has out over a mesh, as a new leaf.
+
+    Every rank gets the values of coordinate `src_data_rank` of each mesh axis. With None, each rank
+    takes its part of its own values and nothing is communicated.
+
+    >>> import shardwise, torch
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     x = shardwise.distribute_tensor(torch.eye(2), mesh, [shardwise.Shard(0)])
+    ...     x.full_tensor().agreed()
+    tensor([[1., 0.],
+            [0., 1.]])
+    """
+    grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+    normal = normalize(placements, tensor.shape, grid)
+    if isinstance(tensor, DTensor):
+        if tensor._layout.grid is not grid or tensor.placements != normal:
+            raise LayoutError(
+                f"The tensor is distributed already, as {tensor._layout!r}; use redistribute()."
+            )
+        return tensor
+    if not tensor.is_leaf:
+        raise ArgumentError(
+            "distribute_tensor() makes a leaf, but the tensor has a history in autograd: detach() "
+            "it first, or use DTensor.from_local() to stay differentiable."
+        )
+    if src_data_rank is not None and not 0 <= src_data_rank < min(grid.shape):
+        raise LayoutError(
+            f"src_data_rank={src_data_rank} is not a coordinate on every axis of {grid!r}."
+        )
+    requires_grad = tensor.requires_grad
+    local = localize(grid, tensor.detach().to(grid.device_type))
+    dense = stride_like(tensor, tensor.shape)
+    layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
+    for axis in range(grid.num_axes):
+        if src_data_rank is not None:
+            local = collectives.broadcast(local, src_data_rank, grid, axis)
+        placed = (*normal[: axis + 1], *layout.placements[axis + 1 :])
+        target = layout.with_placements(placed)
+        local = execute(local, find_steps(layout, target))
+        layout = target
+    # A part of its own: a view would keep the whole tensor alive.
+    local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
+    return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+
+
+def distribute_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    partition_fn: Callable[[str, nn.Module, DeviceMesh], None] | None = None,
+    input_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+    output_fn: Callable[[nn.Module, Any, DeviceMesh], Any] | None = None,
+) -> nn.Module:
+    """Make the parameters and buffers of a module DTensors, in place.
+
+    `partition_fn(name, submodule, mesh)` is called for every submodule and may register DTensor
+    parameters; what it leaves is replicated. `input_fn(module, inputs, mesh)` runs before the
+    module's forward and `output_fn(module, outputs, mesh)` after it.
+    """
+    mesh = device_mesh if device_mesh is not None else current_mesh()
+    grid_of(mesh)
+    for name, submodule in module.named_modules():
+        if partition_fn is not None:
+            partition_fn(name, submodule, mesh)
+        _replicate_rest(submodule, mesh)
+    if input_fn is not None:
+        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+    if output_fn is not None:
+        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+    return module
+
+
+def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+    whole = [Replicate()] * mesh.ndim
+    for name, parameter in module._parameters.items():
+        if parameter is not None and not isinstance(parameter, DTensor):
+            placed = distribute_tensor(parameter.data, mesh, whole)
+            module.register_parameter(
+                name, nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            )
+    for name, buffer in module._buffers.items():
+        if buffer is not None and not isinstance(buffer, DTensor):
+            module._buffers[name] = distribute_tensor(buffer, mesh, whole)
+
+
+def zeros(*size: Any, **options: Any) -> DTensor:
+    """A DTensor of zeros; takes `device_mesh`, `placements`, `dtype` and `requires_grad`."""
+    return _create(torch.zeros, size, (), **options)
+
+
+def ones(*size: Any, **options: Any) -> DTensor:
+    """A DTensor of ones; options as for `zeros`."""
+    return _create(torch.ones, size, (), **options)
+
+
+def empty(*size: Any, **options: Any) -> DTensor:
+    """A DTensor without values of its own; options as for `zeros`."""
+    return _create(torch.empty, size, (), **options)
+
+
+def full(size: Sequence[int], fill_value: float, **options: Any) -> DTensor:
+    """A DTensor filled with one number; options as for `zeros`."""
+    return _create(torch.full, (size,), (fill_value,), **options)
+
+
+def rand(*size: Any, **options: Any) -> DTensor:
+    """Uniform random numbers, the ones that one device would draw; options as for `zeros`."""
+    return _draw(torch.rand, size, **options)
+
+
+def randn(*size: Any, **options: Any) -> DTensor:
+    """Normal random numbers, the ones that one device would draw; options as for `zeros`."""
+    return _draw(torch.randn, size, **options)
+
+
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _layout_for(
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> tuple[Grid, Layout]:
+    grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+    shape = _shape(size)
+    normal = normalize(placements, shape, grid)
+    dtype = dtype or torch.get_default_dtype()
+    return grid, make_layout(grid, normal, shape, contiguous_stride(shape), dtype)
+
+
+def _create(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    values: tuple[Any, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    if make is torch.full and dtype is None:
+        dtype = torch.full((), *values).dtype
+    grid, layout = _layout_for(size, dtype, device_mesh, placements)
+    if any(p.is_partial() for p in layout.placements):
+        raise LayoutError(f"A new tensor cannot be {layout.placements}: shard or replicate it.")
+    axes = [a for a, p in enumerate(layout.placements) if p.is_shard()]
+
+    def here(coordinate: Any) -> torch.Tensor:
+        shape = layout.local_shape(coordinate)
+        return make(shape, *values, dtype=layout.dtype, device=grid.device_type)
+
+    local = localize(grid, each_rank(grid, here, axes=axes))
+    return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+
+
+def _draw(
+    make: Callable[..., torch.Tensor],
+    size: tuple[Any, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """Every rank draws the whole tensor, as one device would, and keeps its part."""
+    grid, layout = _layout_for(size, dtype, device_mesh, placements)
+    whole = make(layout.shape, dtype=layout.dtype, device=grid.device_type)
+    drawn = distribute_tensor(whole, grid.mesh, layout.placements, src_data_rank=None)
+    return drawn.requires_grad_(requires_grad)

@@ -1,0 +1,167 @@
+"""Where local tensors become global ones: the layout they get, and whether they fit it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import each_rank, rank_values
+from shardwise.comm.roster import make_roster
+from shardwise.core.chunks import Size
+from shardwise.core.grid import Grid, grid_of
+from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
+from shardwise.core.placements import Placement, Shard
+from shardwise.core.world import current_world
+from shardwise.errors import LayoutError, WorldError
+
+
+def local_layout(
+    local: torch.Tensor,
+    grid: Grid,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
+    """The layout of the global tensor whose parts look like `local`."""
+    if shape is not None:
+        whole: Shape = tuple(shape)
+        normal = normalize(placements, whole, grid)
+    else:
+        # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks.
+        local_shape = tuple(local.shape)
+        # Checks the number of placements and the dims; sizes are checked with the global shape.
+        given = normalize(_without_sizes(placements), local_shape, grid)
+        explicit = _explicit_sizes(placements, given)
+        whole = _grown(local_shape, given, explicit, grid)
+        normal = normalize(_with_sizes(given, explicit), whole, grid)
+    dense = tuple(stride) if stride is not None else stride_like(local, whole)
+    return make_layout(grid, normal, whole, dense, local.dtype)
+
+
+def _without_sizes(placements: Any) -> Any:
+    if placements is None:
+        return None
+    listed = [placements] if isinstance(placements, Placement) else list(placements)
+    return [Shard(p.dim) if isinstance(p, Shard) else p for p in listed]
+
+
+def _explicit_sizes(placements: Any, given: Sequence[Placement]) -> list[tuple[int, ...] | None]:
+    listed = [placements] if isinstance(placements, Placement) else list(placements or given)
+    return [p.sizes if isinstance(p, Shard) else None for p in listed]
+
+
+def _with_sizes(
+    given: Sequence[Placement], explicit: Sequence[tuple[int, ...] | None]
+) -> list[Placement]:
+    return [
+        Shard(p.dim, sizes) if isinstance(p, Shard) else p
+        for p, sizes in zip(given, explicit, strict=True)
+    ]
+
+
+def _grown(
+    local_shape: Shape,
+    placements: Sequence[Placement],
+    explicit: Sequence[tuple[int, ...] | None],
+    grid: Grid,
+) -> Shape:
+    """The global shape when every rank holds a part of the same shape."""
+    whole = list(local_shape)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            sizes = explicit[axis]
+            grown = whole[placement.dim] * grid.shape[axis]
+            whole[placement.dim] = sum(sizes) if sizes is not None else grown
+    return tuple(whole)
+
+
+def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
+    """Dense strides for `shape` with the dims in the order in which `local` has them in memory."""
+    if local.is_contiguous() or local.dim() < 2:
+        return contiguous_stride(shape)
+    local_stride = local.stride()
+    outermost_first = sorted(range(local.dim()), key=lambda d: -local_stride[d])
+    dense = contiguous_stride([shape[d] for d in outermost_first])
+    return tuple(dense[outermost_first.index(d)] for d in range(local.dim()))
+
+
+def check_fits(local: torch.Tensor, layout: Layout) -> None:
+    """Every rank present holds a part of the shape that the layout gives it."""
+    if layout.symbolic or any(type(s) is not int for s in torch.Tensor.size(local)):
+        return
+    for coordinate, part in rank_values(layout.grid, local):
+        expected = layout.local_shape(coordinate)
+        if tuple(part.shape) != expected:
+            raise LayoutError(
+                f"The local tensor at mesh coordinate {coordinate} has shape {tuple(part.shape)}, "
+                f"but {layout!r} gives it {expected}. Give from_local(..., shape=...) the global "
+                "shape, or other placements."
+            )
+
+
+def check_all_ranks(local: torch.Tensor, layout: Layout) -> None:
+    """Compare shapes and dtypes over all ranks of the mesh, so that all of them raise."""
+    grid = layout.grid
+
+    def describe(_: Any, part: torch.Tensor) -> torch.Tensor:
+        numbers = [_DTYPES.index(part.dtype), part.dim(), *part.shape]
+        return torch.tensor(numbers + [0] * (16 - len(numbers)), device=part.device)[None]
+
+    found = each_rank(grid, describe, local)
+    for axis in reversed(range(grid.num_axes)):
+        found = collectives.all_gather(found, grid, axis)
+    rows = (found.agreed() if isinstance(found, LocalTensor) else found).tolist()
+    for coordinate, (dtype, ndim, *sizes) in zip(grid.coordinates.values(), rows, strict=True):
+        shape, expected = tuple(sizes[:ndim]), layout.local_shape(coordinate)
+        if shape != expected or _DTYPES[dtype] != layout.dtype:
+            raise LayoutError(
+                f"The ranks disagree: at mesh coordinate {coordinate} the local tensor is "
+                f"{_DTYPES[dtype]} of shape {shape}, but {layout!r} gives it {layout.dtype} of "
+                f"shape {expected}. Give from_local(..., shape=...) the global shape."
+            )
+
+
+_DTYPES = sorted(
+    {value for value in vars(torch).values() if isinstance(value, torch.dtype)}, key=str
+)
+
+
+# -- pickling: worlds come and go, so a mesh is kept by value and found again -----------------
+
+
+def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:
+    if isinstance(local, LocalTensor):
+        tensor: Any = ("simulated", local._parts, local._roster.ranks, local._roster.index)
+    else:
+        tensor = ("real", local)
+    grid = layout.grid
+    mesh = (grid.device_type, grid.shape, grid.ranks, grid.axis_names)
+    return (
+        tensor,
+        mesh,
+        (layout.placements, layout.order, layout.shape, layout.stride, layout.dtype),
+    )
+
+
+def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]:
+    world = current_world()
+    device_type, shape, ranks, axis_names = mesh
+    if world.simulated != (tensor[0] == "simulated"):
+        raise WorldError(
+            f"The tensor was saved in a {tensor[0]} world and cannot be loaded in {world}. Save "
+            "full_tensor() to move values between worlds."
+        )
+    key = (device_type, axis_names, shape, ranks)
+    grid = world.grids.get(key) or grid_of(
+        DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
+    )
+    placements, order, global_shape, stride, dtype = layout
+    found = make_layout(grid, placements, global_shape, stride, dtype, order)
+    if tensor[0] == "real":
+        return tensor[1], found
+    return LocalTensor(tensor[1], make_roster(world, tensor[2], tensor[3])), found

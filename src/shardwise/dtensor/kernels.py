@@ -1,0 +1,241 @@
+"""The short list of ops that are handled above autograd; see Note [Above autograd].
+
+Each has an autograd function that knows the layouts of the forward pass when it runs backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.core.layout import Layout
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.rules.embedding import lookup, lookup_grad
+from shardwise.rules.loss import nll, nll_grad
+from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
+
+aten = torch.ops.aten
+
+
+def _needs_grad(*tensors: torch.Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _parameter_wish(layout: Layout) -> Layout | None:
+    """A sharded parameter's gradient lies like the parameter; a replicated one's may be Partial."""
+    return layout if any(p.is_shard() for p in layout.placements) else None
+
+
+# -- embedding -------------------------------------------------------------------------------
+
+
+class Lookup(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool) -> Any:
+        ctx.save_for_backward(ids)
+        ctx.layout, ctx.options = weight._layout, (padding_idx, by_freq)
+        return run(lookup, weight, ids)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        return LookupGrad.apply(grad, ids, ctx.layout, *ctx.options), None, None, None
+
+
+class LookupGrad(torch.autograd.Function):
+    """The gradient of a table, itself differentiable for the gradient that it is made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Any, ids: Any, layout: Layout, padding_idx: int, by_freq: bool
+    ) -> Any:
+        ctx.save_for_backward(ids)
+        ctx.options = (padding_idx, by_freq)
+        return run(lookup_grad, grad, ids, layout.shape[0], padding_idx, by_freq, wish=layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        padding_idx, by_freq = ctx.options
+        if by_freq:
+            raise UnsupportedError(
+                "The second derivative of an embedding with scale_grad_by_freq is not supported."
+            )
+        rows = embedding(grad, ids)
+        if padding_idx >= 0:
+            rows = rows * (ids != padding_idx).unsqueeze(-1)
+        return rows, None, None, None, None
+
+
+def embedding(
+    weight: Any,
+    ids: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    weight, ids = _both_distributed(aten.embedding.default, weight, ids)
+    if sparse:
+        raise UnsupportedError(
+            "aten.embedding.default does not have a sharding strategy registered for sparse=True. "
+            "Use sparse=False: the gradient is then as large as this rank's part of the table."
+        )
+    _check_ids(weight, ids)
+    if _needs_grad(weight):
+        return Lookup.apply(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
+    return run(lookup, weight, ids)
+
+
+def _both_distributed(op: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
+    for name, tensor in (("weight", weight), ("input", ids)):
+        if not isinstance(tensor, DTensor):
+            raise ArgumentError(
+                f"{op}: {name} is a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
+                "the other operand a DTensor. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) "
+                "where each rank holds the same values."
+            )
+    return weight, ids
+
+
+def _check_ids(weight: Any, ids: Any) -> None:
+    """An id out of range raises as on one device, on every rank that sees it.
+
+    A table whose rows are whole checks for itself; one whose rows are sharded would give zeros.
+    """
+    rows_sharded = any(p.is_shard(0) for p in weight.placements)
+    if not rows_sharded or torch.compiler.is_compiling() or ids._layout.symbolic or ids.is_cuda:
+        return
+    if torch._guards.TracingContext.try_get() is not None or not ids.numel():
+        return
+    local = ids._local
+    for part in getattr(local, "_parts", (local,)):
+        if part.numel() and not 0 <= int(part.min()) <= int(part.max()) < weight.shape[0]:
+            raise IndexError(
+                f"index out of range in a table of {weight.shape[0]} rows: ids run from "
+                f"{int(part.min())} to {int(part.max())}."
+            )
+
+
+# -- linear ----------------------------------------------------------------------------------
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        ctx.bias_layout = None if bias is None else bias._layout
+        return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        if for_x:
+            grad_x = _linear_input_grad(grad, weight)
+        if for_weight:
+            grad_weight = LinearWeightGrad.apply(grad, x, _parameter_wish(weight._layout))
+        if for_bias:
+            grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            grad_bias = _towards(grad_bias, ctx.bias_layout)
+        return grad_x, grad_weight, grad_bias
+
+
+def _linear_input_grad(grad: Any, weight: Any) -> Any:
+    if _needs_grad(grad, weight):  # double backward
+        return F.linear(grad, weight.t())
+    return run(linear_input_grad, grad, weight)
+
+
+def _towards(grad: Any, layout: Layout) -> Any:
+    """The gradient of a sharded parameter, moved to where the parameter lies."""
+    wish = _parameter_wish(layout)
+    if wish is None or grad.placements == layout.placements:
+        return grad
+    return grad.redistribute(placements=layout.placements, order=layout.order)
+
+
+class LinearWeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Any, x: Any, wish: Layout | None) -> Any:
+        ctx.save_for_backward(grad, x)
+        return run(linear_weight_grad, grad, x, wish=wish)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Any) -> Any:
+        grad, x = ctx.saved_tensors
+        return F.linear(x, grad_weight), F.linear(grad, grad_weight.t()), None
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    if not all(t is None or type(t) is DTensor for t in (x, weight, bias)) or x.dim() == 0:
+        # The ordinary path says which operand is plain, or what is wrong with the shapes.
+        return DTensor.__torch_dispatch__(aten.linear.default, None, (x, weight, bias))
+    if _needs_grad(x, weight, bias):
+        return Linear.apply(x, weight, bias)
+    return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
+
+
+# -- cross entropy ---------------------------------------------------------------------------
+
+
+class NLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
+        ctx.save_for_backward(target)
+        ctx.options = (ignore_index, log_probs.shape[-1])
+        return run(nll, log_probs, target, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (target,) = ctx.saved_tensors
+        return run(nll_grad, grad, target, *ctx.options), None, None
+
+
+_NONE, _MEAN = 0, 1
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy out of ops that each have a rule, so that a sharded batch stays sharded."""
+    if weight is not None or label_smoothing:
+        raise UnsupportedError(
+            "aten.cross_entropy_loss.default does not have a sharding strategy registered for "
+            "class weights or label smoothing. Gather the logits first: logits.full_tensor()."
+        )
+    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
+    log_probs = classes_last.log_softmax(-1)
+    if target.is_floating_point():
+        losses = -(log_probs * (target.movedim(1, -1) if target.dim() > 1 else target)).sum(-1)
+        count: Any = max(losses.numel(), 1)
+    else:
+        losses = NLL.apply(log_probs, target, ignore_index)
+        count = (target != ignore_index).sum()
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / count if reduction == _MEAN else total
+
+
+# -- registration ----------------------------------------------------------------------------
+
+_library = torch.library.Library("aten", "IMPL")
+
+
+def register() -> None:
+    """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
+    for name, kernel in (
+        ("embedding", embedding),
+        ("linear", linear),
+        ("cross_entropy_loss", cross_entropy),
+    ):
+        _library.impl(name, kernel, "AutogradPrivateUse3")

@@ -1,0 +1,237 @@
+"""What happens on a cache miss: an op call becomes an Entry, ready to run.
+
+Tensors are given by their layouts here; the class that holds them is not known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+
+from shardwise.comm.ranks import each_rank
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout, make_layout
+from shardwise.core.placements import REPLICATE
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.redistribute.execute import execute
+from shardwise.rules.catalog import find_rule, written_inputs
+from shardwise.rules.infer import infer_outputs
+from shardwise.rules.propagate import CallPlan, propagate, unsupported
+from shardwise.rules.rule import Call, TensorMeta
+
+#: Where a tensor stands in the arguments: a position, or a position and one inside a list.
+Path = tuple[int, ...]
+
+
+class Entry:
+    """A planned call. `out` is the layout of a single output; otherwise `finish` wraps."""
+
+    __slots__ = ("call", "finish", "move", "out", "plan")
+
+    def __init__(self, plan: CallPlan) -> None:
+        self.plan = plan
+        #: Brings the local operands where the plan wants them; None when nothing moves.
+        self.move: Callable[[list[Any]], None] | None = None
+        #: Runs on local operands.
+        self.call: Callable[..., Any] = plan.op
+        self.out: Layout | None = None
+        #: From the local result and the call's own arguments to what the caller gets.
+        self.finish: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
+
+
+def make_entry(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
+) -> Entry:
+    """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
+    paths = list(_tensor_paths(args))
+    given = [_at(args, path) for path in paths]
+    layouts = _on_one_mesh(op, given)
+    rule = find_rule(op)
+    if rule is None:
+        raise UnsupportedError(unsupported(op, layouts))
+    symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
+    outputs, shape = infer_outputs(op, args, kwargs, symbolic=symbolic)
+    inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
+    call = Call(op, tuple(args), kwargs, inputs, outputs)
+    written = written_inputs(op)
+    fixed = [i for i, path in enumerate(paths) if path[0] in written]
+    plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
+    entry = Entry(plan)
+    if plan.steps is not None:
+        entry.move = _mover(paths, plan)
+    entry.call = _local_call(op, plan)
+    if written:
+        entry.finish = _returns_argument(written[0])
+    elif isinstance(shape, TensorMeta):
+        entry.out = plan.outputs[0]
+    else:
+        entry.finish = _wraps_all(plan.outputs)
+    return entry
+
+
+def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
+    for i, arg in enumerate(args):
+        if isinstance(arg, (Layout, torch.Tensor)):
+            yield (i,)
+        elif isinstance(arg, (list, tuple)):
+            yield from ((i, j) for j, a in enumerate(arg) if isinstance(a, (Layout, torch.Tensor)))
+
+
+def _at(args: Sequence[Any], path: Path) -> Any:
+    return args[path[0]] if len(path) == 1 else args[path[0]][path[1]]
+
+
+def _symbolic_arguments(args: Sequence[Any]) -> bool:
+    return any(
+        isinstance(a, torch.SymInt)
+        or (isinstance(a, (list, tuple)) and any(isinstance(b, torch.SymInt) for b in a))
+        for a in args
+    )
+
+
+def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
+    """The layouts of all tensors; a plain 0-dim tensor counts as replicated."""
+    layouts = [g for g in given if isinstance(g, Layout)]
+    grid = layouts[0].grid
+    for other in layouts[1:]:
+        if other.grid is not grid:
+            raise LayoutError(
+                f"{op} was called with tensors on two meshes: {layouts[0]!r} and {other!r}. "
+                "Redistribute one of them to the mesh of the other."
+            )
+    whole = (REPLICATE,) * grid.num_axes
+    return [
+        g if isinstance(g, Layout) else make_layout(grid, whole, g.shape, g.stride(), g.dtype)
+        for g in given
+    ]
+
+
+def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any]], None]:
+    assert plan.steps is not None, "a plan without steps moves nothing"
+    moving = [(path, steps) for path, steps in zip(paths, plan.steps, strict=True) if steps]
+
+    def move(operands: list[Any]) -> None:
+        for path, steps in moving:
+            if len(path) == 1:
+                operands[path[0]] = execute(operands[path[0]], steps)
+            else:
+                operands[path[0]][path[1]] = execute(operands[path[0]][path[1]], steps)
+
+    return move
+
+
+def _local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:
+    """What runs on the local operands, mapped over the ranks where they need to be apart.
+
+    That is where the function or an argument differs between ranks, and, in a simulated world,
+    where torch or a Python function would read the sizes of a LocalTensor.
+    """
+    fn = plan.local.fn if plan.local is not None else op
+    grid = plan.inputs[0].grid
+    per_rank = plan.local is not None and plan.local.per_rank
+    if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(fn))):
+        return fn
+    layouts = (*plan.inputs, *plan.outputs)
+    positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
+    places = [(positions[name], plan.outputs[number]) for name, number in plan.local_shape]
+
+    def mapped(*operands: Any, **kwargs: Any) -> Any:
+        tensors, rest = _partition(operands)
+
+        def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
+            merged = _merge(parts, rest)
+            if per_rank:
+                return fn(coordinate, layouts, *merged, **kwargs)
+            for position, layout in places:
+                merged[position] = layout.local_shape(coordinate)
+            return fn(*merged, **kwargs)
+
+        return each_rank(grid, here, *tensors, axes=None if per_rank or places else ())
+
+    return mapped
+
+
+def _reads_sizes(fn: Any) -> bool:
+    """Whether running `fn` on a tensor asks for its sizes before the dispatcher sees an op."""
+    if not isinstance(fn, torch._ops.OpOverload):
+        return True
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(fn.name(), composite.name)
+
+
+_HOLE = object()
+
+
+def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
+    return tensors, [_HOLE if isinstance(o, torch.Tensor) else o for o in operands]
+
+
+def _merge(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    remaining = iter(tensors)
+    return [next(remaining) if r is _HOLE else r for r in rest]
+
+
+def _returns_argument(position: int) -> Callable[..., Any]:
+    return lambda result, args, wrap: args[position]
+
+
+def _wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        if not outputs:
+            return result
+        remaining = iter(outputs)
+        wrapped = [wrap(r, next(remaining)) if isinstance(r, torch.Tensor) else r for r in result]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
+
+    return finish
+
+
+class _OtherOp(Exception):
+    """A Python function led to another op than the one it was tried for."""
+
+
+class _Only(TorchDispatchMode):
+    """Lets exactly one op through."""
+
+    def __init__(self, op: Any) -> None:
+        super().__init__()
+        self.op = op
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.op:
+            raise _OtherOp
+        return func(*args, **(kwargs or {}))
+
+
+def first_call(entry: Entry, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run an entry for the first time, and find the fastest way to run it again.
+
+    An OpOverload called from Python takes about twice as long as torch's own binding of the same
+    op. The binding is tried under a mode that lets nothing but the very op through, and kept when
+    that is what it leads to.
+    """
+    op = entry.plan.op
+    if (
+        entry.call is op
+        and isinstance(op, torch._ops.OpOverload)
+        and _get_current_dispatch_mode() is None
+    ):
+        for binding in _bindings(op):
+            try:
+                with _Only(op):
+                    result = binding(*operands, **kwargs)
+            except (_OtherOp, TypeError):
+                continue
+            entry.call = binding
+            return result
+    return entry.call(*operands, **kwargs)
+
+
+def _bindings(op: torch._ops.OpOverload) -> list[Callable[..., Any]]:
+    name = op._schema.name.partition("::")[2]
+    homes = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
+    return [getattr(home, name) for home in homes if hasattr(home, name)]

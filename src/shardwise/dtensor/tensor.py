@@ -1,0 +1,447 @@
+"""DTensor: a tensor that knows how it is laid out over a mesh.
+
+Note [The hot path]
+`DTensor.__torch_dispatch__` is the whole of a cache hit: a key from the op, the layouts and the
+static arguments; one dictionary lookup; the local op; one wrapper. It does no planning, no shape
+inference and no search. Keep it short: every op pays for every line.
+
+Note [Above autograd]
+A DTensor carries one dispatch key more than its device's: that of torch's third private backend,
+which has no tensors of its own. Ops that need the table's or weight's layout in their backward
+have kernels for that key (dtensor.kernels); all other ops fall through to torch's autograd at no
+cost, where a `__torch_function__` on the class would cost every call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.ranks import localize
+from shardwise.core.grid import Grid, grid_of
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import Placement, Replicate, short
+from shardwise.core.world import world_caches
+from shardwise.dtensor import autograd, doors
+from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.planning import Entry, first_call, make_entry
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
+
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_strided = torch.strided
+
+#: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
+_entries: dict[Any, Entry] = {}
+_MAX_ENTRIES = 8192
+world_caches.append(_entries.clear)
+
+
+class DTensor(torch.Tensor):
+    """A global tensor, of which this process holds the part that its layout says.
+
+    Made by `distribute_tensor`, `DTensor.from_local`, the factories, and by ops on DTensors.
+    """
+
+    __slots__ = ("_layout", "_local")
+    _local: torch.Tensor
+    _layout: Layout
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @staticmethod
+    def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
+        """A DTensor out of its parts, unchecked."""
+        out = _make_wrapper(
+            DTensor,
+            layout.shape,
+            layout.stride,
+            None,
+            None,
+            layout.dtype,
+            _strided,
+            local.device,
+            False,
+            requires_grad,
+            None,
+            False,
+            False,
+            _KEYS,
+        )
+        out._local = local
+        out._layout = layout
+        return out
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        key: list[Any] = [func]
+        operands: list[Any] = []
+        for arg in args:
+            kind = type(arg)
+            if kind is DTensor:
+                key.append(arg._layout)
+                operands.append(arg._local)
+            elif kind is int or arg is None:
+                key.append(arg)
+                operands.append(arg)
+            else:
+                _add_static(func, arg, key, operands)
+        if kwargs:
+            for name, value in kwargs.items():
+                key.append(name)
+                _add_static(func, value, key, None)
+        else:
+            kwargs = {}
+        try:
+            entry = _entries.get(tuple(key))
+        except TypeError:  # a symbolic int has no hash
+            entry = None
+        if entry is None:
+            return _miss(func, args, kwargs, key, operands)
+        if entry.move is not None:
+            entry.move(operands)
+        local = entry.call(*operands, **kwargs)
+        layout = entry.out
+        if layout is None:
+            return entry.finish(local, args, DTensor.wrap)  # type: ignore[misc]
+        out = _make_wrapper(
+            DTensor,
+            layout.shape,
+            layout.stride,
+            None,
+            None,
+            layout.dtype,
+            _strided,
+            local.device,
+            False,
+            False,
+            None,
+            False,
+            False,
+            _KEYS,
+        )
+        out._local = local
+        out._layout = layout
+        return out
+
+    if TYPE_CHECKING:
+
+        def requires_grad_(self, mode: bool = True) -> DTensor: ...
+
+    # -- what it is --------------------------------------------------------------------------
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        """One placement per mesh axis."""
+        return self._layout.placements
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        return self._layout.grid.mesh
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        layout = self._layout
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        return (
+            f"DTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
+            f"placements={short(layout.placements)} on {layout.grid!r}{grad},\n"
+            f"local={self._local!r})"
+        )
+
+    # -- doors -------------------------------------------------------------------------------
+
+    @staticmethod
+    def from_local(
+        local_tensor: torch.Tensor,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        run_check: bool = False,
+        shape: Sequence[int] | None = None,
+        stride: Sequence[int] | None = None,
+        grad_placements: Sequence[Placement] | None = None,
+    ) -> DTensor:
+        """The global tensor whose local part is `local_tensor` on every rank.
+
+        Without `shape`, all ranks are taken to hold parts of equal shape: uneven shards need
+        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks.
+        """
+        grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+        local = localize(grid, local_tensor)
+        layout = doors.local_layout(local, grid, placements, shape, stride)
+        if run_check:
+            doors.check_all_ranks(local, layout)
+        doors.check_fits(local, layout)
+        if not (torch.is_grad_enabled() and local_tensor.requires_grad):
+            return DTensor.wrap(local.detach(), layout)
+        grad_layout = autograd.gradient_layout(layout)
+        if grad_placements is not None:
+            grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
+        return autograd.FromLocal.apply(local, layout, grad_layout, DTensor)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's part, differentiable.
+
+        `grad_placements` says how the gradient that comes back is laid out; by default as the
+        tensor itself, and replicated where it is Partial.
+        """
+        layout = self._layout
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            return self._local.detach()
+        if grad_placements is None:
+            grad_layout = autograd.gradient_layout(layout)
+        else:
+            normal = normalize(grad_placements, layout.shape, layout.grid)
+            grad_layout = layout.with_placements(normal)
+        return autograd.ToLocal.apply(self, grad_layout)
+
+    def redistribute(
+        self,
+        device_mesh: DeviceMesh | None = None,
+        placements: Sequence[Placement] | None = None,
+        *,
+        order: Sequence[int] | None = None,
+    ) -> DTensor:
+        """The same global tensor in other placements, differentiable.
+
+        `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
+        same dim. Where nothing changes, the tensor itself is returned.
+        """
+        layout = self._layout
+        if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
+            raise LayoutError(
+                f"redistribute() moves within one mesh; the tensor is on {layout.grid!r}, asked "
+                f"for {grid_of(device_mesh)!r}. Go through full_tensor() and distribute_tensor()."
+            )
+        if placements is None:
+            raise ArgumentError("redistribute() needs placements, one per mesh axis.")
+        axes = tuple(order) if order is not None else None
+        normal = normalize(placements, layout.shape, layout.grid, axes)
+        return autograd.redistribute(self, layout.with_placements(normal, axes or layout.order))
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank."""
+        whole = self.redistribute(placements=[Replicate()] * self._layout.grid.num_axes)
+        return whole.to_local(grad_placements=grad_placements)
+
+    # -- torch.compile -----------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        layout = self._layout
+        return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
+    ) -> DTensor:
+        return DTensor.wrap(inner["_local"], context.layout(outer_size, outer_stride))
+
+    def __coerce_tangent_metadata__(self) -> DTensor:
+        """As a gradient it is never Partial; see Note [Gradients are global]."""
+        return autograd.redistribute(self, autograd.gradient_layout(self._layout))
+
+    def __coerce_same_metadata_as_tangent__(
+        self, context: FlatContext, expected_type: type | None = None
+    ) -> DTensor:
+        layout = self._layout.with_placements(context.placements, context.order)
+        return autograd.redistribute(self, layout)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's compile caches need to know of this tensor, and of the code behind it."""
+        layout, inner = self._layout, self._local
+        parts = getattr(inner, "_parts", (inner,))
+        sizes = [tuple(map(str, p.shape)) for p in parts]
+        roster = getattr(inner, "_roster", None)
+        return repr(
+            (
+                [str(s) for s in layout.shape],
+                [str(s) for s in layout.stride],
+                layout.dtype,
+                layout.placements,
+                layout.order,
+                layout.grid.shape,
+                layout.grid.ranks,
+                layout.grid.world.rank,
+                self.requires_grad,
+                sizes,
+                (roster.ranks, roster.index) if roster else None,
+                source_digest(),
+            )
+        )
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise ShardwiseError(
+                "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
+            )
+        copied = DTensor.wrap(self._local.detach().clone(), self._layout)
+        copied.requires_grad_(self.requires_grad)
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = doors.packed(self._local.detach(), self._layout)
+        return _unpickle, (*state, self.requires_grad, dict(self.__dict__))
+
+
+def _unpickle(
+    local: Any, mesh: Any, layout: Any, requires_grad: bool, attributes: dict[str, Any]
+) -> DTensor:
+    restored = DTensor.wrap(*doors.unpacked(local, mesh, layout)).requires_grad_(requires_grad)
+    restored.__dict__.update(attributes)
+    return restored
+
+
+@dataclass(frozen=True, slots=True)
+class FlatContext:
+    """What a compiled graph knows of a DTensor besides its local tensor: all but the sizes.
+
+    Sizes come separately, so that a new batch size does not mean a new graph.
+    """
+
+    grid: Grid
+    placements: tuple[Placement, ...]
+    order: tuple[int, ...]
+    dtype: torch.dtype
+
+    def layout(self, shape: Any, stride: Any) -> Layout:
+        return make_layout(self.grid, self.placements, shape, stride, self.dtype, self.order)
+
+
+# -- the miss path ---------------------------------------------------------------------------
+
+
+class _Flag:
+    """Stands for True or False in a key, where they would equal 1 and 0."""
+
+
+_TRUE, _FALSE = _Flag(), _Flag()
+
+
+def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+    kind = type(value)
+    if kind is float:
+        # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
+        key.append(float)
+    elif kind is bool:
+        key.append(_TRUE if value else _FALSE)
+    elif kind is list or kind is tuple:
+        inner: list[Any] = []
+        parts: list[Any] = []
+        for item in value:
+            if type(item) is DTensor:
+                parts.append(item._layout)
+                inner.append(item._local)
+            else:
+                _add_static(op, item, parts, inner)
+        key.append(tuple(parts))
+        value = inner
+    elif isinstance(value, DTensor):
+        if operands is None:
+            raise UnsupportedError(
+                f"{op} was given a DTensor by keyword (out=...), which has no sharding rule. "
+                "Assign the result instead."
+            )
+        key.append(value._layout)
+        value = value._local
+    elif isinstance(value, torch.Tensor):
+        _check_plain(op, value)
+        key.append((torch.Tensor, value.dtype))
+    else:
+        key.append(value)
+    if operands is not None:
+        operands.append(value)
+
+
+def _check_plain(op: Any, value: torch.Tensor) -> None:
+    if value.dim():
+        raise ArgumentError(
+            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
+            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
+            "or distribute_tensor(x, mesh, placements) to lay it out. (Numbers and 0-dim tensors "
+            "need no wrapping.)"
+        )
+
+
+def _as_layouts(value: Any) -> Any:
+    if isinstance(value, DTensor):
+        return value._layout
+    if isinstance(value, (list, tuple)):
+        return [_as_layouts(v) for v in value]
+    return value
+
+
+def _miss(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None = None,
+) -> Any:
+    """Plan the call, remember the plan, and run it for the first time."""
+    entry = make_entry(op, [_as_layouts(a) for a in args], kwargs, wish)
+    plan = entry.plan
+    if not any(layout.symbolic for layout in (*plan.inputs, *plan.outputs)):
+        if len(_entries) >= _MAX_ENTRIES:
+            _entries.clear()
+        with contextlib.suppress(TypeError):
+            _entries[tuple(key)] = entry
+    if entry.move is not None:
+        entry.move(operands)
+    local = first_call(entry, operands, kwargs)
+    if entry.out is not None:
+        return DTensor.wrap(local, entry.out)
+    assert entry.finish is not None, "an entry either has one output or knows how to finish"
+    return entry.finish(local, args, DTensor.wrap)
+
+
+def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
+    """Run an op below autograd; with `wish`, towards an output that lies as `wish` does.
+
+    The output may stay Partial where `wish` is replicated.
+    """
+    if wish is None:
+        return DTensor.__torch_dispatch__(op, None, args)
+    key: list[Any] = [op, wish]
+    operands: list[Any] = []
+    for arg in args:
+        _add_static(op, arg, key, operands)
+    try:
+        entry = _entries.get(tuple(key))
+    except TypeError:
+        entry = None
+    if entry is None:
+        return _miss(op, args, {}, key, operands, wish)
+    if entry.move is not None:
+        entry.move(operands)
+    assert entry.out is not None, "a wish is for one output"
+    return DTensor.wrap(entry.call(*operands), entry.out)
+
+
+@functools.cache
+def source_digest() -> str:
+    """A digest of this package's sources: compiled code of an older version must not be reused."""
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

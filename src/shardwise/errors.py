@@ -1,0 +1,36 @@
+"""The exceptions of shardwise.
+
+    ShardwiseError
+    ├── LayoutError        (ValueError)           a placement, mesh or shape that does not fit
+    ├── ArgumentError      (TypeError)            a value of the wrong kind
+    ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
+    ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
+    └── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+
+Every one derives from the builtin that ordinary code would catch. A message says what was asked,
+what was found and what to do.
+"""
+
+
+class ShardwiseError(Exception):
+    """Root of all errors that shardwise raises on purpose."""
+
+
+class LayoutError(ShardwiseError, ValueError):
+    """A placement, mesh or shape does not fit the tensor it was given for."""
+
+
+class ArgumentError(ShardwiseError, TypeError):
+    """A value of the wrong kind was given."""
+
+
+class UnsupportedError(ShardwiseError, NotImplementedError):
+    """No rule covers the op or the combination of layouts."""
+
+
+class WorldError(ShardwiseError, RuntimeError):
+    """A process group, a mesh or a tensor belongs to another world, or to none."""
+
+
+class RankMismatchError(ShardwiseError, RuntimeError):
+    """Ranks of a simulated world hold different values where one value was asked for."""

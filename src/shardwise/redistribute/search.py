@@ -1,0 +1,151 @@
+"""The cheapest sequence of steps between two layouts: a shortest path over placements.
+
+A state is one placement per axis and the order of axes. Only the innermost axis of a dim may stop
+sharding it, and an axis that starts sharding a dim becomes its innermost. Ties are broken by the
+states themselves, so every rank finds the same path.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+from collections.abc import Iterator
+
+from shardwise.core.layout import Layout, canonical_order
+from shardwise.core.placements import Placement, Replicate, Shard, plain
+from shardwise.core.world import world_caches
+from shardwise.errors import LayoutError
+from shardwise.redistribute.steps import Step, local_bytes, step_cost_s, step_kind
+
+State = tuple[tuple[Placement, ...], tuple[int, ...]]
+
+
+def find_steps(source: Layout, target: Layout) -> tuple[Step, ...]:
+    """The steps from `source` to `target`, two layouts of one tensor on one mesh."""
+    if source is target:
+        return ()
+    if source.symbolic or target.symbolic:
+        return _search(source, target)
+    return _cached_search(source, target)
+
+
+def cost_s(source: Layout, target: Layout) -> float:
+    """Seconds that `find_steps(source, target)` is expected to take."""
+    return sum(map(_step_cost, find_steps(source, target)))
+
+
+@functools.lru_cache(maxsize=16384)
+def _cached_search(source: Layout, target: Layout) -> tuple[Step, ...]:
+    return _search(source, target)
+
+
+world_caches.append(_cached_search.cache_clear)
+
+
+def _step_cost(step: Step) -> float:
+    return _move_cost(
+        step.source, step.kind, step.axis, step.source.placements, step.target.placements
+    )
+
+
+def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
+    if source.grid is not target.grid or len(source.shape) != len(target.shape):
+        raise LayoutError(f"{source!r} cannot become {target!r}: other mesh, or another tensor.")
+    start = _state(source)
+    goal = _state(target)
+    wanted = _candidates(start, goal)
+    best: dict[State, float] = {start: 0.0}
+    came: dict[State, tuple[State, int, str]] = {}
+    queue: list[tuple[float, int, str, State]] = [(0.0, 0, "", start)]
+    while queue:
+        spent, hops, _, state = heapq.heappop(queue)
+        if state == goal:
+            return _path(source, target, came, start, goal)
+        if spent > best[state]:
+            continue
+        for axis, kind, after in _moves(state, wanted):
+            cost = spent + _move_cost(source, kind, axis, state[0], after[0])
+            if cost < best.get(after, float("inf")) - 1e-15:
+                best[after] = cost
+                came[after] = (state, axis, kind)
+                heapq.heappush(queue, (cost, hops + 1, repr(after), after))
+    raise LayoutError(f"No sequence of steps leads from {source!r} to {target!r}.")
+
+
+def _state(layout: Layout) -> State:
+    placements = tuple(map(plain, layout.placements))
+    return placements, canonical_order(placements, layout.order)
+
+
+def _candidates(start: State, goal: State) -> list[list[Placement]]:
+    """Per axis, the placements worth passing through, best known first."""
+    shards = [Shard(p.dim) for p in goal[0] if isinstance(p, Shard)]
+    return [
+        list(dict.fromkeys([after, before, Replicate(), *shards]))
+        for before, after in zip(start[0], goal[0], strict=True)
+    ]
+
+
+def _moves(state: State, wanted: list[list[Placement]]) -> Iterator[tuple[int, str, State]]:
+    placements, order = state
+    for axis, before in enumerate(placements):
+        if isinstance(before, Shard) and _innermost(placements, order, before.dim) != axis:
+            continue
+        for after in wanted[axis]:
+            kind = step_kind(before, after)
+            if kind is None or not _fits(placements, axis, after):
+                continue
+            changed = (*placements[:axis], after, *placements[axis + 1 :])
+            moved = (*(a for a in order if a != axis), axis)
+            yield axis, kind, (changed, canonical_order(changed, moved))
+
+
+def _innermost(placements: tuple[Placement, ...], order: tuple[int, ...], dim: int) -> int:
+    return [a for a in order if placements[a].is_shard(dim)][-1]
+
+
+def _fits(placements: tuple[Placement, ...], axis: int, after: Placement) -> bool:
+    """Explicit sizes are for the outermost axis of a dim only."""
+    if not isinstance(after, Shard) or after.sizes is None:
+        return True
+    return not any(p.is_shard(after.dim) for a, p in enumerate(placements) if a != axis)
+
+
+def _move_cost(
+    layout: Layout,
+    kind: str,
+    axis: int,
+    before: tuple[Placement, ...],
+    after: tuple[Placement, ...],
+) -> float:
+    sizes = layout.grid.shape
+    itemsize = layout.dtype.itemsize
+    return step_cost_s(
+        kind,
+        sizes[axis],
+        local_bytes(layout.shape, itemsize, before, sizes),
+        local_bytes(layout.shape, itemsize, after, sizes),
+    )
+
+
+def _path(
+    source: Layout,
+    target: Layout,
+    came: dict[State, tuple[State, int, str]],
+    start: State,
+    goal: State,
+) -> tuple[Step, ...]:
+    moves = []
+    state = goal
+    while state != start:
+        state, axis, kind = came[state]
+        moves.append((axis, kind))
+    states = [goal]
+    while states[-1] != start:
+        states.append(came[states[-1]][0])
+    layouts = [source.with_placements(p, o) for p, o in reversed(states)]
+    layouts[0], layouts[-1] = source, (target if moves else source)
+    return tuple(
+        Step(kind, axis, layouts[i], layouts[i + 1])
+        for i, (axis, kind) in enumerate(reversed(moves))
+    )

@@ -1,0 +1,121 @@
+"""Lookups in a table, and the table's gradient.
+
+Rows may be sharded: a rank then looks up the ids that it owns and returns zeros for the others,
+so that the ranks' results add up. Columns may be sharded: the result is sharded likewise. The ids
+may be sharded along any dim when the table is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Shard
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+
+aten = torch.ops.aten
+
+
+def lookup(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows of `weight` that `ids` names."""
+    return aten.embedding.default(weight, ids)
+
+
+def lookup_grad(
+    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, scale_by_freq: bool
+) -> torch.Tensor:
+    """The gradient of `lookup` for `weight`, which has `num_rows` rows."""
+    return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, scale_by_freq)
+
+
+def owned_lookup(
+    coordinate: Coordinate, layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    """The rows that this rank owns, and true zeros for those of others."""
+    owned, row = _owned(layouts[0], coordinate, ids)
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*ids.shape, weight.shape[1]))
+    return aten.embedding.default(weight, row).masked_fill_(~owned.unsqueeze(-1), 0)
+
+
+def owned_grad(
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    scale_by_freq: bool,
+) -> torch.Tensor:
+    """The gradient of the rows that this rank owns; no other row is ever made."""
+    owned, row = _owned(layouts[-1], coordinate, ids)
+    local_rows = layouts[-1].box(coordinate)[1][0]
+    if type(local_rows) is int and local_rows == 0:
+        return grad.new_zeros((0, grad.shape[-1]))
+    counted = owned & (ids != padding_idx) if padding_idx >= 0 else owned
+    grad = torch.where(counted.unsqueeze(-1), grad, 0)
+    if scale_by_freq:
+        # Rows of others are sent to row 0 and would count there.
+        counts = torch.zeros(local_rows, dtype=grad.dtype, device=grad.device)
+        counts.index_add_(0, row.reshape(-1), counted.reshape(-1).to(grad.dtype))
+        grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
+    return aten.embedding_dense_backward.default(grad, row, local_rows, -1, False)
+
+
+def _owned(
+    layout: Layout, coordinate: Coordinate, ids: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    offset, shape = layout.box(coordinate)
+    owned = (ids >= offset[0]) & (ids < offset[0] + shape[0])
+    return owned, torch.where(owned, ids - offset[0], 0)
+
+
+def lookup_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table and the ids."""
+    weight, ids = call.inputs
+    last = ids.ndim
+    yield call.replicated()
+    # A rank that owns all rows would not need the mask, but one rule for all is simpler.
+    known = all(type(s) is int for s in weight.shape)
+    masked = MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice(
+            (Shard(0, sizes), REPLICATE), (masked,), LocalCall(owned_lookup, per_rank=True)
+        )
+    for sizes in call.splits([(0, 1)]):
+        yield Choice((Shard(1, sizes), REPLICATE), (Shard(last, sizes),))
+    for dim in range(ids.ndim):
+        for sizes in call.splits([(1, dim)]):
+            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
+    for reduce_op in ("sum", "avg"):
+        yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
+
+
+def lookup_grad_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the rows that were looked up, and the ids."""
+    last = call.inputs[1].ndim
+    yield call.replicated()
+    wanted = call.wanted[0] if call.wanted else None
+    columns = call.splits([(0, last)])
+    if isinstance(wanted, Shard) and wanted.dim == 0:
+        yield Choice((REPLICATE, REPLICATE), (wanted,), LocalCall(owned_grad, per_rank=True))
+    elif isinstance(wanted, Shard) and wanted.sizes not in columns:
+        columns.append(wanted.sizes)
+    for sizes in columns:
+        yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),))
+    # With scale_grad_by_freq a rank would have to count the ids of all.
+    if not call.args[4]:
+        for dim in range(call.inputs[1].ndim):
+            for sizes in call.splits([(0, dim), (1, dim)]):
+                yield Choice((Shard(dim, sizes), Shard(dim, sizes)), (Partial("sum"),))
+        for reduce_op in ("sum", "avg"):
+            yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
+
+
+RULES: Table = table(
+    ((lookup,), Rule(lookup_choices, "[v] d, ... -> ... d")),
+    ((lookup_grad,), Rule(lookup_grad_choices, "... d, ... -> v d")),
+)

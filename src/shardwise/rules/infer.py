@@ -1,0 +1,55 @@
+"""The global shape, stride and dtype of an op's outputs: the op itself, run without data."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map
+
+from shardwise.core.layout import Layout
+from shardwise.rules.rule import TensorMeta
+
+
+def infer_outputs(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, symbolic: bool
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    """The outputs' metas, and the op's result with a meta in place of each tensor.
+
+    Tensors in `args` are given by their layouts.
+    """
+    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
+    with _without_data(symbolic):
+        # Options that name a device would ask for real memory.
+        if any(a.name == "device" for a in getattr(getattr(op, "_schema", None), "arguments", ())):
+            kwargs["device"] = torch.device("meta")
+        result = op(*tree_map(_hollow, list(args)), **tree_map(_hollow, kwargs))
+        metas: list[TensorMeta] = []
+        shape = tree_map(lambda leaf: _meta(leaf, metas), result)
+    return tuple(metas), shape
+
+
+def _hollow(leaf: Any) -> Any:
+    if isinstance(leaf, Layout):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    return leaf
+
+
+def _meta(leaf: Any, metas: list[TensorMeta]) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    metas.append(TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype))
+    return metas[-1]
+
+
+@contextlib.contextmanager
+def _without_data(symbolic: bool) -> Any:
+    """Outside all modes, so that nothing is counted or traced; symbolic sizes need a fake mode."""
+    fake = torch._guards.detect_fake_mode() if symbolic else None
+    with _disable_current_modes(), torch.no_grad(), fake or contextlib.nullcontext():
+        yield

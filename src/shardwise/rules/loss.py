@@ -1,0 +1,41 @@
+"""Softmax over a whole dim, and the losses built on it."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.rules.notation import rule
+from shardwise.rules.rule import Table, table
+
+aten = torch.ops.aten
+
+
+def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Minus the log-probability of each target, 0 where it is ignored. Classes stand last."""
+    kept = target != ignore_index
+    picked = log_probs.gather(-1, torch.where(kept, target, 0).unsqueeze(-1)).squeeze(-1)
+    return torch.where(kept, -picked, 0.0)
+
+
+def nll_grad(
+    grad: torch.Tensor, target: torch.Tensor, ignore_index: int, num_classes: int
+) -> torch.Tensor:
+    """The gradient of `nll` for the log-probabilities."""
+    kept = target != ignore_index
+    grad = torch.where(kept, -grad, 0.0).unsqueeze(-1)
+    index = torch.where(kept, target, 0).unsqueeze(-1)
+    zeros = grad.new_zeros((*target.shape, num_classes))
+    return zeros.scatter(-1, index, grad)
+
+
+RULES: Table = table(
+    rule(aten._softmax.default, aten._log_softmax.default, like="... [n] -> ... [n]", n="dim"),
+    rule(
+        aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+        like="... [n], ... [n] -> ... [n]",
+        n="dim",
+    ),
+    rule(nll, like="... [c], ... -> ..."),
+    rule(nll_grad, like="..., ... -> ... [c]"),
+)

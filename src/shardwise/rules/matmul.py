@@ -1,0 +1,51 @@
+"""Matrix products, and the linear layer with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import parse, pattern_choices, rule
+from shardwise.rules.rule import Call, Choice, Rule, Table, table
+
+aten = torch.ops.aten
+
+
+def linear_input_grad(grad: Any, weight: Any) -> Any:
+    """The gradient of `linear(x, weight)` for `x`."""
+    return grad @ weight
+
+
+def linear_weight_grad(grad: Any, x: Any) -> Any:
+    """The gradient of `linear(x, weight)` for `weight`."""
+    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+
+
+EACH = ((0,), (1,))
+
+#: By the number of dims of the tensor that addmm adds to the product.
+_ADDMM = {n: parse(f"{added}, m k, k n -> m n") for n, added in enumerate(("", "n", "m n"))}
+
+
+def addmm_choices(call: Call) -> Iterator[Choice]:
+    pattern = _ADDMM[call.inputs[0].ndim]
+    yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+
+
+RULES: Table = table(
+    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
+    ((aten.addmm.default,), Rule(addmm_choices, "m n, m k, k n -> m n")),
+    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(aten.dot.default, like="k, k -> ", linear=EACH),
+    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
+    rule(
+        aten.linear.default,
+        like="... k, n k, n -> ... n",
+        linear=((0, 2), (1, 2)),
+        added=(2,),
+    ),
+    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
+)

@@ -1,0 +1,77 @@
+"""Elementwise ops: torch's own tag names them, so only how Partial passes through is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.rules.notation import Group, parse, pattern_choices
+from shardwise.rules.rule import Call, Choice, Rule, Table, table
+
+aten = torch.ops.aten
+
+#: Linear in the first operand, in both together, in each alone; see rules.notation.
+FIRST: Sequence[Group] = ((0,),)
+TOGETHER: Sequence[Group] = ((0, 1),)
+EACH: Sequence[Group] = ((0,), (1,))
+
+
+def elementwise(linear: Sequence[Group] = ()) -> Rule:
+    """A rule for any number of tensors that are broadcast together."""
+
+    def choices(call: Call) -> Iterator[Choice]:
+        operands = ", ".join(["..."] * len(call.inputs))
+        results = ", ".join(["..."] * len(call.outputs))
+        pattern = parse(f"{operands} -> {results}")
+        yield from pattern_choices(pattern, call, _linear_here(call, linear), reduce_op=None)
+
+    return Rule(choices, "..., ... -> ...")
+
+
+def _linear_here(call: Call, linear: Sequence[Group]) -> Sequence[Group]:
+    """What is left of linearity for these dtypes and this number of tensors.
+
+    With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
+    Rounding to a narrower type, or to integers, is not linear either.
+    """
+    if not linear or any(
+        out.dtype.itemsize < meta.dtype.itemsize
+        or (out.dtype.is_floating_point or out.dtype.is_complex)
+        != (meta.dtype.is_floating_point or meta.dtype.is_complex)
+        for out in call.outputs
+        for meta in call.inputs
+        if meta.ndim
+    ):
+        return ()
+    return [group for group in linear if max(group) < len(call.inputs)]
+
+
+def pointwise_rule(op: Any) -> Rule | None:
+    """The rule of an op that torch marks as elementwise, unless it draws random numbers."""
+    tags = op.tags
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return elementwise()
+    return None
+
+
+RULES: Table = table(
+    ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
+    ((aten.mul.Tensor,), elementwise(EACH)),
+    (
+        (
+            aten.div.Tensor,
+            aten.mul.Scalar,
+            aten.div.Scalar,
+            aten.neg.default,
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.positive.default,
+            aten.real.default,
+            aten.imag.default,
+        ),
+        elementwise(FIRST),
+    ),
+    ((aten.copy.default,), elementwise(TOGETHER)),
+)

@@ -1,0 +1,223 @@
+"""From an op and the layouts of its inputs to a CallPlan.
+
+The rule is asked once per mesh axis; its answers are combined over the axes, and the combination
+wins whose inputs are cheapest to bring where it wants them. Ties go to fewer Partials, then to
+sharded outputs, then to the rule's own order: the same on every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from shardwise.core.grid import Grid
+from shardwise.core.layout import Layout, canonical_order, make_layout
+from shardwise.core.placements import Partial, Placement, Shard, plain
+from shardwise.errors import UnsupportedError
+from shardwise.redistribute.search import cost_s, find_steps
+from shardwise.redistribute.steps import Step
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, TensorMeta
+
+
+@dataclass(frozen=True, slots=True)
+class CallPlan:
+    """What was decided for a call. No rank appears in it."""
+
+    op: Any
+    #: Per tensor input, its steps; None when no input moves.
+    steps: tuple[tuple[Step, ...], ...] | None
+    #: The layouts in which the inputs meet the local call, and those of the outputs.
+    inputs: tuple[Layout, ...]
+    outputs: tuple[Layout, ...]
+    local: LocalCall | None
+    #: `(name of an argument, number of an output)`: the argument is that output's local shape.
+    local_shape: tuple[tuple[str, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """One choice per axis and the order of axes that goes with them."""
+
+    choices: tuple[Choice, ...]
+    order: tuple[int, ...]
+
+    def input(self, number: int) -> tuple[Placement, ...]:
+        return tuple(c.inputs[number] for c in self.choices)
+
+    def output(self, number: int) -> tuple[Placement, ...]:
+        return tuple(c.outputs[number] for c in self.choices)
+
+
+def propagate(
+    rule: Rule,
+    call: Call,
+    layouts: Sequence[Layout],
+    *,
+    fixed: Sequence[int] = (),
+    wish: Layout | None = None,
+) -> CallPlan:
+    """The cheapest plan of `call` for inputs that lie in `layouts`.
+
+    Inputs named in `fixed` must not move (the op writes to them). With `wish`, the first output
+    must lie as it does, except that it may stay Partial where `wish` is replicated.
+    """
+    grid = layouts[0].grid
+    best: tuple[tuple[float, int, int, int], Combination] | None = None
+    for number, combination in enumerate(_combinations(rule, call, layouts, grid, wish)):
+        if any(not _stays(combination, i, layouts[i]) for i in fixed):
+            continue
+        if wish is not None and not _meets(combination, wish):
+            continue
+        cost = sum(
+            cost_s(layout, _place(layout, combination.input(i), combination.order))
+            for i, layout in enumerate(layouts)
+        )
+        key = (cost, *_preference(combination, len(call.outputs)), number)
+        if best is None or key < best[0]:
+            best = (key, combination)
+    if best is None:
+        raise UnsupportedError(unsupported(call.op, layouts, fixed))
+    return _plan(rule, call, layouts, best[1], grid)
+
+
+def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -> str:
+    """The message for an op that no rule covers, or not for these layouts."""
+    name = getattr(op, "__name__", None) if not hasattr(op, "_schema") else str(op)
+    found = "; ".join(map(repr, layouts))
+    if fixed:
+        return (
+            f"{name} does not have a sharding strategy registered for a write to "
+            f"{layouts[fixed[0]]!r}: the tensor it writes to must not move. Found {found}. "
+            "Redistribute that tensor first, or use the op that returns a new tensor."
+        )
+    return (
+        f"{name} does not have a sharding strategy registered. Found {found}. Either gather the "
+        "operands first (x.redistribute(placements=[Replicate()])) or run the op on local tensors "
+        "(x.to_local(), then DTensor.from_local)."
+    )
+
+
+def _combinations(
+    rule: Rule, call: Call, layouts: Sequence[Layout], grid: Grid, wish: Layout | None
+) -> Iterator[Combination]:
+    per_axis = []
+    for axis, size in enumerate(grid.shape):
+        seen = replace(
+            call,
+            axis_size=size,
+            placed=tuple(plain(layout.placements[axis]) for layout in layouts),
+            wanted=(wish.placements[axis],) if wish is not None else (),
+        )
+        per_axis.append(list(rule.choices(seen)))
+    orders = list(dict.fromkeys(layout.order for layout in layouts))
+    for choices in itertools.product(*per_axis):
+        if _compatible(choices, call, grid):
+            for order in orders:
+                combination = Combination(choices, order)
+                if _sizes_outermost(combination, call):
+                    yield combination
+
+
+def _compatible(choices: Sequence[Choice], call: Call, grid: Grid) -> bool:
+    """Whether the choices of all axes hold together."""
+    # Compared, not hashed: a local call may hold a symbolic size.
+    locals_ = [c.local for c in choices if c.local is not None]
+    if any(local != locals_[0] for local in locals_):
+        return False
+    for axis, choice in enumerate(choices):
+        for number, dim in choice.alone:
+            if any(c.inputs[number].is_shard(dim) for a, c in enumerate(choices) if a != axis):
+                return False
+        for number, dim in choice.even:
+            split = math.prod(
+                n
+                for c, n in zip(choices, grid.shape, strict=True)
+                if c.inputs[number].is_shard(dim)
+            )
+            if call.inputs[number].shape[dim] % split or not _divides(call, choice, split):
+                return False
+    return True
+
+
+def _divides(call: Call, choice: Choice, split: int) -> bool:
+    return all(
+        not isinstance(p, Shard) or call.outputs[i].shape[p.dim] % split == 0
+        for i, p in enumerate(choice.outputs)
+    )
+
+
+def _sizes_outermost(combination: Combination, call: Call) -> bool:
+    """Explicit sizes have a meaning only on the outermost axis of a dim."""
+    every = [combination.input(i) for i in range(len(call.inputs))]
+    every += [combination.output(i) for i in range(len(call.outputs))]
+    for placements in every:
+        outer: set[int] = set()
+        for axis in combination.order:
+            placement = placements[axis]
+            if isinstance(placement, Shard):
+                if placement.sizes is not None and placement.dim in outer:
+                    return False
+                outer.add(placement.dim)
+    return True
+
+
+def _place(layout: Layout, placements: tuple[Placement, ...], order: tuple[int, ...]) -> Layout:
+    """`layout` moved to `placements`; itself when that is where it lies, masks included."""
+    current = tuple(map(plain, layout.placements))
+    if placements == current and canonical_order(placements, order) == layout.order:
+        return layout
+    return layout.with_placements(placements, order)
+
+
+def _stays(combination: Combination, number: int, layout: Layout) -> bool:
+    placements = combination.input(number)
+    if _place(layout, placements, combination.order) is not layout:
+        return False
+    outputs = [combination.output(i) for i in range(len(combination.choices[0].outputs))]
+    return not outputs or outputs[0] == placements
+
+
+def _meets(combination: Combination, wish: Layout) -> bool:
+    for found, asked in zip(combination.output(0), wish.placements, strict=True):
+        if found != asked and not (asked.is_replicate() and found.is_partial()):
+            return False
+    return True
+
+
+def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
+    outputs = [p for i in range(num_outputs) for p in combination.output(i)]
+    return (
+        sum(isinstance(p, Partial) for p in outputs),
+        -sum(isinstance(p, Shard) for p in outputs),
+    )
+
+
+def _plan(
+    rule: Rule, call: Call, layouts: Sequence[Layout], chosen: Combination, grid: Grid
+) -> CallPlan:
+    inputs = tuple(
+        _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
+    )
+    steps = tuple(find_steps(a, b) for a, b in zip(layouts, inputs, strict=True))
+    outputs = tuple(
+        _output_layout(grid, chosen.output(i), meta, chosen.order)
+        for i, meta in enumerate(call.outputs)
+    )
+    local = next((c.local for c in chosen.choices if c.local is not None), None)
+    return CallPlan(
+        call.op,
+        steps if any(steps) else None,
+        inputs,
+        outputs,
+        local,
+        tuple(rule.local_shape.items()),
+    )
+
+
+def _output_layout(
+    grid: Grid, placements: tuple[Placement, ...], meta: TensorMeta, order: tuple[int, ...]
+) -> Layout:
+    return make_layout(grid, placements, meta.shape, meta.stride, meta.dtype, order)

@@ -1,0 +1,233 @@
+"""Views and shape changes: which dim of the input is which dim of the output.
+
+A view is described by a list of `Link`s. A linked pair of dims can be sharded together; all other
+dims must be whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.core.chunks import Size, lengths
+from shardwise.core.layout import shard_with
+from shardwise.core.placements import Shard
+from shardwise.rules.notation import linear_choices
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Dim `source` of the input becomes dim `target` of the output.
+
+    The two cover the same elements in the same order, each entry of `source` standing for
+    `source_run` of them and each entry of `target` for `target_run`. Equal runs: the same dim.
+    """
+
+    source: int
+    target: int
+    source_run: Size = 1
+    target_run: Size = 1
+
+
+def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    yield call.replicated()
+    for link in links:
+        yield from _shard_choices(call, link)
+    yield from linear_choices(call, ((0,),))
+
+
+def _shard_choices(call: Call, link: Link) -> Iterator[Choice]:
+    place = (0, link.source)
+    if link.source_run is link.target_run or link.source_run == link.target_run:
+        for sizes in call.splits([place]):
+            yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
+        return
+    size_in, size_out = call.inputs[0].shape[link.source], call.outputs[0].shape[link.target]
+    parts = call.axis_size
+    if size_in % parts == 0 and size_out % parts == 0:
+        # The nested splits of several axes must divide too, on both sides.
+        yield Choice((Shard(link.source),), (Shard(link.target),), even=(place,))
+    if type(size_in) is not int or type(size_out) is not int:
+        return
+    for sizes in call.splits([place]):
+        pieces = [n * link.source_run for n in lengths(size_in, parts, sizes)]
+        if all(n % link.target_run == 0 for n in pieces):
+            cut = tuple(n // link.target_run for n in pieces)
+            target = shard_with(link.target, cut, size_out, parts)
+            yield Choice((Shard(link.source, sizes),), (target,), alone=(place,))
+
+
+def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
+    """The links of a view: in each run of dims that are merged or split, the outermost ones.
+
+    >>> view_links((4, 6), (24,))
+    [Link(source=0, target=0, source_run=6, target_run=1)]
+    """
+    links: list[Link] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first_i, first_j = i, j
+        left, right = before[i], after[j]
+        i, j = i + 1, j + 1
+        while left != right:
+            if i < len(before) and (left < right or j == len(after)):
+                left, i = left * before[i], i + 1
+            elif j < len(after):
+                right, j = right * after[j], j + 1
+            else:
+                return links
+        link = _outermost(before[first_i:i], after[first_j:j], first_i, first_j)
+        if link is not None:
+            links.append(link)
+    return links
+
+
+def _outermost(
+    before: Sequence[Size], after: Sequence[Size], first_i: int, first_j: int
+) -> Link | None:
+    """The outermost dims of a run, past dims of size 1, and what one entry of them holds."""
+    skip_i = _leading_ones(before)
+    skip_j = _leading_ones(after)
+    if skip_i == len(before) or skip_j == len(after):
+        return None
+    return Link(
+        first_i + skip_i,
+        first_j + skip_j,
+        _product(before[skip_i + 1 :]),
+        _product(after[skip_j + 1 :]),
+    )
+
+
+def _leading_ones(sizes: Sequence[Size]) -> int:
+    return next((n for n, s in enumerate(sizes) if type(s) is not int or s != 1), len(sizes))
+
+
+def _product(sizes: Sequence[Size]) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def _viewed(call: Call) -> list[Link]:
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    if any(type(s) is int and s == 0 for s in before):
+        # Nothing says which dims an empty view merges: only dims that stay in place are linked.
+        same = zip(before, after, strict=False)
+        return (
+            [Link(d, d) for d, (a, b) in enumerate(same) if a == b]
+            if len(before) == len(after)
+            else []
+        )
+    return view_links(before, after)
+
+
+def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], list[Link]]:
+    return lambda call: [Link(source, target) for target, source in enumerate(order(call))]
+
+
+def _permute_order(call: Call) -> list[int]:
+    ndim = call.inputs[0].ndim
+    return [d % ndim for d in call.argument("dims")]
+
+
+def _transpose_order(call: Call) -> list[int]:
+    ndim = call.inputs[0].ndim
+    order = list(range(ndim))
+    if ndim:
+        a, b = call.argument("dim0") % ndim, call.argument("dim1") % ndim
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _reversed_order(call: Call) -> list[int]:
+    return list(reversed(range(call.inputs[0].ndim)))
+
+
+def _inserted(call: Call) -> list[Link]:
+    at = call.argument("dim") % call.outputs[0].ndim
+    return [Link(d, d + (d >= at)) for d in range(call.inputs[0].ndim)]
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """Drops exactly the dims that the whole tensor drops."""
+
+    dims: tuple[int, ...]
+
+    def __call__(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return aten.squeeze.dims(x, self.dims)
+
+
+def _squeeze_choices(call: Call) -> Iterator[Choice]:
+    """The dims to drop are named on every rank: a shard may have size 1 where the whole has not."""
+    ndim, shape = call.inputs[0].ndim, call.inputs[0].shape
+    names = {arg.name for arg in call.op._schema.arguments}
+    given = call.argument("dim") if "dim" in names else range(ndim)
+    chosen = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
+    dropped = [d for d in sorted(chosen) if shape[d] == 1]
+    kept = [d for d in range(ndim) if d not in dropped]
+    local = LocalCall(Squeeze(tuple(dropped)))
+    for choice in link_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
+        yield replace(choice, local=local)
+
+
+def _expanded(call: Call) -> list[Link]:
+    """Dims that are stretched from size 1 are whole; the others keep their size."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    new = len(after) - len(before)
+    return [Link(d, d + new) for d, size in enumerate(before) if size == after[d + new]]
+
+
+def _selected(call: Call) -> list[Link]:
+    at = call.argument("dim") % call.inputs[0].ndim
+    return [Link(d, d - (d > at)) for d in range(call.inputs[0].ndim) if d != at]
+
+
+def _sliced(call: Call) -> list[Link]:
+    """A slice that takes less than all of a dim needs it whole."""
+    at = call.argument("dim") % call.inputs[0].ndim
+    whole = call.inputs[0].shape[at] == call.outputs[0].shape[at] and call.argument("step") == 1
+    return [Link(d, d) for d in range(call.inputs[0].ndim) if d != at or whole]
+
+
+def _unchanged(call: Call) -> list[Link]:
+    return [Link(d, d) for d in range(call.inputs[0].ndim)]
+
+
+def view(
+    *ops: Any, links: Callable[[Call], Sequence[Link]], text: str, shape: str | None = None
+) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table. `shape` names the argument that holds the output's shape."""
+    return ops, Rule(
+        lambda call: link_choices(call, links(call)), text, {shape: 0} if shape else {}
+    )
+
+
+RULES: Table = table(
+    view(
+        aten.view.default,
+        aten._unsafe_view.default,
+        links=_viewed,
+        text="(a b) -> a b",
+        shape="size",
+    ),
+    view(aten.t.default, aten.numpy_T.default, links=_permuted(_reversed_order), text="a b -> b a"),
+    view(aten.transpose.int, links=_permuted(_transpose_order), text="a b -> b a"),
+    view(aten.permute.default, links=_permuted(_permute_order), text="a b c -> c a b"),
+    view(aten.unsqueeze.default, links=_inserted, text="... -> ... 1"),
+    (
+        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+        Rule(_squeeze_choices, "... 1 -> ..."),
+    ),
+    view(aten.expand.default, links=_expanded, text="... 1 -> ... n", shape="size"),
+    view(aten.select.int, links=_selected, text="... [n] -> ..."),
+    view(aten.slice.Tensor, links=_sliced, text="... [n] -> ... [m]"),
+    view(aten.detach.default, aten.alias.default, links=_unchanged, text="... -> ..."),
+)
