@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
@@ -107,7 +108,7 @@ def _fresh_c10d() -> Iterator[None]:
         world.pg_coalesce_state,
     ]
     kept = [dict(table) for table in tables]
-    group, count = world.default_pg, world.group_count
+    group, count, excepthook = world.default_pg, world.group_count, sys.excepthook
     for table in tables:
         table.clear()
     c10d._update_default_pg(None)
@@ -121,3 +122,4 @@ def _fresh_c10d() -> Iterator[None]:
             table.update(entries)
         c10d._update_default_pg(group)
         world.group_count = count
+        sys.excepthook = excepthook  # init_process_group puts "[rank0]:" before every traceback

@@ -62,7 +62,7 @@ def make_entry(
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
-    entry.call = _local_call(op, plan)
+    entry.call = local_call(op, plan)
     if written:
         entry.finish = _returns_argument(written[0])
     elif isinstance(shape, TensorMeta):
@@ -123,7 +123,7 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any]], None]
     return move
 
 
-def _local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:
+def local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:
     """What runs on the local operands, mapped over the ranks where they need to be apart.
 
     That is where the function or an argument differs between ranks, and, in a simulated world,

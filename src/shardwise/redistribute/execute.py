@@ -16,6 +16,7 @@ from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial, Shard
+from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
 
 
@@ -162,6 +163,13 @@ def _dim(layout: Layout, axis: int) -> int:
 def _reduce_op(layout: Layout, axis: int) -> str:
     partial = layout.placements[axis]
     assert isinstance(partial, Partial), "only a partial has a reduction"
+    if partial.reduce_op == "avg" and not (
+        layout.dtype.is_floating_point or layout.dtype.is_complex
+    ):
+        raise LayoutError(
+            f"{layout!r} is an average of integers, which has no integer value. Use Partial('sum') "
+            "and divide, or convert the tensor to a floating dtype first."
+        )
     return partial.reduce_op
 
 

@@ -111,8 +111,8 @@ def lookup_grad_choices(call: Call) -> Iterator[Choice]:
         for dim in range(call.inputs[1].ndim):
             for sizes in call.splits([(0, dim), (1, dim)]):
                 yield Choice((Shard(dim, sizes), Shard(dim, sizes)), (Partial("sum"),))
-        for reduce_op in ("sum", "avg"):
-            yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
+    for reduce_op in ("sum", "avg"):
+        yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
 
 
 RULES: Table = table(

@@ -13,6 +13,8 @@ from torch.utils._pytree import tree_map
 from shardwise.core.layout import Layout
 from shardwise.rules.rule import TensorMeta
 
+_TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
+
 
 def infer_outputs(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, symbolic: bool
@@ -21,10 +23,13 @@ def infer_outputs(
 
     Tensors in `args` are given by their layouts.
     """
+    schema = getattr(op, "_schema", None)
+    if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
+        return (), None  # a number: only the data can tell it
     kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     with _without_data(symbolic):
         # Options that name a device would ask for real memory.
-        if any(a.name == "device" for a in getattr(getattr(op, "_schema", None), "arguments", ())):
+        if schema is not None and any(a.name == "device" for a in schema.arguments):
             kwargs["device"] = torch.device("meta")
         result = op(*tree_map(_hollow, list(args)), **tree_map(_hollow, kwargs))
         metas: list[TensorMeta] = []

@@ -34,8 +34,9 @@ RULES: Table = table(
         aten._softmax_backward_data.default,
         aten._log_softmax_backward_data.default,
         like="... [n], ... [n] -> ... [n]",
+        linear=((0,),),
         n="dim",
     ),
-    rule(nll, like="... [c], ... -> ..."),
-    rule(nll_grad, like="..., ... -> ... [c]"),
+    rule(nll, like="... [c], ... -> ...", linear=((0,),)),
+    rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
 )

@@ -20,7 +20,12 @@ def linear_input_grad(grad: Any, weight: Any) -> Any:
 
 def linear_weight_grad(grad: Any, x: Any) -> Any:
     """The gradient of `linear(x, weight)` for `weight`."""
-    return grad.reshape(-1, grad.shape[-1]).t() @ x.reshape(-1, x.shape[-1])
+    return _as_matrix(grad).t() @ _as_matrix(x)
+
+
+def _as_matrix(x: Any) -> Any:
+    # Not reshape(-1, n): of an empty shard that would be ambiguous.
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 
 EACH = ((0,), (1,))

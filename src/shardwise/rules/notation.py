@@ -195,12 +195,17 @@ def _placed(
     return Shard(letters.index(letter), sizes) if letter in letters else otherwise
 
 
+def averages_too(meta: TensorMeta) -> tuple[str, ...]:
+    """The reductions that a linear op lets through; integers have no average."""
+    return ("sum", "avg") if meta.dtype.is_floating_point or meta.dtype.is_complex else ("sum",)
+
+
 def linear_choices(call: Call, linear: Sequence[Group]) -> Iterator[Choice]:
     """Partial operands pass through an op that is linear in them: sums and averages alike."""
     num = len(call.inputs)
     groups = dict.fromkeys(tuple(i for i in group if i < num) for group in linear)
     for group in filter(None, groups):
-        for reduce_op in ("sum", "avg"):
+        for reduce_op in averages_too(call.inputs[group[0]]):
             partial = Partial(reduce_op)
             yield Choice(
                 tuple(partial if i in group else REPLICATE for i in range(num)),

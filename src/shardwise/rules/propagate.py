@@ -83,6 +83,16 @@ def propagate(
     return _plan(rule, call, layouts, best[1], grid)
 
 
+def every_plan(
+    rule: Rule, call: Call, layouts: Sequence[Layout], wish: Layout | None = None
+) -> Iterator[CallPlan]:
+    """The plan of each combination of choices, the cheap and the dear ones: for checking rules."""
+    grid = layouts[0].grid
+    for combination in _combinations(rule, call, layouts, grid, wish):
+        if wish is None or _meets(combination, wish):
+            yield _plan(rule, call, layouts, combination, grid)
+
+
 def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -> str:
     """The message for an op that no rule covers, or not for these layouts."""
     name = getattr(op, "__name__", None) if not hasattr(op, "_schema") else str(op)

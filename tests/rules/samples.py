@@ -1,0 +1,171 @@
+"""One or more calls of every op that has a rule: what the rule checks play.
+
+Sizes are small, and no two dims of a tensor are equal where a mistake could hide behind that.
+"""
+
+import torch
+
+from shardwise import Replicate, Shard
+from shardwise.rules import embedding, loss, matmul
+from shardwise.testing import Sample
+
+aten = torch.ops.aten
+_generator = torch.Generator().manual_seed(0)
+
+
+def t(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=_generator)
+
+
+x, y = t(4, 6), t(4, 6)
+# Id 5 stands twice, in another row and another column.
+ids = torch.tensor([[5, 0, 2], [4, 1, 5]])
+classes = torch.tensor([1, -100, 3, 5])
+any_table = (Shard(0), Shard(1), Replicate())
+
+
+def samples() -> list[Sample]:
+    return [*_pointwise(), *_matmul(), *_reduce(), *_views(), *_create(), *_loss(), *_embedding()]
+
+
+def _pointwise() -> list[Sample]:
+    binary = (aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor)
+    unary = (aten.neg.default, aten.clone.default, aten.positive.default)
+    complex_x = torch.complex(x, y)
+    return [
+        *(Sample(op, (x, y)) for op in binary),
+        *(Sample(op, (x, t(6))) for op in binary),
+        *(Sample(op, (t(4, 1), x)) for op in binary),
+        *(Sample(op, (x, 1.5)) for op in binary),
+        *(Sample(op, (x, torch.tensor(1.5))) for op in binary),
+        *(Sample(op, (x,)) for op in unary),
+        Sample(aten.add.Tensor, (x, y), {"alpha": 2.0}),
+        Sample(aten.mul.Scalar, (x, 2.0)),
+        Sample(aten.div.Scalar, (x, 2.0)),
+        Sample(aten._to_copy.default, (x,), {"dtype": torch.float64}),
+        Sample(aten._to_copy.default, (x,), {"dtype": torch.float16}),
+        Sample(aten._to_copy.default, (x,), {"dtype": torch.int32}),
+        Sample(aten.copy.default, (x, y)),
+        Sample(aten.copy.default, (x, t(6))),
+        Sample(aten.real.default, (complex_x,)),
+        Sample(aten.imag.default, (complex_x,)),
+    ]
+
+
+def _matmul() -> list[Sample]:
+    return [
+        Sample(aten.mm.default, (x, t(6, 5))),
+        Sample(aten.addmm.default, (t(5), x, t(6, 5))),
+        Sample(aten.addmm.default, (t(4, 5), x, t(6, 5)), {"beta": 0.5, "alpha": 2.0}),
+        Sample(aten.addmm.default, (t(4, 1), x, t(6, 5))),
+        Sample(aten.addmm.default, (t(), x, t(6, 5))),
+        Sample(aten.bmm.default, (t(4, 3, 5), t(4, 5, 2))),
+        Sample(aten.dot.default, (t(5), t(5))),
+        Sample(aten.mv.default, (x, t(6))),
+        Sample(aten.linear.default, (t(3, 4, 6), t(5, 6), t(5))),
+        Sample(aten.linear.default, (t(4, 6), t(5, 6))),
+        Sample(aten.linear.default, (t(6), t(5, 6))),
+        Sample(matmul.linear_input_grad, (t(3, 4, 5), t(5, 6))),
+        Sample(matmul.linear_input_grad, (t(5), t(5, 6))),
+        Sample(matmul.linear_weight_grad, (t(3, 4, 5), t(3, 4, 6))),
+        Sample(matmul.linear_weight_grad, (t(5), t(6))),
+    ]
+
+
+def _reduce() -> list[Sample]:
+    return [
+        Sample(aten.sum.default, (x,)),
+        Sample(aten.sum.dim_IntList, (x, [0])),
+        Sample(aten.sum.dim_IntList, (t(2, 3, 5), [0, -1], True)),
+        Sample(aten.sum.dim_IntList, (x, [])),
+        Sample(aten.sum.default, (torch.arange(5),)),
+        Sample(aten.mean.default, (x,)),
+        Sample(aten.mean.dim, (x, [0])),
+        Sample(aten.mean.dim, (t(2, 3, 5), [1, -1], True)),
+        Sample(aten._local_scalar_dense.default, (torch.tensor(3.0),)),
+        Sample(aten.is_nonzero.default, (torch.tensor(3.0),)),
+        Sample(aten.equal.default, (x, x.clone())),
+    ]
+
+
+def _views() -> list[Sample]:
+    return [
+        Sample(aten.view.default, (x, [24])),
+        Sample(aten.view.default, (x, [2, 2, 6])),
+        Sample(aten.view.default, (x, [4, 2, 3])),
+        Sample(aten.view.default, (x, [-1, 3])),
+        Sample(aten.view.default, (t(5, 4), [20])),
+        Sample(aten.view.default, (t(20), [5, 4])),
+        Sample(aten.view.default, (t(1, 5, 1), [5])),
+        Sample(aten.view.default, (t(2, 3, 4, 5), [6, 20])),
+        Sample(aten.view.default, (t(0, 4), [0, 2, 2])),
+        Sample(aten._unsafe_view.default, (x, [2, 12])),
+        Sample(aten.t.default, (x,)),
+        Sample(aten.t.default, (t(5),)),
+        Sample(aten.numpy_T.default, (x,)),
+        Sample(aten.transpose.int, (t(2, 3, 4), 0, -1)),
+        Sample(aten.permute.default, (t(2, 3, 4), [2, 0, -2])),
+        Sample(aten.unsqueeze.default, (x, 1)),
+        Sample(aten.unsqueeze.default, (x, -1)),
+        Sample(aten.squeeze.default, (t(2, 1, 3),)),
+        Sample(aten.squeeze.dim, (t(2, 1, 3), 0)),
+        Sample(aten.squeeze.dim, (t(2, 1, 3), -2)),
+        Sample(aten.squeeze.dims, (t(2, 1, 3, 1), [0, 1])),
+        Sample(aten.expand.default, (t(1, 3), [4, 3])),
+        Sample(aten.expand.default, (t(3), [4, -1])),
+        Sample(aten.select.int, (x, 0, 1)),
+        Sample(aten.select.int, (x, 1, -1)),
+        Sample(aten.slice.Tensor, (x, 0, 1, 3)),
+        Sample(aten.slice.Tensor, (x, 1, 0, 6, 2)),
+        Sample(aten.slice.Tensor, (x, 0, 0, 4)),
+        Sample(aten.detach.default, (x,)),
+        Sample(aten.alias.default, (x,)),
+    ]
+
+
+def _create() -> list[Sample]:
+    return [
+        Sample(aten.zeros_like.default, (x,)),
+        Sample(aten.ones_like.default, (x,)),
+        Sample(aten.full_like.default, (x, 2.0)),
+        Sample(aten.new_zeros.default, (x, [4, 6])),
+        Sample(aten.new_ones.default, (x, [3])),
+        Sample(aten.new_full.default, (x, [4, 6], 2.0)),
+    ]
+
+
+def _loss() -> list[Sample]:
+    return [
+        Sample(aten._softmax.default, (x, -1, False)),
+        Sample(aten._log_softmax.default, (t(2, 3, 4), 1, False)),
+        Sample(aten._softmax_backward_data.default, (x, y, 1, torch.float32)),
+        Sample(aten._log_softmax_backward_data.default, (x, y, 0, torch.float32)),
+        Sample(loss.nll, (x, classes, -100)),
+        Sample(loss.nll_grad, (t(4), classes, -100, 6)),
+    ]
+
+
+def _embedding() -> list[Sample]:
+    rows = t(2, 3, 4)
+    return [
+        Sample(embedding.lookup, (t(7, 4), ids)),
+        Sample(embedding.lookup, (t(7, 4), ids[0, 0])),
+        Sample(embedding.lookup_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(embedding.lookup_grad, (rows, ids, 7, 2, True), wish=any_table),
+    ]
+
+
+#: Ops whose results have no values to compare.
+WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default}
+
+#: Choices that are right and of no use: these ops do not read the values of their first operand.
+OF_NO_USE = {
+    aten.copy.default,
+    aten.zeros_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_full.default,
+    aten.full_like.default,
+    aten.ones_like.default,
+}
