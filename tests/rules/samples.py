@@ -47,6 +47,9 @@ def _pointwise() -> list[Sample]:
         Sample(aten._to_copy.default, (x,), {"dtype": torch.int32}),
         Sample(aten.copy.default, (x, y)),
         Sample(aten.copy.default, (x, t(6))),
+        Sample(aten.zero.default, (x,)),
+        Sample(aten.fill.Scalar, (x, 2.0)),
+        Sample(aten.fill.Tensor, (x, torch.tensor(2.0))),
         Sample(aten.real.default, (complex_x,)),
         Sample(aten.imag.default, (complex_x,)),
     ]
@@ -118,6 +121,7 @@ def _views() -> list[Sample]:
         Sample(aten.slice.Tensor, (x, 0, 1, 3)),
         Sample(aten.slice.Tensor, (x, 1, 0, 6, 2)),
         Sample(aten.slice.Tensor, (x, 0, 0, 4)),
+        Sample(aten.slice.Tensor, (t(7, 5), 0, -5, 100, 3)),
         Sample(aten.detach.default, (x,)),
         Sample(aten.alias.default, (x,)),
     ]
@@ -162,6 +166,9 @@ WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default}
 #: Choices that are right and of no use: these ops do not read the values of their first operand.
 OF_NO_USE = {
     aten.copy.default,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.zero.default,
     aten.zeros_like.default,
     aten.new_zeros.default,
     aten.new_ones.default,

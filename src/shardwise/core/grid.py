@@ -82,15 +82,16 @@ def grid_of(mesh: DeviceMesh) -> Grid:
             f"A DeviceMesh is needed, found {type(mesh).__name__}: make one with "
             "init_device_mesh('cpu', (4,))."
         )
-    world = current_world()
     seen = _seen.get(id(mesh))
     if seen is not None and seen[0]() is mesh:
-        if seen[1].world is not world:
+        if not seen[1].world.alive:
+            world = current_world()
             raise WorldError(
                 f"{seen[1]!r} belongs to {seen[1].world}, but the current one is {world}. "
                 "Make the mesh anew after torch.distributed is initialised."
             )
         return seen[1]
+    world = current_world()
     ranks = _ranks(mesh)
     if max(ranks.flatten().tolist()) >= world.size:
         raise WorldError(

@@ -3,6 +3,10 @@
 Note [Interned layouts]
 Equal layouts are one object, so a cache key that holds layouts hashes and compares by identity.
 Layouts whose shape is symbolic (inside torch.compile) are not interned: they never meet a cache.
+
+Note [Snapshots]
+A view whose input had to move first is a copy, and what is written to it would be lost. Its layout
+is marked as a snapshot, and ops that write refuse it. Nothing else looks at the mark.
 """
 
 from __future__ import annotations
@@ -37,6 +41,7 @@ class Layout:
         "order",
         "placements",
         "shape",
+        "snapshot",
         "stride",
         "symbolic",
     )
@@ -48,6 +53,7 @@ class Layout:
     stride: Shape
     dtype: torch.dtype
     symbolic: bool
+    snapshot: bool
     #: The local shape in this process; filled on first use, never in a simulated world.
     here: Shape | None
 
@@ -119,18 +125,20 @@ def make_layout(
     stride: Sequence[Size],
     dtype: torch.dtype,
     order: tuple[int, ...] | None = None,
+    *,
+    snapshot: bool = False,
 ) -> Layout:
     """The one layout with these values. `placements` must be normalised for `shape`."""
     shape, stride = tuple(shape), tuple(stride)
     symbolic = any(type(s) is not int for s in shape) or any(type(s) is not int for s in stride)
     order = canonical_order(placements, order)
-    key = None if symbolic else (grid, placements, order, shape, stride, dtype)
+    key = None if symbolic else (grid, placements, order, shape, stride, dtype, snapshot)
     if key is not None and (found := _interned.get(key)) is not None:
         return found
     layout = Layout()
     layout.grid, layout.placements, layout.order = grid, placements, order
     layout.shape, layout.stride, layout.dtype = shape, stride, dtype
-    layout.symbolic, layout.here = symbolic, None
+    layout.symbolic, layout.snapshot, layout.here = symbolic, snapshot, None
     if key is not None:
         _interned[key] = layout
     return layout

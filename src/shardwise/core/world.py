@@ -52,7 +52,8 @@ class World:
     @property
     def alive(self) -> bool:
         """Whether this world's process group is still the default one."""
-        return dist.is_initialized() and dist.GroupMember.WORLD is self.group()
+        group = self.group()
+        return group is not None and dist.GroupMember.WORLD is group
 
     def __deepcopy__(self, memo: Any) -> World:
         return self  # one object per value

@@ -12,20 +12,51 @@ is whatever was cheapest. Only where local tensors enter and leave does a layout
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import Partial, Replicate
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
+from shardwise.core.world import world_caches
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 
 
 def gradient_layout(layout: Layout) -> Layout:
     """Where the gradient of a tensor in `layout` lies by default."""
+    if not any(isinstance(p, Partial) for p in layout.placements):
+        return layout
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     return layout.with_placements(placements)
+
+
+def placed(
+    layout: Layout, placements: Sequence[Placement], order: Sequence[int] | None = None
+) -> Layout:
+    """`layout` with the placements that a user gave, checked."""
+    axes = None if order is None else tuple(order)
+    if not isinstance(placements, Placement):
+        placements = tuple(placements)
+    if layout.symbolic:
+        return _placed(layout, placements, axes)
+    return _cached_placed(layout, placements, axes)
+
+
+def _placed(layout: Layout, placements: Any, order: tuple[int, ...] | None) -> Layout:
+    normal = normalize(placements, layout.shape, layout.grid, order)
+    return layout.with_placements(normal, order or layout.order)
+
+
+_cached_placed = functools.lru_cache(maxsize=4096)(_placed)
+world_caches.append(_cached_placed.cache_clear)
+
+
+def whole_layout(layout: Layout) -> Layout:
+    """The same tensor, replicated over all axes."""
+    return placed(layout, (REPLICATE,) * len(layout.placements))
 
 
 def move(x: Any, target: Layout, *, own: bool = False) -> Any:

@@ -16,7 +16,7 @@ from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import Placement, Shard
-from shardwise.core.world import current_world
+from shardwise.core.world import current_world, world_caches
 from shardwise.errors import LayoutError, WorldError
 
 
@@ -28,6 +28,33 @@ def local_layout(
     stride: Sequence[int] | None,
 ) -> Layout:
     """The layout of the global tensor whose parts look like `local`."""
+    if shape is None and stride is None and not grid.world.simulated and placements is not None:
+        # The common case, many times over: one dictionary lookup.
+        key = (grid, (placements,) if isinstance(placements, Placement) else tuple(placements), local.shape, local.stride(), local.dtype)
+        try:
+            found = _known.get(key)
+        except TypeError:  # a symbolic size has no hash
+            return _local_layout(local, grid, placements, shape, stride)
+        if found is None:
+            found = _local_layout(local, grid, placements, shape, stride)
+            if len(_known) >= 4096:
+                _known.clear()
+            _known[key] = found
+        return found
+    return _local_layout(local, grid, placements, shape, stride)
+
+
+_known: dict[Any, Layout] = {}
+world_caches.append(_known.clear)
+
+
+def _local_layout(
+    local: torch.Tensor,
+    grid: Grid,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
     if shape is not None:
         whole: Shape = tuple(shape)
         normal = normalize(placements, whole, grid)

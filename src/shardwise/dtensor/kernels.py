@@ -42,7 +42,12 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        return LookupGrad.apply(grad, ids, ctx.layout, *ctx.options), None, None, None
+        layout = ctx.layout
+        if torch.is_grad_enabled():  # double backward
+            found = LookupGrad.apply(grad, ids, layout, *ctx.options)
+        else:
+            found = run(lookup_grad, grad, ids, layout.shape[0], *ctx.options, wish=layout)
+        return found, None, None, None
 
 
 class LookupGrad(torch.autograd.Function):
@@ -77,7 +82,8 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    weight, ids = _both_distributed(aten.embedding.default, weight, ids)
+    if type(weight) is not DTensor or type(ids) is not DTensor:
+        weight, ids = _both_distributed(aten.embedding.default, weight, ids)
     if sparse:
         raise UnsupportedError(
             "aten.embedding.default does not have a sharding strategy registered for sparse=True. "
@@ -112,11 +118,13 @@ def _check_ids(weight: Any, ids: Any) -> None:
         return
     local = ids._local
     for part in getattr(local, "_parts", (local,)):
-        if part.numel() and not 0 <= int(part.min()) <= int(part.max()) < weight.shape[0]:
-            raise IndexError(
-                f"index out of range in a table of {weight.shape[0]} rows: ids run from "
-                f"{int(part.min())} to {int(part.max())}."
-            )
+        if part.numel():
+            low, high = map(int, torch.aminmax(part))
+            if low < 0 or high >= weight.shape[0]:
+                raise IndexError(
+                    f"index out of range in a table of {weight.shape[0]} rows: ids run from {low} "
+                    f"to {high}."
+                )
 
 
 # -- linear ----------------------------------------------------------------------------------
@@ -137,7 +145,7 @@ class Linear(torch.autograd.Function):
         if for_x:
             grad_x = _linear_input_grad(grad, weight)
         if for_weight:
-            grad_weight = LinearWeightGrad.apply(grad, x, _parameter_wish(weight._layout))
+            grad_weight = _linear_weight_grad(grad, x, _parameter_wish(weight._layout))
         if for_bias:
             grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
             grad_bias = _towards(grad_bias, ctx.bias_layout)
@@ -148,6 +156,12 @@ def _linear_input_grad(grad: Any, weight: Any) -> Any:
     if _needs_grad(grad, weight):  # double backward
         return F.linear(grad, weight.t())
     return run(linear_input_grad, grad, weight)
+
+
+def _linear_weight_grad(grad: Any, x: Any, wish: Layout | None) -> Any:
+    if _needs_grad(grad, x):  # double backward
+        return LinearWeightGrad.apply(grad, x, wish)
+    return run(linear_weight_grad, grad, x, wish=wish)
 
 
 def _towards(grad: Any, layout: Layout) -> Any:

@@ -58,6 +58,13 @@ def make_entry(
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
+    for number in fixed:
+        if layouts[number].snapshot:
+            raise UnsupportedError(
+                f"{op} would write to a copy, and the write would be lost: the view it was called "
+                f"on needed communication, and is {layouts[number]!r}. Write to the tensor itself "
+                "(torch.where, or the op on the whole tensor), or clone() the view first."
+            )
     plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
     entry = Entry(plan)
     if plan.steps is not None:

@@ -29,7 +29,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.ranks import localize
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
-from shardwise.core.placements import Placement, Replicate, short
+from shardwise.core.placements import Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.mesh_context import current_mesh
@@ -182,7 +182,8 @@ class DTensor(torch.Tensor):
         layout = doors.local_layout(local, grid, placements, shape, stride)
         if run_check:
             doors.check_all_ranks(local, layout)
-        doors.check_fits(local, layout)
+        if shape is not None:
+            doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(local.detach(), layout)
         grad_layout = autograd.gradient_layout(layout)
@@ -226,13 +227,11 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        axes = tuple(order) if order is not None else None
-        normal = normalize(placements, layout.shape, layout.grid, axes)
-        return autograd.redistribute(self, layout.with_placements(normal, axes or layout.order))
+        return autograd.redistribute(self, autograd.placed(layout, placements, order))
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
-        whole = self.redistribute(placements=[Replicate()] * self._layout.grid.num_axes)
+        whole = autograd.redistribute(self, autograd.whole_layout(self._layout))
         return whole.to_local(grad_placements=grad_placements)
 
     # -- torch.compile -----------------------------------------------------------------------

@@ -13,7 +13,7 @@ import torch
 from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank
 from shardwise.core.chunks import Size, lengths, piece
-from shardwise.core.grid import Coordinate
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial, Shard
 from shardwise.errors import LayoutError
@@ -86,6 +86,8 @@ def _reduce_scatter(x: torch.Tensor, step: Step) -> torch.Tensor:
 def _all_to_all(x: torch.Tensor, step: Step) -> torch.Tensor:
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim_in, dim_out = _dim(source, axis), _dim(target, axis)
+    if is_even(source, axis) and is_even(target, axis):
+        return _even_all_to_all(x, grid, axis, dim_in, dim_out)
     length_in, length_out = longest(source, axis, dim_in), longest(target, axis, dim_out)
 
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
@@ -101,6 +103,22 @@ def _all_to_all(x: torch.Tensor, step: Step) -> torch.Tensor:
         return joined.narrow(dim_out, 0, _lengths(target, axis, coordinate)[coordinate[axis]])
 
     return each_rank(grid, cut, received, axes=(*outside, axis))
+
+
+def _even_all_to_all(
+    x: torch.Tensor, grid: Grid, axis: int, dim_in: int, dim_out: int
+) -> torch.Tensor:
+    """One copy on each side, where the padded form takes one per piece."""
+    parts = grid.shape[axis]
+
+    def split(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t.unflatten(dim_out, (parts, t.shape[dim_out] // parts)).movedim(dim_out, 0)
+
+    def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1)
+
+    received = collectives.all_to_all(each_rank(grid, split, x, axes=()), grid, axis)
+    return each_rank(grid, join, received, axes=())
 
 
 def _all_reduce(x: torch.Tensor, step: Step) -> torch.Tensor:

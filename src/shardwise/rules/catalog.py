@@ -56,3 +56,10 @@ def written_inputs(op: Any) -> tuple[int, ...]:
         for position, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+def is_view(op: Any) -> bool:
+    """Whether the op returns an alias of an argument that it does not write to."""
+    return isinstance(op, torch._ops.OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns
+    )

@@ -35,10 +35,10 @@ def owned_lookup(
     coordinate: Coordinate, layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
 ) -> torch.Tensor:
     """The rows that this rank owns, and true zeros for those of others."""
-    owned, row = _owned(layouts[0], coordinate, ids)
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
-    return aten.embedding.default(weight, row).masked_fill_(~owned.unsqueeze(-1), 0)
+    row, foreign = _rows(layouts[0], coordinate, ids)
+    return aten.embedding.default(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
 
 def owned_grad(
@@ -51,26 +51,29 @@ def owned_grad(
     scale_by_freq: bool,
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns; no other row is ever made."""
-    owned, row = _owned(layouts[-1], coordinate, ids)
-    local_rows = layouts[-1].box(coordinate)[1][0]
+    local_rows = layouts[-1].local_shape(coordinate)[0]
     if type(local_rows) is int and local_rows == 0:
         return grad.new_zeros((0, grad.shape[-1]))
-    counted = owned & (ids != padding_idx) if padding_idx >= 0 else owned
-    grad = torch.where(counted.unsqueeze(-1), grad, 0)
+    row, skipped = _rows(layouts[-1], coordinate, ids)
+    if padding_idx >= 0:
+        skipped = skipped | (ids == padding_idx)
     if scale_by_freq:
-        # Rows of others are sent to row 0 and would count there.
         counts = torch.zeros(local_rows, dtype=grad.dtype, device=grad.device)
-        counts.index_add_(0, row.reshape(-1), counted.reshape(-1).to(grad.dtype))
+        counts.index_add_(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
+    # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
+    row = row.masked_fill(skipped, -1)
     return aten.embedding_dense_backward.default(grad, row, local_rows, -1, False)
 
 
-def _owned(
+def _rows(
     layout: Layout, coordinate: Coordinate, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local row of each id, and which ids another rank owns (their row is any valid one)."""
     offset, shape = layout.box(coordinate)
-    owned = (ids >= offset[0]) & (ids < offset[0] + shape[0])
-    return owned, torch.where(owned, ids - offset[0], 0)
+    shifted = ids - offset[0]
+    row = shifted.clamp(0, shape[0] - 1)
+    return row, shifted != row
 
 
 def lookup_choices(call: Call) -> Iterator[Choice]:

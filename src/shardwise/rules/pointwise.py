@@ -70,8 +70,10 @@ RULES: Table = table(
             aten.positive.default,
             aten.real.default,
             aten.imag.default,
+            aten.zero.default,
         ),
         elementwise(FIRST),
     ),
     ((aten.copy.default,), elementwise(TOGETHER)),
+    ((aten.fill.Scalar, aten.fill.Tensor), elementwise()),
 )

@@ -19,7 +19,8 @@ from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.search import cost_s, find_steps
 from shardwise.redistribute.steps import Step
-from shardwise.rules.rule import Call, Choice, LocalCall, Rule, TensorMeta
+from shardwise.rules.catalog import is_view
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,8 +213,17 @@ def _plan(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )
     steps = tuple(find_steps(a, b) for a, b in zip(layouts, inputs, strict=True))
+    snapshot = is_view(call.op) and (any(steps) or any(layout.snapshot for layout in layouts))
     outputs = tuple(
-        _output_layout(grid, chosen.output(i), meta, chosen.order)
+        make_layout(
+            grid,
+            chosen.output(i),
+            meta.shape,
+            meta.stride,
+            meta.dtype,
+            chosen.order,
+            snapshot=snapshot,
+        )
         for i, meta in enumerate(call.outputs)
     )
     local = next((c.local for c in chosen.choices if c.local is not None), None)
@@ -225,9 +235,3 @@ def _plan(
         local,
         tuple(rule.local_shape.items()),
     )
-
-
-def _output_layout(
-    grid: Grid, placements: tuple[Placement, ...], meta: TensorMeta, order: tuple[int, ...]
-) -> Layout:
-    return make_layout(grid, placements, meta.shape, meta.stride, meta.dtype, order)

@@ -6,6 +6,7 @@ dims must be whole.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -190,11 +191,69 @@ def _selected(call: Call) -> list[Link]:
     return [Link(d, d - (d > at)) for d in range(call.inputs[0].ndim) if d != at]
 
 
-def _sliced(call: Call) -> list[Link]:
-    """A slice that takes less than all of a dim needs it whole."""
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A slice of a dim of known size: `start`, `step`, and how many entries it takes."""
+
+    dim: int
+    start: int
+    step: int
+    count: int
+
+    def within(self, offset: int, length: int) -> tuple[int, int]:
+        """`(first, count)` of the entries that lie in `[offset, offset + length)`, from offset."""
+        skipped = max(0, -((self.start - offset) // self.step)) if offset > self.start else 0
+        first = self.start + skipped * self.step - offset
+        inside = max(0, -((first - length) // self.step)) if first < length else 0
+        return first, max(0, min(inside, self.count - skipped))
+
+    def lengths(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """How many entries each of the pieces of the dim keeps."""
+        offsets = itertools.accumulate(pieces, initial=0)
+        return tuple(self.within(o, n)[1] for o, n in zip(offsets, pieces, strict=False))
+
+    def of(self, x: torch.Tensor, offset: int) -> torch.Tensor:
+        """The view of a piece that starts at `offset`."""
+        first, count = self.within(offset, x.shape[self.dim])
+        if count == 0:
+            return aten.slice.Tensor(x, self.dim, 0, 0)
+        stop = first + (count - 1) * self.step + 1
+        return aten.slice.Tensor(x, self.dim, first, stop, self.step)
+
+
+def _cut(call: Call) -> Cut | None:
+    """The slice that a call of `slice` takes; None when sizes are symbolic."""
+    dim = call.argument("dim") % call.inputs[0].ndim
+    size, count = call.inputs[0].shape[dim], call.outputs[0].shape[dim]
+    if type(size) is not int or type(count) is not int:
+        return None
+    start, _, step = slice(call.argument("start"), call.argument("end"), call.argument("step")).indices(size)
+    return Cut(dim, start, step, count)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """The part of a slice that lies in this rank's piece: a view of it."""
+
+    cut: Cut
+
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any) -> Any:
+        return self.cut.of(x, layouts[0].box(coordinate)[0][self.cut.dim])
+
+
+def _slice_choices(call: Call) -> Iterator[Choice]:
+    """Each rank keeps what the slice takes of its piece, so that a slice never communicates."""
     at = call.argument("dim") % call.inputs[0].ndim
-    whole = call.inputs[0].shape[at] == call.outputs[0].shape[at] and call.argument("step") == 1
-    return [Link(d, d) for d in range(call.inputs[0].ndim) if d != at or whole]
+    yield from link_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
+    cut = _cut(call)
+    if cut is None:
+        return
+    local = LocalCall(OwnedSlice(cut), per_rank=True)
+    size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
+    for sizes in call.splits([(0, at)]):
+        kept = cut.lengths(lengths(size, call.axis_size, sizes))
+        target = shard_with(at, kept, count, call.axis_size)
+        yield Choice((Shard(at, sizes),), (target,), local, alone=((0, at),))
 
 
 def _unchanged(call: Call) -> list[Link]:
@@ -228,6 +287,6 @@ RULES: Table = table(
     ),
     view(aten.expand.default, links=_expanded, text="... 1 -> ... n", shape="size"),
     view(aten.select.int, links=_selected, text="... [n] -> ..."),
-    view(aten.slice.Tensor, links=_sliced, text="... [n] -> ... [m]"),
+    ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
     view(aten.detach.default, aten.alias.default, links=_unchanged, text="... -> ..."),
 )
