@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
+from shardwise.comm.watch import explicit_redistribution, implicit_replication
 from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.dtensor.create import (
     distribute_module,
@@ -22,11 +23,13 @@ from shardwise.dtensor.create import (
     randn,
     zeros,
 )
+from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
     RankMismatchError,
+    RedistributionError,
     ShardwiseError,
     UnsupportedError,
     WorldError,
@@ -44,6 +47,7 @@ __all__ = [
     "Partial",
     "Placement",
     "RankMismatchError",
+    "RedistributionError",
     "Replicate",
     "Shard",
     "ShardwiseError",
@@ -52,11 +56,14 @@ __all__ = [
     "distribute_module",
     "distribute_tensor",
     "empty",
+    "explicit_redistribution",
     "full",
+    "implicit_replication",
     "init_device_mesh",
     "ones",
     "rand",
     "randn",
+    "reduce_gradients",
     "simulate",
     "zeros",
 ]

@@ -5,7 +5,8 @@
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
-    └── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+    ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+    └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
 Every one derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
@@ -34,3 +35,7 @@ class WorldError(ShardwiseError, RuntimeError):
 
 class RankMismatchError(ShardwiseError, RuntimeError):
     """Ranks of a simulated world hold different values where one value was asked for."""
+
+
+class RedistributionError(ShardwiseError, RuntimeError):
+    """Strict mode is on, and an op would have to communicate what nobody asked for."""

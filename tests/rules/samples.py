@@ -25,7 +25,18 @@ any_table = (Shard(0), Shard(1), Replicate())
 
 
 def samples() -> list[Sample]:
-    return [*_pointwise(), *_matmul(), *_reduce(), *_views(), *_create(), *_loss(), *_embedding()]
+    return [
+        *_pointwise(),
+        *_matmul(),
+        *_reduce(),
+        *_views(),
+        *_join(),
+        *_create(),
+        *_loss(),
+        *_norm(),
+        *_attention(),
+        *_embedding(),
+    ]
 
 
 def _pointwise() -> list[Sample]:
@@ -127,6 +138,46 @@ def _views() -> list[Sample]:
     ]
 
 
+def _join() -> list[Sample]:
+    return [
+        Sample(aten.cat.default, ([x, t(3, 6)],)),
+        Sample(aten.cat.default, ([x, t(4, 2), t(4, 3)], -1)),
+        Sample(aten.stack.default, ([x, y],)),
+        Sample(aten.stack.default, ([x, y], -1)),
+        Sample(aten.split.Tensor, (x, 4, 1)),
+        Sample(aten.split_with_sizes.default, (t(7, 3), [1, 4, 2])),
+        Sample(aten.unbind.int, (t(3, 5),)),
+        Sample(aten.slice_backward.default, (t(3, 5), [7, 5], 0, 1, 6, 2)),
+        Sample(aten.select_backward.default, (t(6), [4, 6], 0, 2)),
+    ]
+
+
+def _norm() -> list[Sample]:
+    batch, weight, bias = t(2, 3, 4), t(4), t(4)
+    out, mean, deviation = aten.native_layer_norm.default(batch, [4], weight, bias, 1e-5)
+    grad = aten.native_layer_norm_backward.default
+    return [
+        Sample(aten.native_layer_norm.default, (batch, [4], weight, bias, 1e-5)),
+        Sample(aten.native_layer_norm.default, (batch, [3, 4], None, None, 1e-5)),
+        Sample(grad, (t(2, 3, 4), batch, [4], mean, deviation, weight, bias, [True, True, True])),
+    ]
+
+
+def _attention() -> list[Sample]:
+    forward = aten._scaled_dot_product_flash_attention_for_cpu.default
+    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    q, k, v = t(2, 4, 5, 8), t(2, 4, 6, 8), t(2, 4, 6, 8)
+    out, logsumexp = forward(q, k, v)
+    grad = t(2, 4, 5, 8)
+    return [
+        Sample(forward, (q, k, v)),
+        Sample(forward, (q, q, q, 0.0, True)),
+        Sample(forward, (q, k, v), {"attn_mask": None, "scale": 0.3}),
+        Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False)),
+        Sample(aten._fused_sdp_choice.default, (q, k, v)),
+    ]
+
+
 def _create() -> list[Sample]:
     return [
         Sample(aten.zeros_like.default, (x,)),
@@ -176,3 +227,12 @@ OF_NO_USE = {
     aten.full_like.default,
     aten.ones_like.default,
 }
+
+#: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
+UNCHECKED_KERNELS = {
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+}
+
+#: Choices that are right and would never be taken: a norm's parameters are not Partial.
+NEVER_TAKEN = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default}

@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from samples import OF_NO_USE, WITHOUT_VALUES, samples
+from samples import NEVER_TAKEN, OF_NO_USE, UNCHECKED_KERNELS, WITHOUT_VALUES, samples
 
 from shardwise import Partial, Replicate, Shard
 from shardwise.rules.catalog import CATALOG, find_rule, functional_twin
@@ -33,9 +33,14 @@ def test_every_choice_gives_the_result_of_one_device(sample):
 def test_no_useful_choice_is_missing(sample):
     if sample.op in OF_NO_USE:
         pytest.skip("the op does not read the values of its first operand")
+    if sample.op in UNCHECKED_KERNELS:
+        pytest.skip("the kernel crashes on operands that do not fit together")
     if sample.op is aten.view.default and 0 in sample.args[0].shape:
         pytest.skip("anything is right for a tensor without elements")
-    assert not missing_choices(sample)
+    missing = missing_choices(sample)
+    if sample.op in NEVER_TAKEN:
+        missing = [choice for choice in missing if "P(sum)" not in choice.partition(" -> ")[0]]
+    assert not missing
 
 
 def test_every_rule_has_a_sample():

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.world import world_caches
@@ -62,7 +63,11 @@ def whole_layout(layout: Layout) -> Layout:
 def move(x: Any, target: Layout, *, own: bool = False) -> Any:
     """`x` in another layout, below autograd. With `own`, never sharing memory with `x`."""
     steps = find_steps(x._layout, target)
-    local = execute(x._local, steps)
+    if watch.on:
+        with because("redistribute", implicit=False):
+            local = execute(x._local, steps)
+    else:
+        local = execute(x._local, steps)
     if own and not any(step.communicates for step in steps):
         local = local.clone()
     return type(x).wrap(local, target)

@@ -30,7 +30,13 @@ def local_layout(
     """The layout of the global tensor whose parts look like `local`."""
     if shape is None and stride is None and not grid.world.simulated and placements is not None:
         # The common case, many times over: one dictionary lookup.
-        key = (grid, (placements,) if isinstance(placements, Placement) else tuple(placements), local.shape, local.stride(), local.dtype)
+        key = (
+            grid,
+            (placements,) if isinstance(placements, Placement) else tuple(placements),
+            local.shape,
+            local.stride(),
+            local.dtype,
+        )
         try:
             found = _known.get(key)
         except TypeError:  # a symbolic size has no hash

@@ -12,11 +12,13 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
 
 from shardwise.comm.ranks import each_rank
+from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import REPLICATE
-from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.core.placements import REPLICATE, short
+from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
 from shardwise.redistribute.execute import execute
+from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import infer_outputs
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
@@ -29,12 +31,13 @@ Path = tuple[int, ...]
 class Entry:
     """A planned call. `out` is the layout of a single output; otherwise `finish` wraps."""
 
-    __slots__ = ("call", "finish", "move", "out", "plan")
+    __slots__ = ("call", "finish", "hits", "move", "out", "plan")
 
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
+        self.hits = 0
         #: Brings the local operands where the plan wants them; None when nothing moves.
-        self.move: Callable[[list[Any]], None] | None = None
+        self.move: Callable[[list[Any], Sequence[Any]], None] | None = None
         #: Runs on local operands.
         self.call: Callable[..., Any] = plan.op
         self.out: Layout | None = None
@@ -116,18 +119,62 @@ def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
     ]
 
 
-def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any]], None]:
+def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
     assert plan.steps is not None, "a plan without steps moves nothing"
-    moving = [(path, steps) for path, steps in zip(paths, plan.steps, strict=True) if steps]
+    moving = [
+        (path, steps, plan.inputs[i])
+        for i, (path, steps) in enumerate(zip(paths, plan.steps, strict=True))
+        if steps
+    ]
 
-    def move(operands: list[Any]) -> None:
-        for path, steps in moving:
-            if len(path) == 1:
-                operands[path[0]] = execute(operands[path[0]], steps)
-            else:
-                operands[path[0]][path[1]] = execute(operands[path[0]][path[1]], steps)
+    def move(operands: list[Any], args: Sequence[Any]) -> None:
+        for path, steps, target in moving:
+            place = operands if len(path) == 1 else operands[path[0]]
+            place[path[-1]] = moved = execute(place[path[-1]], steps)
+            settle(_at(args, path), moved, target, steps)
 
-    return move
+    def watched(operands: list[Any], args: Sequence[Any]) -> None:
+        if not watch.on:
+            return move(operands, args)
+        if watch.strict:
+            _forbid(plan, moving)
+        with because(plan.op, implicit=True):
+            return move(operands, args)
+
+    return watched
+
+
+def settle(tensor: Any, local: torch.Tensor, layout: Layout, steps: Sequence[Step]) -> None:
+    """Let a gradient that was Partial keep its reduction, so that it is reduced once.
+
+    Its global value is the same. Only leaves without a gradient of their own are settled: a tensor
+    that a model computes keeps the placements that it was made with. What torch.compile traces is
+    left alone.
+    """
+    if (
+        all(step.kind == "all_reduce" for step in steps)
+        and not tensor.requires_grad
+        and type(getattr(local, "_parts", (local,))[0]) is torch.Tensor
+    ):
+        tensor._local, tensor._layout = local, layout
+
+
+def _forbid(plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout]]) -> None:
+    for path, steps, target in moving:
+        talking = [step for step in steps if step.communicates]
+        if talking:
+            source = steps[0].source
+            num_bytes = int(
+                local_bytes(
+                    source.shape, source.dtype.itemsize, source.placements, source.grid.shape
+                )
+            )
+            raise RedistributionError(
+                f"{plan.op} needs argument {path[0]}, {source!r}, in {short(target.placements)}: "
+                f"{'; '.join(map(str, talking))} of about {num_bytes:,} bytes per rank, and "
+                "communication must be explicit here. Write "
+                f"x.redistribute(placements={list(target.placements)!r}) before the call."
+            )
 
 
 def local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:

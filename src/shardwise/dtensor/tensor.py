@@ -27,6 +27,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.ranks import localize
+from shardwise.comm.watch import watch
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import Placement, short
@@ -109,8 +110,9 @@ class DTensor(torch.Tensor):
             entry = None
         if entry is None:
             return _miss(func, args, kwargs, key, operands)
+        entry.hits += 1
         if entry.move is not None:
-            entry.move(operands)
+            entry.move(operands, args)
         local = entry.call(*operands, **kwargs)
         layout = entry.out
         if layout is None:
@@ -364,7 +366,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         value = value._local
     elif isinstance(value, torch.Tensor):
         _check_plain(op, value)
-        key.append((torch.Tensor, value.dtype))
+        key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
     if operands is not None:
@@ -372,12 +374,12 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
 
 
 def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim():
+    if value.dim() and not watch.replicate_plain:
         raise ArgumentError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out. (Numbers and 0-dim tensors "
-            "need no wrapping.)"
+            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
+            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
         )
 
 
@@ -406,7 +408,7 @@ def _miss(
         with contextlib.suppress(TypeError):
             _entries[tuple(key)] = entry
     if entry.move is not None:
-        entry.move(operands)
+        entry.move(operands, args)
     local = first_call(entry, operands, kwargs)
     if entry.out is not None:
         return DTensor.wrap(local, entry.out)
@@ -431,8 +433,9 @@ def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
         entry = None
     if entry is None:
         return _miss(op, args, {}, key, operands, wish)
+    entry.hits += 1
     if entry.move is not None:
-        entry.move(operands)
+        entry.move(operands, args)
     assert entry.out is not None, "a wish is for one output"
     return DTensor.wrap(entry.call(*operands), entry.out)
 

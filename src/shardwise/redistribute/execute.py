@@ -135,7 +135,8 @@ def _slice(x: torch.Tensor, step: Step) -> torch.Tensor:
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         size = target.outer_size(axis, dim, coordinate)
         start, length = piece(size, parts, coordinate[axis], shard.sizes)
-        return t.narrow(dim, start, length)
+        # Dense, as the layout's strides say: some kernels read past the strides of a view.
+        return t.narrow(dim, start, length).contiguous()
 
     return each_rank(target.grid, cut, x, axes=(*_outside(target, axis, dim), axis))
 

@@ -7,7 +7,18 @@ from typing import Any
 
 import torch
 
-from shardwise.rules import create, embedding, loss, matmul, pointwise, reduce, views
+from shardwise.rules import (
+    attention,
+    create,
+    embedding,
+    join,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reduce,
+    views,
+)
 from shardwise.rules.rule import Rule, Table, merge
 
 CATALOG: Table = merge(
@@ -16,7 +27,10 @@ CATALOG: Table = merge(
     reduce.RULES,
     views.RULES,
     create.RULES,
+    join.RULES,
     loss.RULES,
+    norm.RULES,
+    attention.RULES,
     embedding.RULES,
 )
 

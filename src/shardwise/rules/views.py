@@ -221,13 +221,12 @@ class Cut:
         return aten.slice.Tensor(x, self.dim, first, stop, self.step)
 
 
-def _cut(call: Call) -> Cut | None:
-    """The slice that a call of `slice` takes; None when sizes are symbolic."""
-    dim = call.argument("dim") % call.inputs[0].ndim
-    size, count = call.inputs[0].shape[dim], call.outputs[0].shape[dim]
+def slice_cut(call: Call, dim: int, size: Any, count: Any) -> Cut | None:
+    """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes."""
     if type(size) is not int or type(count) is not int:
         return None
-    start, _, step = slice(call.argument("start"), call.argument("end"), call.argument("step")).indices(size)
+    bounds = slice(call.argument("start"), call.argument("end"), call.argument("step"))
+    start, _, step = bounds.indices(size)
     return Cut(dim, start, step, count)
 
 
@@ -245,11 +244,11 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
     """Each rank keeps what the slice takes of its piece, so that a slice never communicates."""
     at = call.argument("dim") % call.inputs[0].ndim
     yield from link_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
-    cut = _cut(call)
+    size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
+    cut = slice_cut(call, at, size, count)
     if cut is None:
         return
     local = LocalCall(OwnedSlice(cut), per_rank=True)
-    size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
     for sizes in call.splits([(0, at)]):
         kept = cut.lengths(lengths(size, call.axis_size, sizes))
         target = shard_with(at, kept, count, call.axis_size)

@@ -1,0 +1,85 @@
+"""The switches around a call: strictness, and who watches communication.
+
+Process-wide, since backward may run on other threads. Only a call that moves something looks at
+them, so a call that communicates nothing pays nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Cause:
+    """Why a collective runs: the op that needed it, and whether anybody wrote it down."""
+
+    op: str
+    implicit: bool
+
+
+class Watch:
+    """`on` is the one flag to look at; the rest says what it is on for."""
+
+    __slots__ = ("cause", "notes", "on", "replicate_plain", "strict", "watchers")
+
+    def __init__(self) -> None:
+        self.on = False
+        self.strict = 0
+        self.watchers = 0
+        #: The cause of the collectives that run now.
+        self.cause: Cause | None = None
+        #: Where planned calls are noted down for `explain`.
+        self.notes: list[Any] | None = None
+        #: Whether a plain tensor in a call counts as replicated; not part of `on`.
+        self.replicate_plain = 0
+
+    def update(self) -> None:
+        self.on = bool(self.strict or self.watchers or self.notes is not None)
+
+
+watch = Watch()
+
+
+@contextlib.contextmanager
+def because(op: Any, *, implicit: bool) -> Iterator[None]:
+    """Collectives inside are caused by `op`."""
+    before = watch.cause
+    watch.cause = Cause(_name(op), implicit)
+    try:
+        yield
+    finally:
+        watch.cause = before
+
+
+def _name(op: Any) -> str:
+    if isinstance(op, str) or hasattr(op, "_schema"):
+        return str(op)
+    return getattr(op, "__name__", repr(op))
+
+
+@contextlib.contextmanager
+def explicit_redistribution() -> Iterator[None]:
+    """Inside, communication that nobody wrote down raises, in forward and in backward.
+
+    The error names the op, the layouts, the bytes and the `redistribute` call to write.
+    """
+    watch.strict += 1
+    watch.update()
+    try:
+        yield
+    finally:
+        watch.strict -= 1
+        watch.update()
+
+
+@contextlib.contextmanager
+def implicit_replication() -> Iterator[None]:
+    """Inside, a plain tensor that meets a DTensor counts as replicated over its mesh."""
+    watch.replicate_plain += 1
+    try:
+        yield
+    finally:
+        watch.replicate_plain -= 1
