@@ -154,7 +154,7 @@ def _join() -> list[Sample]:
 
 def _norm() -> list[Sample]:
     batch, weight, bias = t(2, 3, 4), t(4), t(4)
-    out, mean, deviation = aten.native_layer_norm.default(batch, [4], weight, bias, 1e-5)
+    _, mean, deviation = aten.native_layer_norm.default(batch, [4], weight, bias, 1e-5)
     grad = aten.native_layer_norm_backward.default
     return [
         Sample(aten.native_layer_norm.default, (batch, [4], weight, bias, 1e-5)),

@@ -165,11 +165,19 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout | None) -> Any:
 
 
 def _towards(grad: Any, layout: Layout) -> Any:
-    """The gradient of a sharded parameter, moved to where the parameter lies."""
-    wish = _parameter_wish(layout)
-    if wish is None or grad.placements == layout.placements:
+    """The gradient of a sharded parameter, moved to where the parameter lies.
+
+    It stays Partial over the axes that replicate the parameter.
+    """
+    if _parameter_wish(layout) is None:
         return grad
-    return grad.redistribute(placements=layout.placements, order=layout.order)
+    target = tuple(
+        found if wanted.is_replicate() and found.is_partial() else wanted
+        for found, wanted in zip(grad.placements, layout.placements, strict=True)
+    )
+    if grad.placements == target:
+        return grad
+    return grad.redistribute(placements=target, order=layout.order)
 
 
 class LinearWeightGrad(torch.autograd.Function):
