@@ -28,6 +28,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
+    MixedTensorsError,
     RankMismatchError,
     RedistributionError,
     ShardwiseError,
@@ -44,6 +45,7 @@ __all__ = [
     "LayoutError",
     "LocalTensor",
     "MaskPartial",
+    "MixedTensorsError",
     "Partial",
     "Placement",
     "RankMismatchError",

@@ -3,6 +3,7 @@
     ShardwiseError
     ├── LayoutError        (ValueError)           a placement, mesh or shape that does not fit
     ├── ArgumentError      (TypeError)            a value of the wrong kind
+    ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
     ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
@@ -23,6 +24,13 @@ class LayoutError(ShardwiseError, ValueError):
 
 class ArgumentError(ShardwiseError, TypeError):
     """A value of the wrong kind was given."""
+
+
+class MixedTensorsError(ShardwiseError, RuntimeError):
+    """A DTensor and a plain tensor meet in one call.
+
+    Not a TypeError: Python's operators swallow those.
+    """
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_any, tree_flatten, tree_iter, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.roster import Roster, grouped, join, make_roster
 from shardwise.core.world import World, simulated_world, world_caches
@@ -139,12 +139,13 @@ class LocalTensor(torch.Tensor):
     ) -> LocalTensor:
         if self._roster is meta:
             return self
-        _, picks = join((self._roster, meta))
-        if len(picks[0]) != meta.num_parts:
-            raise self._mismatch(
-                "a gradient that is the same on the ranks that shared a value", self._parts
-            )
-        return LocalTensor([self._parts[p] for p in picks[0]], meta)
+        # A gradient may be held rank by rank where the value was held once.
+        first: dict[int, torch.Tensor] = {}
+        for place, part in enumerate(meta.index):
+            value = self._parts[self._roster.index[place]]
+            if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
+                raise self._mismatch("a gradient of a value that these ranks share", self._parts)
+        return LocalTensor([first[part] for part in range(meta.num_parts)], meta)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:
@@ -162,25 +163,59 @@ class LocalTensor(torch.Tensor):
         handler = collective_handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if type(leaf) is LocalTensor]
-        rosters = tuple(leaves[i]._roster for i in places)
-        roster = rosters[0]
-        picks: Sequence[Sequence[int]]
-        if all(r is roster for r in rosters):
-            picks = [range(roster.num_parts)] * len(places)
-        else:
-            roster, picks = join(rosters)
-        if func._schema.is_mutable:
-            return _run_in_place(func, leaves, spec, places, roster, picks)
-        results = []
-        for part in range(roster.num_parts):
-            here = list(leaves)
-            for i, pick in zip(places, picks, strict=True):
-                here[i] = leaves[i]._parts[pick[part]]
-            part_args, part_kwargs = tree_unflatten(here, spec)
-            results.append(func(*part_args, **part_kwargs))
+        roster = _common_roster(args)
+        if roster is None or kwargs or _writes(func):
+            return _run_any(func, args, kwargs)
+        results = [
+            func(*[a._parts[i] if type(a) is LocalTensor else a for a in args])
+            for i in range(roster.num_parts)
+        ]
+        if isinstance(results[0], torch.Tensor):
+            return LocalTensor(results, roster)
         return wrap_results(results, roster, str(func))
+
+
+def _common_roster(args: tuple[Any, ...]) -> Roster | None:
+    """The roster of all tensors in `args`, when they lie alike and none is inside a list."""
+    roster = None
+    for arg in args:
+        kind = type(arg)
+        if kind is LocalTensor:
+            if roster is None:
+                roster = arg._roster
+            elif arg._roster is not roster:
+                return None
+        elif (kind is list or kind is tuple) and any(type(a) is LocalTensor for a in arg):
+            return None
+    return roster
+
+
+@functools.lru_cache(maxsize=4096)
+def _writes(func: Any) -> bool:
+    return func._schema.is_mutable
+
+
+def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op on the parts of tensors that may lie differently, or stand in lists."""
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if type(leaf) is LocalTensor]
+    rosters = tuple(leaves[i]._roster for i in places)
+    roster = rosters[0]
+    picks: Sequence[Sequence[int]]
+    if all(r is roster for r in rosters):
+        picks = [range(roster.num_parts)] * len(places)
+    else:
+        roster, picks = join(rosters)
+    if _writes(func):
+        return _run_in_place(func, leaves, spec, places, roster, picks)
+    results = []
+    for part in range(roster.num_parts):
+        here = list(leaves)
+        for i, pick in zip(places, picks, strict=True):
+            here[i] = leaves[i]._parts[pick[part]]
+        part_args, part_kwargs = tree_unflatten(here, spec)
+        results.append(func(*part_args, **part_kwargs))
+    return wrap_results(results, roster, str(func))
 
 
 def _run_in_place(
@@ -307,7 +342,3 @@ def shared_roster(world: World, ranks: tuple[int, ...]) -> Roster:
 
 
 world_caches.append(shared_roster.cache_clear)
-
-
-def holds_local_tensor(tree: Any) -> bool:
-    return tree_any(lambda leaf: type(leaf) is LocalTensor, tree)

@@ -17,7 +17,8 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-import shardwise.comm.simulated_collectives  # noqa: F401  (teaches LocalTensor the collectives)
+import shardwise.comm.simulated_collectives  # teaches LocalTensor the collectives
+import shardwise.comm.simulated_in_place  # noqa: F401  (and those that write in place)
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
 

@@ -127,6 +127,11 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
 
 
+def _each(handler: Callable[..., LocalTensor]) -> Callable[..., list[LocalTensor]]:
+    """The collective on a list of tensors, one after another."""
+    return lambda func, args, kwargs: [handler(func, (x, *args[1:]), kwargs) for x in args[0]]
+
+
 def _wait(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return args[0]
 
@@ -137,6 +142,9 @@ collective_handlers.update(
         _ops.all_gather_into_tensor.default: _all_gather,
         _ops.reduce_scatter_tensor.default: _reduce_scatter,
         _ops.all_to_all_single.default: _all_to_all,
+        _ops.all_reduce_coalesced.default: _each(_all_reduce),
+        _ops.all_gather_into_tensor_coalesced.default: _each(_all_gather),
+        _ops.reduce_scatter_tensor_coalesced.default: _each(_reduce_scatter),
         _ops.broadcast.default: _broadcast,
         _ops.wait_tensor.default: _wait,
     }

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate, Grid
-from shardwise.core.placements import Partial, Placement, Replicate, Shard, short
+from shardwise.core.placements import Placement, Replicate, Shard, short
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -38,6 +38,7 @@ class Layout:
         "dtype",
         "grid",
         "here",
+        "memory_order",
         "order",
         "placements",
         "shape",
@@ -54,6 +55,8 @@ class Layout:
     dtype: torch.dtype
     symbolic: bool
     snapshot: bool
+    #: The dims from the outermost in memory to the innermost; None when that is their own order.
+    memory_order: tuple[int, ...] | None
     #: The local shape in this process; filled on first use, never in a simulated world.
     here: Shape | None
 
@@ -139,9 +142,16 @@ def make_layout(
     layout.grid, layout.placements, layout.order = grid, placements, order
     layout.shape, layout.stride, layout.dtype = shape, stride, dtype
     layout.symbolic, layout.snapshot, layout.here = symbolic, snapshot, None
+    layout.memory_order = None if symbolic else _memory_order(stride)
     if key is not None:
         _interned[key] = layout
     return layout
+
+
+def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
+    own = tuple(range(len(stride)))
+    order = tuple(sorted(own, key=lambda d: -stride[d]))
+    return None if order == own else order
 
 
 @functools.lru_cache(maxsize=4096)
@@ -193,24 +203,31 @@ def normalize(
         )
     if order is not None and sorted(order) != list(range(grid.num_axes)):
         raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
-    result = tuple(_normalize_one(p, axis, shape, grid) for axis, p in enumerate(given))
-    _check_nested_sizes(result, canonical_order(result, order), grid)
-    return result
+    in_range = tuple(_with_dim_from_zero(p, axis, shape, grid) for axis, p in enumerate(given))
+    _check_nested_sizes(in_range, canonical_order(in_range, order), grid)
+    return tuple(_with_checked_sizes(p, axis, shape, grid) for axis, p in enumerate(in_range))
 
 
-def _normalize_one(placement: Placement, axis: int, shape: Sequence[Size], grid: Grid) -> Placement:
+def _with_dim_from_zero(
+    placement: Placement, axis: int, shape: Sequence[Size], grid: Grid
+) -> Placement:
     if not isinstance(placement, Shard):
         return placement
-    ndim, dim, parts = len(shape), placement.dim, grid.shape[axis]
+    ndim, dim = len(shape), placement.dim
     if not -ndim <= dim < ndim:
         raise LayoutError(
             f"Shard({dim}) on axis {grid.axis_name(axis)!r} is out of range for a tensor of shape "
             f"{tuple(shape)}: it has {ndim} dims, {-ndim} to {ndim - 1}."
         )
-    dim %= max(ndim, 1)
-    sizes = placement.sizes
-    if sizes is None:
-        return placement if dim == placement.dim else Shard(dim)
+    return placement if dim >= 0 else Shard(dim + ndim, placement.sizes)
+
+
+def _with_checked_sizes(
+    placement: Placement, axis: int, shape: Sequence[Size], grid: Grid
+) -> Placement:
+    if not isinstance(placement, Shard) or placement.sizes is None:
+        return placement
+    dim, sizes, parts = placement.dim, placement.sizes, grid.shape[axis]
     if len(sizes) != parts:
         raise LayoutError(
             f"{placement!r} gives {len(sizes)} sizes, but axis {grid.axis_name(axis)!r} has "
@@ -256,7 +273,3 @@ def contiguous_stride(shape: Sequence[Size]) -> Shape:
         stride.append(step)
         step = step * (size if type(size) is not int or size > 1 else 1)
     return tuple(reversed(stride))
-
-
-def is_partial(layout: Layout) -> bool:
-    return any(isinstance(p, Partial) for p in layout.placements)

@@ -114,6 +114,10 @@ class MaskPartial(Partial):
     logical_shape: tuple[int, ...] = ()
     logical_dim: int = 0
 
+    def __post_init__(self) -> None:
+        if self.reduce_op != "sum":
+            raise LayoutError(f"A MaskPartial is a sum, found reduce_op={self.reduce_op!r}.")
+
     def __repr__(self) -> str:
         return f"MaskPartial(logical_shape={self.logical_shape}, logical_dim={self.logical_dim})"
 

@@ -1,5 +1,16 @@
-"""Seeing what is communicated."""
+"""Seeing what is communicated and why, how calls were planned, and who holds what."""
 
-from shardwise.debug.comm_mode import CommDebugMode, CommEvent
+from shardwise.debug.cache import CacheStats, cache_stats
+from shardwise.debug.comm_mode import CommDebugMode
+from shardwise.debug.events import CommEvent
+from shardwise.debug.explain import Explanation, PlannedCall, explain
 
-__all__ = ["CommDebugMode", "CommEvent"]
+__all__ = [
+    "CacheStats",
+    "CommDebugMode",
+    "CommEvent",
+    "Explanation",
+    "PlannedCall",
+    "cache_stats",
+    "explain",
+]

@@ -1,104 +1,78 @@
-"""CommDebugMode: counts the collectives that run inside it, whoever issues them."""
+"""CommDebugMode: sees the collectives that run inside it, whoever issues them, and says why."""
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
-from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed._functional_collectives
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.comm.local_tensor import LocalTensor
-from shardwise.core.world import current_world
+from shardwise.comm.watch import watch
+from shardwise.core.placements import Placement
+from shardwise.debug import comm_report
+from shardwise.debug.events import COUNTED, PACKETS, CommEvent, make_event
+from shardwise.debug.places import Places
 from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ShardwiseError
 
-_native = torch.ops._c10d_functional
-_public = torch.ops.c10d_functional
-_in_place = torch.ops.c10d
-
-#: The op that runs -> the key under which torch counts it.
-_COUNTED: dict[Any, Any] = {
-    _native.all_reduce: _public.all_reduce,
-    _native.all_reduce_coalesced: _public.all_reduce_coalesced,
-    _native.all_gather_into_tensor: _public.all_gather_into_tensor,
-    _native.all_gather_into_tensor_coalesced: _public.all_gather_into_tensor_coalesced,
-    _native.reduce_scatter_tensor: _public.reduce_scatter_tensor,
-    _native.reduce_scatter_tensor_coalesced: _public.reduce_scatter_tensor_coalesced,
-    _native.all_to_all_single: _public.all_to_all_single,
-    _native.broadcast: _public.broadcast,
-}
-_COUNTED |= {
-    getattr(_in_place, name): getattr(_in_place, name)
-    for name in (
-        "allreduce_",
-        "allreduce_coalesced_",
-        "allgather_",
-        "_allgather_base_",
-        "allgather_into_tensor_coalesced_",
-        "reduce_scatter_",
-        "_reduce_scatter_base_",
-        "reduce_scatter_tensor_coalesced_",
-        "alltoall_",
-        "alltoall_base_",
-        "broadcast_",
-        "scatter_",
-        "gather_",
-        "reduce_",
-    )
-    if hasattr(_in_place, name)
-}
-
-
-@dataclass(frozen=True, slots=True)
-class CommEvent:
-    """One collective: what ran, along which mesh axis, and how many bytes each rank put in."""
-
-    kind: str
-    axis: str | None
-    num_bytes: int
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 class CommDebugMode(TorchDispatchMode):
-    """Counts collectives, as torch's mode of this name does, and their bytes.
+    """Counts collectives, as torch's mode of this name does, and tells where each comes from.
+
+    It can be used several times, and starts afresh each time. Inside torch.compile it sees what
+    the compiled code runs, not what is traced.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import CommDebugMode
     >>> with shardwise.simulate(4), CommDebugMode() as comm:
-    ...     mesh = shardwise.init_device_mesh("cpu", (4,))
+    ...     mesh = shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("tp",))
     ...     x = shardwise.ones(8, device_mesh=mesh, placements=[shardwise.Shard(0)])
     ...     _ = x.full_tensor()
     >>> comm.get_total_counts(), comm.get_total_bytes()
     (1, 8)
+    >>> event = comm.events[0]
+    >>> event.kind, event.axis, event.op, event.implicit
+    ('all_gather_into_tensor', 'tp', 'redistribute', False)
     """
+
+    supports_higher_order_operators = True
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[CommEvent] = []
-        self._counts: Counter[Any] = Counter()
+        self._places = Places()
+        self._active = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
+        """Lets torch.compile work inside this mode, and be seen only when its code runs."""
         return True
 
     def __enter__(self) -> CommDebugMode:
-        self.events.clear()
-        self._counts.clear()
-        return super().__enter__()
+        if self._active:
+            raise ShardwiseError(
+                "This CommDebugMode is active already and would count everything twice. Nest "
+                "another CommDebugMode() instead."
+            )
+        self.events = []
+        self._places = Places()
+        super().__enter__()
+        self._active = True
+        watch.watchers += 1
+        watch.update()
+        return self
 
-    def get_total_counts(self) -> int:
-        """How many collectives ran."""
-        return sum(self._counts.values())
-
-    def get_comm_counts(self) -> dict[Any, int]:
-        """How many of each kind, keyed as torch does: `torch.ops.c10d_functional.all_reduce`."""
-        return defaultdict(int, self._counts)
-
-    def get_total_bytes(self) -> int:
-        """The bytes that each rank put into collectives."""
-        return sum(event.num_bytes for event in self.events)
+    def __exit__(self, *exc: Any) -> None:
+        self._active = False
+        watch.watchers -= 1
+        watch.update()
+        super().__exit__(*exc)
 
     def __torch_dispatch__(
         self,
@@ -107,34 +81,108 @@ class CommDebugMode(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if DTensor in types:
-            # Its own dispatch comes next, with this mode still on.
-            return NotImplemented
-        packet = func._overloadpacket
-        counted = _COUNTED.get(packet)
-        if counted is not None:
-            self._counts[counted] += 1
-            self.events.append(_event(packet, args))
-        if LocalTensor in types:
+        self._places.mark()
+        packet = getattr(func, "_overloadpacket", None)
+        if packet in COUNTED and DTensor not in types:
+            self._note(make_event(packet, args, kwargs or {}, self._places.now()))
+        elif any(kind is not LocalTensor for kind in types):
+            # A tensor that is made of others: its own dispatch comes next, with this mode still on.
             return NotImplemented
         return func(*args, **(kwargs or {}))
 
+    def _note(self, event: CommEvent) -> None:
+        self.events.append(event)
 
-def _event(packet: Any, args: tuple[Any, ...]) -> CommEvent:
-    group = next((a for a in reversed(args) if isinstance(a, str)), None)
-    axis = current_world().axis_names.get(group) if group is not None else None
-    return CommEvent(packet.__name__, axis, sum(map(_num_bytes, _tensors(args[0]))))
+    # -- totals ------------------------------------------------------------------------------
 
+    def get_total_counts(self) -> int:
+        """How many collectives ran."""
+        return len(self.events)
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    if isinstance(value, (list, tuple)):
-        return [tensor for item in value for tensor in _tensors(item)]
-    return []
+    def get_comm_counts(self) -> dict[Any, int]:
+        """How many of each kind, keyed as torch does: `torch.ops.c10d_functional.all_reduce`."""
+        return defaultdict(int, Counter(PACKETS[event.kind] for event in self.events))
 
+    def get_total_bytes(self) -> int:
+        """The bytes that each rank put into collectives."""
+        return sum(event.num_bytes for event in self.events)
 
-def _num_bytes(tensor: torch.Tensor) -> int:
-    """The bytes on one rank; every collective of this library has the same on all."""
-    part = tensor._parts[0] if isinstance(tensor, LocalTensor) else tensor
-    return math.prod(part.shape) * part.element_size()
+    # -- modules -----------------------------------------------------------------------------
+
+    @property
+    def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
+        """Per module path and phase, how many of each kind, the modules inside it included.
+
+        "Global" stands for everything that ran. Only modules that communicate are listed.
+        """
+        return {
+            path: {
+                phase: {PACKETS[kind]: count for kind, count in kinds.items()}
+                for phase, kinds in phases.items()
+            }
+            for path, phases in comm_report.module_counts(self.events).items()
+        }
+
+    def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """Per path of a module that ran, or lies in one that did, its own parameters by name."""
+        found: dict[str, dict[str, torch.nn.Parameter]] = {}
+        for path, module in self._places.modules():
+            own = dict(module.named_parameters(recurse=False))
+            if own:
+                found.setdefault(path, {}).update(own)
+        return found
+
+    def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
+        """Per path of a parameter that is a DTensor, its placements.
+
+        >>> import shardwise, torch
+        >>> from shardwise.debug import CommDebugMode
+        >>> with shardwise.simulate(2):
+        ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+        ...     model = torch.nn.Sequential(torch.nn.Linear(4, 4, bias=False))
+        ...     _ = shardwise.distribute_module(model, mesh)
+        ...     with CommDebugMode() as comm:
+        ...         _ = model(shardwise.ones(2, 4, device_mesh=mesh))
+        >>> comm.get_sharding_info()
+        {'0.weight': (Replicate(),)}
+        """
+        return {
+            f"{path}.{name}" if path else name: parameter.placements
+            for path, own in self.get_parameter_info().items()
+            for name, parameter in own.items()
+            if isinstance(parameter, DTensor)
+        }
+
+    # -- reports -----------------------------------------------------------------------------
+
+    def generate_comm_debug_tracing_table(self, noise_level: int = 0) -> str:
+        """One indented line per module: what it communicates in forward and in backward.
+
+        With a `noise_level` above 0, each collective has a line below its module.
+        """
+        paths = [path for path, _ in self._places.modules()]
+        return comm_report.tracing_table(self.events, paths, each_event=noise_level > 0)
+
+    def to_json(self) -> str:
+        """Events and totals as JSON."""
+        return comm_report.to_json(self.events, self.get_sharding_info())
+
+    def log_comm_debug_tracing_table_to_file(
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 1
+    ) -> None:
+        """Write the tracing table to a file."""
+        text = self.generate_comm_debug_tracing_table(noise_level)
+        Path(file_name).write_text(text + "\n", encoding="utf-8")
+
+    def generate_json_dump(self, file_name: str = "comm_mode_log.json") -> None:
+        """Write `to_json()` to a file."""
+        Path(file_name).write_text(self.to_json() + "\n", encoding="utf-8")
+
+    def log(self) -> None:
+        """Print a table: what ran where, how often, with how many bytes, and because of what."""
+        from rich.console import Console
+
+        Console().print(self)
+
+    def __rich__(self) -> Table:
+        return comm_report.rich_table(self.events)

@@ -22,6 +22,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.world import world_caches
+from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 
@@ -47,8 +48,9 @@ def placed(
 
 
 def _placed(layout: Layout, placements: Any, order: tuple[int, ...] | None) -> Layout:
+    order = order or layout.order
     normal = normalize(placements, layout.shape, layout.grid, order)
-    return layout.with_placements(normal, order or layout.order)
+    return layout.with_placements(normal, order)
 
 
 _cached_placed = functools.lru_cache(maxsize=4096)(_placed)
@@ -94,6 +96,21 @@ def redistribute(x: Any, target: Layout) -> Any:
     return move(x, target, own=True)
 
 
+def lies_like(grad: Any, layout: Layout) -> Any:
+    """A gradient moved to where its sharded leaf lies.
+
+    It stays Partial over the axes that replicate the leaf: that is reduced when it is used.
+    """
+    target = tuple(
+        found if wanted.is_replicate() and found.is_partial() else wanted
+        for found, wanted in zip(grad.placements, layout.placements, strict=True)
+    )
+    if grad.placements == target and grad._layout.order == layout.order:
+        return grad
+    with because("gradient of a sharded parameter", implicit=True):
+        return redistribute(grad, grad._layout.with_placements(target, layout.order))
+
+
 class ToLocal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, grad_layout: Layout) -> torch.Tensor:
@@ -112,13 +129,28 @@ class FromLocal(torch.autograd.Function):
     def forward(
         ctx: Any, local: torch.Tensor, layout: Layout, grad_layout: Layout, cls: Any
     ) -> Any:
-        ctx.grad_layout = grad_layout
+        ctx.grad_layout, ctx.share = grad_layout, _share(layout)
         return cls.wrap(local.detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         moved = redistribute(grad, _like_tensor(ctx.grad_layout, grad._layout))
-        return moved._local.detach(), None, None, None
+        local = moved._local.detach()
+        return local if ctx.share == 1 else local * ctx.share, None, None, None
+
+
+def _share(layout: Layout) -> float:
+    """How much of the global gradient a rank's term gets: 1 of a sum, 1/n of an average."""
+    share = 1.0
+    for axis, placement in enumerate(layout.placements):
+        if placement.is_partial("avg"):
+            share /= layout.grid.shape[axis]
+        elif isinstance(placement, Partial) and placement.reduce_op != "sum":
+            raise UnsupportedError(
+                f"from_local() of a tensor that requires grad has no gradient through {placement}: "
+                "which rank's term counts depends on the values. Use Partial('sum')."
+            )
+    return share
 
 
 def _like_tensor(layout: Layout, other: Layout) -> Layout:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,7 +15,6 @@ from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, Replicate
-from shardwise.dtensor.doors import stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
@@ -61,7 +61,7 @@ def distribute_tensor(
         )
     requires_grad = tensor.requires_grad
     local = localize(grid, tensor.detach().to(grid.device_type))
-    dense = stride_like(tensor, tensor.shape)
+    dense = contiguous_stride(tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
     for axis in range(grid.num_axes):
         if src_data_rank is not None:
@@ -71,7 +71,8 @@ def distribute_tensor(
         local = execute(local, find_steps(layout, target))
         layout = target
     # A part of its own: a view would keep the whole tensor alive.
-    local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
+    dense_copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
+    local = each_rank(grid, lambda _, part: dense_copy(part), local, axes=())
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
 
 

@@ -32,7 +32,7 @@ def local_layout(
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
-            (placements,) if isinstance(placements, Placement) else tuple(placements),
+            tuple(_listed(placements)),
             local.shape,
             local.stride(),
             local.dtype,
@@ -65,8 +65,11 @@ def _local_layout(
         whole: Shape = tuple(shape)
         normal = normalize(placements, whole, grid)
     else:
-        # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks.
-        local_shape = tuple(local.shape)
+        # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
+        # explicit sizes the first part will do, and all are checked against the sizes.
+        given_sizes = any(isinstance(p, Shard) and p.sizes for p in _listed(placements))
+        first = getattr(local, "_parts", (local,))[0] if given_sizes else local
+        local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
         given = normalize(_without_sizes(placements), local_shape, grid)
         explicit = _explicit_sizes(placements, given)
@@ -76,15 +79,20 @@ def _local_layout(
     return make_layout(grid, normal, whole, dense, local.dtype)
 
 
+def _listed(placements: Any) -> list[Any]:
+    if placements is None:
+        return []
+    return [placements] if isinstance(placements, Placement) else list(placements)
+
+
 def _without_sizes(placements: Any) -> Any:
     if placements is None:
         return None
-    listed = [placements] if isinstance(placements, Placement) else list(placements)
-    return [Shard(p.dim) if isinstance(p, Shard) else p for p in listed]
+    return [Shard(p.dim) if isinstance(p, Shard) else p for p in _listed(placements)]
 
 
 def _explicit_sizes(placements: Any, given: Sequence[Placement]) -> list[tuple[int, ...] | None]:
-    listed = [placements] if isinstance(placements, Placement) else list(placements or given)
+    listed = _listed(placements) or list(given)
     return [p.sizes if isinstance(p, Shard) else None for p in listed]
 
 

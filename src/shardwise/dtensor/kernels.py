@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.embedding import lookup, lookup_grad
 from shardwise.rules.loss import nll, nll_grad
 from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
@@ -89,7 +89,6 @@ def embedding(
             "aten.embedding.default does not have a sharding strategy registered for sparse=True. "
             "Use sparse=False: the gradient is then as large as this rank's part of the table."
         )
-    _check_ids(weight, ids)
     if _needs_grad(weight):
         return Lookup.apply(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
     return run(lookup, weight, ids)
@@ -98,33 +97,12 @@ def embedding(
 def _both_distributed(op: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
     for name, tensor in (("weight", weight), ("input", ids)):
         if not isinstance(tensor, DTensor):
-            raise ArgumentError(
+            raise MixedTensorsError(
                 f"{op}: {name} is a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
                 "the other operand a DTensor. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) "
                 "where each rank holds the same values."
             )
     return weight, ids
-
-
-def _check_ids(weight: Any, ids: Any) -> None:
-    """An id out of range raises as on one device, on every rank that sees it.
-
-    A table whose rows are whole checks for itself; one whose rows are sharded would give zeros.
-    """
-    rows_sharded = any(p.is_shard(0) for p in weight.placements)
-    if not rows_sharded or torch.compiler.is_compiling() or ids._layout.symbolic or ids.is_cuda:
-        return
-    if torch._guards.TracingContext.try_get() is not None or not ids.numel():
-        return
-    local = ids._local
-    for part in getattr(local, "_parts", (local,)):
-        if part.numel():
-            low, high = map(int, torch.aminmax(part))
-            if low < 0 or high >= weight.shape[0]:
-                raise IndexError(
-                    f"index out of range in a table of {weight.shape[0]} rows: ids run from {low} "
-                    f"to {high}."
-                )
 
 
 # -- linear ----------------------------------------------------------------------------------
@@ -134,7 +112,6 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(x, weight)
-        ctx.bias_layout = None if bias is None else bias._layout
         return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
 
     @staticmethod
@@ -148,7 +125,6 @@ class Linear(torch.autograd.Function):
             grad_weight = _linear_weight_grad(grad, x, _parameter_wish(weight._layout))
         if for_bias:
             grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-            grad_bias = _towards(grad_bias, ctx.bias_layout)
         return grad_x, grad_weight, grad_bias
 
 
@@ -162,22 +138,6 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout | None) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
-
-
-def _towards(grad: Any, layout: Layout) -> Any:
-    """The gradient of a sharded parameter, moved to where the parameter lies.
-
-    It stays Partial over the axes that replicate the parameter.
-    """
-    if _parameter_wish(layout) is None:
-        return grad
-    target = tuple(
-        found if wanted.is_replicate() and found.is_partial() else wanted
-        for found, wanted in zip(grad.placements, layout.placements, strict=True)
-    )
-    if grad.placements == target:
-        return grad
-    return grad.redistribute(placements=target, order=layout.order)
 
 
 class LinearWeightGrad(torch.autograd.Function):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because, watch
@@ -20,7 +20,7 @@ from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
-from shardwise.rules.infer import infer_outputs
+from shardwise.rules.infer import hollowed, infer_outputs
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -73,6 +73,8 @@ def make_entry(
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
     entry.call = local_call(op, plan)
+    if entry.call is op and isinstance(op, torch._ops.OpOverload) and not symbolic:
+        entry.call = fastest(op, args, kwargs)
     if written:
         entry.finish = _returns_argument(written[0])
     elif isinstance(shape, TensorMeta):
@@ -130,8 +132,7 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
     def move(operands: list[Any], args: Sequence[Any]) -> None:
         for path, steps, target in moving:
             place = operands if len(path) == 1 else operands[path[0]]
-            place[path[-1]] = moved = execute(place[path[-1]], steps)
-            settle(_at(args, path), moved, target, steps)
+            place[path[-1]] = moved_once(_at(args, path), place[path[-1]], steps, target)
 
     def watched(operands: list[Any], args: Sequence[Any]) -> None:
         if not watch.on:
@@ -144,19 +145,28 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
     return watched
 
 
-def settle(tensor: Any, local: torch.Tensor, layout: Layout, steps: Sequence[Step]) -> None:
-    """Let a gradient that was Partial keep its reduction, so that it is reduced once.
+def moved_once(tensor: Any, local: torch.Tensor, steps: Sequence[Step], target: Layout) -> Any:
+    """Run the steps; a tensor without history remembers its reduction until it is written to.
 
-    Its global value is the same. Only leaves without a gradient of their own are settled: a tensor
-    that a model computes keeps the placements that it was made with. What torch.compile traces is
-    left alone.
+    A replicated parameter's gradient may be Partial, and an optimizer reads it several times: it is
+    reduced once. What torch.compile traces is left alone.
     """
+    parts = getattr(local, "_parts", (local,))
     if (
-        all(step.kind == "all_reduce" for step in steps)
-        and not tensor.requires_grad
-        and type(getattr(local, "_parts", (local,))[0]) is torch.Tensor
+        any(step.kind != "all_reduce" for step in steps)
+        or tensor.requires_grad
+        or type(parts[0]) is not torch.Tensor
+        or parts[0].is_inference()
     ):
-        tensor._local, tensor._layout = local, layout
+        return execute(local, steps)
+    # Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
+    versions = [tensor._version, *(part._version for part in parts)]
+    known = tensor.__dict__.get("_reduced")
+    if known is not None and known[0] is local and known[1] is target and known[2] == versions:
+        return known[3]
+    reduced = execute(local, steps)
+    tensor.__dict__["_reduced"] = (local, target, versions, reduced)
+    return reduced
 
 
 def _forbid(plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout]]) -> None:
@@ -261,28 +271,22 @@ class _Only(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def first_call(entry: Entry, operands: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """Run an entry for the first time, and find the fastest way to run it again.
+def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+    """Torch's own binding of an op where there is one, else the op.
 
-    An OpOverload called from Python takes about twice as long as torch's own binding of the same
-    op. The binding is tried under a mode that lets nothing but the very op through, and kept when
-    that is what it leads to.
+    An OpOverload called from Python takes about twice as long as the binding. The binding is tried
+    without data under a mode that lets nothing but the very op through.
     """
-    op = entry.plan.op
-    if (
-        entry.call is op
-        and isinstance(op, torch._ops.OpOverload)
-        and _get_current_dispatch_mode() is None
-    ):
+    with _disable_current_modes(), torch.no_grad():
         for binding in _bindings(op):
+            hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
                 with _Only(op):
-                    result = binding(*operands, **kwargs)
-            except (_OtherOp, TypeError):
+                    binding(*hollow_args, **hollow_kwargs)
+            except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue
-            entry.call = binding
-            return result
-    return entry.call(*operands, **kwargs)
+            return binding
+    return op
 
 
 def _bindings(op: torch._ops.OpOverload) -> list[Callable[..., Any]]:

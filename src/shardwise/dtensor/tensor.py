@@ -21,7 +21,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -34,8 +34,14 @@ from shardwise.core.placements import Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, first_call, make_entry
-from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.dtensor.planning import Entry, make_entry
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    MixedTensorsError,
+    ShardwiseError,
+    UnsupportedError,
+)
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -44,7 +50,23 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
-world_caches.append(_entries.clear)
+#: Hits of entries that are gone, and all misses; see cache_counts.
+_past_hits, _misses = 0, 0
+
+
+def _forget_entries() -> None:
+    global _past_hits
+    _past_hits += sum(entry.hits for entry in _entries.values())
+    _entries.clear()
+
+
+world_caches.append(_forget_entries)
+
+
+def cache_counts() -> tuple[int, int, int, int]:
+    """Hits and misses of this process so far, entries now, and how many there may be."""
+    hits = _past_hits + sum(entry.hits for entry in _entries.values())
+    return hits, _misses, len(_entries), _MAX_ENTRIES
 
 
 class DTensor(torch.Tensor):
@@ -137,9 +159,14 @@ class DTensor(torch.Tensor):
         out._layout = layout
         return out
 
-    if TYPE_CHECKING:
-
-        def requires_grad_(self, mode: bool = True) -> DTensor: ...
+    def requires_grad_(self, mode: bool = True) -> DTensor:
+        """As for any tensor; the gradient of a sharded leaf will lie like the leaf."""
+        super().requires_grad_(mode)
+        layout = self._layout
+        if mode and "_hooked" not in self.__dict__ and any(p.is_shard() for p in layout.placements):
+            self.__dict__["_hooked"] = True
+            self.register_hook(lambda grad: autograd.lies_like(grad, layout))
+        return self
 
     # -- what it is --------------------------------------------------------------------------
 
@@ -184,7 +211,7 @@ class DTensor(torch.Tensor):
         layout = doors.local_layout(local, grid, placements, shape, stride)
         if run_check:
             doors.check_all_ranks(local, layout)
-        if shape is not None:
+        if shape is not None or any(getattr(p, "sizes", None) for p in layout.placements):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(local.detach(), layout)
@@ -291,8 +318,8 @@ class DTensor(torch.Tensor):
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
         copied = DTensor.wrap(self._local.detach().clone(), self._layout)
+        copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
         if self.grad is not None:
             copied.grad = copy.deepcopy(self.grad, memo)
         memo[id(self)] = copied
@@ -300,15 +327,20 @@ class DTensor(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = doors.packed(self._local.detach(), self._layout)
-        return _unpickle, (*state, self.requires_grad, dict(self.__dict__))
+        return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
+
+
+def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
+    """The attributes that belong to a copy too: not hooks, not what is remembered of a value."""
+    return {k: v for k, v in attributes.items() if k not in ("_hooked", "_reduced")}
 
 
 def _unpickle(
     local: Any, mesh: Any, layout: Any, requires_grad: bool, attributes: dict[str, Any]
 ) -> DTensor:
-    restored = DTensor.wrap(*doors.unpacked(local, mesh, layout)).requires_grad_(requires_grad)
+    restored = DTensor.wrap(*doors.unpacked(local, mesh, layout))
     restored.__dict__.update(attributes)
-    return restored
+    return restored.requires_grad_(requires_grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -375,7 +407,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
 
 def _check_plain(op: Any, value: torch.Tensor) -> None:
     if value.dim() and not watch.replicate_plain:
-        raise ArgumentError(
+        raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
             "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
@@ -400,16 +432,20 @@ def _miss(
     wish: Layout | None = None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    global _misses
     entry = make_entry(op, [_as_layouts(a) for a in args], kwargs, wish)
     plan = entry.plan
+    _misses += 1
+    if watch.notes is not None:
+        watch.notes.append(entry)
     if not any(layout.symbolic for layout in (*plan.inputs, *plan.outputs)):
         if len(_entries) >= _MAX_ENTRIES:
-            _entries.clear()
+            _forget_entries()
         with contextlib.suppress(TypeError):
             _entries[tuple(key)] = entry
     if entry.move is not None:
         entry.move(operands, args)
-    local = first_call(entry, operands, kwargs)
+    local = entry.call(*operands, **kwargs)
     if entry.out is not None:
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"

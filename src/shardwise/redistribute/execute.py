@@ -1,7 +1,8 @@
 """Running steps on local tensors.
 
-Every collective is called with the same shape on all ranks: pieces of uneven length are padded to
-the longest one and cut afterwards. Ranks then never disagree about sizes, in eager or compiled.
+Every collective is called with the same shape on all ranks of its group: pieces of uneven length
+are padded to the longest one and cut afterwards. Ranks then never disagree about sizes, in eager or
+compiled.
 """
 
 from __future__ import annotations
@@ -24,7 +25,17 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     """The local tensor after `steps`. It may share memory with `local` when nothing was sent."""
     for step in steps:
         local = _RUN[step.kind](local, step)
+    if steps and (order := steps[-1].target.memory_order) is not None:
+        return each_rank(
+            steps[-1].target.grid, lambda _, t: _in_memory_order(t, order), local, axes=()
+        )
     return local
+
+
+def _in_memory_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """The same tensor with its dims in memory as the layout's strides have them."""
+    inverse = sorted(range(len(order)), key=lambda i: order[i])
+    return x.permute(tuple(order)).contiguous().permute(inverse)
 
 
 def is_even(layout: Layout, axis: int) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
-from shardwise.rules.rule import Call, Choice, Rule, Table, table
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
 
@@ -27,7 +29,27 @@ def like_choices(call: Call) -> Iterator[Choice]:
         yield Choice((model,), (REPLICATE,))
 
 
+@dataclass(frozen=True, slots=True)
+class NewStrided:
+    """A new part of the output's local shape, dense, with dims in memory as the whole has them."""
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any, **options: Any
+    ) -> torch.Tensor:
+        shape, order = layouts[-1].local_shape(coordinate), layouts[-1].memory_order
+        if order is None:
+            return x.new_empty(shape, **options)
+        inverse = sorted(range(len(order)), key=lambda i: order[i])
+        return x.new_empty([shape[d] for d in order], **options).permute(inverse)
+
+
+def strided_choices(call: Call) -> Iterator[Choice]:
+    for choice in like_choices(call):
+        yield replace(choice, local=LocalCall(NewStrided(), per_rank=True))
+
+
 RULES: Table = table(
+    ((aten.new_empty_strided.default,), Rule(strided_choices, "any -> ...")),
     (
         (
             aten.zeros_like.default,

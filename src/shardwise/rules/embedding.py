@@ -8,12 +8,14 @@ may be sharded along any dim when the table is whole.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Shard
+from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -32,13 +34,32 @@ def lookup_grad(
 
 
 def owned_lookup(
-    coordinate: Coordinate, layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    *_: Any,
 ) -> torch.Tensor:
     """The rows that this rank owns, and true zeros for those of others."""
+    check_ids(ids, layouts[0].shape[0])
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
     row, foreign = _rows(layouts[0], coordinate, ids)
     return aten.embedding.default(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
+
+
+def check_ids(ids: torch.Tensor, num_rows: Any) -> None:
+    """An id out of range raises as on one device: a table in pieces would give zeros for it.
+
+    Every rank that holds a piece sees the same ids, so all of them raise. On CUDA a look at the
+    values would wait for the device, and a traced graph has none.
+    """
+    if type(ids) is torch.Tensor and ids.numel() and not ids.is_cuda and not ids.is_meta:
+        low, high = map(int, torch.aminmax(ids))
+        if low < 0 or high >= num_rows:
+            raise IndexError(
+                f"index out of range in a table of {num_rows} rows: ids run from {low} to {high}."
+            )
 
 
 def owned_grad(
@@ -93,8 +114,7 @@ def lookup_choices(call: Call) -> Iterator[Choice]:
     for dim in range(ids.ndim):
         for sizes in call.splits([(1, dim)]):
             yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
-    for reduce_op in ("sum", "avg"):
-        yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
+    yield from linear_choices(call, ((0,),))
 
 
 def lookup_grad_choices(call: Call) -> Iterator[Choice]:
@@ -114,11 +134,11 @@ def lookup_grad_choices(call: Call) -> Iterator[Choice]:
         for dim in range(call.inputs[1].ndim):
             for sizes in call.splits([(0, dim), (1, dim)]):
                 yield Choice((Shard(dim, sizes), Shard(dim, sizes)), (Partial("sum"),))
-    for reduce_op in ("sum", "avg"):
-        yield Choice((Partial(reduce_op), REPLICATE), (Partial(reduce_op),))
+    yield from linear_choices(call, ((0,),))
 
 
 RULES: Table = table(
-    ((lookup,), Rule(lookup_choices, "[v] d, ... -> ... d")),
+    # Reached directly only where autograd is off altogether (inference mode).
+    ((lookup, aten.embedding.default), Rule(lookup_choices, "[v] d, ... -> ... d")),
     ((lookup_grad,), Rule(lookup_grad_choices, "... d, ... -> v d")),
 )

@@ -26,15 +26,25 @@ def infer_outputs(
     schema = getattr(op, "_schema", None)
     if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
         return (), None  # a number: only the data can tell it
-    kwargs = {k: v for k, v in kwargs.items() if k not in ("device", "pin_memory")}
     with _without_data(symbolic):
-        # Options that name a device would ask for real memory.
-        if schema is not None and any(a.name == "device" for a in schema.arguments):
-            kwargs["device"] = torch.device("meta")
-        result = op(*tree_map(_hollow, list(args)), **tree_map(_hollow, kwargs))
+        result = _call_hollow(op, args, kwargs)
         metas: list[TensorMeta] = []
         shape = tree_map(lambda leaf: _meta(leaf, metas), result)
     return tuple(metas), shape
+
+
+def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`fn` on tensors without data in place of layouts and tensors."""
+    hollow_args, hollow_kwargs = hollowed(args, kwargs)
+    return fn(*hollow_args, **hollow_kwargs)
+
+
+def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with tensors without data in place of layouts and tensors."""
+    kwargs = dict(kwargs)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")  # a real one would ask for memory
+    return tree_map(_hollow, list(args)), tree_map(_hollow, kwargs)
 
 
 def _hollow(leaf: Any) -> Any:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
+from shardwise.core.placements import REPLICATE, Shard
 from shardwise.rules.notation import rule
-from shardwise.rules.rule import Table, table
+from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
 aten = torch.ops.aten
 
@@ -28,7 +31,18 @@ def nll_grad(
     return zeros.scatter(-1, index, grad)
 
 
+def nll_loss_choices(call: Call) -> Iterator[Choice]:
+    """Torch's own kernel. Without a reduction the batch may be sharded; a mean needs all of it."""
+    yield call.replicated()
+    if call.argument("reduction") == 0 and call.inputs[0].ndim == 2:
+        others = (REPLICATE,) * (len(call.inputs) - 2)
+        for sizes in call.splits([(0, 0), (1, 0)]):
+            shard = Shard(0, sizes)
+            yield Choice((shard, shard, *others), (shard, REPLICATE))
+
+
 RULES: Table = table(
+    ((aten.nll_loss_forward.default,), Rule(nll_loss_choices, "n [c], n -> n, ")),
     rule(aten._softmax.default, aten._log_softmax.default, like="... [n] -> ... [n]", n="dim"),
     rule(
         aten._softmax_backward_data.default,

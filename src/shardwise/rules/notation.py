@@ -176,7 +176,8 @@ def sharded_choices(
         if not places:
             continue
         partial = Partial(reduce_op) if reduce_op else REPLICATE
-        for sizes in call.splits(places):
+        output_places = [(i, d.index(letter)) for i, d in enumerate(dims.outputs) if letter in d]
+        for sizes in call.splits(places, output_places):
             yield Choice(
                 tuple(
                     _placed(d, letter, sizes, partial if contracted and i in added else REPLICATE)

@@ -123,7 +123,8 @@ def _combinations(
             wanted=(wish.placements[axis],) if wish is not None else (),
         )
         per_axis.append(list(rule.choices(seen)))
-    orders = list(dict.fromkeys(layout.order for layout in layouts))
+    wished = [wish.order] if wish is not None else []
+    orders = list(dict.fromkeys([*wished, *(layout.order for layout in layouts)]))
     for choices in itertools.product(*per_axis):
         if _compatible(choices, call, grid):
             for order in orders:
@@ -192,10 +193,11 @@ def _stays(combination: Combination, number: int, layout: Layout) -> bool:
 
 
 def _meets(combination: Combination, wish: Layout) -> bool:
-    for found, asked in zip(combination.output(0), wish.placements, strict=True):
+    placements = combination.output(0)
+    for found, asked in zip(placements, wish.placements, strict=True):
         if found != asked and not (asked.is_replicate() and found.is_partial()):
             return False
-    return True
+    return canonical_order(placements, combination.order) == wish.order
 
 
 def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:

@@ -76,16 +76,22 @@ class Call:
                 return self.kwargs.get(name, arg.default_value if arg.has_default_value() else None)
         raise KeyError(f"{self.op} has no argument {name!r}")
 
-    def splits(self, places: Sequence[tuple[int, int]]) -> list[tuple[int, ...] | None]:
-        """How a dim may be cut: as `torch.chunk` does, or as an input is cut already.
+    def splits(
+        self,
+        places: Sequence[tuple[int, int]],
+        output_places: Sequence[tuple[int, int]] = (),
+    ) -> list[tuple[int, ...] | None]:
+        """How a dim may be cut: as `torch.chunk` does, as an input is cut, or as is wanted.
 
-        `places` lists the `(input, dim)` pairs that would be cut alike.
+        `places` and `output_places` list the `(input, dim)` and `(output, dim)` pairs that would
+        be cut alike.
         """
         found: dict[tuple[int, ...] | None, None] = {None: None}
-        for number, dim in places:
-            placement = self.placed[number] if self.placed else REPLICATE
-            if isinstance(placement, Shard) and placement.dim == dim:
-                found[placement.sizes] = None
+        for known, pairs in ((self.placed, places), (self.wanted, output_places)):
+            for number, dim in pairs if known else ():
+                placement = known[number]
+                if isinstance(placement, Shard) and placement.dim == dim:
+                    found[placement.sizes] = None
         return list(found)
 
     def replicated(self) -> Choice:

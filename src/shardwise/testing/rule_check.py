@@ -105,7 +105,7 @@ def _plans(rule: Rule, sample: Sample, grid: Grid) -> Iterator[CallPlan]:
     for layouts in _starting_layouts(call, grid):
         for wish in _wishes(sample, call, grid):
             for plan in every_plan(rule, call, layouts, wish):
-                key = (plan.inputs, plan.outputs)
+                key = (plan.inputs, plan.outputs, plan.local)
                 if key not in seen:
                     seen.add(key)
                     yield plan

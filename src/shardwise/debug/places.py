@@ -1,0 +1,165 @@
+"""Where in a program an op runs: for which module, at which line, forward or backward.
+
+Note [Modules without hooks]
+Hooks on all modules would be traced by torch.compile and be part of its guards, so that every mode
+that comes and goes would compile the model anew. The running modules are read off the Python stack
+instead. In backward they are not on it: there the autograd node that runs tells its number, and
+the forward pass has written down for which module the nodes of that number were made.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+#: Packages whose lines nobody asks for: torch with what it compiles, this one, and what they call
+#: each other through. Code without a name was made by a program.
+_INSIDE = frozenset({"torch", "shardwise", "contextlib", "functools", "typing_extensions", ""})
+_MODULE_FILE = nn.modules.module.__file__
+
+#: The number that the next autograd node of this thread gets.
+_next_node_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
+_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module's path ("" outside modules and in the outermost), `file.py:12`, and the phase."""
+
+    module: str
+    line: str | None
+    phase: str
+
+
+class Places:
+    """Tells the place of what runs now, from the ops that it is shown."""
+
+    def __init__(self) -> None:
+        #: The modules that were called from outside any module, with their paths.
+        self.roots: list[tuple[str, nn.Module]] = []
+        # By id; the module is kept, or another could get its id.
+        self._paths: dict[int, tuple[nn.Module, str]] = {}
+        self._thread = threading.get_ident()
+        # Nodes below `_numbers[i]`, and not below the one before, were made for `_makers[i]`.
+        self._numbers = [_next_node_number()]
+        self._makers = [""]
+
+    def mark(self) -> None:
+        """To be called with each op: remembers for which module nodes were made since the last."""
+        if threading.get_ident() != self._thread:
+            return  # other threads count their nodes themselves
+        number = _next_node_number()
+        if number == self._numbers[-1] and torch.is_grad_enabled():
+            return
+        path = self._module()
+        if path == self._makers[-1]:
+            self._numbers[-1] = number
+        elif number > self._numbers[-1]:
+            self._numbers.append(number)
+            self._makers.append(path)
+
+    def now(self) -> Place:
+        """The place of what runs now."""
+        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        return Place(self._module(), self._line(), phase)
+
+    def modules(self) -> Iterator[tuple[str, nn.Module]]:
+        """All modules that ran, and those inside them, with their paths."""
+        for prefix, root in self.roots:
+            for name, module in root.named_modules():
+                yield _join(prefix, name), module
+
+    # -- modules -----------------------------------------------------------------------------
+
+    def _module(self) -> str:
+        running = _running_modules(sys._getframe(2))
+        if running:
+            return self._path(running)
+        node = _current_node()
+        return "" if node is None else self._path_of_node(node)
+
+    def _path(self, running: list[nn.Module]) -> str:
+        if id(running[0]) not in self._paths or id(running[-1]) not in self._paths:
+            self._learn(running)
+        return self._paths[id(running[0])][1]
+
+    def _learn(self, running: list[nn.Module]) -> None:
+        outer: str | None = None
+        for module in reversed(running):
+            if id(module) not in self._paths:
+                self._add_root(module, outer)
+            outer = self._paths[id(module)][1]
+
+    def _add_root(self, module: nn.Module, outer: str | None) -> None:
+        """A module that no known one holds; `outer` is the path of the one that calls it."""
+        held = {id(inner) for inner in module.modules()}
+        self.roots = [(path, root) for path, root in self.roots if id(root) not in held]
+        prefix = ""
+        if self.roots:
+            taken = {path for path, _ in self.roots}
+            name = _join(outer or "", type(module).__name__)
+            numbered = (f"{name}_{number}" for number in range(1, len(taken) + 1))
+            prefix = name if name not in taken else next(n for n in numbered if n not in taken)
+        self.roots.append((prefix, module))
+        for name, inner in module.named_modules():
+            self._paths[id(inner)] = inner, _join(prefix, name)
+
+    def _path_of_node(self, node: Any) -> str:
+        variable = getattr(node, "variable", None)
+        if variable is None:
+            place = bisect_right(self._numbers, node._sequence_nr())
+            return self._makers[place] if place < len(self._makers) else ""
+        # A gradient that is added up has no number; it belongs to where its parameter is.
+        for path, module in self.modules():
+            if any(p is variable for p in module._parameters.values()):
+                return path
+        return ""
+
+    # -- lines -------------------------------------------------------------------------------
+
+    def _line(self) -> str | None:
+        line = _line_outside(sys._getframe(2))
+        if line is None and threading.get_ident() != self._thread:
+            # Backward on a device's thread: the line is where the program waits for it.
+            line = _line_outside(sys._current_frames().get(self._thread))
+        return line
+
+
+def _running_modules(frame: FrameType | None) -> list[nn.Module]:
+    """The modules whose forward runs now, innermost first.
+
+    Those that merely wait for a backward pass that they started are left out.
+    """
+    found = []
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == "_wrapped_call_impl" and frame.f_code.co_filename == _MODULE_FILE:
+            found.append(frame.f_locals["self"])
+        elif name == "_engine_run_backward":
+            break
+        frame = frame.f_back
+    return found
+
+
+def _line_outside(frame: FrameType | None) -> str | None:
+    while frame is not None:
+        package = frame.f_globals.get("__name__", "").partition(".")[0]
+        if package not in _INSIDE:
+            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+        frame = frame.f_back
+    return None
+
+
+def _join(prefix: str, name: str) -> str:
+    """A path; what torch.compile wraps around a module is not part of it."""
+    parts = [p for p in (*prefix.split("."), *name.split(".")) if p and p != "_orig_mod"]
+    return ".".join(parts)
