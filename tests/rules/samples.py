@@ -195,6 +195,8 @@ def _loss() -> list[Sample]:
         Sample(aten._log_softmax.default, (t(2, 3, 4), 1, False)),
         Sample(aten._softmax_backward_data.default, (x, y, 1, torch.float32)),
         Sample(aten._log_softmax_backward_data.default, (x, y, 0, torch.float32)),
+        Sample(aten.nll_loss_forward.default, (x, classes, None, 1, -100)),
+        Sample(aten.nll_loss_forward.default, (x, classes, t(6), 2, -100)),
         Sample(loss.nll, (x, classes, -100)),
         Sample(loss.nll_grad, (t(4), classes, -100, 6)),
     ]
@@ -204,6 +206,7 @@ def _embedding() -> list[Sample]:
     rows = t(2, 3, 4)
     return [
         Sample(embedding.lookup, (t(7, 4), ids)),
+        Sample(aten.embedding.default, (t(7, 4), ids, 5)),
         Sample(embedding.lookup, (t(7, 4), ids[0, 0])),
         Sample(embedding.lookup_grad, (rows, ids, 7, -1, False), wish=any_table),
         Sample(embedding.lookup_grad, (rows, ids, 7, 5, False), wish=any_table),
@@ -212,7 +215,11 @@ def _embedding() -> list[Sample]:
 
 
 #: Ops whose results have no values to compare.
-WITHOUT_VALUES = {aten.empty_like.default, aten.new_empty.default}
+WITHOUT_VALUES = {
+    aten.empty_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+}
 
 #: Choices that are right and of no use: these ops do not read the values of their first operand.
 OF_NO_USE = {
@@ -234,5 +241,10 @@ UNCHECKED_KERNELS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
 
-#: Choices that are right and would never be taken: a norm's parameters are not Partial.
-NEVER_TAKEN = {aten.native_layer_norm.default, aten.native_layer_norm_backward.default}
+#: Choices with Partial operands that are right and would never be taken: a norm's parameters are
+#: not Partial, and torch's own loss runs in inference mode alone.
+NEVER_TAKEN = {
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+    aten.nll_loss_forward.default,
+}

@@ -23,7 +23,12 @@ def group_name(grid: Grid, axis: int) -> str:
                 f"{grid!r} belongs to {grid.world}, whose process group is gone. Tensors do not "
                 "outlive their world: gather them before, or load them from a checkpoint after."
             )
-        name = grid.mesh.get_group(axis).group_name
+        # One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
+        # stands for all groups along the axis, whether rank 0 is in one of them or not.
+        if grid.world.simulated:
+            name = f"axis {axis} of {grid.ranks} as {grid.shape}"
+        else:
+            name = grid.mesh.get_group(axis).group_name
         grid.world.lines[name] = grid.lines(axis)
         grid.world.axis_names[name] = grid.axis_name(axis)
         grid.group_names[axis] = name

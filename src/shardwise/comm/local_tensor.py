@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
@@ -46,10 +47,17 @@ class LocalTensor(torch.Tensor):
     @staticmethod
     def __new__(cls, parts: Sequence[torch.Tensor], roster: Roster) -> LocalTensor:
         first = parts[0]
+        shape: Any = first.shape
+        stride: Any = first.stride()
+        if len(parts) > 1 and type(first) is torch.Tensor:
+            if any(part.shape != shape for part in parts):
+                shape = _per_rank(roster, [part.shape for part in parts])
+            if any(part.stride() != stride for part in parts):
+                stride = _per_rank(roster, [part.stride() for part in parts])
         self = torch.Tensor._make_wrapper_subclass(
             cls,
-            first.shape,
-            strides=first.stride(),
+            shape,
+            strides=stride,
             dtype=first.dtype,
             device=first.device,
             requires_grad=False,
@@ -90,13 +98,20 @@ class LocalTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
+        first = self._parts[0].shape
         # Tracing reads sizes of every wrapper; there the first rank's stand for the wrapper alone.
         if len(self._parts) > 1 and torch._guards.TracingContext.try_get() is None:
             agreed_value([p.shape for p in self._parts], self._roster, "shape")
-        return super().shape
+        return first
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
+
+    def stride(self, dim: int | None = None) -> Any:
+        stride = self._parts[0].stride()
+        if len(self._parts) > 1 and torch._guards.TracingContext.try_get() is None:
+            agreed_value([p.stride() for p in self._parts], self._roster, "stride")
+        return stride if dim is None else stride[dim]
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -185,8 +200,12 @@ def _common_roster(args: tuple[Any, ...]) -> Roster | None:
                 roster = arg._roster
             elif arg._roster is not roster:
                 return None
-        elif (kind is list or kind is tuple) and any(type(a) is LocalTensor for a in arg):
+        elif kind is torch.SymInt:
             return None
+        elif kind is list or kind is tuple:
+            for item in arg:
+                if type(item) is LocalTensor or type(item) is torch.SymInt:
+                    return None
     return roster
 
 
@@ -198,21 +217,30 @@ def _writes(func: Any) -> bool:
 def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run an op on the parts of tensors that may lie differently, or stand in lists."""
     leaves, spec = tree_flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if type(leaf) is LocalTensor]
-    rosters = tuple(leaves[i]._roster for i in places)
+    # Sizes that differ between ranks are held like tensors: parts and a roster.
+    held: dict[int, tuple[Roster, Sequence[Any]]] = {}
+    for i, leaf in enumerate(leaves):
+        if type(leaf) is LocalTensor:
+            held[i] = (leaf._roster, leaf._parts)
+        elif (node := rank_values_of(leaf)) is not None:
+            held[i] = node.parts()
+    rosters = tuple(roster for roster, _ in held.values())
     roster = rosters[0]
     picks: Sequence[Sequence[int]]
     if all(r is roster for r in rosters):
-        picks = [range(roster.num_parts)] * len(places)
+        picks = [range(roster.num_parts)] * len(rosters)
     else:
         roster, picks = join(rosters)
-    if _writes(func):
-        return _run_in_place(func, leaves, spec, places, roster, picks)
-    results = []
+    calls = []
     for part in range(roster.num_parts):
         here = list(leaves)
-        for i, pick in zip(places, picks, strict=True):
-            here[i] = leaves[i]._parts[pick[part]]
+        for (i, (_, parts)), pick in zip(held.items(), picks, strict=True):
+            here[i] = parts[pick[part]]
+        calls.append(here)
+    if _writes(func):
+        return _run_in_place(func, leaves, spec, roster, calls)
+    results = []
+    for here in calls:
         part_args, part_kwargs = tree_unflatten(here, spec)
         results.append(func(*part_args, **part_kwargs))
     return wrap_results(results, roster, str(func))
@@ -222,9 +250,8 @@ def _run_in_place(
     func: Any,
     leaves: list[Any],
     spec: Any,
-    places: list[int],
     roster: Roster,
-    picks: Sequence[Sequence[int]],
+    calls: Sequence[list[Any]],
 ) -> Any:
     """Run an op that writes, once per tensor that it writes to.
 
@@ -233,10 +260,7 @@ def _run_in_place(
     written = _written_leaves(func, leaves, spec)
     done: dict[tuple[int, ...], tuple[list[Any], Any]] = {}
     results = []
-    for part in range(roster.num_parts):
-        here = list(leaves)
-        for i, pick in zip(places, picks, strict=True):
-            here[i] = leaves[i]._parts[pick[part]]
+    for part, here in enumerate(calls):
         target = tuple(id(here[i]) for i in written)
         before = done.get(target)
         if before is not None:
@@ -289,6 +313,15 @@ def wrap_results(results: list[Any], roster: Roster, asked: str) -> Any:
         whole = [wrap_results(list(each), roster, asked) for each in zip(*results, strict=True)]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
+
+
+def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:
+    """Sizes or strides of the parts, as numbers that know which rank has which."""
+    columns = zip(*tuples, strict=True)
+    return [
+        rank_int(roster.world, roster.ranks, [column[part] for part in roster.index])
+        for column in columns
+    ]
 
 
 def agreed_value(values: Sequence[Any], roster: Roster, asked: str) -> Any:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-import shardwise.comm.simulated_collectives  # teaches LocalTensor the collectives
-import shardwise.comm.simulated_in_place  # noqa: F401  (and those that write in place)
+from shardwise.comm.played_group import PlayedGroup
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
 
@@ -87,8 +86,7 @@ def _played_world(world_size: int) -> Iterator[None]:
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    group = native.FakeProcessGroup
-    return group._create_internal(options.group_rank, options.group_size, group.Options())
+    return PlayedGroup(options.group_rank, options.group_size, options.group_id)
 
 
 @contextlib.contextmanager

@@ -107,13 +107,18 @@ def _reduce_scatter(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         whole = reduce_parts(parts, reduce_op)
-        return whole.split(whole.shape[0] // len(parts))
+        return whole.split([whole.shape[0] // len(parts)] * len(parts))
 
     return run_groups(x, group, exchange)
 
 
 def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
-    x, _, input_splits, group = args
+    x, output_splits, input_splits, group = args
+    if len({*output_splits, *input_splits}) > 1:
+        raise UnsupportedError(
+            f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: these "
+            "are one rank's, and a simulated world cannot know the other ranks'. Use equal splits."
+        )
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         pieces = [part.split(list(input_splits)) for part in parts]

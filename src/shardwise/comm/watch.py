@@ -7,7 +7,7 @@ them, so a call that communicates nothing pays nothing.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ class Cause:
 class Watch:
     """`on` is the one flag to look at; the rest says what it is on for."""
 
-    __slots__ = ("cause", "notes", "on", "replicate_plain", "strict", "watchers")
+    __slots__ = ("cause", "listeners", "notes", "on", "replicate_plain", "strict", "watchers")
 
     def __init__(self) -> None:
         self.on = False
@@ -31,6 +31,8 @@ class Watch:
         self.watchers = 0
         #: The cause of the collectives that run now.
         self.cause: Cause | None = None
+        #: Told of collectives that a simulated process group runs: `(c10d op, tensor, group name)`.
+        self.listeners: list[Callable[[str, Any, str], None]] = []
         #: Where planned calls are noted down for `explain`.
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.

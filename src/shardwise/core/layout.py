@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate, Grid
-from shardwise.core.placements import Placement, Replicate, Shard, short
+from shardwise.core.placements import Partial, Placement, Replicate, Shard, short
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -203,9 +203,24 @@ def normalize(
         )
     if order is not None and sorted(order) != list(range(grid.num_axes)):
         raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
+    check_partials(given)
     in_range = tuple(_with_dim_from_zero(p, axis, shape, grid) for axis, p in enumerate(given))
     _check_nested_sizes(in_range, canonical_order(in_range, order), grid)
     return tuple(_with_checked_sizes(p, axis, shape, grid) for axis, p in enumerate(in_range))
+
+
+def check_partials(placements: Sequence[Placement]) -> None:
+    """Several Partials of one tensor must commute: a sum of maxima is no maximum of sums."""
+    if not partials_commute(placements):
+        raise LayoutError(
+            f"{short(placements)} has no one value: it depends on which axis is reduced first. "
+            "Reduce one of them before."
+        )
+
+
+def partials_commute(placements: Sequence[Placement]) -> bool:
+    ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
+    return len(ops) < 2 or ops == {"sum", "avg"}
 
 
 def _with_dim_from_zero(

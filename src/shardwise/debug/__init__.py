@@ -4,6 +4,7 @@ from shardwise.debug.cache import CacheStats, cache_stats
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.explain import Explanation, PlannedCall, explain
+from shardwise.debug.visualize import visualize_sharding
 
 __all__ = [
     "CacheStats",
@@ -13,4 +14,5 @@ __all__ = [
     "PlannedCall",
     "cache_stats",
     "explain",
+    "visualize_sharding",
 ]

@@ -13,13 +13,21 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement
 from shardwise.debug import comm_report
-from shardwise.debug.events import COUNTED, PACKETS, CommEvent, make_event
+from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, make_event
 from shardwise.debug.places import Places
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+
+_plain_dispatch = torch.Tensor.__torch_dispatch__
+
+
+def _is_made_of_others(kind: type) -> bool:
+    """Whether ops on such a tensor lead to ops on others, which may be collectives."""
+    return kind is not LocalTensor and kind.__torch_dispatch__ is not _plain_dispatch  # type: ignore[attr-defined]
 
 
 class CommDebugMode(TorchDispatchMode):
@@ -48,6 +56,8 @@ class CommDebugMode(TorchDispatchMode):
         self.events: list[CommEvent] = []
         self._places = Places()
         self._active = False
+        # Whether an op runs that is counted already, whatever it leads to.
+        self._counting = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -65,12 +75,14 @@ class CommDebugMode(TorchDispatchMode):
         super().__enter__()
         self._active = True
         watch.watchers += 1
+        watch.listeners.append(self._played)
         watch.update()
         return self
 
     def __exit__(self, *exc: Any) -> None:
         self._active = False
         watch.watchers -= 1
+        watch.listeners.remove(self._played)
         watch.update()
         super().__exit__(*exc)
 
@@ -84,11 +96,21 @@ class CommDebugMode(TorchDispatchMode):
         self._places.mark()
         packet = getattr(func, "_overloadpacket", None)
         if packet in COUNTED and DTensor not in types:
-            self._note(make_event(packet, args, kwargs or {}, self._places.now()))
-        elif any(kind is not LocalTensor for kind in types):
-            # A tensor that is made of others: its own dispatch comes next, with this mode still on.
+            self._note(event_of_call(packet, args, kwargs or {}, self._places.now()))
+            self._counting = True
+            try:
+                return func(*args, **(kwargs or {}))
+            finally:
+                self._counting = False
+        if any(map(_is_made_of_others, types)):
+            # Its own dispatch comes next, with this mode still on.
             return NotImplemented
         return func(*args, **(kwargs or {}))
+
+    def _played(self, kind: str, sent: Any, group_name: str) -> None:
+        """A group of a simulated world runs a collective, perhaps for an op that was counted."""
+        if not self._counting:
+            self._note(make_event(kind, sent, group_name, self._places.now()))
 
     def _note(self, event: CommEvent) -> None:
         self.events.append(event)

@@ -86,15 +86,21 @@ COUNTED: dict[Any, Any] = dict(_packets())
 PACKETS: dict[str, Any] = {packet.__name__: packet for packet in COUNTED.values()}
 
 
-def make_event(
+def event_of_call(
     packet: Any, args: Sequence[Any], kwargs: Mapping[str, Any], place: Place
 ) -> CommEvent:
     """The event of a call of a counted packet."""
-    cause = watch.cause
     sent = args[1 if packet.__name__ in _SENT_SECOND else 0]
+    group_name = _group_name((*args, *kwargs.values()))
+    return make_event(COUNTED[packet].__name__, sent, group_name, place)
+
+
+def make_event(kind: str, sent: Any, group_name: str | None, place: Place) -> CommEvent:
+    """The event of a collective that sends the tensors in `sent`."""
+    cause = watch.cause
     return CommEvent(
-        kind=COUNTED[packet].__name__,
-        axis=_axis(_group_name((*args, *kwargs.values()))),
+        kind=kind,
+        axis=_axis(group_name),
         num_bytes=sum(map(_num_bytes, _tensors(sent))),
         op=cause.op if cause is not None else None,
         module=place.module,

@@ -285,8 +285,7 @@ def _moves(
     def move(step: Step) -> Move:
         if not step.communicates:
             return Move(step, ran=True, num_bytes=0)
-        expected = _COLLECTIVES[step.kind], step.source.grid.axis_name(step.axis)
-        if left and (left[0].kind, left[0].axis) == expected:
+        if left and left[0].kind == _COLLECTIVES[step.kind]:
             return Move(step, ran=True, num_bytes=left.pop(0).num_bytes)
         return Move(step, ran=False, num_bytes=0)
 

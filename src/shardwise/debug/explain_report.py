@@ -14,11 +14,15 @@ if TYPE_CHECKING:
     from shardwise.debug.explain import Explanation, Move, PlannedCall
 
 
+#: A longer line sticks out; it does not push the others to the right.
+_MAX_WIDTH = 60
+
+
 def as_text(explanation: Explanation) -> str:
     calls = explanation.calls
     op_width = max((len(call.op) for call in calls), default=0)
     layouts = [_layouts(call) for call in calls]
-    width = max(map(len, layouts), default=0)
+    width = min(max(map(len, layouts), default=0), _MAX_WIDTH)
     lines = []
     phase = None
     for number, (call, text) in enumerate(zip(calls, layouts, strict=True), start=1):
@@ -59,10 +63,11 @@ def _layouts(call: PlannedCall) -> str:
 
 
 def _listed(layouts: Sequence[Layout]) -> str:
-    return ", ".join(map(_layout, layouts)) or "()"
+    return ", ".join(map(layout_text, layouts)) or "()"
 
 
-def _layout(layout: Layout) -> str:
+def layout_text(layout: Layout) -> str:
+    """Shape, placements, and the order of axes where it is not the usual one."""
     shape = "x".join(map(str, layout.shape)) or "scalar"
     in_order = layout.order == tuple(range(len(layout.order)))
     order = "" if in_order else f" order {layout.order}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,11 +13,12 @@ from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
-from shardwise.core.placements import REPLICATE, Placement, Replicate
+from shardwise.core.placements import REPLICATE, Placement, Replicate, short
+from shardwise.dtensor.doors import stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.redistribute.execute import execute
+from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
 
 
@@ -61,7 +61,7 @@ def distribute_tensor(
         )
     requires_grad = tensor.requires_grad
     local = localize(grid, tensor.detach().to(grid.device_type))
-    dense = contiguous_stride(tensor.shape)
+    dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
     for axis in range(grid.num_axes):
         if src_data_rank is not None:
@@ -71,8 +71,7 @@ def distribute_tensor(
         local = execute(local, find_steps(layout, target))
         layout = target
     # A part of its own: a view would keep the whole tensor alive.
-    dense_copy = functools.partial(torch.clone, memory_format=torch.contiguous_format)
-    local = each_rank(grid, lambda _, part: dense_copy(part), local, axes=())
+    local = each_rank(grid, lambda _, part: in_memory_order(part.clone(), layout), local, axes=())
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
 
 
@@ -91,10 +90,12 @@ def distribute_module(
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     grid_of(mesh)
+    # A tensor that several modules share stays shared.
+    made: dict[torch.Tensor, torch.Tensor] = {}
     for name, submodule in module.named_modules():
         if partition_fn is not None:
             partition_fn(name, submodule, mesh)
-        _replicate_rest(submodule, mesh)
+        _replicate_rest(submodule, mesh, made)
     if input_fn is not None:
         module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
     if output_fn is not None:
@@ -102,17 +103,21 @@ def distribute_module(
     return module
 
 
-def _replicate_rest(module: nn.Module, mesh: DeviceMesh) -> None:
+def _replicate_rest(
+    module: nn.Module, mesh: DeviceMesh, made: dict[torch.Tensor, torch.Tensor]
+) -> None:
     whole = [Replicate()] * mesh.ndim
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, DTensor):
-            placed = distribute_tensor(parameter.data, mesh, whole)
-            module.register_parameter(
-                name, nn.Parameter(placed, requires_grad=parameter.requires_grad)
-            )
+            if parameter not in made:
+                placed = distribute_tensor(parameter.data, mesh, whole)
+                made[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+            module._parameters[name] = made[parameter]  # type: ignore[assignment]
     for name, buffer in module._buffers.items():
         if buffer is not None and not isinstance(buffer, DTensor):
-            module._buffers[name] = distribute_tensor(buffer, mesh, whole)
+            if buffer not in made:
+                made[buffer] = distribute_tensor(buffer, mesh, whole)
+            module._buffers[name] = made[buffer]
 
 
 def zeros(*size: Any, **options: Any) -> DTensor:
@@ -158,6 +163,8 @@ def _layout_for(
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
     shape = _shape(size)
     normal = normalize(placements, shape, grid)
+    if any(p.is_partial() for p in normal):
+        raise LayoutError(f"A new tensor cannot be {short(normal)}: shard or replicate it.")
     dtype = dtype or torch.get_default_dtype()
     return grid, make_layout(grid, normal, shape, contiguous_stride(shape), dtype)
 
@@ -175,8 +182,6 @@ def _create(
     if make is torch.full and dtype is None:
         dtype = torch.full((), *values).dtype
     grid, layout = _layout_for(size, dtype, device_mesh, placements)
-    if any(p.is_partial() for p in layout.placements):
-        raise LayoutError(f"A new tensor cannot be {layout.placements}: shard or replicate it.")
     axes = [a for a, p in enumerate(layout.placements) if p.is_shard()]
 
     def here(coordinate: Any) -> torch.Tensor:

@@ -127,8 +127,14 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
         return contiguous_stride(shape)
     local_stride = local.stride()
     outermost_first = sorted(range(local.dim()), key=lambda d: -local_stride[d])
+    if local_stride != _dense_stride(local.shape, outermost_first):
+        return contiguous_stride(shape)  # a view with gaps or repeats has no order worth keeping
+    return _dense_stride(shape, outermost_first)
+
+
+def _dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
     dense = contiguous_stride([shape[d] for d in outermost_first])
-    return tuple(dense[outermost_first.index(d)] for d in range(local.dim()))
+    return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))
 
 
 def check_fits(local: torch.Tensor, layout: Layout) -> None:

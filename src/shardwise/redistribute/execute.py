@@ -25,17 +25,19 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     """The local tensor after `steps`. It may share memory with `local` when nothing was sent."""
     for step in steps:
         local = _RUN[step.kind](local, step)
-    if steps and (order := steps[-1].target.memory_order) is not None:
-        return each_rank(
-            steps[-1].target.grid, lambda _, t: _in_memory_order(t, order), local, axes=()
-        )
+    if steps and steps[-1].target.memory_order is not None:
+        layout = steps[-1].target
+        return each_rank(layout.grid, lambda _, t: in_memory_order(t, layout), local, axes=())
     return local
 
 
-def _in_memory_order(x: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
-    """The same tensor with its dims in memory as the layout's strides have them."""
+def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The same tensor, dense, with its dims in memory as the layout's strides have them."""
+    order = layout.memory_order
+    if order is None:
+        return x.contiguous()
     inverse = sorted(range(len(order)), key=lambda i: order[i])
-    return x.permute(tuple(order)).contiguous().permute(inverse)
+    return x.permute(order).contiguous().permute(inverse)
 
 
 def is_even(layout: Layout, axis: int) -> bool:

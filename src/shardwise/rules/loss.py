@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from shardwise.core.placements import REPLICATE, Shard
+from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.rules.notation import rule
 from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
@@ -39,6 +39,11 @@ def nll_loss_choices(call: Call) -> Iterator[Choice]:
         for sizes in call.splits([(0, 0), (1, 0)]):
             shard = Shard(0, sizes)
             yield Choice((shard, shard, *others), (shard, REPLICATE))
+    if call.argument("reduction") == 2 and call.inputs[0].ndim == 2:
+        others = (REPLICATE,) * (len(call.inputs) - 2)
+        for sizes in call.splits([(0, 0), (1, 0)]):
+            shard = Shard(0, sizes)
+            yield Choice((shard, shard, *others), (SUM, SUM))
 
 
 RULES: Table = table(

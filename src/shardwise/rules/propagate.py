@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.core.grid import Grid
-from shardwise.core.layout import Layout, canonical_order, make_layout
+from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.search import cost_s, find_steps
@@ -129,7 +129,7 @@ def _combinations(
         if _compatible(choices, call, grid):
             for order in orders:
                 combination = Combination(choices, order)
-                if _sizes_outermost(combination, call):
+                if _means_something(combination, call):
                     yield combination
 
 
@@ -161,11 +161,13 @@ def _divides(call: Call, choice: Choice, split: int) -> bool:
     )
 
 
-def _sizes_outermost(combination: Combination, call: Call) -> bool:
-    """Explicit sizes have a meaning only on the outermost axis of a dim."""
+def _means_something(combination: Combination, call: Call) -> bool:
+    """Explicit sizes have a meaning only on the outermost axis of a dim; Partials must commute."""
     every = [combination.input(i) for i in range(len(call.inputs))]
     every += [combination.output(i) for i in range(len(call.outputs))]
     for placements in every:
+        if not partials_commute(placements):
+            return False
         outer: set[int] = set()
         for axis in combination.order:
             placement = placements[axis]

@@ -1,0 +1,158 @@
+"""RankInt: an integer that differs between the ranks of a simulated world.
+
+Note [Uneven sizes]
+The sizes of a LocalTensor whose parts differ in shape are torch SymInts that hold one value per
+rank. Torch passes them through its own formulas (a gradient that is expanded to the size of its
+input), the LocalTensor runs each part with its own rank's value, and whoever wants to know *the*
+value gets an error that names the ranks. Only equality has an answer where ranks differ: sizes that
+are not equal on all ranks are not equal, which is what torch asks when it looks for shortcuts.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.roster import Roster, grouped
+from shardwise.core.world import World
+from shardwise.errors import RankMismatchError
+
+
+def rank_int(world: World, ranks: tuple[int, ...], values: Sequence[int]) -> Any:
+    """The integer itself when all ranks agree, else a SymInt."""
+    if all(value == values[0] for value in values):
+        return values[0]
+    return torch.SymInt(RankIntNode(world, ranks, tuple(values)))
+
+
+def rank_values_of(value: Any) -> RankIntNode | None:
+    """The node behind a SymInt that differs between ranks."""
+    node = value.node if isinstance(value, torch.SymInt) else None
+    return node if isinstance(node, RankIntNode) else None
+
+
+class RankIntNode:
+    """What torch asks of the node of a SymInt, answered rank by rank."""
+
+    def __init__(self, world: World, ranks: tuple[int, ...], values: tuple[Any, ...]) -> None:
+        self.world, self.ranks, self.values = world, ranks, values
+
+    def parts(self) -> tuple[Roster, list[Any]]:
+        """Which ranks share a value, and the values."""
+        roster, firsts = grouped(self.world, self.ranks, self.values)
+        return roster, [self.values[place] for place in firsts]
+
+    def _agreed(self, asked: str) -> Any:
+        if any(value != self.values[0] for value in self.values):
+            found = ", ".join(
+                f"rank {r}: {v}" for r, v in zip(self.ranks, self.values, strict=True)
+            )
+            raise RankMismatchError(
+                f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one "
+                "rank with .on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
+            )
+        return self.values[0]
+
+    # -- what kind of number it is -------------------------------------------------------------
+
+    def is_int(self) -> bool:
+        return not isinstance(self.values[0], bool)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.values[0], bool)
+
+    def is_float(self) -> bool:
+        return False
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return False
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> int | None:
+        return None
+
+    def clone(self) -> RankIntNode:
+        return self
+
+    def _str(self) -> str:
+        return "{" + ", ".join(map(str, self.values)) + "}"
+
+    __str__ = __repr__ = _graph_repr = _str
+
+    # -- asking for the value ------------------------------------------------------------------
+
+    def guard_int(self, file: str, line: int) -> int:
+        return int(self._agreed("a size"))
+
+    def guard_bool(self, file: str, line: int) -> bool:
+        return bool(self._agreed("a comparison of sizes"))
+
+    expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
+
+    def int_(self) -> int:
+        return self.guard_int("", 0)
+
+    def bool_(self) -> bool:
+        return self.guard_bool("", 0)
+
+    # -- arithmetic ----------------------------------------------------------------------------
+
+    def wrap_int(self, number: int) -> RankIntNode:
+        return RankIntNode(self.world, self.ranks, (number,) * len(self.ranks))
+
+    def wrap_bool(self, value: bool) -> RankIntNode:
+        return RankIntNode(self.world, self.ranks, (value,) * len(self.ranks))
+
+    def _with(self, other: Any, fn: Callable[[Any, Any], Any]) -> RankIntNode:
+        others = other.values if isinstance(other, RankIntNode) else (other,) * len(self.ranks)
+        results = tuple(fn(a, b) for a, b in zip(self.values, others, strict=True))
+        return RankIntNode(self.world, self.ranks, results)
+
+    def eq(self, other: Any) -> RankIntNode:
+        return self.wrap_bool(all(self._with(other, operator.eq).values))
+
+    def ne(self, other: Any) -> RankIntNode:
+        return self.wrap_bool(not all(self._with(other, operator.eq).values))
+
+    def neg(self) -> RankIntNode:
+        return self._with(0, lambda a, _: -a)
+
+    def sym_not(self) -> RankIntNode:
+        return self._with(0, lambda a, _: not a)
+
+
+def _binary(fn: Callable[[Any, Any], Any]) -> Callable[[RankIntNode, Any], RankIntNode]:
+    return lambda self, other: self._with(other, fn)
+
+
+_OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "int_floordiv": operator.floordiv,
+    "mod": operator.mod,
+    "lt": operator.lt,
+    "le": operator.le,
+    "gt": operator.gt,
+    "ge": operator.ge,
+    "sym_min": min,
+    "sym_max": max,
+    "and_": lambda a, b: a and b,
+    "or_": lambda a, b: a or b,
+    "sym_and": lambda a, b: a and b,
+    "sym_or": lambda a, b: a or b,
+}
+for _name, _fn in _OPERATORS.items():
+    setattr(RankIntNode, _name, _binary(_fn))

@@ -1,0 +1,212 @@
+"""visualize_sharding: a picture of which ranks hold which part of a tensor."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import Partial
+from shardwise.debug.explain_report import layout_text
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+#: `(start, stop)` along one dim.
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tiling:
+    """The parts of a tensor: the spans of each dim, and the ranks that hold each block of spans."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    holders: dict[tuple[Span, ...], tuple[int, ...]]
+    idle: tuple[int, ...]
+
+
+def tiling(layout: Layout) -> Tiling:
+    """Who holds what. The dims are cut independently, so blocks are products of spans."""
+    holders: dict[tuple[Span, ...], list[int]] = {}
+    idle = []
+    for rank, coordinate in layout.grid.coordinates.items():
+        offset, shape = layout.box(coordinate)
+        if 0 in shape and 0 not in layout.shape:
+            idle.append(rank)
+            continue
+        block = tuple((start, start + n) for start, n in zip(offset, shape, strict=True))
+        holders.setdefault(block, []).append(rank)
+    spans = tuple(tuple(sorted(set(along))) for along in zip(*holders, strict=True))
+    return Tiling(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
+
+
+def visualize_sharding(tensor: DTensor, header: str = "", *, use_rich: bool | None = None) -> None:
+    """Print who holds which part of a tensor: a cell per part, with the ranks that hold it.
+
+    One- and two-dimensional tensors are one grid; of others, each slice of the leading dims is
+    one. Ranks that hold the same part share its cell. With `use_rich` each rank has a colour; by
+    default that is so on a terminal. Of several processes the one at the origin of the mesh prints.
+
+    >>> import shardwise
+    >>> from shardwise.debug import visualize_sharding
+    >>> with shardwise.simulate(4):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    ...     placements = [shardwise.Replicate(), shardwise.Shard(0)]
+    ...     x = shardwise.zeros(5, 4, device_mesh=mesh, placements=placements)
+    ...     visualize_sharding(x, use_rich=False)
+    5x4 [R, S(0)], torch.float32 on mesh (dp=2, tp=2)
+         |    0:4
+    -----+-----------
+     0:3 | ranks 0, 2
+     3:5 | ranks 1, 3
+    """
+    if not isinstance(tensor, DTensor):
+        raise ArgumentError(
+            f"visualize_sharding() shows a DTensor, found {type(tensor).__name__}: a plain tensor "
+            "is whole on its device."
+        )
+    layout = tensor._layout
+    grid = layout.grid
+    if not grid.world.simulated and grid.coordinate != (0,) * grid.num_axes:
+        return
+    if sys.stdout.isatty() if use_rich is None else use_rich:
+        _print_rich(layout, header)
+    else:
+        print("\n".join(_lines(layout, header)))
+
+
+def _title(layout: Layout) -> str:
+    return f"{layout_text(layout)}, {layout.dtype} on {layout.grid!r}"
+
+
+def _remarks(layout: Layout, tiles: Tiling) -> Iterator[str]:
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            name = layout.grid.axis_name(axis)
+            yield f"Along axis {name!r} ranks hold terms of a {placement.reduce_op}, not values."
+    if tiles.idle:
+        yield f"{_holders(tiles.idle).capitalize()} hold{'s' * (len(tiles.idle) == 1)} nothing."
+
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """One two-dimensional picture: the slice it shows, its row and column heads, its cells."""
+
+    title: str
+    rows: list[str]
+    columns: list[str]
+    cells: list[list[tuple[int, ...]]]
+
+
+def _grids(tiles: Tiling) -> Iterator[_Grid]:
+    """A grid for each block of the leading dims; a missing row or column dim has one entry."""
+    rows: Sequence[tuple[Span, ...]] = [()]
+    columns: Sequence[tuple[Span, ...]] = [()]
+    if tiles.spans:
+        columns = [(span,) for span in tiles.spans[-1]]
+    if len(tiles.spans) > 1:
+        rows = [(span,) for span in tiles.spans[-2]]
+    for block in itertools.product(*tiles.spans[:-2]):
+        yield _Grid(
+            f"[{', '.join([*map(_span, block), ':, :'])}]" if block else "",
+            [_span(*row) for row in rows],
+            [_span(*column) for column in columns],
+            [[tiles.holders[(*block, *row, *column)] for column in columns] for row in rows],
+        )
+
+
+def _span(span: Span | None = None) -> str:
+    return "" if span is None else f"{span[0]}:{span[1]}"
+
+
+def _holders(ranks: Sequence[int]) -> str:
+    """
+    >>> _holders([3]), _holders([0, 1]), _holders(range(64))
+    ('rank 3', 'ranks 0, 1', 'ranks 0, 1, 2, ... 63')
+    """
+    shown = [*map(str, ranks[:3]), f"... {ranks[-1]}"] if len(ranks) > 8 else map(str, ranks)
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(shown)}"
+
+
+# -- as text ---------------------------------------------------------------------------------
+
+
+def _lines(layout: Layout, header: str) -> Iterator[str]:
+    tiles = tiling(layout)
+    if header:
+        yield header
+    yield _title(layout)
+    for grid in _grids(tiles):
+        if grid.title:
+            yield grid.title
+        yield from _plain_grid(grid)
+    yield from _remarks(layout, tiles)
+
+
+def _plain_grid(grid: _Grid) -> Iterator[str]:
+    texts = [[_holders(ranks) for ranks in row] for row in grid.cells]
+    head = max(map(len, grid.rows))
+    widths = [
+        max(len(name), *(len(row[i]) for row in texts)) for i, name in enumerate(grid.columns)
+    ]
+
+    def line(name: str, cells: Sequence[str]) -> str:
+        padded = [f"{cell:^{width}}" for cell, width in zip(cells, widths, strict=True)]
+        return " | ".join([f" {name:>{head}}", *padded]).rstrip()
+
+    yield line("", grid.columns)
+    yield "-+-".join(["-" * (head + 1), *("-" * width for width in widths)])
+    for name, row in zip(grid.rows, texts, strict=True):
+        yield line(name, row)
+
+
+# -- in colour -------------------------------------------------------------------------------
+
+_COLOURS = (
+    "dark_blue",
+    "dark_green",
+    "dark_red",
+    "purple4",
+    "dark_cyan",
+    "orange4",
+    "deep_pink4",
+    "grey37",
+)
+
+
+def _print_rich(layout: Layout, header: str) -> None:
+    from rich.console import Console
+    from rich.text import Text  # placements in brackets would be taken for markup
+
+    console = Console()
+    tiles = tiling(layout)
+    if header:
+        console.print(Text(header, style="bold"))
+    console.print(Text(_title(layout)))
+    for grid in _grids(tiles):
+        console.print(_coloured_grid(grid))
+    for remark in _remarks(layout, tiles):
+        console.print(Text(remark))
+
+
+def _coloured_grid(grid: _Grid) -> Table:
+    from rich.table import Table
+    from rich.text import Text
+
+    title = Text(grid.title) if grid.title else None
+    table = Table(title=title, title_justify="left", show_lines=True)
+    table.add_column("", justify="right")
+    for name in grid.columns:
+        table.add_column(name, justify="center")
+    for name, row in zip(grid.rows, grid.cells, strict=True):
+        cells: list[Any] = [
+            Text(_holders(ranks), style=f"white on {_COLOURS[ranks[0] % len(_COLOURS)]}")
+            for ranks in row
+        ]
+        table.add_row(name, *cells)
+    return table
