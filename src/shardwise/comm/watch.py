@@ -47,9 +47,10 @@ watch = Watch()
 
 @contextlib.contextmanager
 def because(op: Any, *, implicit: bool) -> Iterator[None]:
-    """Collectives inside are caused by `op`."""
+    """Collectives inside are caused by `op`, unless something around it caused them already."""
     before = watch.cause
-    watch.cause = Cause(_name(op), implicit)
+    if before is None:
+        watch.cause = Cause(_name(op), implicit)
     try:
         yield
     finally:

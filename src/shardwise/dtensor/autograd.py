@@ -97,7 +97,7 @@ def redistribute(x: Any, target: Layout) -> Any:
 
 
 def lies_like(grad: Any, layout: Layout) -> Any:
-    """A gradient moved to where its sharded leaf lies.
+    """A gradient moved to where its leaf lies.
 
     It stays Partial over the axes that replicate the leaf: that is reduced when it is used.
     """
@@ -107,7 +107,7 @@ def lies_like(grad: Any, layout: Layout) -> Any:
     )
     if grad.placements == target and grad._layout.order == layout.order:
         return grad
-    with because("gradient of a sharded parameter", implicit=True):
+    with because("the gradient of a leaf", implicit=True):
         return redistribute(grad, grad._layout.with_placements(target, layout.order))
 
 

@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank, localize
+from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, Replicate, short
@@ -65,7 +66,8 @@ def distribute_tensor(
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
     for axis in range(grid.num_axes):
         if src_data_rank is not None:
-            local = collectives.broadcast(local, src_data_rank, grid, axis)
+            with because("distribute_tensor", implicit=False):
+                local = collectives.broadcast(local, src_data_rank, grid, axis)
         placed = (*normal[: axis + 1], *layout.placements[axis + 1 :])
         target = layout.with_placements(placed)
         local = execute(local, find_steps(layout, target))

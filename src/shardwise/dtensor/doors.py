@@ -12,6 +12,7 @@ from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, rank_values
 from shardwise.comm.roster import make_roster
+from shardwise.comm.watch import because
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
@@ -151,26 +152,50 @@ def check_fits(local: torch.Tensor, layout: Layout) -> None:
             )
 
 
-def check_all_ranks(local: torch.Tensor, layout: Layout) -> None:
-    """Compare shapes and dtypes over all ranks of the mesh, so that all of them raise."""
-    grid = layout.grid
+def check_all_ranks(
+    local: torch.Tensor,
+    grid: Grid,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> None:
+    """Compare shapes and dtypes over all ranks of the mesh, so that all of them raise.
+
+    Nothing that one rank alone could see may be raised before the ranks have met.
+    """
+    rows = _all_metas(local, grid)
+    first = torch.empty(rows[0][1], dtype=rows[0][0], device="meta")
+    found = dict(zip(grid.coordinates.values(), rows, strict=True))
+    if shape is None and any(row != rows[0] for row in rows):
+        unlike = {c: row for c, row in found.items() if row != rows[0]}
+        raise LayoutError(
+            f"The ranks hold other parts than rank {grid.ranks[0]}'s {rows[0]}: at mesh "
+            f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or equal parts."
+        )
+    layout = _local_layout(first, grid, placements, shape, stride)
+    for coordinate, (dtype, sizes) in found.items():
+        expected = layout.local_shape(coordinate)
+        if sizes != expected or dtype != layout.dtype:
+            raise LayoutError(
+                f"The ranks disagree: at mesh coordinate {coordinate} the local tensor is {dtype} "
+                f"of shape {sizes}, but {layout!r} gives it {layout.dtype} of shape {expected}. Give "
+                "from_local(..., shape=...) the global shape."
+            )
+
+
+def _all_metas(local: torch.Tensor, grid: Grid) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+    """The dtype and shape of the local tensor on every rank of the mesh."""
 
     def describe(_: Any, part: torch.Tensor) -> torch.Tensor:
         numbers = [_DTYPES.index(part.dtype), part.dim(), *part.shape]
         return torch.tensor(numbers + [0] * (16 - len(numbers)), device=part.device)[None]
 
-    found = each_rank(grid, describe, local)
-    for axis in reversed(range(grid.num_axes)):
-        found = collectives.all_gather(found, grid, axis)
-    rows = (found.agreed() if isinstance(found, LocalTensor) else found).tolist()
-    for coordinate, (dtype, ndim, *sizes) in zip(grid.coordinates.values(), rows, strict=True):
-        shape, expected = tuple(sizes[:ndim]), layout.local_shape(coordinate)
-        if shape != expected or _DTYPES[dtype] != layout.dtype:
-            raise LayoutError(
-                f"The ranks disagree: at mesh coordinate {coordinate} the local tensor is "
-                f"{_DTYPES[dtype]} of shape {shape}, but {layout!r} gives it {layout.dtype} of "
-                f"shape {expected}. Give from_local(..., shape=...) the global shape."
-            )
+    gathered = each_rank(grid, describe, local)
+    with because("from_local(run_check=True)", implicit=False):
+        for axis in reversed(range(grid.num_axes)):
+            gathered = collectives.all_gather(gathered, grid, axis)
+    rows = (gathered.agreed() if isinstance(gathered, LocalTensor) else gathered).tolist()
+    return [(_DTYPES[dtype], tuple(sizes[:ndim])) for dtype, ndim, *sizes in rows]
 
 
 _DTYPES = sorted(

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.embedding import lookup, lookup_grad
@@ -24,11 +25,6 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
-def _parameter_wish(layout: Layout) -> Layout | None:
-    """A sharded parameter's gradient lies like the parameter; a replicated one's may be Partial."""
-    return layout if any(p.is_shard() for p in layout.placements) else None
-
-
 # -- embedding -------------------------------------------------------------------------------
 
 
@@ -36,7 +32,7 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool) -> Any:
         ctx.save_for_backward(ids)
-        ctx.layout, ctx.options = weight._layout, (padding_idx, by_freq)
+        ctx.layout, ctx.options = gradient_layout(weight._layout), (padding_idx, by_freq)
         return run(lookup, weight, ids)
 
     @staticmethod
@@ -122,7 +118,7 @@ class Linear(torch.autograd.Function):
         if for_x:
             grad_x = _linear_input_grad(grad, weight)
         if for_weight:
-            grad_weight = _linear_weight_grad(grad, x, _parameter_wish(weight._layout))
+            grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
         if for_bias:
             grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
         return grad_x, grad_weight, grad_bias
@@ -134,7 +130,7 @@ def _linear_input_grad(grad: Any, weight: Any) -> Any:
     return run(linear_input_grad, grad, weight)
 
 
-def _linear_weight_grad(grad: Any, x: Any, wish: Layout | None) -> Any:
+def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
@@ -142,7 +138,7 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout | None) -> Any:
 
 class LinearWeightGrad(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, grad: Any, x: Any, wish: Layout | None) -> Any:
+    def forward(ctx: Any, grad: Any, x: Any, wish: Layout) -> Any:
         ctx.save_for_backward(grad, x)
         return run(linear_weight_grad, grad, x, wish=wish)
 

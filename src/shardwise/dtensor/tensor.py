@@ -160,11 +160,11 @@ class DTensor(torch.Tensor):
         return out
 
     def requires_grad_(self, mode: bool = True) -> DTensor:
-        """As for any tensor; the gradient of a sharded leaf will lie like the leaf."""
+        """As for any tensor; the gradient of a leaf lies like the leaf, or is Partial."""
         super().requires_grad_(mode)
-        layout = self._layout
-        if mode and "_hooked" not in self.__dict__ and any(p.is_shard() for p in layout.placements):
+        if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
+            layout = autograd.gradient_layout(self._layout)
             self.register_hook(lambda grad: autograd.lies_like(grad, layout))
         return self
 
@@ -208,9 +208,9 @@ class DTensor(torch.Tensor):
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
         local = localize(grid, local_tensor)
-        layout = doors.local_layout(local, grid, placements, shape, stride)
         if run_check:
-            doors.check_all_ranks(local, layout)
+            doors.check_all_ranks(local, grid, placements, shape, stride)
+        layout = doors.local_layout(local, grid, placements, shape, stride)
         if shape is not None or any(getattr(p, "sizes", None) for p in layout.placements):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwise.comm.cost import LATENCY_S
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
@@ -72,7 +73,7 @@ def propagate(
             continue
         if wish is not None and not _meets(combination, wish):
             continue
-        cost = sum(
+        cost = _pending_s(combination) + sum(
             cost_s(layout, _place(layout, combination.input(i), combination.order))
             for i, layout in enumerate(layouts)
         )
@@ -200,6 +201,19 @@ def _meets(combination: Combination, wish: Layout) -> bool:
         if found != asked and not (asked.is_replicate() and found.is_partial()):
             return False
     return canonical_order(placements, combination.order) == wish.order
+
+
+def _pending_s(combination: Combination) -> float:
+    """The latency of the reductions that new Partials put off.
+
+    Not their bytes: a gradient that stays Partial is reduced together with others.
+    """
+    pending = sum(
+        any(p.is_partial() for p in choice.outputs)
+        and not any(p.is_partial() for p in choice.inputs)
+        for choice in combination.choices
+    )
+    return pending * LATENCY_S
 
 
 def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
