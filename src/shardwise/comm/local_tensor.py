@@ -38,18 +38,23 @@ class LocalTensor(torch.Tensor):
     )
     """
 
-    __slots__ = ("_parts", "_roster")
+    __slots__ = ("_parts", "_roster", "_sized")
     _parts: tuple[torch.Tensor, ...]
     _roster: Roster
+    #: Whether its sizes are answered rank by rank; see Note [Uneven sizes]. The one inside a
+    #: DTensor is not asked: it lies below autograd, and what it is called with comes from layouts.
+    _sized: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, parts: Sequence[torch.Tensor], roster: Roster) -> LocalTensor:
+    def __new__(
+        cls, parts: Sequence[torch.Tensor], roster: Roster, sized: bool = False
+    ) -> LocalTensor:
         first = parts[0]
         shape: Any = first.shape
         stride: Any = first.stride()
-        if len(parts) > 1 and type(first) is torch.Tensor:
+        if sized and len(parts) > 1 and type(first) is torch.Tensor:
             if any(part.shape != shape for part in parts):
                 shape = _per_rank(roster, [part.shape for part in parts])
             if any(part.stride() != stride for part in parts):
@@ -64,6 +69,7 @@ class LocalTensor(torch.Tensor):
         )
         self._parts = tuple(parts)
         self._roster = roster
+        self._sized = sized
         return self
 
     # -- making and reading ------------------------------------------------------------------
@@ -75,7 +81,7 @@ class LocalTensor(torch.Tensor):
         """The tensor that `fn(rank)` gives on each rank of the current simulated world."""
         world = simulated_world("LocalTensor.per_rank")
         every = tuple(range(world.size)) if ranks is None else tuple(ranks)
-        return from_ranks(world, every, [fn(rank) for rank in every])
+        return from_ranks(world, every, [fn(rank) for rank in every], sized=True)
 
     @property
     def ranks(self) -> tuple[int, ...]:
@@ -98,19 +104,17 @@ class LocalTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        first = self._parts[0].shape
-        # Tracing reads sizes of every wrapper; there the first rank's stand for the wrapper alone.
-        if len(self._parts) > 1 and torch._guards.TracingContext.try_get() is None:
+        if self._sized:
             agreed_value([p.shape for p in self._parts], self._roster, "shape")
-        return first
+        return self._parts[0].shape
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def stride(self, dim: int | None = None) -> Any:
-        stride = self._parts[0].stride()
-        if len(self._parts) > 1 and torch._guards.TracingContext.try_get() is None:
+        if self._sized:
             agreed_value([p.stride() for p in self._parts], self._roster, "stride")
+        stride = self._parts[0].stride()
         return stride if dim is None else stride[dim]
 
     def numel(self) -> int:
@@ -165,7 +169,8 @@ class LocalTensor(torch.Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:
             copies = [p.detach().clone() for p in self._parts]
-            memo[id(self)] = LocalTensor(copies, self._roster).requires_grad_(self.requires_grad)
+            copied = LocalTensor(copies, self._roster, self._sized)
+            memo[id(self)] = copied.requires_grad_(self.requires_grad)
         return memo[id(self)]
 
     # -- the op call -------------------------------------------------------------------------
@@ -185,9 +190,10 @@ class LocalTensor(torch.Tensor):
             func(*[a._parts[i] if type(a) is LocalTensor else a for a in args])
             for i in range(roster.num_parts)
         ]
+        sized = any(a._sized for a in args if type(a) is LocalTensor)
         if isinstance(results[0], torch.Tensor):
-            return LocalTensor(results, roster)
-        return wrap_results(results, roster, str(func))
+            return LocalTensor(results, roster, sized)
+        return wrap_results(results, roster, str(func), sized)
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:
@@ -243,7 +249,11 @@ def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for here in calls:
         part_args, part_kwargs = tree_unflatten(here, spec)
         results.append(func(*part_args, **part_kwargs))
-    return wrap_results(results, roster, str(func))
+    return wrap_results(results, roster, str(func), _any_sized(leaves))
+
+
+def _any_sized(leaves: Sequence[Any]) -> bool:
+    return any(type(leaf) is LocalTensor and leaf._sized for leaf in leaves)
 
 
 def _run_in_place(
@@ -276,7 +286,7 @@ def _run_in_place(
                 return leaves[i]
     if not func._schema.returns:
         return None
-    return wrap_results(results, roster, str(func))
+    return wrap_results(results, roster, str(func), _any_sized(leaves))
 
 
 def _check_same_write(
@@ -304,13 +314,14 @@ def _written_leaves(func: Any, leaves: list[Any], spec: Any) -> list[int]:
     return [i for i in found if isinstance(leaves[i], torch.Tensor)]
 
 
-def wrap_results(results: list[Any], roster: Roster, asked: str) -> Any:
+def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = False) -> Any:
     """One result out of the parts' results: tensors are kept per rank, plain values must agree."""
     first = results[0]
     if isinstance(first, torch.Tensor):
-        return LocalTensor(results, roster)
+        return LocalTensor(results, roster, sized)
     if isinstance(first, (tuple, list)):
-        whole = [wrap_results(list(each), roster, asked) for each in zip(*results, strict=True)]
+        columns = zip(*results, strict=True)
+        whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
 
@@ -362,11 +373,21 @@ def _spans(ranks: Sequence[int]) -> str:
 
 
 def from_ranks(
-    world: World, ranks: tuple[int, ...], tensors: Sequence[torch.Tensor]
+    world: World,
+    ranks: tuple[int, ...],
+    tensors: Sequence[torch.Tensor],
+    sized: bool = False,
 ) -> LocalTensor:
     """A LocalTensor of one tensor per rank; one that several ranks hold is stored once."""
     roster, firsts = grouped(world, ranks, [id(t) for t in tensors])
-    return LocalTensor([tensors[place] for place in firsts], roster)
+    return LocalTensor([tensors[place] for place in firsts], roster, sized)
+
+
+def sized_copy(x: torch.Tensor, sized: bool) -> torch.Tensor:
+    """An alias of `x` outside autograd, for use outside a DTensor (sized) or inside (not)."""
+    if isinstance(x, LocalTensor):
+        return LocalTensor([part.detach() for part in x._parts], x._roster, sized)
+    return x.detach()
 
 
 @functools.lru_cache(maxsize=256)

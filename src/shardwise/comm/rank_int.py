@@ -154,5 +154,7 @@ _OPERATORS: dict[str, Callable[[Any, Any], Any]] = {
     "sym_and": lambda a, b: a and b,
     "sym_or": lambda a, b: a or b,
 }
+# Not in the class body, where it would hide the type `str`.
+setattr(RankIntNode, "str", RankIntNode._str)  # noqa: B010
 for _name, _fn in _OPERATORS.items():
     setattr(RankIntNode, _name, _binary(_fn))

@@ -15,7 +15,7 @@ from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.errors import ArgumentError, WorldError
 
-__all__ = ["each_rank", "localize", "my_coordinate", "rank_values"]
+__all__ = ["each_rank", "localize", "my_coordinate", "one_for_all", "rank_values"]
 
 
 def my_coordinate(grid: Grid) -> Coordinate:
@@ -47,6 +47,16 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
     if missing:
         raise ArgumentError(f"The LocalTensor has no value for ranks {missing} of {grid!r}.")
     return from_ranks(grid.world, grid.ranks, [tensor.on_rank(r) for r in grid.ranks])
+
+
+def one_for_all(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor where all ranks hold the same values, else `tensor` itself."""
+    parts = getattr(tensor, "_parts", None)
+    if parts is None or type(parts[0]) is not torch.Tensor:  # what torch.compile traces has no values
+        return tensor
+    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+        return tensor
+    return parts[0]
 
 
 def each_rank(

@@ -56,7 +56,7 @@ def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
         raise WorldError(
             f"The collective's group reaches no rank of {missing}; the tensor is on {x.ranks}."
         )
-    return from_ranks(world, x.ranks, [result[rank] for rank in x.ranks])
+    return from_ranks(world, x.ranks, [result[rank] for rank in x.ranks], x._sized)
 
 
 def _lines(world: World, group: Any) -> list[list[int]]:

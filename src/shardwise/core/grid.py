@@ -58,8 +58,11 @@ class Grid:
 
     def lines(self, axis: int) -> list[list[int]]:
         """The groups of ranks that differ only in their place along `axis`."""
-        ranks = torch.tensor(self.ranks).view(self.shape)
-        return ranks.movedim(axis, -1).reshape(-1, self.shape[axis]).tolist()
+        # Plain Python: this may run first while torch.compile traces, where tensors have no values.
+        groups: dict[Coordinate, list[int]] = {}
+        for rank, place in self.coordinates.items():
+            groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
+        return list(groups.values())
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self  # one object per value

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
@@ -116,11 +118,12 @@ class ToLocal(torch.autograd.Function):
     def forward(ctx: Any, x: Any, grad_layout: Layout) -> torch.Tensor:
         ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        return x._local.detach()
+        return sized_copy(x._local, True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout = ctx.grad_layout
+        grad = sized_copy(grad, False)
         return ctx.wrap(grad, _with_dtype(layout, grad.dtype)), None
 
 
@@ -130,12 +133,15 @@ class FromLocal(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, layout: Layout, grad_layout: Layout, cls: Any
     ) -> Any:
         ctx.grad_layout, ctx.share = grad_layout, _share(layout)
-        return cls.wrap(local.detach(), layout)
+        ctx.plain = type(local) is torch.Tensor
+        return cls.wrap(localize(layout.grid, local).detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         moved = redistribute(grad, _like_tensor(ctx.grad_layout, grad._layout))
-        local = moved._local.detach()
+        local = sized_copy(moved._local, True)
+        if ctx.plain:
+            local = one_for_all(local)
         return local if ctx.share == 1 else local * ctx.share, None, None, None
 
 

@@ -170,7 +170,8 @@ def check_all_ranks(
         unlike = {c: row for c, row in found.items() if row != rows[0]}
         raise LayoutError(
             f"The ranks hold other parts than rank {grid.ranks[0]}'s {rows[0]}: at mesh "
-            f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or equal parts."
+            f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or parts "
+            "that are alike."
         )
     layout = _local_layout(first, grid, placements, shape, stride)
     for coordinate, (dtype, sizes) in found.items():
@@ -178,8 +179,8 @@ def check_all_ranks(
         if sizes != expected or dtype != layout.dtype:
             raise LayoutError(
                 f"The ranks disagree: at mesh coordinate {coordinate} the local tensor is {dtype} "
-                f"of shape {sizes}, but {layout!r} gives it {layout.dtype} of shape {expected}. Give "
-                "from_local(..., shape=...) the global shape."
+                f"of shape {sizes}, but {layout!r} gives it {layout.dtype} of shape {expected}. "
+                "Give from_local(..., shape=...) the global shape."
             )
 
 

@@ -265,6 +265,10 @@ class _Only(TorchDispatchMode):
         super().__init__()
         self.op = op
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what wraps it otherwise imports the compiler, for most of a second
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is not self.op:
             raise _OtherOp

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.local_tensor import sized_copy
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import Grid, grid_of
@@ -84,6 +85,8 @@ class DTensor(torch.Tensor):
     @staticmethod
     def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
         """A DTensor out of its parts, unchecked."""
+        if getattr(local, "_sized", False):
+            local = sized_copy(local, False)
         out = _make_wrapper(
             DTensor,
             layout.shape,
@@ -214,11 +217,11 @@ class DTensor(torch.Tensor):
         if shape is not None or any(getattr(p, "sizes", None) for p in layout.placements):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return DTensor.wrap(local.detach(), layout)
+            return DTensor.wrap(sized_copy(local, False), layout)
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.FromLocal.apply(local, layout, grad_layout, DTensor)
+        return autograd.FromLocal.apply(local_tensor, layout, grad_layout, DTensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
@@ -228,7 +231,7 @@ class DTensor(torch.Tensor):
         """
         layout = self._layout
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return self._local.detach()
+            return sized_copy(self._local, True)
         if grad_placements is None:
             grad_layout = autograd.gradient_layout(layout)
         else:

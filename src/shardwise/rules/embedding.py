@@ -111,7 +111,9 @@ def lookup_choices(call: Call) -> Iterator[Choice]:
         )
     for sizes in call.splits([(0, 1)]):
         yield Choice((Shard(1, sizes), REPLICATE), (Shard(last, sizes),))
-    for dim in range(ids.ndim):
+    # A table that is sharded is never gathered to meet ids that are: ids move, tables do not.
+    table_is_whole = not call.placed or not call.placed[0].is_shard()
+    for dim in range(ids.ndim) if table_is_whole else ():
         for sizes in call.splits([(1, dim)]):
             yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
     yield from linear_choices(call, ((0,),))

@@ -1,0 +1,276 @@
+"""What one eager call costs: shardwise, torch's DTensor and the plain local op, in one process.
+
+    python -m benchmarks.dispatch [--filter linear] [--repeats 15] [--json out.json]
+
+The tensors are small, so what is left is overhead. Both systems share one mesh of 4 ranks in a real
+world (nothing is simulated) whose process group sends nothing: collectives cost their launch only.
+Both get the same local values in the same placements.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as ours
+from benchmarks.timing import Case, add_options, measure, print_table, write_json
+
+NUM_RANKS = 4
+#: Rows and columns of a local tensor.
+SIZE = 16
+
+#: Placements by their short names, in each system.
+Placed = Callable[[Any], list[Any]]
+
+
+def shard(dim: int) -> Placed:
+    return lambda system: [system.Shard(dim)]
+
+
+def replicated(system: Any) -> list[Any]:
+    return [system.Replicate()]
+
+
+def partial(system: Any) -> list[Any]:
+    return [system.Partial()]
+
+
+class Cases:
+    """Makes cases of a function and of how its arguments lie."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def distributed(
+        self, system: Any, local: torch.Tensor, placed: Placed, grad: bool = False
+    ) -> Any:
+        made = system.DTensor.from_local(local, self.mesh, placed(system), run_check=False)
+        return made.detach().requires_grad_(grad)
+
+    def call(
+        self,
+        name: str,
+        fn: Callable[..., Any],
+        *operands: tuple[torch.Tensor, Placed],
+        grad: bool = False,
+    ) -> Case:
+        """`fn` of operands that are made once."""
+
+        def bind(tensors: Sequence[Any]) -> Callable[[], Any]:
+            match tensors:
+                case [x]:
+                    return lambda: fn(x)
+                case [x, y]:
+                    return lambda: fn(x, y)
+                case [x, y, z]:
+                    return lambda: fn(x, y, z)
+            raise ValueError(f"{name}: {len(tensors)} operands")
+
+        def on(system: Any) -> Callable[[], Any]:
+            return bind([self.distributed(system, t, placed, grad) for t, placed in operands])
+
+        plain = [t.detach().clone().requires_grad_(grad) for t, _ in operands]
+        return Case(name, on(ours), on(theirs), bind(plain))
+
+    def move(self, name: str, before: Placed, after: Placed) -> Case:
+        """A redistribution: there is no local twin."""
+
+        def on(system: Any) -> Callable[[], Any]:
+            x = self.distributed(system, _values(SIZE, SIZE), before)
+            placements = after(system)
+            mesh = self.mesh
+            return lambda: x.redistribute(mesh, placements)
+
+        return Case(name, on(ours), on(theirs))
+
+    def each(self, name: str, make: Callable[[Any], Callable[[], Any]]) -> Case:
+        """A case that `make` builds for a system, and for None: plain tensors."""
+        return Case(name, make(ours), make(theirs), make(None))
+
+
+def _values(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape) / 10
+
+
+def _ids() -> torch.Tensor:
+    return torch.randint(0, SIZE, (SIZE,))
+
+
+def pointwise(cases: Cases) -> Iterator[Case]:
+    rows = (_values(SIZE, SIZE), shard(0))
+    zeros = (torch.zeros(SIZE, SIZE), shard(0))
+    yield cases.call("add", torch.add, rows, rows)
+    yield cases.call("add_ (in place)", lambda x, y: x.add_(y), rows, zeros)
+    yield cases.call("add scalar", lambda x: x + 1.0, rows)
+    yield cases.call("mul scalar", lambda x: x * 2.0, rows)
+    yield cases.call("add, grad", torch.add, rows, rows, grad=True)
+    yield cases.call("gelu", F.gelu, rows)
+    yield cases.call("softmax", lambda x: torch.softmax(x, -1), rows)
+    yield cases.call("layer_norm", lambda x: F.layer_norm(x, (SIZE,)), rows)
+    yield cases.call("sum", torch.sum, rows)
+    yield cases.call("sum of a dim", lambda x: x.sum(-1), rows)
+
+
+def products(cases: Cases) -> Iterator[Case]:
+    rows = (_values(SIZE, SIZE), shard(0))
+    whole = (_values(SIZE, SIZE), replicated)
+    three = (_values(2, SIZE, SIZE), replicated)
+    columns = (_values(SIZE, SIZE), shard(1))
+    bias = (_values(SIZE), shard(0))
+    yield cases.call("mm", torch.mm, whole, columns)
+    yield cases.call("addmm", torch.addmm, bias, whole, columns)
+    yield cases.call("linear 2-D", F.linear, whole, rows)
+    yield cases.call("linear 2-D, bias", F.linear, whole, rows, bias)
+    yield cases.call("linear 3-D, bias", F.linear, three, rows, bias)
+    yield cases.call("linear 3-D, bias, grad", F.linear, three, rows, bias, grad=True)
+    yield cases.call(
+        "linear 3-D, row-parallel", F.linear, (_values(2, SIZE, SIZE), shard(2)), columns
+    )
+
+
+def views(cases: Cases) -> Iterator[Case]:
+    rows = (_values(SIZE, SIZE), shard(0))
+    yield cases.call("view", lambda x: x.view(-1, 4, SIZE // 4), rows)
+    yield cases.call("transpose", lambda x: x.transpose(0, 1), rows)
+    yield cases.call("t", lambda x: x.t(), rows)
+    yield cases.call("detach", lambda x: x.detach(), rows)
+    yield cases.call("chunk", lambda x: x.chunk(2, 1), rows)
+
+
+def embeddings(cases: Cases) -> Iterator[Case]:
+    ids = (_ids(), replicated)
+
+    def lookup(ids: Any, weight: Any) -> Any:
+        return F.embedding(ids, weight)
+
+    yield cases.call("embedding, row-wise", lookup, ids, (_values(SIZE, SIZE), shard(0)))
+    yield cases.call("embedding, column-wise", lookup, ids, (_values(SIZE, SIZE), shard(1)))
+    for name, placed in (("row-wise", shard(0)), ("column-wise", shard(1))):
+        yield cases.each(f"embedding, {name}, fwd+bwd", _train_lookup(cases, placed))
+
+
+def _train_lookup(cases: Cases, placed: Placed) -> Callable[[Any], Callable[[], Any]]:
+    def make(system: Any) -> Callable[[], Any]:
+        weight, ids = _values(SIZE, SIZE), _ids()
+        if system is None:
+            weight.requires_grad_()
+        else:
+            weight = cases.distributed(system, weight, placed, grad=True)
+            ids = cases.distributed(system, ids, replicated)
+
+        def step() -> None:
+            weight.grad = None
+            F.embedding(ids, weight).sum().backward()
+
+        return step
+
+    return make
+
+
+def doors(cases: Cases) -> Iterator[Case]:
+    mesh, local = cases.mesh, _values(SIZE, SIZE)
+
+    def enter(system: Any, x: torch.Tensor) -> Callable[[], Any]:
+        placements = [system.Shard(0)]
+        from_local = system.DTensor.from_local
+        return lambda: from_local(x, mesh, placements, run_check=False)
+
+    trained = _values(SIZE, SIZE).requires_grad_()
+    yield Case("from_local", enter(ours, local), enter(theirs, local))
+    yield Case("from_local, grad", enter(ours, trained), enter(theirs, trained))
+    rows = (local, shard(0))
+    for name, grad in (("to_local", False), ("to_local, grad", True)):
+        case = cases.call(name, lambda x: x.to_local(), rows, grad=grad)
+        yield Case(case.name, case.ours, case.theirs)
+
+
+def moves(cases: Cases) -> Iterator[Case]:
+    yield cases.move("redistribute S(0) -> R", shard(0), replicated)
+    yield cases.move("redistribute R -> S(0)", replicated, shard(0))
+    yield cases.move("redistribute P -> R", partial, replicated)
+    yield cases.move("redistribute P -> S(0)", partial, shard(0))
+    yield cases.move("redistribute S(0) -> S(1)", shard(0), shard(1))
+    yield cases.move("redistribute S(0) -> S(0)", shard(0), shard(0))
+
+
+def training(cases: Cases) -> Iterator[Case]:
+    yield cases.each("MLP, fwd+bwd", lambda system: _mlp_step(cases, system))
+    yield cases.each("SGD step", _optimizer_step(cases, torch.optim.SGD, foreach=False))
+    yield cases.each("AdamW step", _optimizer_step(cases, torch.optim.AdamW, foreach=False))
+    yield cases.each("AdamW step, foreach", _optimizer_step(cases, torch.optim.AdamW, foreach=True))
+
+
+def _parameters(cases: Cases, system: Any) -> list[Any]:
+    """A column-parallel linear, then a row-parallel one whose bias every rank adds once."""
+    parts = [
+        (_values(SIZE, SIZE), shard(0)),
+        (_values(SIZE), shard(0)),
+        (_values(SIZE, SIZE), shard(1)),
+        (_values(SIZE), replicated),
+    ]
+    if system is None:
+        return [nn.Parameter(t) for t, _ in parts]
+    return [nn.Parameter(cases.distributed(system, t, placed)) for t, placed in parts]
+
+
+def _mlp_step(cases: Cases, system: Any) -> Callable[[], Any]:
+    up, up_bias, down, down_bias = parameters = _parameters(cases, system)
+    x = _values(8, SIZE)
+    if system is not None:
+        x = cases.distributed(system, x, replicated)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        hidden = F.relu(F.linear(x, up, up_bias))
+        F.linear(hidden, down, down_bias).sum().backward()
+
+    return step
+
+
+def _optimizer_step(
+    cases: Cases, optimizer: Callable[..., Any], **options: Any
+) -> Callable[[Any], Callable[[], Any]]:
+    def make(system: Any) -> Callable[[], Any]:
+        parameters = _parameters(cases, system)
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        return optimizer(parameters, lr=1e-3, **options).step
+
+    return make
+
+
+FAMILIES = (pointwise, products, views, embeddings, doors, moves, training)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--filter", default="", help="only cases whose name contains this")
+    add_options(parser, repeats=15)
+    options = parser.parse_args(arguments)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    try:
+        cases = Cases(init_device_mesh("cpu", (NUM_RANKS,)))
+        chosen = [c for family in FAMILIES for c in family(cases) if options.filter in c.name]
+        results = [measure(case, options.repeats) for case in chosen]
+    finally:
+        dist.destroy_process_group()
+    print_table(f"one eager call, {SIZE}x{SIZE} local, {NUM_RANKS} ranks", results)
+    write_json(options.json, results, benchmark="dispatch", num_ranks=NUM_RANKS, size=SIZE)
+
+
+if __name__ == "__main__":
+    main()

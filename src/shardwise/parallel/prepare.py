@@ -1,0 +1,242 @@
+"""PrepareModuleInput and PrepareModuleOutput: layouts at the border of a module, no parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.placements import Placement
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.parallel.spot import Spot, one_per_tensor
+from shardwise.parallel.style import ParallelStyle, append_output_hook, prepend_input_hook
+
+Layouts = Placement | tuple[Placement | None, ...]
+KwargLayouts = Mapping[str, Placement]
+
+
+class PrepareModuleInput(ParallelStyle):
+    """Bring a module's inputs to `desired_input_layouts` before its forward.
+
+    One layout for each positional input; None passes an input on as it is. A plain tensor is taken
+    to lie as `input_layouts` says. Keyword inputs are named in `input_kwarg_layouts` and
+    `desired_input_kwarg_layouts`. With `use_local_output`, the module sees plain tensors.
+
+    >>> import shardwise, torch
+    >>> from shardwise import Replicate, Shard
+    >>> from shardwise.parallel import PrepareModuleInput, parallelize_module
+    >>> style = PrepareModuleInput(input_layouts=Shard(0), desired_input_layouts=Replicate())
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     y = parallelize_module(torch.nn.Identity(), mesh, style)(torch.ones(3, 4))
+    >>> tuple(y.shape), y.placements
+    ((6, 4), (Replicate(),))
+    """
+
+    decides = ("input",)
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: KwargLayouts | None = None,
+        desired_input_kwarg_layouts: KwargLayouts | None = None,
+        use_local_output: bool = False,
+    ) -> None:
+        self.input_layouts, self.desired_input_layouts = _pairs(
+            input_layouts, desired_input_layouts, "input_layouts", "desired_input_layouts"
+        )
+        self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
+        self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
+        if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
+            raise LayoutError(
+                f"input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, but "
+                "desired_input_kwarg_layouts names "
+                f"{sorted(self.desired_input_kwarg_layouts)}: name the same keywords in both."
+            )
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+
+        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return self._positional(spot, args), self._keywords(spot, kwargs)
+
+        prepend_input_hook(module, enter)
+        return module
+
+    def _positional(self, spot: Spot, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        if self.input_layouts is None or self.desired_input_layouts is None:
+            return args
+        if len(args) != len(self.input_layouts):
+            raise LayoutError(
+                f"{spot.where} was called with {len(args)} positional inputs, but input_layouts "
+                f"has {len(self.input_layouts)}: {self.input_layouts}. Give one layout for each, "
+                "None for those to leave alone, and input_kwarg_layouts for keywords."
+            )
+        layouts = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
+        return tuple(
+            self._enter(spot, x, given, wanted, f"input {number}")
+            for number, (x, given, wanted) in enumerate(layouts)
+        )
+
+    def _keywords(self, spot: Spot, kwargs: dict[str, Any]) -> dict[str, Any]:
+        changed = dict(kwargs)
+        for name, given in self.input_kwarg_layouts.items():
+            if name in kwargs and kwargs[name] is not None:
+                wanted = self.desired_input_kwarg_layouts[name]
+                changed[name] = self._enter(spot, kwargs[name], given, wanted, f"input {name!r}")
+        return changed
+
+    def _enter(
+        self, spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str
+    ) -> Any:
+        if given is None or wanted is None:
+            return x
+        entered = spot.enter(x, given, wanted, name)
+        return entered.to_local() if self.use_local_output else entered
+
+
+class PrepareModuleOutput(ParallelStyle):
+    """Bring a module's outputs to `desired_output_layouts` after its forward.
+
+    One layout for each output; None leaves an output as it is. A plain output is taken to lie as
+    `output_layouts` says. What comes out is a plain tensor unless `use_local_output` is False.
+
+    >>> import shardwise, torch
+    >>> from shardwise import Replicate, Shard
+    >>> from shardwise.parallel import PrepareModuleOutput, parallelize_module
+    >>> style = PrepareModuleOutput(output_layouts=Replicate(), desired_output_layouts=Shard(0))
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     y = parallelize_module(torch.nn.Identity(), mesh, style)(torch.arange(4))
+    >>> y
+    LocalTensor(
+      rank 0: tensor([0, 1])
+      rank 1: tensor([2, 3])
+    )
+    """
+
+    decides = ("output",)
+
+    def __init__(
+        self,
+        *,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        given, wanted = _pairs(
+            output_layouts, desired_output_layouts, "output_layouts", "desired_output_layouts"
+        )
+        if given is None or wanted is None:
+            raise ArgumentError("PrepareModuleOutput needs output_layouts.")
+        self.output_layouts, self.desired_output_layouts = given, wanted
+        self.use_local_output = use_local_output
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+        append_output_hook(module, lambda output: self._outputs(spot, output))
+        return module
+
+    def _outputs(self, spot: Spot, output: Any) -> Any:
+        several = isinstance(output, (tuple, list))
+        outputs = list(output) if several else [output]
+        if len(outputs) != len(self.output_layouts):
+            raise LayoutError(
+                f"{spot.where} returned {len(outputs)} outputs, but output_layouts has "
+                f"{len(self.output_layouts)}: {self.output_layouts}. Give one layout for each, "
+                "None for those to leave alone."
+            )
+        layouts = zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True)
+        moved = [
+            self._leave(spot, x, given, wanted, f"output {number}")
+            for number, (x, given, wanted) in enumerate(layouts)
+        ]
+        return _like(output, moved) if several else moved[0]
+
+    def _leave(
+        self, spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str
+    ) -> Any:
+        if given is None or wanted is None:
+            return x
+        moved = spot.enter(x, given, wanted, name)
+        return moved.to_local() if self.use_local_output else moved
+
+
+class PrepareModuleInputOutput(ParallelStyle):
+    """`PrepareModuleInput` and `PrepareModuleOutput` in one, with their arguments.
+
+    `use_local_input` is the `use_local_output` of the first.
+
+    >>> import shardwise, torch
+    >>> from shardwise import Replicate, Shard
+    >>> from shardwise.parallel import PrepareModuleInputOutput, parallelize_module
+    >>> style = PrepareModuleInputOutput(
+    ...     input_layouts=Shard(0), desired_input_layouts=Replicate(),
+    ...     output_layouts=Replicate(), desired_output_layouts=Shard(1),
+    ... )
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     y = parallelize_module(torch.nn.Identity(), mesh, style)(torch.ones(3, 4))
+    >>> y.shape
+    torch.Size([6, 2])
+    """
+
+    decides = ("input", "output")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Layouts | None = None,
+        desired_input_layouts: Layouts | None = None,
+        input_kwarg_layouts: KwargLayouts | None = None,
+        desired_input_kwarg_layouts: KwargLayouts | None = None,
+        use_local_input: bool = False,
+        output_layouts: Layouts,
+        desired_output_layouts: Layouts,
+        use_local_output: bool = True,
+    ) -> None:
+        self.prepare_module_input = PrepareModuleInput(
+            input_layouts=input_layouts,
+            desired_input_layouts=desired_input_layouts,
+            input_kwarg_layouts=input_kwarg_layouts,
+            desired_input_kwarg_layouts=desired_input_kwarg_layouts,
+            use_local_output=use_local_input,
+        )
+        self.prepare_module_output = PrepareModuleOutput(
+            output_layouts=output_layouts,
+            desired_output_layouts=desired_output_layouts,
+            use_local_output=use_local_output,
+        )
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        for style in (self.prepare_module_input, self.prepare_module_output):
+            style.path = self.path
+            style._apply(module, device_mesh)
+        return module
+
+
+def _pairs(given: Any, wanted: Any, given_name: str, wanted_name: str) -> tuple[Any, Any]:
+    """Both layouts as tuples of one length, or None twice."""
+    if given is None and wanted is None:
+        return None, None
+    if given is None or wanted is None:
+        raise ArgumentError(f"{given_name} and {wanted_name} go together; one of them is missing.")
+    first, second = one_per_tensor(given, given_name), one_per_tensor(wanted, wanted_name)
+    if len(first) != len(second):
+        raise LayoutError(
+            f"{given_name} has {len(first)} layouts, {wanted_name} {len(second)}: give one of each "
+            "for every tensor."
+        )
+    return first, second
+
+
+def _like(output: Any, items: list[Any]) -> Any:
+    """`items` in the kind of sequence that the module returned."""
+    if hasattr(output, "_fields"):  # a named tuple
+        return type(output)(*items)
+    return type(output)(items)

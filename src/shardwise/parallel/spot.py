@@ -1,0 +1,123 @@
+"""Spot: where in a model, and along which mesh axis, a style works.
+
+Note [Axes of a parallel module]
+A style speaks of one mesh axis, the tensor axis. On a mesh of several axes that is the one named
+"tp", else the last. The others are data axes: parameters are replicated over them, and a plain
+tensor that enters is the rank's own part of the batch, `Shard(0)` over each of them. A DTensor that
+enters keeps its placements there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.chunks import lengths
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+
+TENSOR_AXIS = "tp"
+
+
+def tensor_axis(mesh: DeviceMesh) -> int:
+    """The axis that styles shard along; see Note [Axes of a parallel module]."""
+    names = mesh.mesh_dim_names
+    return names.index(TENSOR_AXIS) if names and TENSOR_AXIS in names else mesh.ndim - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A mesh, its tensor axis, and the path of the module that is worked on."""
+
+    mesh: DeviceMesh
+    axis: int
+    path: str = ""
+
+    def __deepcopy__(self, memo: Any) -> Spot:
+        return self  # a mesh stands for processes, which are not copied
+
+    @property
+    def where(self) -> str:
+        return f"Module {self.path!r}" if self.path else "The root module"
+
+    def at(self, path: str) -> Spot:
+        return replace(self, path=path)
+
+    def parameter_placements(self, placement: Placement) -> list[Placement]:
+        """`placement` over the tensor axis, replicated over the others."""
+        placements: list[Placement] = [REPLICATE] * self.mesh.ndim
+        placements[self.axis] = placement
+        return placements
+
+    def batch_placements(self, placement: Placement) -> list[Placement]:
+        """`placement` over the tensor axis, the batch split over the others."""
+        placements: list[Placement] = [Shard(0)] * self.mesh.ndim
+        placements[self.axis] = placement
+        return placements
+
+    def sized(self, placement: Placement, size: int) -> Placement:
+        """A split of a dim whose global size is known: ranks may then hold uneven parts."""
+        if not isinstance(placement, Shard) or placement.sizes is not None:
+            return placement
+        return Shard(placement.dim, lengths(size, self.mesh.size(self.axis), None))
+
+    def enter(self, x: Any, given: Placement, wanted: Placement, name: str = "the input") -> DTensor:
+        """`x` as a DTensor that lies as `wanted`. A plain `x` is taken to lie as `given`."""
+        if not isinstance(x, DTensor):
+            if not isinstance(x, torch.Tensor):
+                raise ArgumentError(
+                    f"{self.where}: {name} has a layout, {given}, but is not a tensor: found "
+                    f"{type(x).__name__}. Give it the layout None to pass it on as it is."
+                )
+            x = self._from_local(x, given, name)
+            if wanted == given:
+                return x
+        return self.move(x, wanted, name)
+
+    def _from_local(self, x: torch.Tensor, given: Placement, name: str) -> DTensor:
+        try:
+            return DTensor.from_local(x, self.mesh, self.batch_placements(given))
+        except ShardwiseError as error:
+            raise LayoutError(
+                f"{self.where}: {name} is a plain tensor and each rank's part of {given}, but does "
+                f"not fit it. {error}"
+            ) from error
+
+    def move(self, x: DTensor, wanted: Placement, name: str = "the output") -> DTensor:
+        """`x` with another placement over the tensor axis, differentiable."""
+        placements = list(x.placements)
+        if placements[self.axis] == wanted:
+            return x
+        placements[self.axis] = wanted
+        try:
+            return x.redistribute(placements=placements)
+        except ShardwiseError as error:
+            raise LayoutError(
+                f"{self.where}: {name} cannot be brought to {wanted}. {error}"
+            ) from error
+
+    def leave(self, x: Any, wanted: Placement, local: bool, name: str = "the output") -> Any:
+        """`x` moved to `wanted`, as a plain tensor when `local`."""
+        if not isinstance(x, DTensor):
+            raise ArgumentError(
+                f"{self.where}: {name} should be a DTensor, found {type(x).__name__}: "
+                "a plain tensor met only plain tensors inside the module."
+            )
+        moved = self.move(x, wanted, name)
+        return moved.to_local() if local else moved
+
+
+def one_per_tensor(layouts: Any, argument: str) -> tuple[Placement | None, ...]:
+    """Layouts as users give them, one placement or a sequence, as a tuple."""
+    given = (layouts,) if layouts is None or isinstance(layouts, Placement) else layouts
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentError(f"{argument} takes placements, found {layouts!r}.")
+    for layout in given:
+        if layout is not None and not isinstance(layout, Placement):
+            raise ArgumentError(f"{argument} takes placements or None, found {layout!r}.")
+    return tuple(given)

@@ -1,0 +1,168 @@
+"""ParallelStyle: one way to make a module parallel; and what every style shares."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.placements import Placement, short
+from shardwise.dtensor.create import distribute_tensor
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.parallel.spot import Spot, tensor_axis
+
+#: Where a module keeps what styles have done to it: `{what: name of the style}`.
+_DONE = "_parallel_styles"
+
+
+class ParallelStyle(abc.ABC):
+    """What a plan maps a module's path to. Subclass it for a style of your own.
+
+    `_apply(module, device_mesh)` changes the module in place and returns it: it registers DTensor
+    parameters and forward hooks. `parallelize_module` sets two attributes before it calls it:
+    `src_data_rank`, to be passed to `distribute_tensor`, and `path`, where the module stands.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ParallelStyle, parallelize_module
+    >>> class Whole(ParallelStyle):
+    ...     '''Every parameter on every rank.'''
+    ...     def _apply(self, module, device_mesh):
+    ...         return shardwise.distribute_module(module, device_mesh)
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     layer = parallelize_module(torch.nn.Linear(3, 3), mesh, Whole())
+    >>> layer.weight.placements
+    (Replicate(),)
+    """
+
+    src_data_rank: int | None = 0
+    path: str = ""
+    #: What the style decides of a module, out of "parameters", "input" and "output". No two styles
+    #: may decide the same of one module.
+    decides: tuple[str, ...] = ()
+
+    @abc.abstractmethod
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Make the module parallel, in place, and return it."""
+
+    def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        """Check, apply, and note what was decided, so that a second time is an error."""
+        self.check(module)
+        applied = self._apply(module, device_mesh)
+        noted = applied.__dict__.setdefault(_DONE, {})
+        noted.update(dict.fromkeys(self.decides, type(self).__name__))
+        return applied
+
+    def check(self, module: nn.Module) -> None:
+        """Raise where the style does not fit; nothing is changed. Called for a whole plan first."""
+        for what in self.decides:
+            if what in module.__dict__.get(_DONE, {}):
+                raise LayoutError(
+                    f"{self.where} is parallel already: {module.__dict__[_DONE][what]} decided its "
+                    f"{what}, and {type(self).__name__} would again. Apply one of them, once."
+                )
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        """Each parameter of the module, by name, and how the tensor axis will hold it."""
+        return {}
+
+    @property
+    def where(self) -> str:
+        return f"Module {self.path!r}" if self.path else "The root module"
+
+    def spot(self, device_mesh: DeviceMesh) -> Spot:
+        return Spot(device_mesh, tensor_axis(device_mesh), self.path)
+
+    def place_parameters(self, module: nn.Module, spot: Spot) -> None:
+        """Replace the parameters that the style places by DTensors."""
+        for name, placement in self.parameter_placements(module).items():
+            owner, key = _owner(module, name)
+            parameter = owner._parameters[key]
+            if parameter is not None:
+                owner._parameters[key] = self._placed(name, parameter, placement, spot)
+
+    def _placed(
+        self, name: str, parameter: nn.Parameter, placement: Placement, spot: Spot
+    ) -> nn.Parameter:
+        wanted = spot.parameter_placements(placement)
+        if isinstance(parameter, DTensor):
+            return self._tied(name, parameter, wanted)
+        try:
+            placed = distribute_tensor(
+                parameter.detach(), spot.mesh, wanted, src_data_rank=self.src_data_rank
+            )
+        except ShardwiseError as error:
+            raise LayoutError(f"{self.where}: parameter {name!r}. {error}") from error
+        made = nn.Parameter(placed, requires_grad=parameter.requires_grad)
+        made.__dict__.update(parameter.__dict__)
+        return made
+
+    def _tied(self, name: str, parameter: Any, wanted: list[Placement]) -> Any:
+        """A parameter that is distributed already, as a tied one is the second time."""
+        if parameter.placements != tuple(wanted):
+            raise LayoutError(
+                f"{self.where}: {type(self).__name__} places parameter {name!r} as "
+                f"{short(wanted)}, but it is distributed already, as "
+                f"{short(parameter.placements)}: shared with a module of the plan, or "
+                "parallelized before. A shared parameter needs styles that place it alike "
+                "(a rowwise embedding and a colwise head)."
+            )
+        return parameter
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    return module.get_submodule(path), key
+
+
+Hook = Callable[..., Any]
+
+
+def prepend_input_hook(module: nn.Module, hook: Hook) -> None:
+    """Run `hook(args, kwargs) -> (args, kwargs)` before the module's forward."""
+
+    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return hook(args, kwargs)
+
+    module.register_forward_pre_hook(prepare, with_kwargs=True)
+
+
+def append_output_hook(module: nn.Module, hook: Hook) -> None:
+    """Run `hook(output) -> output` after the module's forward."""
+
+    def finish(_: nn.Module, args: Any, output: Any) -> Any:
+        return hook(output)
+
+    module.register_forward_hook(finish)
+
+
+def first_input(spot: Spot, given: Placement, wanted: Placement) -> Hook:
+    """A hook that brings a module's one input, by position or by keyword, to `wanted`."""
+
+    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if args:
+            return (spot.enter(args[0], given, wanted), *args[1:]), kwargs
+        if kwargs:
+            name = next(iter(kwargs))
+            return args, {**kwargs, name: spot.enter(kwargs[name], given, wanted, name)}
+        raise LayoutError(f"{spot.where} was called without an input; its style expects one.")
+
+    return enter
+
+
+def only_output(spot: Spot, wanted: Placement, local: bool) -> Hook:
+    """A hook that brings a module's one output to `wanted`."""
+
+    def leave(output: Any) -> Any:
+        return spot.leave(output, wanted, local)
+
+    return leave
+
+
+def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return dict(module.named_parameters())

@@ -1,0 +1,202 @@
+"""One tensor per rank, behind the face of one tensor."""
+
+import copy
+
+import pytest
+import torch
+
+from shardwise import LocalTensor, RankMismatchError
+
+pytestmark = pytest.mark.usefixtures("mesh")
+
+
+def ranked(*values):
+    """A LocalTensor whose rank `i` holds `values[i]`."""
+    return LocalTensor.per_rank(lambda rank: torch.tensor(values[rank]))
+
+
+def per_rank(x):
+    return [x.on_rank(rank).tolist() for rank in x.ranks]
+
+
+def test_each_rank_holds_its_own():
+    x = LocalTensor.per_rank(lambda rank: torch.full((2,), rank))
+    assert x.ranks == (0, 1, 2, 3)
+    assert per_rank(x) == [[0, 0], [1, 1], [2, 2], [3, 3]]
+    assert type(x.on_rank(2)) is torch.Tensor
+
+
+def test_some_ranks():
+    x = LocalTensor.per_rank(lambda rank: torch.tensor(rank * 10), ranks=[1, 3])
+    assert x.ranks == (1, 3)
+    assert x.on_rank(3).item() == 30
+    with pytest.raises((KeyError, ValueError, RuntimeError)):
+        x.on_rank(0)
+
+
+def test_tensors_of_other_ranks_do_not_mix():
+    some = LocalTensor.per_rank(lambda rank: torch.tensor(rank), ranks=[0, 1])
+    with pytest.raises(RuntimeError, match="ranks"):
+        some + ranked(0, 1, 2, 3)
+
+
+def test_agreed():
+    assert LocalTensor.per_rank(lambda rank: torch.arange(3)).agreed().tolist() == [0, 1, 2]
+    with pytest.raises(RankMismatchError, match="rank 0"):
+        ranked(1, 1, 1, 2).agreed()
+    with pytest.raises(RankMismatchError):
+        ranked([1], [1], [1], [1, 1]).agreed()
+
+
+def test_ops_run_on_every_rank():
+    x = LocalTensor.per_rank(lambda rank: torch.arange(3.0) + rank)
+    y = (x * 2 - 1).relu().sum()
+    expected = [((torch.arange(3.0) + rank) * 2 - 1).relu().sum().item() for rank in range(4)]
+    assert per_rank(y) == expected
+    assert isinstance(y, LocalTensor)
+
+
+def test_plain_tensors_count_as_the_same_on_every_rank():
+    x = ranked([1.0], [2.0], [3.0], [4.0])
+    plain = torch.tensor([10.0, 20.0])
+    assert per_rank(x + plain) == [[11, 21], [12, 22], [13, 23], [14, 24]]
+    assert per_rank(plain - x) == [[9, 19], [8, 18], [7, 17], [6, 16]]
+    assert per_rank(torch.cat([plain, x])) == [[10, 20, n] for n in (1, 2, 3, 4)]
+
+
+def test_several_results_and_lists():
+    x = LocalTensor.per_rank(lambda rank: torch.arange(4) + rank)
+    first, second = x.split(2)
+    assert per_rank(first) == [[0, 1], [1, 2], [2, 3], [3, 4]]
+    assert per_rank(second) == [[2, 3], [3, 4], [4, 5], [5, 6]]
+    assert per_rank(x.topk(1).values) == [[3], [4], [5], [6]]
+
+
+# -- reading one value -----------------------------------------------------------------------
+
+
+def test_sizes_that_agree_can_be_read():
+    x = LocalTensor.per_rank(lambda rank: torch.full((2, 3), rank))
+    assert x.shape == (2, 3)
+    assert x.size(1) == 3
+    assert len(x) == 2
+    assert x.numel() == 6
+
+
+@pytest.mark.parametrize(
+    "read",
+    [lambda x: x.shape, lambda x: x.size(0), lambda x: len(x), lambda x: x.numel()],
+    ids=["shape", "size", "len", "numel"],
+)
+def test_a_size_that_differs_is_an_error_that_names_the_ranks(read):
+    long = torch.ones(2)
+    x = LocalTensor.per_rank(lambda rank: torch.ones(1) if rank == 3 else long)
+    with pytest.raises(RankMismatchError) as error:
+        read(x)
+    assert "rank 0-2 has" in str(error.value)
+    assert "rank 3 has" in str(error.value)
+
+
+def test_an_uneven_tensor_still_computes():
+    x = LocalTensor.per_rank(lambda rank: torch.ones(rank))
+    assert per_rank((x + 1).sum()) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("read", [float, bool, lambda x: x.item(), lambda x: x.tolist()])
+def test_a_value_is_read_where_all_agree(read):
+    assert read(ranked(3.0, 3.0, 3.0, 3.0)) == read(torch.tensor(3.0))
+    with pytest.raises(RankMismatchError, match="rank 3 has"):
+        read(ranked(3.0, 3.0, 3.0, 0.0))
+
+
+def test_nan_agrees_with_nan():
+    nan = ranked(*[float("nan")] * 4)
+    assert nan.item() != nan.item()
+
+
+def test_repr_shows_every_rank():
+    text = repr(ranked(5, 6, 7, 8))
+    for rank, number in enumerate((5, 6, 7, 8)):
+        assert f"rank {rank}: tensor({number})" in text
+
+
+# -- writing ---------------------------------------------------------------------------------
+
+
+def test_each_rank_is_written():
+    x = ranked([1.0], [2.0], [3.0], [4.0])
+    assert x.add_(ranked([10.0], [20.0], [30.0], [40.0])) is x
+    assert per_rank(x) == [[11], [22], [33], [44]]
+    x[0] = 7.0
+    assert per_rank(x) == [[7]] * 4
+
+
+def test_a_shared_value_is_written_once():
+    plain = torch.zeros(2)
+    shared = LocalTensor.per_rank(lambda rank: plain)
+    shared.add_(1)
+    assert plain.tolist() == [1, 1]
+    shared.add_(LocalTensor.per_rank(lambda rank: torch.ones(2)))
+    assert plain.tolist() == [2, 2]
+    assert per_rank(shared) == [[2, 2]] * 4
+
+
+def test_ranks_may_share_in_groups():
+    halves = [torch.zeros(1), torch.zeros(1)]
+    shared = LocalTensor.per_rank(lambda rank: halves[rank // 2])
+    shared.add_(ranked([1.0], [1.0], [5.0], [5.0]))
+    assert [h.item() for h in halves] == [1, 5]
+
+
+def test_different_writes_to_a_shared_value_are_refused():
+    plain = torch.zeros(1)
+    shared = LocalTensor.per_rank(lambda rank: plain)
+    with pytest.raises(RankMismatchError, match=r"add_.*rank"):
+        shared.add_(ranked([1.0], [1.0], [2.0], [1.0]))
+
+
+def test_different_writes_to_a_plain_tensor_are_refused():
+    plain = torch.zeros(1)
+    with pytest.raises(RankMismatchError, match="rank"):
+        plain.add_(ranked([1.0], [2.0], [3.0], [4.0]))
+
+
+def test_equal_writes_to_a_plain_tensor_happen_once():
+    plain = torch.zeros(1)
+    plain.add_(ranked([2.0], [2.0], [2.0], [2.0]))
+    assert plain.item() == 2
+
+
+# -- autograd and copies ---------------------------------------------------------------------
+
+
+def test_gradients_are_per_rank():
+    x = ranked([1.0, 2.0], [3.0, 4.0], [5.0, 6.0], [7.0, 8.0]).requires_grad_()
+    (x * x).sum().backward()
+    assert isinstance(x.grad, LocalTensor)
+    assert per_rank(x.grad) == [[2, 4], [6, 8], [10, 12], [14, 16]]
+
+
+@pytest.mark.parametrize("sizes", [(3, 2, 1, 0), (0, 1, 2, 3), (2, 2, 2, 1)], ids=str)
+def test_gradients_of_uneven_parts(sizes):
+    x = LocalTensor.per_rank(lambda rank: torch.full((sizes[rank],), 2.0)).requires_grad_()
+    (x**3).sum().backward()
+    assert per_rank(x.grad) == [[12.0] * size for size in sizes]
+
+
+def test_a_module_runs_on_every_rank():
+    layer = torch.nn.Linear(2, 1)
+    x = LocalTensor.per_rank(lambda rank: torch.full((1, 2), float(rank)))
+    y = layer(x)
+    for rank in range(4):
+        assert torch.equal(y.on_rank(rank), layer(torch.full((1, 2), float(rank))))
+
+
+def test_a_deep_copy_is_apart():
+    x = ranked([1.0], [2.0], [3.0], [4.0]).requires_grad_()
+    twin = copy.deepcopy(x)
+    assert twin.requires_grad
+    with torch.no_grad():
+        twin.zero_()
+    assert per_rank(x) == [[1], [2], [3], [4]]
+    assert per_rank(twin) == [[0]] * 4

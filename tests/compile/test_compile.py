@@ -1,0 +1,133 @@
+"""torch.compile gives what eager gives, in one graph, for any batch size.
+
+Sizes that meet in a test are all different: torch takes equal ones for the same symbol, and makes
+graphs of their own for 0 and 1.
+"""
+
+import pytest
+import torch
+from by_hand import lay, value
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import Replicate, Shard
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """Each test starts without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair():
+    """Two simulated ranks: half the compile time of four."""
+    with shardwise.simulate(2):
+        yield shardwise.init_device_mesh("cpu", (2,))
+
+
+def compiled(fn, backend="aot_eager"):
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(fn, backend=counter, fullgraph=True, dynamic=True), counter
+
+
+def lookup(ids, table):
+    return F.embedding(ids, table) * 2
+
+
+def linear(x, weight, bias):
+    return F.linear(x, weight, bias).relu()
+
+
+def outcome(fn, inputs, place):
+    """The value of `fn(*inputs)`, and the gradients of those that want one."""
+    out = fn(*inputs)
+    upstream = torch.linspace(-1, 1, out.numel()).view(out.shape)
+    wanted = [x for x in inputs if x.requires_grad]
+    grads = torch.autograd.grad(out, wanted, place(upstream, out.device_mesh, [R]))
+    return value(out), *map(value, grads)
+
+
+def assert_as_eager(fn, fast, inputs, place=shardwise.distribute_tensor):
+    expected = outcome(fn, inputs, place)
+    for found, tensor in zip(outcome(fast, inputs, place), expected, strict=True):
+        torch.testing.assert_close(found, tensor)
+
+
+def lookup_inputs(mesh, placement, num_ids):
+    """Uneven by rows on two ranks, and either way on four."""
+    ids = torch.randint(0, 11, (num_ids,))
+    return lay(ids, mesh, [R]), lay(torch.randn(11, 14), mesh, [placement]).requires_grad_()
+
+
+def linear_inputs(mesh, placement, batch, batch_placement=R):
+    return (
+        lay(torch.randn(batch, 20), mesh, [batch_placement]).requires_grad_(),
+        lay(torch.randn(36, 20), mesh, [placement]).requires_grad_(),
+        lay(torch.randn(36), mesh, [R]).requires_grad_(),
+    )
+
+
+@pytest.mark.parametrize("placement", [S0, Shard(0, sizes=(0, 9, 2, 0)), S1, R], ids=repr)
+def test_a_lookup_of_any_batch_size_is_compiled_once(mesh, placement):
+    fast, counter = compiled(lookup)
+    for num_ids in (8, 9, 23):
+        assert_as_eager(lookup, fast, lookup_inputs(mesh, placement, num_ids))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "batch"), [(S0, R), (S1, R), (R, S0)], ids=["column", "row", "batch"]
+)
+def test_a_linear_layer_of_any_batch_size_is_compiled_once(pair, placement, batch):
+    fast, counter = compiled(linear)
+    for size in (27, 31, 45):
+        assert_as_eager(linear, fast, linear_inputs(pair, placement, size, batch))
+    assert counter.frame_count == 1
+
+
+def test_redistribute_inside_a_compiled_function(pair):
+    def gathered(ids, table):
+        return F.embedding(ids, table).redistribute(placements=[Replicate()])
+
+    fast, _ = compiled(gathered)
+    assert_as_eager(gathered, fast, lookup_inputs(pair, S0, 8))
+
+
+def test_a_batch_smaller_than_the_mesh(mesh):
+    """Two ranks have no row at all."""
+    fast, _ = compiled(linear)
+    assert_as_eager(linear, fast, linear_inputs(mesh, R, 2, S0))
+
+
+def test_a_gradient_that_each_rank_keeps_a_copy_of(pair):
+    """Ranks that hold equal tensors need not hold the same one."""
+    fast, _ = compiled(lookup)
+    assert_as_eager(lookup, fast, lookup_inputs(pair, S0, 8), place=lay)
+
+
+@pytest.mark.parametrize("placement", [S0, S1], ids=repr)
+def test_inductor_lookup(pair, placement):
+    fast, counter = compiled(lookup, "inductor")
+    for num_ids in (8, 9):
+        assert_as_eager(lookup, fast, lookup_inputs(pair, placement, num_ids))
+    assert counter.frame_count == 1
+
+
+def test_inductor_linear(pair):
+    fast, _ = compiled(linear, "inductor")
+    assert_as_eager(linear, fast, linear_inputs(pair, S0, 27))
+
+
+def test_two_worlds_do_not_share_compiled_code():
+    fast, counter = compiled(lookup)
+    for size in (2, 3):
+        with shardwise.simulate(size):
+            mesh = shardwise.init_device_mesh("cpu", (size,))
+            assert_as_eager(lookup, fast, lookup_inputs(mesh, S0, 8))
+    assert counter.frame_count == 2

@@ -1,0 +1,35 @@
+"""Settings and fixtures of all tests."""
+
+import hypothesis
+import pytest
+import torch
+
+import shardwise
+
+# Two cores at most: threads of tiny ops only wait for each other.
+torch.set_num_threads(1)
+
+# The same examples every time: a failure in CI is a failure at the desk.
+hypothesis.settings.register_profile(
+    "shardwise", derandomize=True, deadline=None, max_examples=100, database=None
+)
+hypothesis.settings.load_profile("shardwise")
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def mesh():
+    """Four simulated ranks in a row."""
+    with shardwise.simulate(4):
+        yield shardwise.init_device_mesh("cpu", (4,))
+
+
+@pytest.fixture
+def square():
+    """Four simulated ranks, two by two."""
+    with shardwise.simulate(4):
+        yield shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))

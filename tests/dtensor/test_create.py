@@ -1,0 +1,204 @@
+"""How DTensors are made, and modules distributed."""
+
+import pytest
+import torch
+from by_hand import value
+
+import shardwise
+from shardwise import LocalTensor, Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode
+
+broadcast = torch.ops.c10d_functional.broadcast
+
+LAYOUTS = [
+    [Shard(0), Replicate()],
+    [Shard(1), Shard(0)],
+    [Shard(0), Shard(0)],
+    [Replicate(), Shard(-1)],
+    [Shard(0, sizes=(0, 5)), Shard(0)],
+    None,
+]
+
+
+# -- distribute_tensor -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placements", LAYOUTS)
+def test_a_tensor_is_laid_out(square, placements):
+    whole = torch.randn(5, 3)
+    x = shardwise.distribute_tensor(whole, square, placements)
+    assert x.shape == (5, 3)
+    assert torch.equal(value(x), whole)
+    assert torch.equal(x.full_tensor().agreed(), whole)
+
+
+def test_ranks_get_the_values_of_the_source(mesh):
+    """Every rank comes with other values."""
+    mine = LocalTensor.per_rank(lambda rank: torch.arange(4) + 10 * rank)
+    for source in (0, 2):
+        x = shardwise.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=source)
+        assert x.full_tensor().agreed().tolist() == [10 * source + i for i in range(4)]
+    for bad in (-1, 4):
+        with pytest.raises(ValueError, match="src_data_rank"):
+            shardwise.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=bad)
+
+
+def test_without_a_source_nothing_is_communicated(mesh):
+    mine = LocalTensor.per_rank(lambda rank: torch.arange(4) + 10 * rank)
+    with CommDebugMode() as comm:
+        x = shardwise.distribute_tensor(mine, mesh, [Shard(0)], src_data_rank=None)
+    assert comm.get_total_counts() == 0
+    assert x.full_tensor().agreed().tolist() == [0, 11, 22, 33]
+
+
+def test_with_a_source_each_axis_broadcasts_once(square):
+    with CommDebugMode() as comm:
+        shardwise.distribute_tensor(torch.ones(4, 4), square, [Shard(0), Shard(1)])
+    assert comm.get_comm_counts() == {broadcast: 2}
+
+
+def test_a_part_does_not_keep_the_whole_alive(mesh):
+    x = shardwise.distribute_tensor(torch.ones(400), mesh, [Shard(0)])
+    assert x.to_local().on_rank(1).untyped_storage().nbytes() == 100 * 4
+
+
+def test_the_input_is_not_touched_later(mesh):
+    whole = torch.ones(4)
+    for placement in (Shard(0), Replicate()):
+        x = shardwise.distribute_tensor(whole, mesh, [placement])
+        x.add_(1)
+    assert torch.equal(whole, torch.ones(4))
+
+
+def test_it_makes_a_leaf(mesh):
+    x = shardwise.distribute_tensor(torch.ones(4, requires_grad=True), mesh, [Shard(0)])
+    assert x.is_leaf
+    assert x.requires_grad
+    with pytest.raises(TypeError, match="detach"):
+        shardwise.distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)])
+
+
+def test_a_dtensor_comes_back_where_it_lies_already(mesh):
+    x = shardwise.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    assert shardwise.distribute_tensor(x, mesh, [Shard(0)]) is x
+    with pytest.raises(ValueError, match="redistribute"):
+        shardwise.distribute_tensor(x, mesh, [Replicate()])
+
+
+def test_a_view_is_laid_out_by_value(mesh):
+    whole = torch.randn(6, 4).t()[:, ::2]
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = shardwise.distribute_tensor(whole, mesh, [placement])
+        assert torch.equal(value(x), whole)
+        assert x.is_contiguous()
+        assert x.to_local().on_rank(1).is_contiguous()
+
+
+# -- factories -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placements", LAYOUTS)
+@pytest.mark.parametrize("name", ["zeros", "ones", "rand", "randn"])
+def test_factories_make_what_one_device_makes(square, name, placements):
+    torch.manual_seed(3)
+    expected = getattr(torch, name)(5, 3)
+    torch.manual_seed(3)
+    x = getattr(shardwise, name)(5, 3, device_mesh=square, placements=placements)
+    assert torch.equal(value(x), expected)
+    torch.manual_seed(3)
+    again = getattr(shardwise, name)((5, 3), device_mesh=square, placements=placements)
+    assert torch.equal(value(again), expected)
+
+
+def test_full(square):
+    x = shardwise.full((5, 3), 7, device_mesh=square, placements=[Shard(0), Shard(0)])
+    assert torch.equal(value(x), torch.full((5, 3), 7))
+    assert x.dtype == torch.int64
+    assert shardwise.full((2,), 7.0, device_mesh=square).dtype == torch.float32
+
+
+def test_empty_has_a_shape(mesh):
+    x = shardwise.empty(5, 3, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64)
+    assert x.shape == (5, 3)
+    assert x.dtype == torch.float64
+    assert x.to_local().on_rank(2).shape == (1, 3)
+
+
+def test_options(mesh):
+    x = shardwise.zeros(4, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
+    assert x.requires_grad
+    assert x.is_leaf
+    with mesh:
+        assert shardwise.ones(4, dtype=torch.int32).dtype == torch.int32
+
+
+def test_one_device_draws_once(mesh):
+    """Two draws after one seed continue the one device's stream."""
+    torch.manual_seed(1)
+    expected = [torch.rand(5), torch.randn(6)]
+    torch.manual_seed(1)
+    drawn = [
+        shardwise.rand(5, device_mesh=mesh, placements=[Shard(0)]),
+        shardwise.randn(6, device_mesh=mesh, placements=[Replicate()]),
+    ]
+    assert all(torch.equal(value(x), y) for x, y in zip(drawn, expected, strict=True))
+
+
+@pytest.mark.parametrize("name", ["zeros", "rand"])
+def test_a_new_tensor_is_not_partial(mesh, name):
+    """Four ranks of ones would be a tensor of fours."""
+    with pytest.raises(ValueError, match="shard or replicate"):
+        getattr(shardwise, name)(4, device_mesh=mesh, placements=[Partial()])
+
+
+def test_replicas_are_stored_once(square):
+    """A world of many ranks must fit one process."""
+    x = shardwise.ones(64, device_mesh=square, placements=[Shard(0), Replicate()])
+    pointers = [x.to_local().on_rank(rank).data_ptr() for rank in range(4)]
+    assert pointers[0] == pointers[1]
+    assert pointers[0] != pointers[2]
+
+
+# -- distribute_module -----------------------------------------------------------------------
+
+
+def test_what_is_not_partitioned_is_replicated(mesh):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6))
+    model[0].bias.requires_grad_(False)
+
+    def rows(name, module, device_mesh):
+        assert device_mesh is mesh
+        if name == "0":
+            weight = shardwise.distribute_tensor(module.weight.detach(), device_mesh, [Shard(0)])
+            module.register_parameter("weight", torch.nn.Parameter(weight))
+
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    assert shardwise.distribute_module(model, mesh, rows) is model
+    assert model[0].weight.placements == (Shard(0),)
+    assert model[0].bias.placements == (Replicate(),)
+    assert model[1].running_mean.placements == (Replicate(),)
+    assert [p.requires_grad for p in model.parameters()] == [True, False, True, True]
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(value(tensor), before[name]), name
+
+
+def test_input_and_output_functions(mesh):
+    def split(module, inputs, device_mesh):
+        return shardwise.distribute_tensor(inputs[0], device_mesh, [Shard(0)])
+
+    def gather(module, outputs, device_mesh):
+        assert outputs.placements == (Shard(0),)
+        return outputs.full_tensor()
+
+    layer = torch.nn.Linear(3, 2)
+    x = torch.randn(5, 3)
+    expected = layer(x)
+    shardwise.distribute_module(layer, mesh, input_fn=split, output_fn=gather)
+    torch.testing.assert_close(layer(x).agreed(), expected)
+
+
+def test_tied_parameters_stay_tied(mesh):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    shardwise.distribute_module(model, mesh)
+    assert model[0].weight is model[1].weight

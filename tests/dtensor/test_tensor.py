@@ -1,0 +1,233 @@
+"""A DTensor as a tensor among others: parameters, copies, pickles, optimizers, errors."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from by_hand import lay, value
+from torch import nn
+
+import shardwise
+from shardwise import DTensor, Partial, Replicate, Shard
+
+
+def sharded_linear(mesh, placement=Shard(0)):  # noqa: B008 (a value, never changed)
+    layer = nn.Linear(4, 6)
+    for name, parameter in list(layer.named_parameters()):
+        where = placement if name == "weight" else Replicate()
+        placed = shardwise.distribute_tensor(parameter.detach(), mesh, [where])
+        layer.register_parameter(name, nn.Parameter(placed))
+    return layer
+
+
+def test_it_has_the_face_of_the_global_tensor(square):
+    x = lay(torch.arange(15.0).view(5, 3), square, [Shard(0), Shard(1)])
+    assert x.shape == (5, 3)
+    assert x.numel() == 15
+    assert x.stride() == (3, 1)
+    assert x.dtype == torch.float32
+    assert x.device.type == "cpu"
+    assert len(x) == 5
+
+
+def test_repr(square):
+    x = lay(torch.ones(4), square, [Shard(0), Replicate()]).requires_grad_()
+    text = repr(x)
+    for part in ("DTensor(", "(4,)", "[S(0), R]", "rows=2, cols=2", "requires_grad=True", "rank"):
+        assert part in text
+
+
+def test_a_number_is_read_from_any_layout(mesh):
+    assert float(lay(torch.arange(5.0), mesh, [Shard(0)]).sum()) == 10
+    assert lay(torch.tensor(3.0), mesh, [Partial()]).item() == 3
+    assert bool(lay(torch.tensor(1), mesh, [Partial("max")]))
+
+
+def test_it_is_written_in_place(mesh):
+    for placement in (Shard(0), Replicate(), Partial()):
+        x = lay(torch.arange(5.0), mesh, [placement])
+        assert x.mul_(2) is x
+        assert torch.equal(value(x), 2 * torch.arange(5.0))
+        assert x.zero_() is x
+        assert torch.equal(value(x), torch.zeros(5))
+    x = lay(torch.arange(5.0), mesh, [Shard(0)])
+    assert torch.equal(value(x.fill_(3)), torch.full((5,), 3.0))
+    assert torch.equal(value(x.copy_(lay(torch.ones(5), mesh, [Replicate()]))), torch.ones(5))
+
+
+# -- autograd --------------------------------------------------------------------------------
+
+
+def test_requires_grad(mesh):
+    x = shardwise.ones(8, device_mesh=mesh, placements=[Shard(0)])
+    assert not x.requires_grad
+    assert x.requires_grad_() is x
+    (x * x * 3).sum().backward()
+    assert isinstance(x.grad, DTensor)
+    assert torch.equal(value(x.grad), torch.full((8,), 6.0))
+    x.grad = None
+    (x * 2).sum().backward()
+    (x * 2).sum().backward()
+    assert torch.equal(value(x.grad), torch.full((8,), 4.0))
+
+
+def test_gradients_of_two_layouts_add_up(mesh):
+    """One use wants the parameter gathered, the other sharded."""
+    x = lay(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
+    (x.sum() + (x.redistribute(placements=[Replicate()]) * 3).sum()).backward()
+    assert torch.equal(value(x.grad), torch.full((5,), 4.0))
+
+
+# -- parameters and modules ------------------------------------------------------------------
+
+
+def test_a_parameter_of_a_module(mesh):
+    layer = sharded_linear(mesh)
+    assert isinstance(layer.weight, nn.Parameter)
+    assert isinstance(layer.weight, DTensor)
+    assert layer.weight.placements == (Shard(0),)
+    assert layer.weight.requires_grad
+    assert [name for name, _ in layer.named_parameters()] == ["weight", "bias"]
+
+
+def test_a_sharded_parameter_gets_a_gradient_of_its_placements(mesh):
+    for placement in (Shard(0), Shard(1), Shard(0, sizes=(1, 5, 0, 0))):
+        layer = sharded_linear(mesh, placement)
+        layer(lay(torch.randn(5, 4), mesh, [Shard(0)])).sum().backward()
+        assert layer.weight.grad.placements == (placement,)
+
+
+def test_a_state_dict_goes_round(mesh):
+    layer, other = sharded_linear(mesh, Shard(0)), sharded_linear(mesh, Shard(1))
+    assert not torch.equal(value(layer.weight), value(other.weight))
+    other.load_state_dict(layer.state_dict())
+    assert torch.equal(value(other.weight), value(layer.weight))
+    assert other.weight.placements == (Shard(1),)
+    with torch.no_grad():
+        other.weight.mul_(0)
+    assert value(layer.weight).any(), "the values were copied, not shared"
+
+
+def test_a_module_is_cast(mesh):
+    layer = sharded_linear(mesh).double()
+    assert layer.weight.dtype == torch.float64
+    assert layer.weight.placements == (Shard(0),)
+    assert layer.weight.to_local().on_rank(0).dtype == torch.float64
+
+
+# -- copies ----------------------------------------------------------------------------------
+
+
+def test_a_deep_copy_is_apart(mesh):
+    x = lay(torch.arange(5.0), mesh, [Shard(0)]).requires_grad_()
+    (x * 2).sum().backward()
+    twin = copy.deepcopy(x)
+    assert twin.requires_grad
+    assert twin.placements == x.placements
+    assert torch.equal(value(twin.grad), value(x.grad))
+    with torch.no_grad():
+        twin.mul_(0)
+        twin.grad.mul_(0)
+    assert torch.equal(value(x), torch.arange(5.0))
+    assert torch.equal(value(x.grad), torch.full((5,), 2.0))
+
+
+def test_a_module_is_deep_copied(mesh):
+    layer = sharded_linear(mesh)
+    tied = nn.ModuleList([layer, layer])
+    twins = copy.deepcopy(tied)
+    assert twins[0].weight is twins[1].weight
+    assert twins[0].weight is not layer.weight
+    assert isinstance(twins[0].weight, nn.Parameter)
+    assert torch.equal(value(twins[0].weight), value(layer.weight))
+
+
+def test_only_leaves_are_deep_copied(mesh):
+    x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
+    with pytest.raises(shardwise.ShardwiseError, match="detach"):
+        copy.deepcopy(x * 2)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(0, sizes=(0, 5, 0, 0)), Partial()])
+def test_a_pickle_goes_round(mesh, placement):
+    x = lay(torch.arange(5.0), mesh, [placement]).requires_grad_()
+    back = pickle.loads(pickle.dumps(x))
+    assert back.requires_grad
+    assert back.placements == x.placements
+    assert back.device_mesh == mesh
+    assert torch.equal(value(back), torch.arange(5.0))
+    # It meets the old one in an op without a fuss about meshes.
+    assert torch.equal(value((back - x).detach()), torch.zeros(5))
+
+
+def test_a_pickle_is_read_in_a_later_world():
+    saved = []
+    for _ in range(2):
+        with shardwise.simulate(4):
+            mesh = shardwise.init_device_mesh("cpu", (2, 2))
+            x = lay(torch.arange(6.0), mesh, [Shard(0), Shard(0)])
+            saved.append(pickle.dumps(x.redistribute(placements=[Shard(0)] * 2, order=[1, 0])))
+            for back in map(pickle.loads, saved):
+                assert torch.equal(back.full_tensor().agreed(), torch.arange(6.0))
+
+
+def test_a_pickle_needs_a_world_that_is_large_enough():
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        saved = pickle.dumps(shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)]))
+    with pytest.raises(shardwise.WorldError, match="process group"):
+        pickle.loads(saved)
+    with shardwise.simulate(2), pytest.raises((shardwise.WorldError, RuntimeError)):
+        pickle.loads(saved)
+
+
+def test_torch_save_goes_round(mesh):
+    file = io.BytesIO()
+    torch.save(sharded_linear(mesh).state_dict(), file)
+    file.seek(0)
+    back = torch.load(file, weights_only=False)
+    assert back["weight"].placements == (Shard(0),)
+
+
+# -- optimizers ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_adam_takes_the_steps_of_one_device(mesh, placement):
+    whole = torch.randn(5, 3)
+    alone = nn.Parameter(whole.clone())
+    sharded = nn.Parameter(shardwise.distribute_tensor(whole, mesh, [placement]))
+    for parameter in (alone, sharded):
+        optimizer = torch.optim.AdamW([parameter], lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (parameter * parameter).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(value(sharded), alone.detach())
+
+
+# -- errors ----------------------------------------------------------------------------------
+
+
+def test_plain_tensors_are_refused(mesh):
+    x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+    for call in (lambda: x + torch.ones(4), lambda: torch.mul(torch.ones(4), x)):
+        with pytest.raises(shardwise.MixedTensorsError, match=r"shape \(4,\).*distribute_tensor"):
+            call()
+    assert torch.equal(value(x + torch.tensor(2.0)), torch.full((4,), 3.0))
+
+
+def test_an_op_without_a_rule_says_so(mesh):
+    x = shardwise.ones(4, 4, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):
+        torch.linalg.svdvals(x)
+
+
+def test_two_meshes_do_not_mix(mesh):
+    square = shardwise.init_device_mesh("cpu", (2, 2))
+    x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+    y = shardwise.ones(4, device_mesh=square, placements=[Shard(0), Replicate()])
+    with pytest.raises(ValueError, match="two meshes"):
+        x + y

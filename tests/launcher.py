@@ -1,0 +1,106 @@
+"""Real processes: started once, each runs the functions that it is sent.
+
+Importing torch takes seconds, so one set of processes serves all tests. A set in which a process
+hung or died is killed, and the next test gets a new one.
+"""
+
+import datetime
+import multiprocessing
+import os
+import pickle
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An exception on one rank."""
+
+    kind: type
+    message: str
+    trace: str
+
+
+class Processes:
+    """`size` processes that talk through gloo on this machine."""
+
+    def __init__(self, size):
+        self.size = size
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        context = multiprocessing.get_context("spawn")
+        self._pipes, self._processes = [], []
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=_serve, args=(rank, size, self._store.port, theirs), daemon=True
+            )
+            process.start()
+            theirs.close()
+            self._pipes.append(ours)
+            self._processes.append(process)
+        self.run(dist.get_rank, timeout_s=120)
+
+    def __call__(self, fn, *args, timeout_s=60):
+        """What `fn(*args)` returns on each rank; fails when it raises on any."""
+        results = self.run(fn, *args, timeout_s=timeout_s)
+        for rank, result in enumerate(results):
+            assert not isinstance(result, Failure), f"rank {rank}:\n{result.trace}"
+        return results
+
+    def run(self, fn, *args, timeout_s=60) -> list[Any]:
+        """What `fn(*args)` returns on each rank, or the Failure in its place."""
+        for pipe in self._pipes:
+            pipe.send_bytes(pickle.dumps((fn, args)))
+        deadline = time.monotonic() + timeout_s
+        results: list[Any] = []
+        silent = []
+        for rank, pipe in enumerate(self._pipes):
+            try:
+                if pipe.poll(max(0, deadline - time.monotonic())):
+                    results.append(pickle.loads(pipe.recv_bytes()))
+                    continue
+            except EOFError:
+                pass
+            silent.append(rank)
+        if silent:
+            self.kill()
+            found = [r.trace if isinstance(r, Failure) else "returned" for r in results]
+            raise TimeoutError(
+                f"{fn.__name__}: ranks {silent} did not answer within {timeout_s} s; "
+                f"the others: {found}"
+            )
+        return results
+
+    @property
+    def alive(self):
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self):
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+
+def _serve(rank, size, port, pipe):
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+    )
+    while True:
+        try:
+            fn, args = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            return
+        try:
+            answer = pickle.dumps(fn(*args))
+        except Exception as error:
+            answer = pickle.dumps(Failure(type(error), str(error), traceback.format_exc()))
+        pipe.send_bytes(answer)

@@ -1,0 +1,73 @@
+"""Bad input is a clear error on every rank: none is left waiting for the others."""
+
+import programs
+import pytest
+import torch
+from launcher import Failure
+from programs import S0, R
+
+import shardwise
+
+pytestmark = pytest.mark.processes
+
+
+def failures(processes, fn, *args):
+    """The Failure of each rank, or None; the processes must be in step afterwards."""
+    results = processes.run(fn, *args, timeout_s=30)
+    assert processes(programs.sum_over_ranks, timeout_s=30) == [[6]] * 4
+    return [result if isinstance(result, Failure) else None for result in results]
+
+
+@pytest.mark.parametrize(
+    ("fn", "kind", "text"),
+    [
+        (programs.wrong_number_of_placements, ValueError, "2 placements [S(0), S(1)]"),
+        (programs.dim_out_of_range, ValueError, "Shard(2) on axis 'line' is out of range"),
+        (programs.sizes_that_do_not_add_up, ValueError, "add up to 5, but dim 0"),
+        (programs.no_such_source, ValueError, "src_data_rank=4"),
+        (programs.mesh_larger_than_the_world, RuntimeError, "8 ranks"),
+        (programs.op_without_a_rule, NotImplementedError, "sharding strategy registered"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_all_ranks_refuse(processes, fn, kind, text):
+    for failure in failures(processes, fn):
+        assert failure is not None
+        assert issubclass(failure.kind, kind)
+        assert text in failure.message
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.ones(2, 2), torch.ones(2, 3, dtype=torch.float64), torch.ones(3, 3), torch.ones(2)],
+    ids=["another length", "another dtype", "another size elsewhere", "fewer dims"],
+)
+def test_one_local_tensor_that_does_not_fit(processes, odd):
+    for failure in failures(processes, programs.one_rank_brings, odd):
+        assert failure is not None
+        assert issubclass(failure.kind, shardwise.LayoutError)
+        assert "from_local" in failure.message
+
+
+def test_an_uneven_part_of_another_length(processes):
+    for failure in failures(processes, programs.uneven_part_of_another_length):
+        assert failure is not None
+        assert "coordinate (3,)" in failure.message
+
+
+@pytest.mark.parametrize("placement", [R, S0], ids=repr)
+def test_one_bad_id(processes, placement):
+    """A batch-sharded bad id is on one rank only, but all have asked for the same lookup."""
+    for failure in failures(processes, programs.one_bad_id, placement):
+        assert failure is not None
+        assert issubclass(failure.kind, IndexError)
+
+
+def test_ranks_outside_the_mesh_say_so(processes):
+    results = processes.run(programs.mesh_of_two_ranks, timeout_s=30)
+    assert results[:2] == [[0, 1, 2, 3, 4]] * 2
+    for rank, result in enumerate(results[2:], start=2):
+        assert isinstance(result, Failure)
+        assert issubclass(result.kind, shardwise.WorldError)
+        assert f"Rank {rank} is not in mesh" in result.message
+    assert processes(programs.sum_over_ranks) == [[6]] * 4

@@ -1,0 +1,97 @@
+"""A program gives the same in four real processes and in one that plays them."""
+
+import programs
+import pytest
+import torch
+from programs import S0, S1, R, record
+
+import shardwise
+from shardwise import Shard
+
+pytestmark = pytest.mark.processes
+
+
+def both(processes, program, *args):
+    """`(events, held by rank)` of the simulated world and of the processes."""
+    with shardwise.simulate(4):
+        events, held = record(program, *args)
+    answers = processes(record, program, *args)
+    # A simulated event counts the bytes of rank 0; other ranks of an uneven grid send less.
+    assert answers[0][0] == events
+    for rank, (real_events, _) in enumerate(answers):
+        assert kinds(real_events) == kinds(events), f"rank {rank} communicated otherwise"
+    real = {name: [answer[1][name][0] for answer in answers] for name in held}
+    return held, real
+
+
+def kinds(events):
+    return [(event.kind, event.axis) for event in events]
+
+
+def assert_bits(held, real):
+    for name, parts in held.items():
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, real[name][rank]), f"{name} on rank {rank}"
+
+
+def assert_close(held, real):
+    for name, parts in held.items():
+        for rank, part in enumerate(parts):
+            torch.testing.assert_close(
+                real[name][rank], part, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
+            )
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3), (1, 2)], ids=str)
+def test_moves(processes, shape):
+    assert_bits(*both(processes, programs.moves, shape))
+
+
+def test_moves_on_a_grid(processes):
+    assert_bits(*both(processes, programs.moves_on_a_grid))
+
+
+def test_distribute_tensor(processes):
+    assert_bits(*both(processes, programs.distributed_from_other_ranks))
+
+
+@pytest.mark.parametrize("reduce_op", ["max", "min"])
+def test_order_does_not_matter_to_max_and_min(processes, reduce_op):
+    assert_bits(*both(processes, programs.reductions, reduce_op, torch.float32))
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "product"])
+def test_integers_are_exact(processes, reduce_op):
+    assert_bits(*both(processes, programs.reductions, reduce_op, torch.int64))
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "avg", "product"])
+def test_float_sums_are_close(processes, reduce_op):
+    assert_close(*both(processes, programs.reductions, reduce_op, torch.float32))
+
+
+@pytest.mark.parametrize("batch", [R, S0], ids=repr)
+def test_mlp_step(processes, batch):
+    assert_close(*both(processes, programs.mlp_step, batch))
+
+
+@pytest.mark.parametrize("ids", [R, S0], ids=repr)
+@pytest.mark.parametrize("placement", [S0, S1, Shard(0, (0, 9, 2, 0))], ids=repr)
+def test_table_step(processes, placement, ids):
+    assert_close(*both(processes, programs.table_step, placement, ids))
+
+
+def test_table_on_a_grid_step(processes):
+    assert_close(*both(processes, programs.table_on_a_grid_step))
+
+
+def test_compiled_steps(processes):
+    """Every rank compiles for itself; none waits for a graph that another does not have."""
+    answers = processes(programs.compiled_steps, timeout_s=120)
+    expected = programs.steps_of_one_device()
+    for rank, held in enumerate(answers):
+        assert held.keys() == expected.keys()
+        for name, tensor in expected.items():
+            torch.testing.assert_close(
+                held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
+            )

@@ -1,0 +1,202 @@
+"""Whatever the two layouts, the global value stays what it was, and so does its gradient."""
+
+import itertools
+
+import pytest
+import torch
+from by_hand import lay, value
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardwise
+from shardwise import Partial, Replicate, Shard
+
+REDUCE_OPS = ("sum", "avg", "max", "min", "product")
+
+
+def integers(shape):
+    """Floats whose sums and products are exact."""
+    return torch.randint(-8, 8, shape).float()
+
+
+def random_bits(shape):
+    """Every kind of float: what only moves must arrive to the bit."""
+    bits = torch.randint(-(2**31), 2**31, shape, dtype=torch.int64).to(torch.int32)
+    return bits.view(torch.float32)
+
+
+def same_bits(a, b):
+    return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))
+
+
+def movable(shape, parts):
+    """Placements between which data only moves."""
+    found = [Replicate()]
+    for dim, size in enumerate(shape):
+        found += [Shard(dim), Shard(dim, sizes=(size, *[0] * (parts - 1)))]
+        if size:
+            found.append(Shard(dim, sizes=(*[0] * (parts - 2), 1, size - 1)))
+    return found
+
+
+SHAPES = [(8, 4), (5, 3), (2, 3), (0, 3)]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_data_moves_to_the_bit(mesh, shape):
+    whole = random_bits(shape)
+    for before, after in itertools.product(movable(shape, 4), repeat=2):
+        moved = lay(whole, mesh, [before]).redistribute(placements=[after])
+        assert same_bits(value(moved), whole), (before, after)
+        assert same_bits(moved.full_tensor().agreed(), whole), (before, after)
+
+
+@pytest.mark.parametrize("reduce_op", REDUCE_OPS)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_to_and_from_partial(mesh, shape, reduce_op):
+    whole = integers(shape)
+    partial = Partial(reduce_op)
+    for other in [*movable(shape, 4), *map(Partial, REDUCE_OPS)]:
+        reduced = lay(whole, mesh, [partial]).redistribute(placements=[other])
+        assert torch.equal(value(reduced), whole), (partial, other)
+        opened = lay(whole, mesh, [other]).redistribute(placements=[partial])
+        assert torch.equal(value(opened), whole), (other, partial)
+        assert opened.placements == (partial,)
+
+
+@pytest.fixture(scope="module")
+def mesh_of():
+    with shardwise.simulate(6):
+        yield lambda shape: shardwise.DeviceMesh(
+            "cpu", torch.arange(torch.Size(shape).numel()).view(shape)
+        )
+
+
+@st.composite
+def journeys(draw):
+    """`(mesh shape, tensor shape, (placements, order) before, … after)` on two axes."""
+    mesh_shape = draw(st.sampled_from([(2, 2), (2, 3), (3, 2)]))
+    shape = draw(st.sampled_from([(8, 12), (7, 5), (4, 3), (1, 2), (0, 5), (6,), (5, 2, 3)]))
+    reduce_op = draw(st.sampled_from(REDUCE_OPS))
+    ends = []
+    for _ in range(2):
+        order = tuple(draw(st.permutations([0, 1])))
+        placements = [Replicate()] * 2
+        for axis in order:
+            kinds = [Replicate(), Partial(reduce_op), *map(Shard, range(len(shape)))]
+            placements[axis] = draw(st.sampled_from(kinds))
+        outer = placements[order[0]]
+        if outer.is_shard() and draw(st.booleans()):
+            first = draw(st.integers(0, shape[outer.dim]))
+            rest = [0] * (mesh_shape[order[0]] - 2)
+            sizes = (first, *rest, shape[outer.dim] - first)
+            placements[order[0]] = Shard(outer.dim, sizes)
+        ends.append((tuple(placements), order))
+    return mesh_shape, shape, *ends
+
+
+def assert_same(found, expected, placements):
+    """Averages over an axis of three are rounded; all else is exact."""
+    rounded = any(p.is_partial("avg") for p in placements)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if rounded else 0)
+
+
+@settings(max_examples=300)
+@given(journey=journeys())
+def test_two_axes_in_either_order(mesh_of, journey):
+    mesh_shape, shape, before, after = journey
+    torch.manual_seed(0)
+    whole = integers(shape)
+    x = lay(whole, mesh_of(mesh_shape), *before)
+    moved = x.redistribute(placements=after[0], order=after[1])
+    for found in (value(moved), moved.full_tensor().agreed(), value(x)):
+        assert_same(found, whole, [*before[0], *after[0]])
+
+
+@settings(max_examples=100)
+@given(journey=journeys())
+def test_the_gradient_is_the_identity_on_global_values(mesh_of, journey):
+    mesh_shape, shape, before, after = journey
+    torch.manual_seed(0)
+    mesh = mesh_of(mesh_shape)
+    x = lay(integers(shape), mesh, *before).requires_grad_()
+    moved = x.redistribute(placements=after[0], order=after[1])
+    upstream = integers(shape)
+    for placements in ([Replicate()] * 2, [Shard(0), Replicate()]):
+        (grad,) = torch.autograd.grad(moved, x, lay(upstream, mesh, placements), retain_graph=True)
+        assert torch.equal(value(grad), upstream)
+
+
+def test_partials_that_do_not_commute_are_refused_or_have_one_value(square):
+    """A sum of maxima is not a maximum of sums: the value must not depend on the way taken."""
+    terms = torch.tensor([[1.0, 5.0], [4.0, 2.0]])
+    try:
+        x = shardwise.DTensor.from_local(
+            shardwise.LocalTensor.per_rank(lambda rank: terms.flatten()[rank].view(1)),
+            square,
+            [Partial("sum"), Partial("max")],
+        )
+    except ValueError:
+        return
+    direct = x.full_tensor().agreed()
+    for stop in ([Replicate(), Partial("max")], [Partial("sum"), Replicate()]):
+        assert torch.equal(x.redistribute(placements=stop).full_tensor().agreed(), direct)
+
+
+# -- what a caller may rely on ---------------------------------------------------------------
+
+
+def test_where_nothing_changes_the_tensor_itself_is_returned(square):
+    x = lay(integers((4, 4)), square, [Shard(0), Shard(1)])
+    assert x.redistribute(placements=[Shard(0), Shard(1)]) is x
+    assert x.redistribute(square, [Shard(-2), Shard(-1)], order=[1, 0]) is x
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (Replicate(), Shard(0)),
+        (Replicate(), Partial("sum")),
+        (Replicate(), Partial("max")),
+        (Shard(0), Replicate()),
+        (Shard(0), Shard(1)),
+        (Partial(), Replicate()),
+    ],
+)
+def test_the_result_is_a_tensor_of_its_own(mesh, before, after):
+    whole = integers((4, 4))
+    x = lay(whole, mesh, [before])
+    moved = x.redistribute(placements=[after])
+    moved.to_local().zero_()
+    assert torch.equal(value(x), whole)
+    assert torch.equal(value(moved), torch.zeros(4, 4))
+
+
+def test_an_axis_of_one_rank():
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (1, 4))
+        whole = integers((6, 3))
+        for before in (Shard(0), Replicate(), Partial(), Partial("avg")):
+            x = lay(whole, mesh, [before, Shard(0)])
+            for after in (Shard(1), Replicate(), Partial("max")):
+                assert torch.equal(value(x.redistribute(placements=[after, Shard(0)])), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_other_dtypes(mesh, dtype):
+    whole = torch.randint(0, 2, (5, 3)).to(dtype)
+    for before, after in itertools.permutations([Replicate(), Shard(0), Shard(1)], 2):
+        moved = lay(whole, mesh, [before]).redistribute(placements=[after])
+        assert moved.dtype == dtype
+        assert torch.equal(value(moved), whole)
+
+
+def test_requests_that_make_no_sense_are_refused(square):
+    x = lay(integers((4, 4)), square, [Shard(0), Replicate()])
+    with pytest.raises(TypeError, match="needs placements"):
+        x.redistribute()
+    with pytest.raises(ValueError, match="1 placements"):
+        x.redistribute(placements=[Shard(0)])
+    other = shardwise.init_device_mesh("cpu", (4,))
+    with pytest.raises(ValueError, match="one mesh"):
+        x.redistribute(other, [Shard(0)])

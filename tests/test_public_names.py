@@ -1,0 +1,92 @@
+"""What may be imported, and what importing it brings along."""
+
+import subprocess
+import sys
+
+import pytest
+
+import shardwise
+import shardwise.debug
+
+
+def test_shardwise():
+    assert shardwise.__all__ == [
+        "ArgumentError",
+        "DTensor",
+        "DeviceMesh",
+        "LayoutError",
+        "LocalTensor",
+        "MaskPartial",
+        "MixedTensorsError",
+        "Partial",
+        "Placement",
+        "RankMismatchError",
+        "RedistributionError",
+        "Replicate",
+        "Shard",
+        "ShardwiseError",
+        "UnsupportedError",
+        "WorldError",
+        "distribute_module",
+        "distribute_tensor",
+        "empty",
+        "explicit_redistribution",
+        "full",
+        "implicit_replication",
+        "init_device_mesh",
+        "ones",
+        "rand",
+        "randn",
+        "reduce_gradients",
+        "simulate",
+        "zeros",
+    ]
+
+
+def test_debug():
+    assert shardwise.debug.__all__ == [
+        "CacheStats",
+        "CommDebugMode",
+        "CommEvent",
+        "Explanation",
+        "PlannedCall",
+        "cache_stats",
+        "explain",
+        "visualize_sharding",
+    ]
+
+
+@pytest.mark.parametrize("module", [shardwise, shardwise.debug], ids=lambda m: m.__name__)
+def test_every_name_is_there(module):
+    for name in module.__all__:
+        assert getattr(module, name, None) is not None, name
+
+
+def test_the_mesh_is_torchs_own():
+    from torch.distributed import device_mesh
+
+    assert shardwise.DeviceMesh is device_mesh.DeviceMesh
+    assert shardwise.init_device_mesh is device_mesh.init_device_mesh
+
+
+def test_errors_are_caught_as_the_builtins_that_ordinary_code_names():
+    assert issubclass(shardwise.LayoutError, ValueError)
+    assert issubclass(shardwise.ArgumentError, TypeError)
+    assert issubclass(shardwise.UnsupportedError, NotImplementedError)
+    assert issubclass(shardwise.WorldError, RuntimeError)
+    assert issubclass(shardwise.RankMismatchError, RuntimeError)
+    assert issubclass(shardwise.MixedTensorsError, RuntimeError)
+    assert issubclass(shardwise.RedistributionError, RuntimeError)
+    for name in shardwise.__all__:
+        if name.endswith("Error"):
+            assert issubclass(getattr(shardwise, name), shardwise.ShardwiseError)
+
+
+def test_what_shardwise_replaces_is_not_imported():
+    """Nor torch's compiler, which takes longer to import than all the rest."""
+    program = """
+import sys, shardwise, shardwise.debug
+for name in ("torch.distributed.tensor", "torch.distributed._shard", "torch._dynamo"):
+    assert name not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
