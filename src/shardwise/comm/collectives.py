@@ -39,6 +39,16 @@ def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.
     return _wait(_ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
 
 
+def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    """An all-reduce that runs on; its result may be read after `finished`."""
+    return _ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
+
+
+def finished(x: torch.Tensor) -> torch.Tensor:
+    """The result of a collective that was started, once it is there."""
+    return _wait(x)
+
+
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
     return _wait(

@@ -52,7 +52,7 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
 def one_for_all(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor where all ranks hold the same values, else `tensor` itself."""
     parts = getattr(tensor, "_parts", None)
-    if parts is None or type(parts[0]) is not torch.Tensor:  # what torch.compile traces has no values
+    if parts is None or type(parts[0]) is not torch.Tensor:  # traced by torch.compile: no values
         return tensor
     if any(not torch.equal(part, parts[0]) for part in parts[1:]):
         return tensor

@@ -77,6 +77,11 @@ def move(x: Any, target: Layout, *, own: bool = False) -> Any:
     return type(x).wrap(local, target)
 
 
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """`function.apply` without its Python layer, which only looks for functorch transforms."""
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
 class Redistribute(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout) -> Any:
@@ -94,7 +99,7 @@ def redistribute(x: Any, target: Layout) -> Any:
     if x._layout is target:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
-        return Redistribute.apply(x, target)
+        return _apply_redistribute(x, target)
     return move(x, target, own=True)
 
 
@@ -103,6 +108,8 @@ def lies_like(grad: Any, layout: Layout) -> Any:
 
     It stays Partial over the axes that replicate the leaf: that is reduced when it is used.
     """
+    if grad._layout is layout:
+        return grad
     target = tuple(
         found if wanted.is_replicate() and found.is_partial() else wanted
         for found, wanted in zip(grad.placements, layout.placements, strict=True)
@@ -111,6 +118,9 @@ def lies_like(grad: Any, layout: Layout) -> Any:
         return grad
     with because("the gradient of a leaf", implicit=True):
         return redistribute(grad, grad._layout.with_placements(target, layout.order))
+
+
+_apply_redistribute = direct_apply(Redistribute)
 
 
 class ToLocal(torch.autograd.Function):
@@ -170,3 +180,7 @@ def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     return make_layout(
         layout.grid, layout.placements, layout.shape, layout.stride, dtype, layout.order
     )
+
+
+to_local = direct_apply(ToLocal)
+from_local = direct_apply(FromLocal)

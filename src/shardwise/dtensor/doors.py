@@ -33,7 +33,7 @@ def local_layout(
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
-            tuple(_listed(placements)),
+            tuple(listed(placements)),
             local.shape,
             local.stride(),
             local.dtype,
@@ -68,7 +68,7 @@ def _local_layout(
     else:
         # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
         # explicit sizes the first part will do, and all are checked against the sizes.
-        given_sizes = any(isinstance(p, Shard) and p.sizes for p in _listed(placements))
+        given_sizes = any(isinstance(p, Shard) and p.sizes for p in listed(placements))
         first = getattr(local, "_parts", (local,))[0] if given_sizes else local
         local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
@@ -80,7 +80,7 @@ def _local_layout(
     return make_layout(grid, normal, whole, dense, local.dtype)
 
 
-def _listed(placements: Any) -> list[Any]:
+def listed(placements: Any) -> list[Any]:
     if placements is None:
         return []
     return [placements] if isinstance(placements, Placement) else list(placements)
@@ -89,12 +89,12 @@ def _listed(placements: Any) -> list[Any]:
 def _without_sizes(placements: Any) -> Any:
     if placements is None:
         return None
-    return [Shard(p.dim) if isinstance(p, Shard) else p for p in _listed(placements)]
+    return [Shard(p.dim) if isinstance(p, Shard) else p for p in listed(placements)]
 
 
 def _explicit_sizes(placements: Any, given: Sequence[Placement]) -> list[tuple[int, ...] | None]:
-    listed = _listed(placements) or list(given)
-    return [p.sizes if isinstance(p, Shard) else None for p in listed]
+    named = listed(placements) or list(given)
+    return [p.sizes if isinstance(p, Shard) else None for p in named]
 
 
 def _with_sizes(

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor.autograd import gradient_layout
+from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.embedding import lookup, lookup_grad
@@ -71,6 +71,9 @@ class LookupGrad(torch.autograd.Function):
         return rows, None, None, None, None
 
 
+_apply_lookup = direct_apply(Lookup)
+
+
 def embedding(
     weight: Any,
     ids: Any,
@@ -86,7 +89,7 @@ def embedding(
             "Use sparse=False: the gradient is then as large as this rank's part of the table."
         )
     if _needs_grad(weight):
-        return Lookup.apply(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
+        return _apply_lookup(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
     return run(lookup, weight, ids)
 
 
@@ -148,12 +151,15 @@ class LinearWeightGrad(torch.autograd.Function):
         return F.linear(x, grad_weight), F.linear(grad, grad_weight.t()), None
 
 
+_apply_linear = direct_apply(Linear)
+
+
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if not all(t is None or type(t) is DTensor for t in (x, weight, bias)) or x.dim() == 0:
         # The ordinary path says which operand is plain, or what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, (x, weight, bias))
     if _needs_grad(x, weight, bias):
-        return Linear.apply(x, weight, bias)
+        return _apply_linear(x, weight, bias)
     return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
 
 

@@ -5,13 +5,14 @@ Tensors are given by their layouts here; the class that holds them is not known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from shardwise.comm.ranks import each_rank
+from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
@@ -72,9 +73,10 @@ def make_entry(
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
-    entry.call = local_call(op, plan)
-    if entry.call is op and isinstance(op, torch._ops.OpOverload) and not symbolic:
-        entry.call = fastest(op, args, kwargs)
+    binding = None
+    if plan.local is None and isinstance(op, torch._ops.OpOverload) and not symbolic:
+        binding = fastest(op, args, kwargs)
+    entry.call = local_call(op, plan, binding)
     if written:
         entry.finish = _returns_argument(written[0])
     elif isinstance(shape, TensorMeta):
@@ -187,20 +189,27 @@ def _forbid(plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout]
             )
 
 
-def local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:
+def local_call(
+    op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
     """What runs on the local operands, mapped over the ranks where they need to be apart.
 
     That is where the function or an argument differs between ranks, and, in a simulated world,
     where torch or a Python function would read the sizes of a LocalTensor.
     """
-    fn = plan.local.fn if plan.local is not None else op
+    fn = plan.local.fn if plan.local is not None else (binding or op)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
-    if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(fn))):
+    if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
         return fn
     layouts = (*plan.inputs, *plan.outputs)
     positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
     places = [(positions[name], plan.outputs[number]) for name, number in plan.local_shape]
+    if not grid.world.simulated:
+        coordinate = my_coordinate(grid)
+        if per_rank:
+            return functools.partial(fn, coordinate, layouts)
+        return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
 
     def mapped(*operands: Any, **kwargs: Any) -> Any:
         tensors, rest = _partition(operands)
@@ -218,12 +227,24 @@ def local_call(op: Any, plan: CallPlan) -> Callable[..., Any]:
     return mapped
 
 
-def _reads_sizes(fn: Any) -> bool:
-    """Whether running `fn` on a tensor asks for its sizes before the dispatcher sees an op."""
-    if not isinstance(fn, torch._ops.OpOverload):
+def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:
+    """`fn` with this rank's shapes in place of the global ones."""
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        here = list(operands)
+        for position, shape in shapes:
+            here[position] = shape
+        return fn(*here, **kwargs)
+
+    return call
+
+
+def _reads_sizes(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
+    if plan.local is not None or not isinstance(op, torch._ops.OpOverload):
         return True
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(fn.name(), composite.name)
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite.name)
 
 
 _HOLE = object()

@@ -214,14 +214,14 @@ class DTensor(torch.Tensor):
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
         layout = doors.local_layout(local, grid, placements, shape, stride)
-        if shape is not None or any(getattr(p, "sizes", None) for p in layout.placements):
+        if shape is not None or any(getattr(p, "sizes", None) for p in doors.listed(placements)):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.FromLocal.apply(local_tensor, layout, grad_layout, DTensor)
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
@@ -237,7 +237,7 @@ class DTensor(torch.Tensor):
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
             grad_layout = layout.with_placements(normal)
-        return autograd.ToLocal.apply(self, grad_layout)
+        return autograd.to_local(self, grad_layout)
 
     def redistribute(
         self,
@@ -465,7 +465,15 @@ def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
     key: list[Any] = [op, wish]
     operands: list[Any] = []
     for arg in args:
-        _add_static(op, arg, key, operands)
+        kind = type(arg)
+        if kind is DTensor:
+            key.append(arg._layout)
+            operands.append(arg._local)
+        elif kind is int:
+            key.append(arg)
+            operands.append(arg)
+        else:
+            _add_static(op, arg, key, operands)
     try:
         entry = _entries.get(tuple(key))
     except TypeError:

@@ -97,7 +97,7 @@ class PrepareModuleInput(ParallelStyle):
         if given is None or wanted is None:
             return x
         entered = spot.enter(x, given, wanted, name)
-        return entered.to_local() if self.use_local_output else entered
+        return spot.to_local(entered) if self.use_local_output else entered
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -164,7 +164,7 @@ class PrepareModuleOutput(ParallelStyle):
         if given is None or wanted is None:
             return x
         moved = spot.enter(x, given, wanted, name)
-        return moved.to_local() if self.use_local_output else moved
+        return spot.to_local(moved) if self.use_local_output else moved
 
 
 class PrepareModuleInputOutput(ParallelStyle):

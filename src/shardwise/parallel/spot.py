@@ -5,12 +5,19 @@ A style speaks of one mesh axis, the tensor axis. On a mesh of several axes that
 "tp", else the last. The others are data axes: parameters are replicated over them, and a plain
 tensor that enters is the rank's own part of the batch, `Shard(0)` over each of them. A DTensor that
 enters keeps its placements there.
+
+Note [Each rank's own loss]
+Plain tensors that differ over the data axes belong to a rank and to its loss; a DTensor's gradient
+is global. Between the two stands the mean of the ranks' losses, as with torch's DDP: the gradient
+of a plain output is divided by the number of ranks along the data axes when it enters the DTensor
+world, and that of a plain input multiplied when it leaves it. A loss that is itself a DTensor is
+the global one, and nothing is scaled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,8 +52,10 @@ class Spot:
     def where(self) -> str:
         return f"Module {self.path!r}" if self.path else "The root module"
 
-    def at(self, path: str) -> Spot:
-        return replace(self, path=path)
+    @property
+    def num_losses(self) -> int:
+        """How many ranks along the data axes have a loss of their own."""
+        return self.mesh.size() // self.mesh.size(self.axis)
 
     def parameter_placements(self, placement: Placement) -> list[Placement]:
         """`placement` over the tensor axis, replicated over the others."""
@@ -66,7 +75,9 @@ class Spot:
             return placement
         return Shard(placement.dim, lengths(size, self.mesh.size(self.axis), None))
 
-    def enter(self, x: Any, given: Placement, wanted: Placement, name: str = "the input") -> DTensor:
+    def enter(
+        self, x: Any, given: Placement, wanted: Placement, name: str = "the input"
+    ) -> DTensor:
         """`x` as a DTensor that lies as `wanted`. A plain `x` is taken to lie as `given`."""
         if not isinstance(x, DTensor):
             if not isinstance(x, torch.Tensor):
@@ -80,6 +91,8 @@ class Spot:
         return self.move(x, wanted, name)
 
     def _from_local(self, x: torch.Tensor, given: Placement, name: str) -> DTensor:
+        if x.requires_grad and self.num_losses > 1:
+            x = ScaleGradient.apply(x, float(self.num_losses))
         try:
             return DTensor.from_local(x, self.mesh, self.batch_placements(given))
         except ShardwiseError as error:
@@ -109,7 +122,27 @@ class Spot:
                 "a plain tensor met only plain tensors inside the module."
             )
         moved = self.move(x, wanted, name)
-        return moved.to_local() if local else moved
+        return self.to_local(moved) if local else moved
+
+    def to_local(self, x: DTensor) -> torch.Tensor:
+        """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
+        local = x.to_local()
+        if local.requires_grad and self.num_losses > 1:
+            return ScaleGradient.apply(local, 1.0 / self.num_losses)
+        return local
+
+
+class ScaleGradient(torch.autograd.Function):
+    """The tensor itself; its gradient times a number."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad * ctx.factor, None
 
 
 def one_per_tensor(layouts: Any, argument: str) -> tuple[Placement | None, ...]:

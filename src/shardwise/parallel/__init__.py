@@ -1,0 +1,28 @@
+"""Modules made parallel by a plan: tensor-parallel styles, losses and data parallelism."""
+
+from shardwise.parallel.data import data_parallel
+from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
+from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
+from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from shardwise.parallel.sequence import ReplicateParallel, SequenceParallel
+from shardwise.parallel.style import ParallelStyle
+
+__all__ = [
+    "ColwiseParallel",
+    "ParallelStyle",
+    "PrepareModuleInput",
+    "PrepareModuleInputOutput",
+    "PrepareModuleOutput",
+    "ReplicateParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "data_parallel",
+    "loss_parallel",
+    "parallel_cross_entropy",
+    "parallelize_module",
+]

@@ -1,0 +1,340 @@
+"""Cross entropy on logits whose classes are sharded, without gathering them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from shardwise.comm import collectives
+from shardwise.comm.ranks import each_rank
+from shardwise.comm.watch import because
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout, contiguous_stride, make_layout
+from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError, MixedTensorsError, UnsupportedError
+from shardwise.parallel.class_shards import (
+    Terms,
+    local_gradient,
+    local_maximum,
+    local_sums,
+)
+
+_REDUCTIONS = ("none", "mean", "sum")
+
+
+def parallel_cross_entropy(
+    logits: DTensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> DTensor:
+    """`F.cross_entropy` for a DTensor of logits, sharded over its classes or not.
+
+    What the ranks exchange is one maximum and two to four sums for each token; backward exchanges
+    nothing. A plain `target` or `weight` counts as the same on every rank.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import parallel_cross_entropy
+    >>> logits, target = torch.randn(3, 10), torch.tensor([1, 9, 4])
+    >>> expected = torch.nn.functional.cross_entropy(logits, target)
+    >>> with shardwise.simulate(4):
+    ...     mesh = shardwise.init_device_mesh("cpu", (4,))
+    ...     sharded = shardwise.distribute_tensor(logits, mesh, [shardwise.Shard(1)])
+    ...     loss = parallel_cross_entropy(sharded, target)
+    ...     torch.testing.assert_close(loss.full_tensor().agreed(), expected)
+    """
+    if not isinstance(logits, DTensor):
+        raise ArgumentError(
+            f"parallel_cross_entropy takes a DTensor of logits, found {type(logits).__name__}. Use "
+            "F.cross_entropy for plain tensors, or keep the head's output distributed: "
+            "ColwiseParallel(use_local_output=False)."
+        )
+    if reduction not in _REDUCTIONS:
+        raise LayoutError(f"reduction={reduction!r} is not one of {', '.join(_REDUCTIONS)}.")
+    logits = _without_partials(logits)
+    tokens = token_layout(logits._layout)
+    soft = target.is_floating_point()
+    _check_target(logits, target, soft)
+    placed = _placed_target(target, logits._layout if soft else tokens)
+    shares = None if weight is None else _placed_weight(weight, logits._layout)
+    terms = Terms(
+        dim=class_dim(logits._layout),
+        num_classes=logits.shape[class_dim(logits._layout)],
+        ignore_index=ignore_index,
+        smoothing=label_smoothing,
+        weighted=weight is not None,
+        soft=soft,
+    )
+    losses, counted = ClassShardedLoss.apply(logits, placed, shares, terms)
+    return _reduced(losses, counted, reduction, soft).to(logits.dtype)
+
+
+def _reduced(losses: DTensor, counted: DTensor, reduction: str, soft: bool) -> Any:
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    if reduction == "sum":
+        return total
+    return total / (max(losses.numel(), 1) if soft else counted.sum())
+
+
+def class_dim(layout: Layout) -> int:
+    return 1 if layout.ndim > 1 else 0
+
+
+def class_axes(layout: Layout) -> tuple[int, ...]:
+    """The mesh axes that shard the classes."""
+    return layout.axes_of(class_dim(layout))
+
+
+def token_layout(layout: Layout) -> Layout:
+    """Where one number per token lies: whole over the axes that shard the classes.
+
+    At least in single precision, until the loss is done.
+    """
+    dim = class_dim(layout)
+    shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
+    placements = tuple(_without_classes(p, dim) for p in layout.placements)
+    dtype = torch.promote_types(layout.dtype, torch.float32)
+    return make_layout(
+        layout.grid, placements, shape, contiguous_stride(shape), dtype, layout.order
+    )
+
+
+def _without_classes(placement: Placement, dim: int) -> Placement:
+    if not isinstance(placement, Shard):
+        return placement
+    if placement.dim == dim:
+        return REPLICATE
+    return Shard(placement.dim - (placement.dim > dim), placement.sizes)
+
+
+def _without_partials(logits: DTensor) -> DTensor:
+    if not any(isinstance(p, Partial) for p in logits.placements):
+        return logits
+    placements = [REPLICATE if isinstance(p, Partial) else p for p in logits.placements]
+    return logits.redistribute(placements=placements)
+
+
+def _check_target(logits: DTensor, target: torch.Tensor, soft: bool) -> None:
+    layout = logits._layout
+    expected = layout.shape if soft else token_layout(layout).shape
+    if tuple(target.shape) != tuple(expected):
+        raise LayoutError(
+            f"Logits of shape {tuple(layout.shape)} need a target of shape {tuple(expected)}, "
+            f"found {tuple(target.shape)}."
+        )
+    if target.requires_grad:
+        raise UnsupportedError(
+            "parallel_cross_entropy has no gradient for its target: detach() it."
+        )
+
+
+def _placed_target(target: torch.Tensor, like: Layout) -> DTensor:
+    if not isinstance(target, DTensor):
+        if any(p.is_shard() for p in token_layout_of(like, target)):
+            raise MixedTensorsError(
+                f"The logits' batch is sharded ({like!r}) and the target is a plain tensor. Lay it "
+                "out likewise: distribute_tensor(target, mesh, placements), or DTensor.from_local "
+                "where each rank holds its own part."
+            )
+        whole = [REPLICATE] * like.grid.num_axes
+        target = DTensor.from_local(target, like.grid.mesh, whole)
+    return target.redistribute(placements=like.placements, order=like.order)
+
+
+def token_layout_of(like: Layout, target: torch.Tensor) -> tuple[Placement, ...]:
+    """The placements of the batch: those of a soft target without its classes."""
+    if not target.is_floating_point():
+        return like.placements
+    return token_layout(like).placements
+
+
+def _placed_weight(weight: torch.Tensor, logits: Layout) -> DTensor:
+    dim, grid = class_dim(logits), logits.grid
+    if tuple(weight.shape) != (logits.shape[dim],):
+        raise LayoutError(
+            f"weight holds one number per class, {logits.shape[dim]}; found shape "
+            f"{tuple(weight.shape)}."
+        )
+    if not isinstance(weight, DTensor):
+        weight = DTensor.from_local(weight, grid.mesh, [REPLICATE] * grid.num_axes)
+    placements = [
+        Shard(0, p.sizes) if isinstance(p, Shard) and p.dim == dim else REPLICATE
+        for p in logits.placements
+    ]
+    return weight.redistribute(placements=placements, order=logits.order)
+
+
+class ClassShardedLoss(torch.autograd.Function):
+    """The loss of every token, and the weight with which it counts in a mean."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Any, target: Any, weight: Any, terms: Terms
+    ) -> tuple[DTensor, DTensor]:
+        layout = logits._layout
+        tokens = token_layout(layout)
+        parts = [t._local for t in (target, weight) if t is not None]
+        with because("parallel_cross_entropy", implicit=False):
+            maximum = _all_reduced(_mapped(layout, terms, _maximum, logits._local), "max", layout)
+            sums = _mapped(layout, terms, _sums, logits._local, maximum, *parts)
+            sums = _all_reduced(sums, "sum", layout)
+        losses, log_sum, total, counted = _mapped(layout, terms, _losses, maximum, sums, parts[0])
+        ctx.save_for_backward(logits, log_sum, total, target, weight)
+        ctx.terms = terms
+        out = DTensor.wrap(losses, tokens), DTensor.wrap(counted, tokens)
+        ctx.mark_non_differentiable(out[1])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
+        logits, log_sum, total, target, weight = ctx.saved_tensors
+        layout = logits._layout
+        tokens = token_layout(layout)
+        grad = grad.redistribute(placements=tokens.placements, order=tokens.order)
+        parts = [t._local for t in (target, weight) if t is not None]
+        local = _mapped(
+            layout, ctx.terms, _gradient, grad._local, logits._local, log_sum, total, *parts
+        )
+        return DTensor.wrap(local, layout), None, None, None
+
+
+def _mapped(layout: Layout, terms: Terms, fn: Any, *tensors: torch.Tensor) -> Any:
+    """`fn(terms, number of the first class here, *tensors)` on every rank present."""
+
+    def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
+        return fn(terms, layout.box(coordinate)[0][terms.dim], *parts)
+
+    return each_rank(layout.grid, here, *tensors, axes=class_axes(layout))
+
+
+def _all_reduced(local: torch.Tensor, reduce_op: str, layout: Layout) -> torch.Tensor:
+    for axis in class_axes(layout):
+        local = collectives.all_reduce(local, reduce_op, layout.grid, axis)
+    return local
+
+
+def _maximum(terms: Terms, _: int, x: torch.Tensor) -> torch.Tensor:
+    return local_maximum(x, terms.dim)
+
+
+def _sums(
+    terms: Terms, offset: int, x: Any, maximum: Any, target: Any, weight: Any = None
+) -> torch.Tensor:
+    _check_classes(terms, target)
+    weight = None if weight is None else weight.to(maximum.dtype)
+    return local_sums(terms, offset, x, maximum, target, weight)
+
+
+def _check_classes(terms: Terms, target: torch.Tensor) -> None:
+    """A class out of range raises as on one device; every rank sees the same targets."""
+    if terms.soft or type(target) is not torch.Tensor or target.is_cuda:
+        return
+    kept = target[terms.kept(target)]
+    if kept.numel() and not 0 <= int(kept.min()) <= int(kept.max()) < terms.num_classes:
+        raise IndexError(
+            f"Targets run from {int(kept.min())} to {int(kept.max())}, but there are "
+            f"{terms.num_classes} classes; only ignore_index={terms.ignore_index} may lie outside."
+        )
+
+
+def _losses(
+    terms: Terms, _: int, maximum: torch.Tensor, sums: torch.Tensor, target: torch.Tensor
+) -> Sequence[torch.Tensor]:
+    row = dict(zip(terms.rows, sums.unbind(0), strict=True))
+    log_s = row["S"].log()
+    total = row["A"] if "A" in row else torch.ones_like(log_s)
+    losses = total * log_s - row["B"]
+    counted = row.get("W", total)
+    if not terms.soft:
+        kept = terms.kept(target)
+        losses, counted = torch.where(kept, losses, 0.0), torch.where(kept, counted, 0.0)
+    return losses, maximum + log_s, total, counted
+
+
+def _gradient(
+    terms: Terms,
+    offset: int,
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    log_sum: torch.Tensor,
+    total: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    weight = None if weight is None else weight.to(log_sum.dtype)
+    return local_gradient(terms, offset, grad, x, log_sum, total, target, weight)
+
+
+class _ClassSharded(TorchFunctionMode):
+    """Takes `F.cross_entropy` of class-sharded logits; everything else goes its way."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is F.cross_entropy and args:
+            logits = args[0]
+            if isinstance(logits, DTensor) and class_axes(logits._layout):
+                return _as_torch_calls_it(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+def _as_torch_calls_it(
+    input: DTensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: bool | None = None,
+    ignore_index: int = -100,
+    reduce: bool | None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> DTensor:
+    if size_average is not None or reduce is not None:
+        raise ArgumentError(
+            "Inside loss_parallel(), say reduction=... for size_average and reduce."
+        )
+    return parallel_cross_entropy(
+        input,
+        target,
+        weight,
+        ignore_index=ignore_index,
+        reduction=reduction,
+        label_smoothing=label_smoothing,
+    )
+
+
+@contextlib.contextmanager
+def loss_parallel() -> Iterator[None]:
+    """Inside, cross entropy of logits sharded over their classes does not gather them.
+
+    Covers `F.cross_entropy` and `nn.CrossEntropyLoss`; backward may run inside or outside. See
+    `parallel_cross_entropy` for what is communicated.
+
+    >>> import shardwise, torch
+    >>> from shardwise.debug import CommDebugMode
+    >>> from shardwise.parallel import loss_parallel
+    >>> with shardwise.simulate(4):
+    ...     mesh = shardwise.init_device_mesh("cpu", (4,))
+    ...     logits = shardwise.randn(
+    ...         6, 100, device_mesh=mesh, placements=[shardwise.Shard(1)], requires_grad=True
+    ...     )
+    ...     with loss_parallel(), CommDebugMode() as comm:
+    ...         torch.nn.functional.cross_entropy(logits, torch.arange(6)).backward()
+    >>> sum(event.num_bytes for event in comm.events)       # three floats for each of six tokens
+    72
+    """
+    with _ClassSharded():
+        yield

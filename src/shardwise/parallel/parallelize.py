@@ -1,0 +1,89 @@
+"""parallelize_module: a plan applied to a module."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import grid_of
+from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.errors import LayoutError
+from shardwise.parallel.resolve import resolve
+from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.ties import style_untouched, tie_again, tied_owners
+
+Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
+
+
+def parallelize_module(
+    module: nn.Module,
+    device_mesh: DeviceMesh | None = None,
+    parallelize_plan: Plan | None = None,
+    *,
+    src_data_rank: int | None = 0,
+    strict: bool = False,
+) -> nn.Module:
+    """Make a module parallel as the plan says, in place, and return it.
+
+    The plan is a style for the module itself, or a dict from paths to styles or their words. A
+    path's parts may hold `*`, `?` and `[1-2]`; "" is the module itself. The mesh is that of a
+    surrounding `with device_mesh:` unless given; see docs/howto/parallel.md for several axes. Every
+    rank gets the values of rank `src_data_rank`; with None, each keeps its own and nothing is
+    communicated. All mistakes are found before anything is changed; an entry that matches nothing
+    and an empty plan are warnings, or errors when `strict`.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    >>> mlp = torch.nn.Sequential(
+    ...     torch.nn.Linear(4, 6), torch.nn.ReLU(), torch.nn.Linear(6, 4)
+    ... )
+    >>> x = torch.ones(2, 4)
+    >>> expected = mlp(x)
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     mlp = parallelize_module(mlp, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    ...     torch.testing.assert_close(mlp(x).agreed(), expected)
+    >>> mlp[0].weight.placements, mlp[2].weight.placements
+    ((Shard(0),), (Shard(1),))
+    """
+    mesh = device_mesh if device_mesh is not None else current_mesh()
+    grid_of(mesh)
+    if parallelize_plan is None or (isinstance(parallelize_plan, Mapping) and not parallelize_plan):
+        _complain("parallelize_plan is empty: the module stays as it is.", strict)
+        return module
+    found = resolve(module, parallelize_plan, src_data_rank)
+    for message in found.unmatched:
+        _complain(message, strict)
+    ties = tied_owners(module)
+    touched = set()
+    for target in found.targets:
+        try:
+            changed = target.style.apply(target.module, mesh)
+        except Exception as error:
+            error.add_note(f"While {type(target.style).__name__} was applied to {target.path!r}.")
+            raise
+        module = _put(module, target.path, target.module, changed)
+        touched.add(id(target.module))
+        tie_again(ties)
+    style_untouched(ties, touched, mesh, src_data_rank)
+    return module
+
+
+def _complain(message: str, strict: bool) -> None:
+    if strict:
+        raise LayoutError(message)
+    warnings.warn(message, UserWarning, stacklevel=3)
+
+
+def _put(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:
+    """The root, with what a style returned in its place; styles mostly return the same module."""
+    if after is before:
+        return root
+    if not path:
+        return after
+    parent, _, name = path.rpartition(".")
+    setattr(root.get_submodule(parent), name, after)
+    return root

@@ -1,0 +1,149 @@
+"""From a plan to the modules that it changes: everything is checked here, nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from shardwise.core.placements import Placement
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.parallel.paths import matching_modules, nearest_paths
+from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.words import style_of
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """One module that one entry of a plan changes. The style is the target's own copy."""
+
+    pattern: str
+    path: str
+    module: nn.Module
+    style: ParallelStyle
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """A plan met a module: what it changes, and a message for each entry that changes nothing."""
+
+    targets: tuple[Target, ...]
+    unmatched: tuple[str, ...]
+
+
+def styles_of(plan: Any) -> dict[str, ParallelStyle]:
+    """A plan in any of its forms, as styles by pattern."""
+    if plan is None:
+        return {}
+    if isinstance(plan, (ParallelStyle, str)):
+        return {"": style_of(plan, "")}
+    if not isinstance(plan, Mapping):
+        raise ArgumentError(
+            "parallelize_plan is a style, a word for one, or a dict from paths to them; found "
+            f"{type(plan).__name__}."
+        )
+    styles = {}
+    for pattern, entry in plan.items():
+        if not isinstance(pattern, str):
+            raise ArgumentError(f"A path in a plan is a string, found {pattern!r}.")
+        styles[pattern] = style_of(entry, pattern)
+    return styles
+
+
+def resolve(
+    module: nn.Module, plan: Any, src_data_rank: int | None = 0, *, check: bool = True
+) -> Resolved:
+    """The targets of a plan. With `check`, a style that does not fit its module raises."""
+    styles = styles_of(plan)
+    targets: list[Target] = []
+    unmatched: list[str] = []
+    for pattern, style in styles.items():
+        found = matching_modules(module, pattern)
+        if not found:
+            unmatched.append(pattern)
+        for path, match in found:
+            own = copy.copy(style)
+            own.path, own.src_data_rank = path, src_data_rank
+            targets.append(Target(pattern, path, match, own))
+    targets = _without_repeats(targets)
+    if check:
+        for problem in problems(targets):
+            raise problem
+    messages = tuple(_no_match(module, p, len(unmatched), styles, targets) for p in unmatched)
+    return Resolved(tuple(targets), messages)
+
+
+def _without_repeats(targets: list[Target]) -> list[Target]:
+    """A module that stands at several paths is changed once by one entry."""
+    seen: dict[tuple[int, str], Target] = {}
+    for target in targets:
+        seen.setdefault((id(target.module), target.pattern), target)
+    return list(seen.values())
+
+
+def _no_match(
+    module: nn.Module,
+    pattern: str,
+    num_unmatched: int,
+    styles: Mapping[str, ParallelStyle],
+    targets: list[Target],
+) -> str:
+    near = nearest_paths(module, pattern)
+    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
+    return (
+        f"parallelize_plan: no module of {type(module).__name__} matches {pattern!r}{hint} "
+        f"{len(styles) - num_unmatched} of {len(styles)} entries apply, to {len(targets)} modules."
+    )
+
+
+def problems(targets: list[Target]) -> list[ShardwiseError]:
+    """All that is wrong with a plan, before anything is changed."""
+    found: list[ShardwiseError] = []
+    for target in targets:
+        try:
+            target.style.check(target.module)
+        except ShardwiseError as error:
+            found.append(error)
+    return found + _decided_twice(targets) + _tied_apart(targets)
+
+
+def _decided_twice(targets: list[Target]) -> list[ShardwiseError]:
+    decided: dict[tuple[int, str], Target] = {}
+    found: list[ShardwiseError] = []
+    for target in targets:
+        for what in target.style.decides:
+            first = decided.setdefault((id(target.module), what), target)
+            if first is not target:
+                found.append(
+                    LayoutError(
+                        f"{target.style.where} matches {first.pattern!r} and {target.pattern!r}, "
+                        f"and both {type(first.style).__name__} and "
+                        f"{type(target.style).__name__} decide its {what}. Let one entry match it."
+                    )
+                )
+                break
+    return found
+
+
+def _tied_apart(targets: list[Target]) -> list[ShardwiseError]:
+    placed: dict[int, tuple[str, Placement]] = {}
+    found: list[ShardwiseError] = []
+    for target in targets:
+        parameters = dict(target.module.named_parameters(remove_duplicate=False))
+        for name, placement in target.style.parameter_placements(target.module).items():
+            if name not in parameters:
+                continue
+            full = f"{target.path}.{name}" if target.path else name
+            first, where = placed.setdefault(id(parameters[name]), (full, placement))
+            if where != placement:
+                found.append(
+                    LayoutError(
+                        f"{first!r} and {full!r} are one parameter, and the plan places it as "
+                        f"{where} and as {placement}. Choose styles that place it alike, such as a "
+                        "rowwise embedding and a colwise head."
+                    )
+                )
+    return found
