@@ -6,7 +6,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 import torch
 
 from shardwise import Replicate, Shard
-from shardwise.rules import embedding, loss, matmul
+from shardwise.rules import loss, matmul
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -205,12 +205,11 @@ def _loss() -> list[Sample]:
 def _embedding() -> list[Sample]:
     rows = t(2, 3, 4)
     return [
-        Sample(embedding.lookup, (t(7, 4), ids)),
-        Sample(aten.embedding.default, (t(7, 4), ids, 5)),
-        Sample(embedding.lookup, (t(7, 4), ids[0, 0])),
-        Sample(embedding.lookup_grad, (rows, ids, 7, -1, False), wish=any_table),
-        Sample(embedding.lookup_grad, (rows, ids, 7, 5, False), wish=any_table),
-        Sample(embedding.lookup_grad, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(aten.embedding.default, (t(7, 4), ids)),
+        Sample(aten.embedding.default, (t(7, 4), ids[0, 0])),
+        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
     ]
 
 

@@ -31,7 +31,10 @@ from shardwise.redistribute.search import find_steps
 
 def gradient_layout(layout: Layout) -> Layout:
     """Where the gradient of a tensor in `layout` lies by default."""
-    if not any(isinstance(p, Partial) for p in layout.placements):
+    for placement in layout.placements:
+        if isinstance(placement, Partial):
+            break
+    else:
         return layout
     placements = tuple(Replicate() if isinstance(p, Partial) else p for p in layout.placements)
     return layout.with_placements(placements)

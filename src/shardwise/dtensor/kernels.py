@@ -14,11 +14,12 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
-from shardwise.rules.embedding import lookup, lookup_grad
 from shardwise.rules.loss import nll, nll_grad
 from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
 
 aten = torch.ops.aten
+_table_lookup = aten.embedding.default
+_table_grad = aten.embedding_dense_backward.default
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -32,17 +33,18 @@ class Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool) -> Any:
         ctx.save_for_backward(ids)
-        ctx.layout, ctx.options = gradient_layout(weight._layout), (padding_idx, by_freq)
-        return run(lookup, weight, ids)
+        ctx.options = (gradient_layout(weight._layout), padding_idx, by_freq)
+        return run(_table_lookup, weight, ids)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        layout = ctx.layout
+        layout, padding_idx, by_freq = ctx.options
         if torch.is_grad_enabled():  # double backward
-            found = LookupGrad.apply(grad, ids, layout, *ctx.options)
+            found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
         else:
-            found = run(lookup_grad, grad, ids, layout.shape[0], *ctx.options, wish=layout)
+            num_rows = layout.shape[0]
+            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
         return found, None, None, None
 
 
@@ -55,7 +57,7 @@ class LookupGrad(torch.autograd.Function):
     ) -> Any:
         ctx.save_for_backward(ids)
         ctx.options = (padding_idx, by_freq)
-        return run(lookup_grad, grad, ids, layout.shape[0], padding_idx, by_freq, wish=layout)
+        return run(_table_grad, grad, ids, layout.shape[0], padding_idx, by_freq, wish=layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -88,9 +90,9 @@ def embedding(
             "aten.embedding.default does not have a sharding strategy registered for sparse=True. "
             "Use sparse=False: the gradient is then as large as this rank's part of the table."
         )
-    if _needs_grad(weight):
+    if weight.requires_grad and torch.is_grad_enabled():
         return _apply_lookup(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
-    return run(lookup, weight, ids)
+    return run(_table_lookup, weight, ids)
 
 
 def _both_distributed(op: Any, weight: Any, ids: Any) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from shardwise.parallel.data import data_parallel
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.parallelize import parallelize_module
+from shardwise.parallel.plans import PlanReport, check_plan, load_plan, save_plan
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
@@ -15,14 +16,18 @@ from shardwise.parallel.style import ParallelStyle
 __all__ = [
     "ColwiseParallel",
     "ParallelStyle",
+    "PlanReport",
     "PrepareModuleInput",
     "PrepareModuleInputOutput",
     "PrepareModuleOutput",
     "ReplicateParallel",
     "RowwiseParallel",
     "SequenceParallel",
+    "check_plan",
     "data_parallel",
+    "load_plan",
     "loss_parallel",
     "parallel_cross_entropy",
     "parallelize_module",
+    "save_plan",
 ]

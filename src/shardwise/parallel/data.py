@@ -11,7 +11,7 @@ bucket carries one flag per parameter, so a parameter that no rank used keeps no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,8 +40,8 @@ def data_parallel(
     """Let the ranks of a mesh axis, each with its own batch, train one module; returns the module.
 
     After backward, every gradient is that of the mean of the ranks' losses: plain parameters are
-    averaged, and DTensors that are replicated over the axis are reduced (a DTensor's gradient is
-    global already; see docs/howto/parallel.md). The reductions run in buckets during backward. Plain
+    averaged, and DTensors that are replicated over the axis are reduced (their gradients are global
+    already; see docs/howto/parallel.md). The reductions run in buckets during backward. Plain
     parameters and buffers start from the values of coordinate `src_data_rank`.
 
     `with module.no_sync():` leaves gradients as each rank has them, to accumulate; the next
@@ -72,7 +72,7 @@ def data_parallel(
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A mesh axis: in `grid`, the whole mesh where the axis was taken from one; `own` is its own."""
+    """A mesh axis, in the whole mesh that it was taken from; `own` is the axis as a mesh."""
 
     grid: Grid
     axis: int
@@ -143,6 +143,8 @@ class Reducer:
         for bucket in self.buckets:
             for parameter in bucket.parameters:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
+                if bucket.grid.world.simulated and type(parameter.data) is torch.Tensor:
+                    parameter.register_hook(_room_per_rank(parameter))
         module.register_forward_pre_hook(lambda *_: self._fresh())
 
     @contextlib.contextmanager
@@ -230,6 +232,17 @@ def _kind(parameter: torch.Tensor, line: Line) -> tuple[Grid, int, bool] | None:
     return line.grid, line.axis, True
 
 
+def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    """A hook for simulated worlds: gradients of many ranks cannot be added to one plain tensor."""
+
+    def spread(grad: torch.Tensor) -> None:
+        held = parameter.grad
+        if isinstance(grad, LocalTensor) and type(held) is torch.Tensor:
+            parameter.grad = LocalTensor.per_rank(lambda _: held.clone(), grad.ranks)
+
+    return spread
+
+
 def _waits(parameter: torch.Tensor, bucket: Bucket) -> bool:
     """Whether there is something to reduce: a DTensor's gradient may be whole already."""
     grad = parameter.grad
@@ -277,9 +290,10 @@ def _set_gradient(parameter: nn.Parameter, piece: torch.Tensor, bucket: Bucket) 
     if not isinstance(parameter, DTensor):
         parameter.grad = one_for_all(piece) if type(parameter.data) is torch.Tensor else piece
         return
-    layout = parameter._layout if parameter.grad is None else parameter.grad._layout
+    grad: Any = parameter.grad
+    layout = parameter._layout if grad is None else grad._layout
     if not bucket.average:
         placements = list(layout.placements)
         placements[bucket.axis] = REPLICATE
         layout = layout.with_placements(tuple(placements))
-    parameter.grad = DTensor.wrap(piece, layout)  # type: ignore[assignment]
+    parameter.grad = DTensor.wrap(piece, layout)

@@ -212,6 +212,14 @@ class PrepareModuleInputOutput(ParallelStyle):
             desired_output_layouts=desired_output_layouts,
             use_local_output=use_local_output,
         )
+        self.use_local_input = use_local_input
+
+    def __getattr__(self, name: str) -> Any:
+        """The layouts are those of the two styles within."""
+        if name.startswith("prepare_"):  # not there yet
+            raise AttributeError(name)
+        within = self.prepare_module_input if "input" in name else self.prepare_module_output
+        return getattr(within, name)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         for style in (self.prepare_module_input, self.prepare_module_output):

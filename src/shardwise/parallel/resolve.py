@@ -92,10 +92,11 @@ def _no_match(
     targets: list[Target],
 ) -> str:
     near = nearest_paths(module, pattern)
+    modules = f"{len(targets)} module{'' if len(targets) == 1 else 's'}"
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
     return (
         f"parallelize_plan: no module of {type(module).__name__} matches {pattern!r}{hint} "
-        f"{len(styles) - num_unmatched} of {len(styles)} entries apply, to {len(targets)} modules."
+        f"{len(styles) - num_unmatched} of {len(styles)} entries apply, to {modules}."
     )
 
 
@@ -108,6 +109,14 @@ def problems(targets: list[Target]) -> list[ShardwiseError]:
         except ShardwiseError as error:
             found.append(error)
     return found + _decided_twice(targets) + _tied_apart(targets)
+
+
+def fits(target: Target) -> bool:
+    try:
+        target.style.check(target.module)
+    except ShardwiseError:
+        return False
+    return True
 
 
 def _decided_twice(targets: list[Target]) -> list[ShardwiseError]:
@@ -131,7 +140,7 @@ def _decided_twice(targets: list[Target]) -> list[ShardwiseError]:
 def _tied_apart(targets: list[Target]) -> list[ShardwiseError]:
     placed: dict[int, tuple[str, Placement]] = {}
     found: list[ShardwiseError] = []
-    for target in targets:
+    for target in filter(fits, targets):
         parameters = dict(target.module.named_parameters(remove_duplicate=False))
         for name, placement in target.style.parameter_placements(target.module).items():
             if name not in parameters:

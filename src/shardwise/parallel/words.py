@@ -1,28 +1,52 @@
-"""The words for styles, as plans in files and Hugging Face's `tp_plan` use them."""
+"""Styles as data: words, as Hugging Face's `tp_plan` uses them, and tables of options."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from shardwise.core.placements import Replicate
-from shardwise.errors import ArgumentError
+from shardwise.core.placements import Placement, Replicate
+from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
+from shardwise.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
 from shardwise.parallel.sequence import ReplicateParallel, SequenceParallel
 from shardwise.parallel.style import ParallelStyle
+from shardwise.planfile.files import Entry
+from shardwise.planfile.placements import parse_placement, placement_text
 
-#: What each word makes. `_rep`: whole from the outside, whatever happens within.
+#: What each word makes. Words of `tp_plan` that mean something else (local_*, gather, ep_*) are
+#: not here: they are for modules that talk to each other by themselves.
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
     "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
-    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     "replicate": ReplicateParallel,
 }
+
+STYLES: dict[str, type[ParallelStyle]] = {
+    style.__name__: style
+    for style in (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        ReplicateParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        PrepareModuleInputOutput,
+    )
+}
+
+_NOTHING = "None"
 
 
 def style_of(entry: Any, pattern: str) -> ParallelStyle:
@@ -30,14 +54,91 @@ def style_of(entry: Any, pattern: str) -> ParallelStyle:
     if isinstance(entry, ParallelStyle):
         return entry
     if isinstance(entry, str):
-        make = WORDS.get(entry)
-        if make is not None:
-            return make()
-        raise ArgumentError(
-            f"The plan says {entry!r} for {pattern!r}, which is no word for a style here. The "
-            f"words are {', '.join(WORDS)}; or give a ParallelStyle."
-        )
+        return _named(entry, pattern)()
+    if isinstance(entry, Mapping):
+        return _with_options(dict(entry), pattern)
     raise ArgumentError(
-        f"The plan gives {pattern!r} a {type(entry).__name__}; it takes a ParallelStyle or one of "
-        f"the words {', '.join(WORDS)}."
+        f"The plan gives {pattern!r} a {type(entry).__name__}; it takes a ParallelStyle, a table "
+        f"with a style, or one of the words {', '.join(WORDS)}."
     )
+
+
+def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
+    make = WORDS.get(name) or STYLES.get(name)
+    if make is None:
+        raise ArgumentError(
+            f"The plan says {name!r} for {pattern!r}, which is no word for a style here. The "
+            f"words are {', '.join(WORDS)}; the styles {', '.join(STYLES)}."
+        )
+    return make
+
+
+def _with_options(entry: dict[str, Any], pattern: str) -> ParallelStyle:
+    name = entry.pop("style", None)
+    made: Any = _named(name, pattern)
+    if name in WORDS:
+        made = type(made())
+    known = inspect.signature(made).parameters
+    for option in entry:
+        if option not in known:
+            raise ArgumentError(
+                f"The plan gives {pattern!r} the option {option!r}; {made.__name__} takes "
+                f"{', '.join(known)}."
+            )
+    try:
+        base = {} if name in STYLES else _options(_named(name, pattern)())
+        options = {option: _from_text(option, value) for option, value in entry.items()}
+        return made(**(base | options))
+    except ShardwiseError as error:
+        error.add_note(f"In the plan's entry for {pattern!r}.")
+        raise
+
+
+def entry_of(style: ParallelStyle | Entry, pattern: str) -> Entry:
+    """A style as a plan file holds it: a word where there is one."""
+    style = style_of(style, pattern)
+    entry = _entry(style, pattern)
+    return next((word for word, make in WORDS.items() if _entry(make(), "") == entry), entry)
+
+
+def _entry(style: ParallelStyle, pattern: str) -> dict[str, Any]:
+    name = type(style).__name__
+    if STYLES.get(name) is not type(style):
+        raise ArgumentError(
+            f"{pattern!r} has the style {name}, which is your own: a file cannot hold it."
+        )
+    options = {option: _to_text(value) for option, value in _options(style).items()}
+    return {"style": name, **options}
+
+
+def _options(style: ParallelStyle) -> dict[str, Any]:
+    """The options that differ from the defaults."""
+    parameters = inspect.signature(type(style)).parameters
+    found = {name: getattr(style, name) for name in parameters}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != parameters[name].default and not (value == {} and "kwarg" in name)
+    }
+
+
+def _to_text(value: Any) -> Any:
+    if isinstance(value, Placement):
+        return placement_text(value)
+    if isinstance(value, tuple):
+        return [_to_text(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _to_text(item) for name, item in value.items()}
+    return _NOTHING if value is None else value
+
+
+def _from_text(option: str, value: Any) -> Any:
+    if not option.endswith("layouts") or isinstance(value, Placement):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _from_text(option, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_from_text(option, item) for item in value)
+    if not isinstance(value, str):
+        raise ArgumentError(f"{option} takes placements as text, found {value!r}.")
+    return None if value == _NOTHING else parse_placement(value)

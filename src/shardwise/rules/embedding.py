@@ -21,18 +21,6 @@ from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 aten = torch.ops.aten
 
 
-def lookup(weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows of `weight` that `ids` names."""
-    return aten.embedding.default(weight, ids)
-
-
-def lookup_grad(
-    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, scale_by_freq: bool
-) -> torch.Tensor:
-    """The gradient of `lookup` for `weight`, which has `num_rows` rows."""
-    return aten.embedding_dense_backward.default(grad, ids, num_rows, padding_idx, scale_by_freq)
-
-
 def owned_lookup(
     coordinate: Coordinate,
     layouts: Sequence[Layout],
@@ -140,7 +128,6 @@ def lookup_grad_choices(call: Call) -> Iterator[Choice]:
 
 
 RULES: Table = table(
-    # Reached directly only where autograd is off altogether (inference mode).
-    ((lookup, aten.embedding.default), Rule(lookup_choices, "[v] d, ... -> ... d")),
-    ((lookup_grad,), Rule(lookup_grad_choices, "... d, ... -> v d")),
+    ((aten.embedding.default,), Rule(lookup_choices, "[v] d, ... -> ... d")),
+    ((aten.embedding_dense_backward.default,), Rule(lookup_grad_choices, "... d, ... -> v d")),
 )

@@ -1,0 +1,80 @@
+"""Reading and writing plan files: TOML or JSON, by the file's name.
+
+    format = "shardwise plan 1"
+
+    [modules]
+    "layers.*.up" = "colwise"
+    "layers.*.norm" = { style = "SequenceParallel", sequence_dim = 1 }
+
+An entry is a word, or a table with a `style` and its options. Nothing in a file is executed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from shardwise.errors import ArgumentError, LayoutError
+
+FORMAT = "shardwise plan 1"
+Entry = str | dict[str, Any]
+
+
+def read_plan_file(path: str | os.PathLike[str]) -> dict[str, Entry]:
+    """The entries of a plan file, by pattern, in the order of the file."""
+    file = Path(path)
+    text = file.read_text(encoding="utf-8")
+    try:
+        content = tomllib.loads(text) if _is_toml(file) else json.loads(text)
+    except ValueError as error:
+        raise LayoutError(f"{file} cannot be read as a plan: {error}.") from error
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise LayoutError(f'{file} is no plan: it does not say format = "{FORMAT}".')
+    modules = content.get("modules")
+    if not isinstance(modules, dict) or len(content) != 2:
+        raise LayoutError(
+            f"{file} should hold format and modules, a table from paths to entries; found "
+            f"{', '.join(sorted(content))}."
+        )
+    for pattern, entry in modules.items():
+        if not isinstance(entry, (str, dict)):
+            raise LayoutError(f"{file}: {pattern!r} has {entry!r}; an entry is a word or a table.")
+    return modules
+
+
+def write_plan_file(path: str | os.PathLike[str], entries: Mapping[str, Entry]) -> None:
+    """Write a plan, whole or not at all."""
+    file = Path(path)
+    if _is_toml(file):
+        lines = [f"format = {json.dumps(FORMAT)}", "", "[modules]"]
+        lines += [f"{json.dumps(pattern)} = {_toml(entry)}" for pattern, entry in entries.items()]
+        text = "\n".join(lines) + "\n"
+    else:
+        text = json.dumps({"format": FORMAT, "modules": dict(entries)}, indent=2) + "\n"
+    number, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
+    try:
+        with open(number, "w", encoding="utf-8") as half:
+            half.write(text)
+        os.replace(name, file)
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _is_toml(file: Path) -> bool:
+    if file.suffix not in (".toml", ".json"):
+        raise ArgumentError(f"A plan file ends in .toml or .json; found {str(file)!r}.")
+    return file.suffix == ".toml"
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{json.dumps(k)} = {_toml(v)}" for k, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
