@@ -1,0 +1,79 @@
+"""Views, and writes to them: they act on the tensor, or they raise."""
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import Replicate, Shard
+from shardwise.debug import CommDebugMode
+
+
+def lay(tensor, mesh, *placements):
+    return shardwise.distribute_tensor(tensor, mesh, placements)
+
+
+@pytest.mark.parametrize(
+    "cut", [slice(0, 3), slice(2, 6), slice(1, 7, 2), slice(-3, None), slice(4, 4)], ids=str
+)
+def test_a_slice_of_a_sharded_dim_stays_sharded(mesh, cut):
+    whole = torch.arange(14.0).view(7, 2)
+    x = lay(whole, mesh, Shard(0))
+    with CommDebugMode() as comm:
+        part = x[cut]
+    assert comm.get_total_counts() == 0
+    assert part.placements[0].is_shard(0)
+    assert torch.equal(part.full_tensor().agreed(), whole[cut])
+
+
+def test_a_write_to_a_slice_reaches_the_tensor(mesh):
+    whole = torch.arange(14.0).view(7, 2)
+    x = lay(whole, mesh, Shard(0))
+    x[1:6:2].zero_()
+    whole[1:6:2] = 0
+    assert torch.equal(x.full_tensor().agreed(), whole)
+
+
+def test_a_write_that_would_be_lost_is_refused(mesh):
+    x = lay(torch.ones(7, 2), mesh, Shard(0))
+    with pytest.raises(NotImplementedError, match="would write to a copy"):
+        x[3].zero_()
+    with pytest.raises(NotImplementedError, match="would write to a copy"):
+        x.view(2, 7).add_(1)
+    copied = x[3].clone()
+    copied.zero_()
+    assert x.full_tensor().agreed().sum() == 14
+
+
+def test_the_gradient_of_a_slice_goes_where_it_came_from(mesh):
+    whole = torch.arange(14.0).view(7, 2)
+    x = lay(whole, mesh, Shard(0)).requires_grad_()
+    (x[1:6:2] ** 2).sum().backward()
+    alone = whole.clone().requires_grad_()
+    (alone[1:6:2] ** 2).sum().backward()
+    assert x.grad.placements == (Shard(0),)
+    assert torch.equal(x.grad.full_tensor().agreed(), alone.grad)
+
+
+def test_split_and_cat_undo_each_other(mesh):
+    whole = torch.arange(20.0).view(5, 4)
+    x = lay(whole, mesh, Shard(0))
+    with CommDebugMode() as comm:
+        parts = x.split([1, 3, 1])
+    assert comm.get_total_counts() == 0
+    assert torch.equal(torch.cat(parts).full_tensor().agreed(), whole)
+
+
+def test_a_sequence_shard_passes_a_linear_layer(mesh):
+    """A view to two dims would have to gather it."""
+    x = lay(torch.randn(2, 8, 6), mesh, Shard(1))
+    layer = shardwise.distribute_module(torch.nn.Linear(6, 3), mesh)
+    with CommDebugMode() as comm:
+        y = layer(x)
+    assert y.placements == (Shard(1),)
+    assert comm.get_total_counts() == 0
+
+
+def test_replicas_are_views_too(mesh):
+    x = lay(torch.ones(4, 4), mesh, Replicate())
+    x.t()[0].zero_()
+    assert x.full_tensor().agreed()[:, 0].sum() == 0

@@ -1,0 +1,120 @@
+"""Programs that gloo processes run; plain functions, so that they can be sent to them."""
+
+from copy import deepcopy
+
+import torch
+import torch.distributed as dist
+from parallel_models import MLP, Block
+from torch.nn import functional as F
+from torch.nn.parallel import DistributedDataParallel
+
+import shardwise
+from shardwise import Shard, distribute_tensor
+from shardwise.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    data_parallel,
+    loss_parallel,
+    parallelize_module,
+)
+
+PLAN = {
+    "attention.[qkv]": "colwise",
+    "attention.o": "rowwise",
+    "mlp.up": "colwise",
+    "mlp.down": "rowwise",
+}
+
+
+def whole_gradients(model):
+    found = {}
+    for name, parameter in model.named_parameters():
+        grad = parameter.grad
+        found[name] = grad.full_tensor() if isinstance(grad, shardwise.DTensor) else grad
+    return found
+
+
+def assert_gradients(model, expected):
+    for name, grad in whole_gradients(model).items():
+        torch.testing.assert_close(grad, expected.get_parameter(name).grad, msg=name)
+
+
+def block_as_on_one_device():
+    torch.manual_seed(0)
+    model, x = Block(), torch.randn(2, 6, 8)
+    expected = deepcopy(model)
+    expected(x).pow(2).mean().backward()
+    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), PLAN)
+    model(x).pow(2).mean().backward()
+    assert_gradients(model, expected)
+
+
+def uneven_hidden_width():
+    torch.manual_seed(0)
+    model, x = MLP(hidden=10), torch.randn(5, 8)
+    expected = deepcopy(model)
+    expected(x).pow(2).mean().backward()
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+    model(x).pow(2).mean().backward()
+    assert_gradients(model, expected)
+
+
+def loss_by_classes():
+    torch.manual_seed(0)
+    logits, target = torch.randn(6, 10), torch.randint(10, (6,))
+    alone = logits.clone().requires_grad_()
+    expected = F.cross_entropy(alone, target, label_smoothing=0.1)
+    expected.backward()
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    sharded = distribute_tensor(logits, mesh, [Shard(1)]).requires_grad_()
+    with loss_parallel():
+        loss = F.cross_entropy(sharded, target, label_smoothing=0.1)
+    loss.backward()
+    torch.testing.assert_close(loss.full_tensor(), expected)
+    torch.testing.assert_close(sharded.grad.full_tensor(), alone.grad)
+
+
+def beside_ddp():
+    torch.manual_seed(dist.get_rank())
+    ours = MLP()
+    theirs = DistributedDataParallel(deepcopy(ours))
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    data_parallel(ours, mesh, bucket_bytes=500)
+    for _ in range(3):
+        x = torch.randn(3, 8)
+        for model in (ours, theirs):
+            with model.no_sync():
+                model(x).pow(2).mean().backward()
+            model(2 * x).pow(2).mean().backward()
+        for mine, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            torch.testing.assert_close(mine.grad, other.grad)
+            with torch.no_grad():
+                for parameter in (mine, other):
+                    parameter -= 0.1 * parameter.grad
+                    parameter.grad = None
+
+
+def uneven_use():
+    """Each rank uses another layer, and one nobody does: no rank waits for another for ever."""
+    layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(5))
+    data_parallel(layers, shardwise.init_device_mesh("cpu", (4,)), bucket_bytes=80)
+    layers[dist.get_rank()](torch.ones(2, 4)).sum().backward()
+    assert [layer.bias.grad is not None for layer in layers] == [True] * 4 + [False]
+    for layer in layers[:4]:
+        torch.testing.assert_close(layer.bias.grad, torch.full((4,), 0.5))
+
+
+def tensor_and_data_axes(whole_mesh):
+    """The module on the tensor axis alone, as with torch, or on the whole mesh."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), MLP())
+    x = torch.randn(4, 8)
+    expected = deepcopy(model)
+    expected(x).pow(2).mean().backward()
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    plan = {"1.up": ColwiseParallel(), "1.down": RowwiseParallel()}
+    parallelize_module(model, mesh if whole_mesh else mesh["tp"], plan)
+    data_parallel(model, mesh["dp"])
+    model(x.chunk(2)[mesh.get_local_rank("dp")]).pow(2).mean().backward()
+    assert_gradients(model, expected)

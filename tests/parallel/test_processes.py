@@ -1,0 +1,26 @@
+"""The same in four gloo processes."""
+
+import parallel_programs as programs
+import pytest
+
+pytestmark = pytest.mark.processes
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.block_as_on_one_device,
+        programs.uneven_hidden_width,
+        programs.loss_by_classes,
+        programs.beside_ddp,
+        programs.uneven_use,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_program(processes, program):
+    processes(program)
+
+
+@pytest.mark.parametrize("whole_mesh", [True, False])
+def test_tensor_and_data_axes(processes, whole_mesh):
+    processes(programs.tensor_and_data_axes, whole_mesh)

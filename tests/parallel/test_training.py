@@ -1,0 +1,237 @@
+"""A parallel module trains as on one device."""
+
+from copy import deepcopy
+
+import pytest
+import torch
+from parallel_models import MLP, Block, TiedLM, assert_trains_alike, squared
+from parity import assert_same_history, place, train
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import DTensor, LayoutError, Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+    shard_parameters,
+)
+
+MLP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+
+
+def pairs(*shape, num=3):
+    return [(torch.randn(shape), torch.randn(shape)) for _ in range(num)]
+
+
+@pytest.mark.parametrize("hidden", [12, 10, 3])
+def test_mlp_with_plain_activations(mesh, hidden):
+    """12 divides by the four ranks, 10 does not, 3 leaves a rank with nothing."""
+    assert_trains_alike(MLP(hidden=hidden), mesh, MLP_PLAN, pairs(5, 8))
+
+
+def test_mlp_with_distributed_activations(mesh):
+    plan = {
+        "up": ColwiseParallel(use_local_output=False),
+        "down": RowwiseParallel(use_local_output=False),
+    }
+    assert_trains_alike(
+        MLP(hidden=10), mesh, plan, pairs(5, 8), enter=lambda x: distribute_tensor(x, mesh)
+    )
+
+
+def test_mlp_communicates_once_forward_and_once_backward(mesh):
+    model = parallelize_module(MLP(), mesh, MLP_PLAN)
+    x = torch.randn(5, 8, requires_grad=True)
+    with CommDebugMode() as comm:
+        model(x).sum().backward()
+    assert [event.kind for event in comm.events] == ["all_reduce", "all_reduce"]
+
+
+BLOCK_PLAN = {
+    "norm[12]": "replicate",
+    "attention.[qkv]": "colwise",
+    "attention.o": "rowwise",
+    "mlp.up": "colwise",
+    "mlp.down": "rowwise",
+}
+
+
+def test_block(mesh):
+    assert_trains_alike(Block(), mesh, BLOCK_PLAN, pairs(2, 6, 8))
+
+
+def test_block_with_plain_norms(mesh):
+    plan = {k: v for k, v in BLOCK_PLAN.items() if "norm" not in k}
+    assert_trains_alike(Block(), mesh, plan, pairs(2, 6, 8))
+
+
+def sequence_plan():
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {
+        "": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(1),
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+        "norm?": SequenceParallel(),
+        "attention": whole,
+        "attention.[kqv]": ColwiseParallel(),
+        "attention.o": scattered,
+        "mlp": whole,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": scattered,
+    }
+
+
+@pytest.mark.parametrize("length", [8, 6])
+def test_block_with_sequence_parallelism(mesh, length):
+    assert_trains_alike(Block(), mesh, sequence_plan(), pairs(2, length, 8))
+
+
+def test_sequence_parallelism_sends_no_more_than_plain(mesh):
+    model = parallelize_module(Block(), mesh, BLOCK_PLAN)
+    with CommDebugMode() as comm:
+        model(torch.ones(2, 8, 8))
+    assert [event.kind for event in comm.events] == ["all_reduce"] * 2
+    plan = sequence_plan()
+    del plan[""]
+    model = parallelize_module(Block(), mesh, plan)
+    x = shardwise.ones(2, 8, 8, device_mesh=mesh, placements=[Shard(1)])
+    with CommDebugMode() as comm:
+        model(x)
+    kinds = [event.kind for event in comm.events]
+    assert kinds == ["all_gather_into_tensor", "reduce_scatter_tensor"] * 2
+
+
+def next_token(model, ids, target):
+    return F.cross_entropy(model(ids).flatten(0, -2), target.flatten())
+
+
+def tokens(num=3):
+    return [(torch.randint(11, (2, 5)), torch.randint(11, (2, 5))) for _ in range(num)]
+
+
+TIED_PLANS = {
+    "both named": {
+        "embed": "rowwise",
+        "head": "colwise_rep",
+        "mlp.up": "colwise",
+        "mlp.down": "rowwise",
+    },
+    "embedding": {"embed": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"},
+    "columns": {"embed": "colwise_rep"},
+    "head": {"head": "colwise_rep", "mlp": "replicate"},
+}
+
+
+@pytest.mark.parametrize("plan", TIED_PLANS.values(), ids=TIED_PLANS.keys())
+def test_tied_embedding_and_head(mesh, plan):
+    """The vocabulary of 11 does not divide by 4."""
+    model = assert_trains_alike(TiedLM(), mesh, plan, tokens(), next_token)
+    assert model.head.weight is model.embed.weight
+    assert isinstance(model.head.weight, DTensor)
+
+
+DISTRIBUTED_PLAN = {
+    "norm[12]": SequenceParallel(),
+    "attention.[qkv]": ColwiseParallel(use_local_output=False),
+    "attention.o": RowwiseParallel(use_local_output=False),
+    "mlp.up": ColwiseParallel(use_local_output=False),
+    "mlp.down": RowwiseParallel(use_local_output=False),
+}
+
+
+def two_axes(order):
+    sizes = {"dp": 2, "tp": 2}
+    return shardwise.init_device_mesh(
+        "cpu", tuple(sizes[name] for name in order), mesh_dim_names=order
+    )
+
+
+@pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
+def test_batch_over_a_data_axis(order):
+    with shardwise.simulate(4):
+        mesh = two_axes(order)
+        placements = [Shard(0) if name == "dp" else Replicate() for name in order]
+        assert_trains_alike(
+            Block(),
+            mesh,
+            DISTRIBUTED_PLAN,
+            pairs(4, 6, 8),
+            enter=lambda x: distribute_tensor(x, mesh, placements),
+        )
+
+
+def test_three_axes():
+    with shardwise.simulate(8):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("pp", "dp", "tp"))
+        plan = {
+            "up": ColwiseParallel(use_local_output=False),
+            "down": RowwiseParallel(use_local_output=False),
+        }
+        placements = [Shard(0), Shard(0), Replicate()]
+        assert_trains_alike(
+            MLP(), mesh, plan, pairs(8, 8), enter=lambda x: distribute_tensor(x, mesh, placements)
+        )
+
+
+def test_deepcopy_of_a_parallel_module(mesh):
+    model = parallelize_module(MLP(), mesh, MLP_PLAN)
+    x = torch.randn(5, 8)
+    torch.testing.assert_close(deepcopy(model)(x).agreed(), model(x).agreed())
+
+
+def test_frozen_parameters_stay_frozen(mesh):
+    layer = nn.Linear(4, 4)
+    layer.weight.requires_grad_(False)
+    parallelize_module(layer, mesh, "colwise")
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad
+
+
+@pytest.mark.parametrize("outermost", [False, True])
+@pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
+def test_parameters_sharded_over_the_data_axis_too(order, outermost):
+    with shardwise.simulate(4):
+        mesh = two_axes(order)
+        placements = [Shard(0) if name == "dp" else Replicate() for name in order]
+        model, data = Block(hidden=10), pairs(4, 6, 8)
+        expected = train(deepcopy(model), squared, data)
+        parallelize_module(model, mesh, DISTRIBUTED_PLAN)
+        shard_parameters(model, mesh["dp"], outermost=outermost)
+        found = train(model, squared, place(data, mesh, placements))
+        assert_same_history(found, expected)
+        axis = order.index("dp")
+        for name, parameter in model.named_parameters():
+            assert parameter.placements[axis] == Shard(0), name
+            assert parameter.grad.placements == parameter.placements, name
+
+
+def test_sharded_parameters_are_gathered_once_each_and_reduced_in_pieces():
+    with shardwise.simulate(4):
+        mesh = two_axes(("dp", "tp"))
+        model = MLP()
+        plan = {name: DISTRIBUTED_PLAN[f"mlp.{name}"] for name in ("up", "down")}
+        parallelize_module(model, mesh, plan)
+        shard_parameters(model, mesh["dp"])
+        x = shardwise.ones(4, 8, device_mesh=mesh, placements=[Shard(0), Replicate()])
+        with CommDebugMode() as comm:
+            model(x).sum().backward()
+        along_data = [event.kind for event in comm.events if event.axis == "dp"]
+        assert along_data == ["all_gather_into_tensor"] * 4 + ["reduce_scatter_tensor"] * 4
+        assert type(model.up.weight) is type(next(model.parameters()))
+
+
+def test_shard_parameters_needs_distributed_ones(square):
+    with pytest.raises(LayoutError, match="found no DTensor"):
+        shard_parameters(MLP(), square["rows"])
+    with pytest.raises(LayoutError, match="works along one axis"):
+        shard_parameters(MLP(), square)
