@@ -154,22 +154,37 @@ def embeddings(cases: Cases) -> Iterator[Case]:
 
     yield cases.call("embedding, row-wise", lookup, ids, (_values(SIZE, SIZE), shard(0)))
     yield cases.call("embedding, column-wise", lookup, ids, (_values(SIZE, SIZE), shard(1)))
-    for name, placed in (("row-wise", shard(0)), ("column-wise", shard(1))):
-        yield cases.each(f"embedding, {name}, fwd+bwd", _train_lookup(cases, placed))
+    for name, placed, like_output in (
+        ("row-wise", shard(0), replicated),
+        ("column-wise", shard(1), shard(1)),
+    ):
+        # After sum(), a replicated gradient arrives; torch then leaves the table's replicated too,
+        # and so does less than shardwise, whose gradients lie like the table.
+        yield cases.each(f"embedding, {name}, fwd+bwd", _train_lookup(cases, placed, like_output))
+        yield cases.each(f"embedding, {name}, sum, fwd+bwd", _train_lookup(cases, placed))
 
 
-def _train_lookup(cases: Cases, placed: Placed) -> Callable[[Any], Callable[[], Any]]:
+def _train_lookup(
+    cases: Cases, placed: Placed, grad_placed: Placed | None = None
+) -> Callable[[Any], Callable[[], Any]]:
+    """Forward and backward, from a given gradient of the rows or from that of their sum."""
+
     def make(system: Any) -> Callable[[], Any]:
-        weight, ids = _values(SIZE, SIZE), _ids()
+        weight, ids, grad = _values(SIZE, SIZE), _ids(), _values(SIZE, SIZE)
         if system is None:
             weight.requires_grad_()
         else:
             weight = cases.distributed(system, weight, placed, grad=True)
             ids = cases.distributed(system, ids, replicated)
+            grad = cases.distributed(system, grad, grad_placed or replicated)
 
         def step() -> None:
             weight.grad = None
-            F.embedding(ids, weight).sum().backward()
+            rows = F.embedding(ids, weight)
+            if grad_placed is None:
+                rows.sum().backward()
+            else:
+                rows.backward(grad)
 
         return step
 

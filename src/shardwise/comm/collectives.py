@@ -12,6 +12,13 @@ from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
 
 _ops = torch.ops._c10d_functional
+# Without the Python methods around them, which take a microsecond or two of their own.
+_all_reduce = _ops.all_reduce.default._op
+_all_gather_into_tensor = _ops.all_gather_into_tensor.default._op
+_reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
+_all_to_all_single = _ops.all_to_all_single.default._op
+_broadcast = _ops.broadcast.default._op
+_wait_tensor = _ops.wait_tensor.default._op
 
 
 def group_name(grid: Grid, axis: int) -> str:
@@ -36,7 +43,7 @@ def group_name(grid: Grid, axis: int) -> str:
 
 
 def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    return _wait(_ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
+    return _wait(_all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
 
 
 def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
@@ -51,28 +58,26 @@ def finished(x: torch.Tensor) -> torch.Tensor:
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
-    return _wait(
-        _ops.all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
-    )
+    return _wait(_all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis)))
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's equal part of dim 0 of the reduction."""
     name = group_name(grid, axis)
-    return _wait(_ops.reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
+    return _wait(_reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
 
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
     splits = [1] * grid.shape[axis]
     name = group_name(grid, axis)
-    return _wait(_ops.all_to_all_single(x.contiguous(), splits, splits, name))
+    return _wait(_all_to_all_single(x.contiguous(), splits, splits, name))
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
-    return _wait(_ops.broadcast(x.contiguous(), source, group_name(grid, axis)))
+    return _wait(_broadcast(x.contiguous(), source, group_name(grid, axis)))
 
 
 def _wait(x: torch.Tensor) -> torch.Tensor:
-    return _ops.wait_tensor(x)
+    return _wait_tensor(x)

@@ -25,7 +25,7 @@ from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.world import world_caches
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import execute
+from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.search import find_steps
 
 
@@ -69,15 +69,24 @@ def whole_layout(layout: Layout) -> Layout:
 
 def move(x: Any, target: Layout, *, own: bool = False) -> Any:
     """`x` in another layout, below autograd. With `own`, never sharing memory with `x`."""
-    steps = find_steps(x._layout, target)
+    symbolic = target.symbolic or x._layout.symbolic
+    travel, stays = (_route if symbolic else _cached_route)(x._layout, target)
     if watch.on:
         with because("redistribute", implicit=False):
-            local = execute(x._local, steps)
+            local = travel(x._local)
     else:
-        local = execute(x._local, steps)
-    if own and not any(step.communicates for step in steps):
-        local = local.clone()
-    return type(x).wrap(local, target)
+        local = travel(x._local)
+    return type(x).wrap(local.clone() if own and stays else local, target)
+
+
+def _route(source: Layout, target: Layout) -> tuple[Run, bool]:
+    """What moves a local tensor between two layouts, and whether its memory may stay the same."""
+    steps = find_steps(source, target)
+    return prepare(steps), not any(step.communicates for step in steps)
+
+
+_cached_route = functools.lru_cache(maxsize=4096)(_route)
+world_caches.append(_cached_route.cache_clear)
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
@@ -106,19 +115,19 @@ def redistribute(x: Any, target: Layout) -> Any:
     return move(x, target, own=True)
 
 
-def lies_like(grad: Any, layout: Layout) -> Any:
-    """A gradient moved to where its leaf lies.
+def lies_like(layout: Layout, grad: Any) -> Any:
+    """A hook that moves a gradient to where its leaf lies; None when it lies there.
 
     It stays Partial over the axes that replicate the leaf: that is reduced when it is used.
     """
     if grad._layout is layout:
-        return grad
+        return None
     target = tuple(
         found if wanted.is_replicate() and found.is_partial() else wanted
         for found, wanted in zip(grad.placements, layout.placements, strict=True)
     )
     if grad.placements == target and grad._layout.order == layout.order:
-        return grad
+        return None
     with because("the gradient of a leaf", implicit=True):
         return redistribute(grad, grad._layout.with_placements(target, layout.order))
 

@@ -113,7 +113,7 @@ class Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(x, weight)
-        return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
+        return _linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -157,12 +157,20 @@ _apply_linear = direct_apply(Linear)
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
-    if not all(t is None or type(t) is DTensor for t in (x, weight, bias)) or x.dim() == 0:
+    distributed = type(x) is DTensor and type(weight) is DTensor
+    if not distributed or not (bias is None or type(bias) is DTensor) or not x._layout.shape:
         # The ordinary path says which operand is plain, or what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, (x, weight, bias))
-    if _needs_grad(x, weight, bias):
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
         return _apply_linear(x, weight, bias)
-    return run(aten.linear.default, x, weight, *(() if bias is None else (bias,)))
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    op = aten.linear.default
+    return run(op, x, weight) if bias is None else run(op, x, weight, bias)
 
 
 # -- cross entropy ---------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE, short
 from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
-from shardwise.redistribute.execute import execute
+from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, infer_outputs
@@ -126,15 +126,19 @@ def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
 def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
     assert plan.steps is not None, "a plan without steps moves nothing"
     moving = [
-        (path, steps, plan.inputs[i])
+        (path, steps, plan.inputs[i], prepare(steps), _reduces(steps))
         for i, (path, steps) in enumerate(zip(paths, plan.steps, strict=True))
         if steps
     ]
 
     def move(operands: list[Any], args: Sequence[Any]) -> None:
-        for path, steps, target in moving:
+        for path, _, target, travel, reduces in moving:
             place = operands if len(path) == 1 else operands[path[0]]
-            place[path[-1]] = moved_once(_at(args, path), place[path[-1]], steps, target)
+            local = place[path[-1]]
+            if reduces:
+                place[path[-1]] = reduced_once(_at(args, path), local, travel, target)
+            else:
+                place[path[-1]] = travel(local)
 
     def watched(operands: list[Any], args: Sequence[Any]) -> None:
         if not watch.on:
@@ -147,32 +151,34 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
     return watched
 
 
-def moved_once(tensor: Any, local: torch.Tensor, steps: Sequence[Step], target: Layout) -> Any:
-    """Run the steps; a tensor without history remembers its reduction until it is written to.
+def _reduces(steps: Sequence[Step]) -> bool:
+    return all(step.kind == "all_reduce" for step in steps)
+
+
+def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
+    """Reduce a Partial tensor; one without history remembers its reduction until it is written to.
 
     A replicated parameter's gradient may be Partial, and an optimizer reads it several times: it is
     reduced once. What torch.compile traces is left alone.
     """
     parts = getattr(local, "_parts", (local,))
-    if (
-        any(step.kind != "all_reduce" for step in steps)
-        or tensor.requires_grad
-        or type(parts[0]) is not torch.Tensor
-        or parts[0].is_inference()
-    ):
-        return execute(local, steps)
+    part = parts[0]
+    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
+        return reduce(local)
     # Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
     versions = [tensor._version, *(part._version for part in parts)]
     known = tensor.__dict__.get("_reduced")
     if known is not None and known[0] is local and known[1] is target and known[2] == versions:
         return known[3]
-    reduced = execute(local, steps)
+    reduced = reduce(local)
     tensor.__dict__["_reduced"] = (local, target, versions, reduced)
     return reduced
 
 
-def _forbid(plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout]]) -> None:
-    for path, steps, target in moving:
+def _forbid(
+    plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
+) -> None:
+    for path, steps, target, _, _ in moving:
         talking = [step for step in steps if step.communicates]
         if talking:
             source = steps[0].source
@@ -296,12 +302,18 @@ class _Only(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+#: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
+_COMPOSITE = {torch.ops.aten.linear.default: torch._C._nn.linear}
+
+
 def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
     """Torch's own binding of an op where there is one, else the op.
 
     An OpOverload called from Python takes about twice as long as the binding. The binding is tried
     without data under a mode that lets nothing but the very op through.
     """
+    if op in _COMPOSITE:
+        return _COMPOSITE[op]
     with _disable_current_modes(), torch.no_grad():
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
@@ -311,7 +323,7 @@ def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue
             return binding
-    return op
+    return op._op  # without the Python method around it
 
 
 def _bindings(op: torch._ops.OpOverload) -> list[Callable[..., Any]]:

@@ -109,9 +109,15 @@ class DTensor(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        wish: Layout | None = None,
     ) -> Any:
-        key: list[Any] = [func]
+        # By id: an OpOverload hashes in Python. Its entry keeps it alive, so no id comes twice.
+        key: list[Any] = [id(func), wish]
         operands: list[Any] = []
         for arg in args:
             kind = type(arg)
@@ -121,24 +127,25 @@ class DTensor(torch.Tensor):
             elif kind is int or arg is None:
                 key.append(arg)
                 operands.append(arg)
+            elif kind is float:
+                key.append(float)  # as _add_static does
+                operands.append(arg)
             else:
                 _add_static(func, arg, key, operands)
         if kwargs:
             for name, value in kwargs.items():
                 key.append(name)
                 _add_static(func, value, key, None)
-        else:
-            kwargs = {}
         try:
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
         if entry is None:
-            return _miss(func, args, kwargs, key, operands)
+            return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
         if entry.move is not None:
             entry.move(operands, args)
-        local = entry.call(*operands, **kwargs)
+        local = entry.call(*operands, **kwargs) if kwargs else entry.call(*operands)
         layout = entry.out
         if layout is None:
             return entry.finish(local, args, DTensor.wrap)  # type: ignore[misc]
@@ -168,7 +175,7 @@ class DTensor(torch.Tensor):
         if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(lambda grad: autograd.lies_like(grad, layout))
+            self.register_hook(functools.partial(autograd.lies_like, layout))
         return self
 
     # -- what it is --------------------------------------------------------------------------
@@ -384,7 +391,10 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         inner: list[Any] = []
         parts: list[Any] = []
         for item in value:
-            if type(item) is DTensor:
+            if type(item) is int:
+                parts.append(item)
+                inner.append(item)
+            elif type(item) is DTensor:
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
@@ -432,7 +442,7 @@ def _miss(
     kwargs: dict[str, Any],
     key: list[Any],
     operands: list[Any],
-    wish: Layout | None = None,
+    wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
@@ -460,31 +470,7 @@ def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
 
     The output may stay Partial where `wish` is replicated.
     """
-    if wish is None:
-        return DTensor.__torch_dispatch__(op, None, args)
-    key: list[Any] = [op, wish]
-    operands: list[Any] = []
-    for arg in args:
-        kind = type(arg)
-        if kind is DTensor:
-            key.append(arg._layout)
-            operands.append(arg._local)
-        elif kind is int:
-            key.append(arg)
-            operands.append(arg)
-        else:
-            _add_static(op, arg, key, operands)
-    try:
-        entry = _entries.get(tuple(key))
-    except TypeError:
-        entry = None
-    if entry is None:
-        return _miss(op, args, {}, key, operands, wish)
-    entry.hits += 1
-    if entry.move is not None:
-        entry.move(operands, args)
-    assert entry.out is not None, "a wish is for one output"
-    return DTensor.wrap(entry.call(*operands), entry.out)
+    return DTensor.__torch_dispatch__(op, None, args, None, wish)
 
 
 @functools.cache

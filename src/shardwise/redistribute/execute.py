@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
+from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
@@ -20,15 +20,35 @@ from shardwise.core.placements import Partial, Shard
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
 
+Run = Callable[[torch.Tensor], torch.Tensor]
+
 
 def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
     """The local tensor after `steps`. It may share memory with `local` when nothing was sent."""
-    for step in steps:
-        local = _RUN[step.kind](local, step)
+    return prepare(steps)(local)
+
+
+def prepare(steps: Sequence[Step]) -> Run:
+    """`execute` for these steps: what the layouts decide is decided here, once."""
+    runs = [_PREPARE[step.kind](step) for step in steps]
     if steps and steps[-1].target.memory_order is not None:
-        layout = steps[-1].target
-        return each_rank(layout.grid, lambda _, t: in_memory_order(t, layout), local, axes=())
-    return local
+        runs.append(_reorder(steps[-1].target))
+    if len(runs) == 1:
+        return runs[0]
+
+    def run(local: torch.Tensor) -> torch.Tensor:
+        for each in runs:
+            local = each(local)
+        return local
+
+    return run
+
+
+def _reorder(layout: Layout) -> Run:
+    def reorder(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return in_memory_order(t, layout)
+
+    return lambda x: each_rank(layout.grid, reorder, x, axes=())
 
 
 def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -55,103 +75,124 @@ def is_even(layout: Layout, axis: int) -> bool:
     return True
 
 
-def _all_gather(x: torch.Tensor, step: Step) -> torch.Tensor:
+def _all_gather(step: Step) -> Run:
     grid, axis, source = step.source.grid, step.axis, step.source
     dim = _dim(source, axis)
     if is_even(source, axis):
         if dim == 0:
-            return collectives.all_gather(x, grid, axis)
-        return torch.cat(collectives.all_gather(x.unsqueeze(0), grid, axis).unbind(0), dim)
-    length = longest(source, axis, dim)
-    x = each_rank(grid, lambda _, t: _pad(t, dim, length).unsqueeze(0), x, axes=())
-    gathered = collectives.all_gather(x, grid, axis)
+            return lambda x: collectives.all_gather(x, grid, axis)
+        return lambda x: torch.cat(
+            collectives.all_gather(x.unsqueeze(0), grid, axis).unbind(0), dim
+        )
+    length, outside = longest(source, axis, dim), _outside(source, axis, dim)
+
+    def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return _pad(t, dim, length).unsqueeze(0)
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _join_cut(t, dim, _lengths(source, axis, coordinate))
 
-    return each_rank(grid, cut, gathered, axes=_outside(source, axis, dim))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        gathered = collectives.all_gather(each_rank(grid, pad, x, axes=()), grid, axis)
+        return each_rank(grid, cut, gathered, axes=outside)
+
+    return run
 
 
-def _reduce_scatter(x: torch.Tensor, step: Step) -> torch.Tensor:
+def _reduce_scatter(step: Step) -> Run:
     grid, axis, target = step.source.grid, step.axis, step.target
     dim, parts = _dim(target, axis), grid.shape[axis]
     reduce_op = _reduce_op(step.source, axis)
     if is_even(target, axis):
-        if dim != 0:
-            x = torch.cat(x.chunk(parts, dim))
-        return collectives.reduce_scatter(x, reduce_op, grid, axis)
-    length = longest(target, axis, dim)
+        if dim == 0:
+            return lambda x: collectives.reduce_scatter(x, reduce_op, grid, axis)
+        return lambda x: collectives.reduce_scatter(
+            torch.cat(x.chunk(parts, dim)), reduce_op, grid, axis
+        )
+    length, outside = longest(target, axis, dim), _outside(target, axis, dim)
 
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _stack_padded(t, dim, _lengths(target, axis, coordinate), length)
 
-    outside = _outside(target, axis, dim)
-    scattered = collectives.reduce_scatter(
-        each_rank(grid, stack, x, axes=outside), reduce_op, grid, axis
-    )
-
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t.squeeze(0).narrow(dim, 0, _lengths(target, axis, coordinate)[coordinate[axis]])
 
-    return each_rank(grid, cut, scattered, axes=(*outside, axis))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        stacked = each_rank(grid, stack, x, axes=outside)
+        scattered = collectives.reduce_scatter(stacked, reduce_op, grid, axis)
+        return each_rank(grid, cut, scattered, axes=(*outside, axis))
+
+    return run
 
 
-def _all_to_all(x: torch.Tensor, step: Step) -> torch.Tensor:
+def _all_to_all(step: Step) -> Run:
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim_in, dim_out = _dim(source, axis), _dim(target, axis)
     if is_even(source, axis) and is_even(target, axis):
-        return _even_all_to_all(x, grid, axis, dim_in, dim_out)
+        return _even_all_to_all(grid, axis, dim_in, dim_out)
     length_in, length_out = longest(source, axis, dim_in), longest(target, axis, dim_out)
+    outside = (*_outside(source, axis, dim_in), *_outside(target, axis, dim_out))
 
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         padded = _pad(t, dim_in, length_in)
         return _stack_padded(padded, dim_out, _lengths(target, axis, coordinate), length_out)
 
-    outside = (*_outside(source, axis, dim_in), *_outside(target, axis, dim_out))
-    stacked = each_rank(grid, stack, x, axes=outside)
-    received = collectives.all_to_all(stacked, grid, axis)
-
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         joined = _join_cut(t, dim_in, _lengths(source, axis, coordinate))
         return joined.narrow(dim_out, 0, _lengths(target, axis, coordinate)[coordinate[axis]])
 
-    return each_rank(grid, cut, received, axes=(*outside, axis))
+    def run(x: torch.Tensor) -> torch.Tensor:
+        received = collectives.all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis)
+        return each_rank(grid, cut, received, axes=(*outside, axis))
+
+    return run
 
 
-def _even_all_to_all(
-    x: torch.Tensor, grid: Grid, axis: int, dim_in: int, dim_out: int
-) -> torch.Tensor:
+def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Run:
     """One copy on each side, where the padded form takes one per piece."""
     parts = grid.shape[axis]
 
     def split(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t.unflatten(dim_out, (parts, t.shape[dim_out] // parts)).movedim(dim_out, 0)
+        sizes = t.shape
+        apart = (*sizes[:dim_out], parts, sizes[dim_out] // parts, *sizes[dim_out + 1 :])
+        return t.reshape(apart).movedim(dim_out, 0)
 
     def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1)
 
-    received = collectives.all_to_all(each_rank(grid, split, x, axes=()), grid, axis)
-    return each_rank(grid, join, received, axes=())
+    def run(x: torch.Tensor) -> torch.Tensor:
+        received = collectives.all_to_all(each_rank(grid, split, x, axes=()), grid, axis)
+        return each_rank(grid, join, received, axes=())
+
+    return run
 
 
-def _all_reduce(x: torch.Tensor, step: Step) -> torch.Tensor:
-    reduce_op = _reduce_op(step.source, step.axis)
-    return collectives.all_reduce(x, reduce_op, step.source.grid, step.axis)
+def _all_reduce(step: Step) -> Run:
+    grid, axis = step.source.grid, step.axis
+    reduce_op = _reduce_op(step.source, axis)
+    return lambda x: collectives.all_reduce(x, reduce_op, grid, axis)
 
 
-def _slice(x: torch.Tensor, step: Step) -> torch.Tensor:
+def _slice(step: Step) -> Run:
     axis, target = step.axis, step.target
-    shard = target.placements[axis]
+    shard, grid = target.placements[axis], target.grid
     assert isinstance(shard, Shard), "a slice ends in a shard"
-    dim, parts = shard.dim, target.grid.shape[axis]
+    dim, parts = shard.dim, grid.shape[axis]
+
+    def place(coordinate: Coordinate) -> tuple[Size, Size]:
+        size = target.outer_size(axis, dim, coordinate)
+        return piece(size, parts, coordinate[axis], shard.sizes)
+
+    # Dense, as the layout's strides say: some kernels read past the strides of a view.
+    if not grid.world.simulated:
+        start, length = place(my_coordinate(grid))
+        return lambda x: x.narrow(dim, start, length).contiguous()
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        size = target.outer_size(axis, dim, coordinate)
-        start, length = piece(size, parts, coordinate[axis], shard.sizes)
-        # Dense, as the layout's strides say: some kernels read past the strides of a view.
-        return t.narrow(dim, start, length).contiguous()
+        return t.narrow(dim, *place(coordinate)).contiguous()
 
-    return each_rank(target.grid, cut, x, axes=(*_outside(target, axis, dim), axis))
+    axes = (*_outside(target, axis, dim), axis)
+    return lambda x: each_rank(grid, cut, x, axes=axes)
 
 
 #: What a coordinate adds that must not change the reduction.
@@ -161,22 +202,22 @@ _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _to_partial(x: torch.Tensor, step: Step) -> torch.Tensor:
+def _to_partial(step: Step) -> Run:
     """Coordinate 0 keeps the value; the others hold what does not change it.
 
     An average, maximum or minimum of equal values is that value, so there all keep it.
     """
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
     if neutral is None:
-        return x
+        return lambda x: x
 
     def keep(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t if coordinate[step.axis] == 0 else neutral(t)
 
-    return each_rank(step.source.grid, keep, x, axes=(step.axis,))
+    return lambda x: each_rank(step.source.grid, keep, x, axes=(step.axis,))
 
 
-_RUN = {
+_PREPARE: dict[str, Callable[[Step], Run]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,

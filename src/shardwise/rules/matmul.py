@@ -20,11 +20,13 @@ def linear_input_grad(grad: Any, weight: Any) -> Any:
 
 def linear_weight_grad(grad: Any, x: Any) -> Any:
     """The gradient of `linear(x, weight)` for `weight`."""
-    return _as_matrix(grad).t() @ _as_matrix(x)
+    return torch.mm(_as_matrix(grad).t(), _as_matrix(x))
 
 
 def _as_matrix(x: Any) -> Any:
     # Not reshape(-1, n): of an empty shard that would be ambiguous.
+    if x.dim() == 2:
+        return x
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
 
 

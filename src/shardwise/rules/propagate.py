@@ -204,16 +204,16 @@ def _meets(combination: Combination, wish: Layout) -> bool:
 
 
 def _pending_s(combination: Combination) -> float:
-    """The latency of the reductions that new Partials put off.
+    """A share of the latency of the reductions that new Partials put off.
 
-    Not their bytes: a gradient that stays Partial is reduced together with others.
+    Not all of it, and none of their bytes: a gradient that stays Partial is reduced with others.
     """
     pending = sum(
         any(p.is_partial() for p in choice.outputs)
         and not any(p.is_partial() for p in choice.inputs)
         for choice in combination.choices
     )
-    return pending * LATENCY_S
+    return pending * LATENCY_S / 2
 
 
 def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
