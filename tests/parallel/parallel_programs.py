@@ -118,3 +118,24 @@ def tensor_and_data_axes(whole_mesh):
     data_parallel(model, mesh["dp"])
     model(x.chunk(2)[mesh.get_local_rank("dp")]).pow(2).mean().backward()
     assert_gradients(model, expected)
+
+
+def hugging_face(make, name):
+    """A model made from a config: five AdamW steps and generated tokens, as on one device."""
+    torch.manual_seed(0)
+    model, plan = make()
+    ids = torch.randint(1, 61, (2, 10))
+    reference = deepcopy(model)
+    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), plan, strict=True)
+    for each in (model, reference):
+        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
+        for _ in range(5):
+            optimizer.zero_grad()
+            each(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+    for key, grad in whole_gradients(model).items():
+        wanted = reference.get_parameter(key).grad
+        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-5, msg=f"{name}: {key}")
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    tokens = [each.eval().generate(ids, **options) for each in (model, reference)]
+    assert torch.equal(*tokens), name

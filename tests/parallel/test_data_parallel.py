@@ -186,3 +186,9 @@ def test_starts_from_one_ranks_values(pair):
     layer.weight = nn.Parameter(values)
     data_parallel(layer, pair, src_data_rank=1)
     assert layer.weight.detach().agreed().unique().tolist() == [1.0]
+
+
+def test_a_second_time_is_an_error(pair):
+    model = data_parallel(MLP(), pair)
+    with pytest.raises(LayoutError, match="data-parallel already"):
+        data_parallel(model, pair)

@@ -234,3 +234,25 @@ def test_a_style_may_return_another_module(mesh):
     model = parallelize_module(MLP(), mesh, {"up": Swap()})
     assert isinstance(model.up, nn.Identity)
     assert isinstance(parallelize_module(MLP(), mesh, Swap()), nn.Identity)
+
+
+def test_public_names():
+    assert shardwise.parallel.__all__ == [
+        "ColwiseParallel",
+        "ParallelStyle",
+        "PlanReport",
+        "PrepareModuleInput",
+        "PrepareModuleInputOutput",
+        "PrepareModuleOutput",
+        "ReplicateParallel",
+        "RowwiseParallel",
+        "SequenceParallel",
+        "check_plan",
+        "data_parallel",
+        "load_plan",
+        "loss_parallel",
+        "parallel_cross_entropy",
+        "parallelize_module",
+        "save_plan",
+        "shard_parameters",
+    ]

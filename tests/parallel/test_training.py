@@ -235,3 +235,10 @@ def test_shard_parameters_needs_distributed_ones(square):
         shard_parameters(MLP(), square["rows"])
     with pytest.raises(LayoutError, match="works along one axis"):
         shard_parameters(MLP(), square)
+
+
+@pytest.mark.parametrize("plan", [BLOCK_PLAN, sequence_plan()], ids=["plain", "sequence"])
+def test_styles_communicate_nothing_that_is_not_written_down(mesh, plan):
+    model = parallelize_module(Block(), mesh, plan)
+    with shardwise.explicit_redistribution():
+        model(torch.randn(2, 8, 8)).pow(2).mean().backward()

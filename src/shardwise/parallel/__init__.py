@@ -1,6 +1,7 @@
 """Modules made parallel by a plan: tensor-parallel styles, losses and data parallelism."""
 
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.keep_sharded import shard_parameters
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.parallelize import parallelize_module
@@ -30,4 +31,5 @@ __all__ = [
     "parallel_cross_entropy",
     "parallelize_module",
     "save_plan",
+    "shard_parameters",
 ]

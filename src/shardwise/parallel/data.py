@@ -62,6 +62,10 @@ def data_parallel(
             f"data_parallel works along one axis; the mesh has {mesh.ndim}. Give it that axis: "
             'data_parallel(module, mesh["dp"]).'
         )
+    if isinstance(getattr(module.__dict__.get("no_sync"), "__self__", None), Reducer):
+        raise LayoutError(
+            "The module is data-parallel already: a second time would reduce gradients twice."
+        )
     line = line_of(mesh)
     if src_data_rank is not None:
         _broadcast(module, line, src_data_rank)

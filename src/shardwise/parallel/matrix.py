@@ -19,8 +19,13 @@ from shardwise.parallel.style import (
 )
 
 
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is Hugging Face's `Conv1D`: a Linear whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
 class _MatrixStyle(ParallelStyle):
-    """A style for `nn.Linear` and `nn.Embedding`."""
+    """A style for `nn.Linear`, `nn.Embedding` and Hugging Face's `Conv1D`."""
 
     decides = ("parameters", "input", "output")
 
@@ -41,7 +46,7 @@ class _MatrixStyle(ParallelStyle):
         self.use_local_output = use_local_output
 
     def check(self, module: nn.Module) -> None:
-        if not isinstance(module, (nn.Linear, nn.Embedding)):
+        if not isinstance(module, (nn.Linear, nn.Embedding)) and not is_transposed_linear(module):
             raise UnsupportedError(
                 f"{self.where} is a {type(module).__name__}; {type(self).__name__} is for "
                 "nn.Linear and nn.Embedding. Name the layers inside it in the plan, or write a "
@@ -68,6 +73,8 @@ class _MatrixStyle(ParallelStyle):
         given = self.input_layouts or default
         if isinstance(module, nn.Linear):
             given = _sized_features(spot, given, module.in_features)
+        elif is_transposed_linear(module):
+            given = _sized_features(spot, given, module.get_parameter("weight").shape[0])
         prepend_input_hook(module, first_input(spot, given, wanted))
         output = self.output_layouts or self._default_output()
         append_output_hook(module, only_output(spot, output, self.use_local_output))
@@ -102,7 +109,7 @@ class ColwiseParallel(_MatrixStyle):
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(1)}
-        return {"weight": Shard(0), "bias": Shard(0)}
+        return {"weight": Shard(1 if is_transposed_linear(module) else 0), "bias": Shard(0)}
 
     def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
         return REPLICATE, REPLICATE
@@ -132,7 +139,7 @@ class RowwiseParallel(_MatrixStyle):
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         if isinstance(module, nn.Embedding):
             return {"weight": Shard(0)}
-        return {"weight": Shard(1), "bias": REPLICATE}
+        return {"weight": Shard(0 if is_transposed_linear(module) else 1), "bias": REPLICATE}
 
     def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
         if isinstance(module, nn.Embedding):

@@ -6,7 +6,6 @@ import abc
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -162,7 +161,3 @@ def only_output(spot: Spot, wanted: Placement, local: bool) -> Hook:
         return spot.leave(output, wanted, local)
 
     return leave
-
-
-def parameters_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    return dict(module.named_parameters())

@@ -1,0 +1,79 @@
+"""Models as Hugging Face writes them, made from a config, each with a plan.
+
+Imported only where `transformers` is at hand.
+"""
+
+import os
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import transformers
+
+
+def llama(**options):
+    config = transformers.LlamaConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+        **options,
+    )
+    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
+    plan["model.embed_tokens"] = "rowwise"
+    if not config.tie_word_embeddings:
+        plan["lm_head"] = "colwise_rep"
+    return transformers.LlamaForCausalLM(config), plan
+
+
+def tied_llama():
+    return llama(tie_word_embeddings=True)
+
+
+def gpt2():
+    """One matrix gives queries, keys and values together: it is sharded, its output is not."""
+    config = transformers.GPT2Config(
+        vocab_size=61,
+        n_embd=32,
+        n_layer=2,
+        n_head=4,
+        n_positions=64,
+        resid_pdrop=0.0,
+        embd_pdrop=0.0,
+        attn_pdrop=0.0,
+        bos_token_id=0,
+        eos_token_id=0,
+        pad_token_id=0,
+    )
+    plan = {
+        "transformer.wte": "rowwise",
+        "transformer.h.*.attn.c_attn": "colwise_rep",
+        "transformer.h.*.attn.c_proj": "rowwise_rep",
+        "transformer.h.*.mlp.c_fc": "colwise",
+        "transformer.h.*.mlp.c_proj": "rowwise",
+    }
+    return transformers.GPT2LMHeadModel(config), plan
+
+
+def mixtral():
+    config = transformers.MixtralConfig(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        num_local_experts=4,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    plan = {
+        "model.embed_tokens": "rowwise",
+        "model.layers.*.self_attn.[qkv]_proj": "colwise",
+        "model.layers.*.self_attn.o_proj": "rowwise",
+        "lm_head": "colwise_rep",
+    }
+    return transformers.MixtralForCausalLM(config), plan

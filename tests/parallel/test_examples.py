@@ -1,0 +1,27 @@
+"""The examples in docstrings and in the how-to run as they stand."""
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import shardwise.parallel
+import shardwise.planfile
+
+MODULES = [
+    found.name
+    for package in (shardwise.parallel, shardwise.planfile)
+    for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
+]
+HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "howto" / "parallel.md"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstrings(name):
+    assert doctest.testmod(importlib.import_module(name)).failed == 0
+
+
+def test_how_to():
+    assert doctest.testfile(str(HOW_TO), module_relative=False).failed == 0
