@@ -16,6 +16,10 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shardwise")
 
 
+# Imported by tests that skip without transformers; there are no doctests to collect in it.
+collect_ignore = ["parallel/hugging_face_models.py"]
+
+
 @pytest.fixture(autouse=True)
 def _seed():
     torch.manual_seed(0)

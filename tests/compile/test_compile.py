@@ -91,6 +91,10 @@ def test_a_linear_layer_of_any_batch_size_is_compiled_once(pair, placement, batc
     assert counter.frame_count == 1
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="older torch cannot trace placements as arguments of a method",
+)
 def test_redistribute_inside_a_compiled_function(pair):
     def gathered(ids, table):
         return F.embedding(ids, table).redistribute(placements=[Replicate()])

@@ -231,3 +231,13 @@ def test_two_meshes_do_not_mix(mesh):
     y = shardwise.ones(4, device_mesh=square, placements=[Shard(0), Replicate()])
     with pytest.raises(ValueError, match="two meshes"):
         x + y
+
+
+def test_a_saved_tensor_is_loaded_without_running_code(square, tmp_path):
+    x = shardwise.distribute_tensor(torch.randn(5, 4), square, [Shard(0, sizes=(4, 1)), Shard(1)])
+    layer = shardwise.distribute_module(torch.nn.Linear(4, 3), square)
+    torch.save({"x": x, "layer": layer.state_dict()}, tmp_path / "state.pt")
+    state = torch.load(tmp_path / "state.pt", weights_only=True)
+    assert state["x"].placements == x.placements
+    assert torch.equal(state["x"].full_tensor().agreed(), x.full_tensor().agreed())
+    layer.load_state_dict(state["layer"])

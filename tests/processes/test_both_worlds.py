@@ -60,9 +60,10 @@ def test_order_does_not_matter_to_max_and_min(processes, reduce_op):
     assert_bits(*both(processes, programs.reductions, reduce_op, torch.float32))
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int16], ids=str)
 @pytest.mark.parametrize("reduce_op", ["sum", "product"])
-def test_integers_are_exact(processes, reduce_op):
-    assert_bits(*both(processes, programs.reductions, reduce_op, torch.int64))
+def test_integers_are_exact(processes, reduce_op, dtype):
+    assert_bits(*both(processes, programs.reductions, reduce_op, dtype))
 
 
 @pytest.mark.parametrize("reduce_op", ["sum", "avg", "product"])

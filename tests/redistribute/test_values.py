@@ -191,6 +191,20 @@ def test_other_dtypes(mesh, dtype):
         assert torch.equal(value(moved), whole)
 
 
+@pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("after", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_dtypes_that_gloo_does_not_reduce(mesh, dtype, after):
+    """Small integers: exact in every one of them."""
+    terms = shardwise.LocalTensor.per_rank(lambda rank: torch.full((5, 3), rank).to(dtype))
+    x = shardwise.DTensor.from_local(terms, mesh, [Partial()])
+    moved = x.redistribute(placements=[after])
+    assert moved.dtype == dtype
+    # torch does not compare float8 tensors, so each part is looked at as float32.
+    parts = [moved.to_local().on_rank(rank).float() for rank in range(4)]
+    assert all(bool((part == 6).all()) for part in parts)
+    assert sum(part.numel() for part in parts) == 15 * (4 if after == Replicate() else 1)
+
+
 def test_requests_that_make_no_sense_are_refused(square):
     x = lay(integers((4, 4)), square, [Shard(0), Replicate()])
     with pytest.raises(TypeError, match="needs placements"):

@@ -42,7 +42,19 @@ def group_name(grid: Grid, axis: int) -> str:
     return name
 
 
+#: Dtypes that gloo does not reduce, and the one they are reduced in; the same in both worlds.
+_REDUCED_AS: dict[torch.dtype, torch.dtype] = {
+    torch.int16: torch.int32,
+    torch.float8_e4m3fn: torch.float32,
+    torch.float8_e5m2: torch.float32,
+    torch.float8_e4m3fnuz: torch.float32,
+    torch.float8_e5m2fnuz: torch.float32,
+}
+
+
 def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _REDUCED_AS:
+        return all_reduce(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
     return _wait(_all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
 
 
@@ -63,6 +75,8 @@ def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's equal part of dim 0 of the reduction."""
+    if x.dtype in _REDUCED_AS:
+        return reduce_scatter(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
     name = group_name(grid, axis)
     return _wait(_reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
 

@@ -1,5 +1,12 @@
 """The class, its hot path, and how tensors are made."""
 
+import torch
+
+from shardwise.core.placements import MaskPartial, Partial, Replicate, Shard
 from shardwise.dtensor import kernels
+from shardwise.dtensor.tensor import DTensor, _unpickle
 
 kernels.register()
+
+# What a saved DTensor consists of besides tensors: torch.load reads it with weights_only=True.
+torch.serialization.add_safe_globals([DTensor, _unpickle, Shard, Replicate, Partial, MaskPartial])
