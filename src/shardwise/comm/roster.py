@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from shardwise.core.world import World, world_caches
+from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import WorldError
 
 
@@ -26,6 +26,9 @@ class Roster:
 
     def __deepcopy__(self, memo: Any) -> Roster:
         return self  # one object per value
+
+    def __reduce__(self) -> Any:
+        return _make_here, (self.ranks, self.index)
 
     def ranks_of(self, part: int) -> list[int]:
         return [r for r, p in zip(self.ranks, self.index, strict=True) if p == part]
@@ -43,6 +46,10 @@ def make_roster(world: World, ranks: tuple[int, ...], index: tuple[int, ...]) ->
     if roster is None:
         roster = _interned[key] = Roster(world, ranks, index)
     return roster
+
+
+def _make_here(ranks: tuple[int, ...], index: tuple[int, ...]) -> Roster:
+    return make_roster(simulated_world("A LocalTensor"), ranks, index)
 
 
 def grouped(

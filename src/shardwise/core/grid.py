@@ -67,6 +67,9 @@ class Grid:
     def __deepcopy__(self, memo: Any) -> Grid:
         return self  # one object per value
 
+    def __reduce__(self) -> Any:
+        return grid_like, (self.device_type, self.shape, self.ranks, self.axis_names)
+
     def __repr__(self) -> str:
         if not self.axis_names:
             return f"mesh {self.shape}"
@@ -113,6 +116,20 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     number = id(mesh)
     _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
     return grid
+
+
+def grid_like(
+    device_type: str,
+    shape: tuple[int, ...],
+    ranks: tuple[int, ...],
+    axis_names: tuple[str, ...] | None,
+) -> Grid:
+    """The grid of the current world with these values; its mesh is made when there is none yet."""
+    grid: Grid | None = current_world().grids.get((device_type, axis_names, shape, ranks))
+    if grid is not None:
+        return grid
+    mesh = DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
+    return grid_of(mesh)
 
 
 def _ranks(mesh: DeviceMesh) -> torch.Tensor:

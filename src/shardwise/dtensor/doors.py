@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
@@ -14,7 +13,7 @@ from shardwise.comm.ranks import each_rank, rank_values
 from shardwise.comm.roster import make_roster
 from shardwise.comm.watch import because
 from shardwise.core.chunks import Size
-from shardwise.core.grid import Grid, grid_of
+from shardwise.core.grid import Grid, grid_like
 from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import current_world, world_caches
@@ -229,10 +228,7 @@ def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]
             f"The tensor was saved in a {tensor[0]} world and cannot be loaded in {world}. Save "
             "full_tensor() to move values between worlds."
         )
-    key = (device_type, axis_names, shape, ranks)
-    grid = world.grids.get(key) or grid_of(
-        DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
-    )
+    grid = grid_like(device_type, shape, ranks, axis_names)
     placements, order, global_shape, stride, dtype = layout
     found = make_layout(grid, placements, global_shape, stride, dtype, order)
     if tensor[0] == "real":
