@@ -36,6 +36,7 @@ def samples() -> list[Sample]:
         *_norm(),
         *_attention(),
         *_embedding(),
+        *_whole(),
     ]
 
 
@@ -210,6 +211,41 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
+    ]
+
+
+def _whole() -> list[Sample]:
+    cube, flags = t(2, 3, 5), t(4, 6) > 0
+    one = torch.zeros(4, 6, dtype=torch.bool)
+    one[0, 0] = True
+    return [
+        Sample(aten.amax.default, (cube, [1])),
+        Sample(aten.amin.default, (cube, [0, 2], True)),
+        Sample(aten.max.default, (x,)),
+        Sample(aten.min.default, (x,)),
+        Sample(aten.max.dim, (cube, 1)),
+        Sample(aten.min.dim, (cube, -1, True)),
+        Sample(aten.argmax.default, (cube, 1)),
+        Sample(aten.argmin.default, (x,)),
+        Sample(aten.var.correction, (cube, [1])),
+        Sample(aten.std.correction, (cube, [-1]), {"correction": 0, "keepdim": True}),
+        Sample(aten.logsumexp.default, (cube, [1])),
+        Sample(aten.prod.default, (x,)),
+        Sample(aten.prod.dim_int, (cube, 1)),
+        Sample(aten.any.default, (one,)),
+        Sample(aten.any.dim, (flags, 1)),
+        Sample(aten.all.default, (~one,)),
+        Sample(aten.all.dim, (flags, 0, True)),
+        Sample(aten.sort.default, (cube, 1)),
+        Sample(aten.topk.default, (cube, 2, 1)),
+        Sample(aten.cumprod.default, (cube, 1)),
+        Sample(aten.cumsum.default, (cube, -1)),
+        Sample(aten.flip.default, (cube, [0, 2])),
+        Sample(aten.roll.default, (cube, [1], [1])),
+        Sample(aten.roll.default, (x, [1])),
+        Sample(aten.tril.default, (cube,)),
+        Sample(aten.triu.default, (x, 1)),
+        Sample(aten.constant_pad_nd.default, (cube, [1, 0, 0, 0, 2, 1], 0.5)),
     ]
 
 

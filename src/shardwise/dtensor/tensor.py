@@ -34,6 +34,7 @@ from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
+from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
@@ -43,6 +44,8 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
+from shardwise.rules.catalog import find_rule
+from shardwise.rules.propagate import unsupported
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -446,6 +449,9 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
+    parts = parts_of(op) if find_rule(op) is None else None
+    if parts is not None:
+        return _in_parts(op, parts, args, kwargs)
     entry = make_entry(op, [_as_layouts(a) for a in args], kwargs, wish)
     plan = entry.plan
     _misses += 1
@@ -463,6 +469,23 @@ def _miss(
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"
     return entry.finish(local, args, DTensor.wrap)
+
+
+def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op that has no rule through others; where one of those has none, `op` fails."""
+    cause: Exception | None = None
+    try:
+        result = parts(*args, **kwargs)
+        if result is not NotImplemented:
+            return result
+    except (NotImplementedError, MixedTensorsError) as error:
+        cause = error
+    layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, DTensor)]
+    raise UnsupportedError(unsupported(op, layouts)) from cause
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:

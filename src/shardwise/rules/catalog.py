@@ -18,6 +18,7 @@ from shardwise.rules import (
     pointwise,
     reduce,
     views,
+    whole,
 )
 from shardwise.rules.rule import Rule, Table, merge
 
@@ -32,6 +33,7 @@ CATALOG: Table = merge(
     norm.RULES,
     attention.RULES,
     embedding.RULES,
+    whole.RULES,
 )
 
 
