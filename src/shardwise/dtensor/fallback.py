@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shardwise.dtensor.foreach import is_foreach
+
 aten = torch.ops.aten
 
 
@@ -19,7 +21,7 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if op._schema.name.startswith("aten::_foreach_"):
+    if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
         return None

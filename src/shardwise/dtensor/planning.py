@@ -82,7 +82,7 @@ def make_entry(
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
-        entry.finish = _wraps_all(plan.outputs)
+        entry.finish = wraps_all(plan.outputs)
     return entry
 
 
@@ -270,7 +270,7 @@ def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
 
 
-def _wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
+def wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         if not outputs:
             return result

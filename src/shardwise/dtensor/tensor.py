@@ -35,6 +35,7 @@ from shardwise.core.placements import Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
+from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
@@ -449,10 +450,13 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
-    parts = parts_of(op) if find_rule(op) is None else None
-    if parts is not None:
-        return _in_parts(op, parts, args, kwargs)
-    entry = make_entry(op, [_as_layouts(a) for a in args], kwargs, wish)
+    layouts = [_as_layouts(a) for a in args]
+    entry = foreach_entry(op, layouts)
+    if entry is None:
+        parts = parts_of(op) if find_rule(op) is None else None
+        if parts is not None:
+            return _in_parts(op, parts, args, kwargs)
+        entry = make_entry(op, layouts, kwargs, wish)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:

@@ -1,0 +1,63 @@
+"""Foreach ops in one local call, where every tensor meets only tensors that lie like it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import Partial
+from shardwise.dtensor.planning import Entry, wraps_all
+from shardwise.rules.propagate import CallPlan
+
+#: The foreach ops that are not elementwise.
+_REDUCTIONS = ("norm", "max", "powsum")
+
+
+def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
+    """The entry of a foreach op that needs nothing moved; None for any other call.
+
+    `args` has layouts in place of tensors. Elementwise on parts of the same shape, nothing Partial:
+    the op on the lists of local tensors is right as it is.
+    """
+    if not is_foreach(op) or any(op._schema.name.endswith(name) for name in _REDUCTIONS):
+        return None
+    lists = [arg for arg in args if isinstance(arg, list) and _all_layouts(arg)]
+    if not lists or any(isinstance(arg, Layout) for arg in args):
+        return None
+    first = lists[0]
+    for other in lists[1:]:
+        if len(other) != len(first) or not all(map(_alike, first, other)):
+            return None
+    if any(isinstance(p, Partial) for layout in first for p in layout.placements):
+        return None
+    plan = CallPlan(op, None, tuple(x for each in lists for x in each), tuple(first), None, ())
+    entry = Entry(plan)
+    entry.finish = _nothing if op._schema.is_mutable else wraps_all(first)
+    return entry
+
+
+def is_foreach(op: Any) -> bool:
+    return isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith("aten::_foreach_")
+
+
+def _all_layouts(items: Sequence[Any]) -> bool:
+    return bool(items) and all(isinstance(item, Layout) for item in items)
+
+
+def _alike(a: Layout, b: Layout) -> bool:
+    return (
+        a.grid is b.grid
+        and a.placements == b.placements
+        and a.order == b.order
+        and a.shape == b.shape
+        and a.dtype == b.dtype
+        and a.dtype.is_floating_point
+        and not a.snapshot
+    )
+
+
+def _nothing(result: Any, args: Any, wrap: Any) -> None:
+    return None
