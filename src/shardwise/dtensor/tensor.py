@@ -17,10 +17,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -29,12 +26,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import sized_copy
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
-from shardwise.core.grid import Grid, grid_of
-from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.grid import grid_of
+from shardwise.core.layout import Layout, normalize
 from shardwise.core.placements import Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
+from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.planning import Entry, make_entry
@@ -357,22 +355,6 @@ def _unpickle(
     return restored.requires_grad_(requires_grad)
 
 
-@dataclass(frozen=True, slots=True)
-class FlatContext:
-    """What a compiled graph knows of a DTensor besides its local tensor: all but the sizes.
-
-    Sizes come separately, so that a new batch size does not mean a new graph.
-    """
-
-    grid: Grid
-    placements: tuple[Placement, ...]
-    order: tuple[int, ...]
-    dtype: torch.dtype
-
-    def layout(self, shape: Any, stride: Any) -> Layout:
-        return make_layout(self.grid, self.placements, shape, stride, self.dtype, self.order)
-
-
 # -- the miss path ---------------------------------------------------------------------------
 
 
@@ -498,12 +480,3 @@ def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
     The output may stay Partial where `wish` is replicated.
     """
     return DTensor.__torch_dispatch__(op, None, args, None, wish)
-
-
-@functools.cache
-def source_digest() -> str:
-    """A digest of this package's sources: compiled code of an older version must not be reused."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]
