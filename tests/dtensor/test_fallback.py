@@ -59,6 +59,22 @@ def test_foreach_optimizers(mesh, make):
         torch.testing.assert_close(many.full_tensor().detach().agreed(), one.detach())
 
 
+def test_foreach_writes_replicas_once(mesh):
+    """Played ranks share a replica and not a shard; both are in one list."""
+    placed = [
+        shardwise.distribute_tensor(torch.zeros(4), mesh, [p]) for p in (Replicate(), Shard(0))
+    ]
+    torch._foreach_add_(placed, 1.0)
+    assert [t.full_tensor().agreed().tolist() for t in placed] == [[1.0] * 4] * 2
+
+
+def test_foreach_on_local_tensors_that_are_shared_differently_is_refused(mesh):
+    shared = shardwise.distribute_tensor(torch.zeros(4), mesh, [Replicate()]).to_local()
+    apart = shardwise.distribute_tensor(torch.zeros(4), mesh, [Shard(0)]).to_local()
+    with pytest.raises(shardwise.RankMismatchError, match="one tensor at a time"):
+        torch._foreach_add_([shared, apart], 1.0)
+
+
 def test_what_cannot_be_taken_apart_says_so(mesh):
     x = shardwise.distribute_tensor(torch.eye(4), mesh, [Shard(0)])
     with pytest.raises(NotImplementedError, match="does not have a sharding strategy registered"):

@@ -272,6 +272,11 @@ def _run_in_place(
     results = []
     for part, here in enumerate(calls):
         target = tuple(id(here[i]) for i in written)
+        if len(target) > 1 and target not in done and any(set(target) & set(t) for t in done):
+            raise RankMismatchError(
+                f"{func} writes to several tensors, of which ranks share some and not others. "
+                "Call the op for one tensor at a time (optimizers: foreach=False)."
+            )
         before = done.get(target)
         if before is not None:
             _check_same_write(func, before[0], here, roster, part)
