@@ -89,6 +89,8 @@ def _matmul() -> list[Sample]:
         Sample(matmul.linear_input_grad, (t(5), t(5, 6))),
         Sample(matmul.linear_weight_grad, (t(3, 4, 5), t(3, 4, 6))),
         Sample(matmul.linear_weight_grad, (t(5), t(6))),
+        Sample(matmul.linear_bias_grad, (t(3, 4, 5),)),
+        Sample(matmul.linear_bias_grad, (t(5),)),
     ]
 
 

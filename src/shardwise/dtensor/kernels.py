@@ -16,6 +16,7 @@ from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
 from shardwise.rules.matmul import (
+    linear_bias_grad,
     linear_input_grad,
     linear_weight_grad,
     matmul_left_grad,
@@ -130,7 +131,7 @@ class Linear(torch.autograd.Function):
         if for_weight:
             grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
         if for_bias:
-            grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            grad_bias = _linear_bias_grad(grad)
         return grad_x, grad_weight, grad_bias
 
 
@@ -144,6 +145,12 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
+
+
+def _linear_bias_grad(grad: Any) -> Any:
+    if torch.is_grad_enabled():  # double backward
+        return grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+    return run(linear_bias_grad, grad)
 
 
 class LinearWeightGrad(torch.autograd.Function):

@@ -23,6 +23,11 @@ def linear_weight_grad(grad: Any, x: Any) -> Any:
     return torch.mm(_as_matrix(grad).t(), _as_matrix(x))
 
 
+def linear_bias_grad(grad: Any) -> Any:
+    """The gradient of `linear(x, weight, bias)` for `bias`."""
+    return _as_matrix(grad).sum(0)
+
+
 def matmul_left_grad(grad: Any, right: Any) -> Any:
     """The gradient of `left @ right` for `left`, of the same batch dims."""
     return grad @ right.mT
@@ -67,5 +72,6 @@ RULES: Table = table(
         added=(2,),
     ),
     rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
     rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
 )
