@@ -6,6 +6,8 @@ that counters, compilers and LocalTensors all see the same call.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from shardwise.core.grid import Grid
@@ -18,7 +20,6 @@ _all_gather_into_tensor = _ops.all_gather_into_tensor.default._op
 _reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
 _all_to_all_single = _ops.all_to_all_single.default._op
 _broadcast = _ops.broadcast.default._op
-_wait_tensor = _ops.wait_tensor.default._op
 
 
 def group_name(grid: Grid, axis: int) -> str:
@@ -52,46 +53,65 @@ _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
 }
 
 
-def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    if x.dtype in _REDUCED_AS:
-        return all_reduce(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
-    return _wait(_all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
+def is_widened(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype are reduced in a wider one."""
+    return dtype in _REDUCED_AS
+
+
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was reduced in a wider dtype, in its own again."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+# Note [Started and finished]
+# `start_x` begins a collective, which runs on; its result may be read after `finished`. `x` alone
+# does both.
+
+#: The result of a collective that was started, once it is there.
+finished: Callable[[torch.Tensor], torch.Tensor] = _ops.wait_tensor.default._op
 
 
 def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    """An all-reduce that runs on; its result may be read after `finished`."""
-    return _ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
+    if x.dtype in _REDUCED_AS:
+        x = x.to(_REDUCED_AS[x.dtype])
+    return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
 
 
-def finished(x: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that was started, once it is there."""
-    return _wait(x)
+def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
+
+
+def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _REDUCED_AS:
+        x = x.to(_REDUCED_AS[x.dtype])
+    name = group_name(grid, axis)
+    return _reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name)
+
+
+def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    splits = [1] * grid.shape[axis]
+    return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
+
+
+def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    return in_dtype(finished(start_all_reduce(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
-    return _wait(_all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis)))
+    return finished(start_all_gather(x, grid, axis))
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's equal part of dim 0 of the reduction."""
-    if x.dtype in _REDUCED_AS:
-        return reduce_scatter(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
-    name = group_name(grid, axis)
-    return _wait(_reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
+    return in_dtype(finished(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
-    splits = [1] * grid.shape[axis]
-    name = group_name(grid, axis)
-    return _wait(_all_to_all_single(x.contiguous(), splits, splits, name))
+    return finished(start_all_to_all(x, grid, axis))
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
-    return _wait(_broadcast(x.contiguous(), source, group_name(grid, axis)))
-
-
-def _wait(x: torch.Tensor) -> torch.Tensor:
-    return _wait_tensor(x)
+    return finished(_broadcast(x.contiguous(), source, group_name(grid, axis)))
