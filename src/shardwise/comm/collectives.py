@@ -6,10 +6,15 @@ that counters, compilers and LocalTensors all see the same call.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import my_coordinate
+from shardwise.comm.simulated_collectives import play_scatter
+from shardwise.comm.watch import watch
+from shardwise.core.chunks import lengths
 from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
 
@@ -115,3 +120,40 @@ def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
     return finished(_broadcast(x.contiguous(), source, group_name(grid, axis)))
+
+
+def scatter(
+    x: torch.Tensor, dim: int, sizes: tuple[int, ...] | None, source: int, grid: Grid, axis: int
+) -> torch.Tensor:
+    """Each coordinate's piece of `dim` of the tensor that coordinate `source` holds.
+
+    No coordinate receives more than its piece. c10d scatters pieces of one length only, so this is
+    an all-to-all in which one rank sends; watchers are told of a scatter of the longest piece.
+    """
+    name = group_name(grid, axis)
+    here = x.on_rank(grid.ranks[0]) if isinstance(x, LocalTensor) else x
+    longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
+    with watch.told("scatter_", longest, name):
+        if isinstance(x, LocalTensor):
+            return play_scatter(x, dim, sizes, source, name)
+        mine = my_coordinate(grid)[axis]
+        pieces = x.split(lengths(x.shape[dim], grid.shape[axis], sizes), dim)
+        return _send_pieces(pieces, source, mine, name)
+
+
+def _send_pieces(pieces: Sequence[torch.Tensor], source: int, mine: int, name: str) -> torch.Tensor:
+    """The piece of coordinate `mine`, in bytes: not every backend exchanges every dtype."""
+    like, nothing = pieces[mine], [0] * len(pieces)
+    received = list(nothing)
+    received[source] = like.numel() * like.element_size()
+    if mine == source:
+        flat = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
+        sent = [piece.numel() * piece.element_size() for piece in pieces]
+    else:
+        flat, sent = torch.empty(0, dtype=torch.uint8, device=like.device), nothing
+    arrived = finished(_all_to_all_single(flat, received, sent, name))
+    return arrived.view(like.dtype).view(like.shape)
+
+
+def _numel(x: torch.Tensor) -> int:
+    return x.numel()

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.comm.local_tensor import LocalTensor, collective_handlers, from_ranks
+from shardwise.core.chunks import lengths
 from shardwise.core.world import World
 from shardwise.errors import UnsupportedError, WorldError
 
@@ -130,6 +131,21 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, source, group = args
     return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
+
+
+def play_scatter(
+    x: LocalTensor, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
+) -> LocalTensor:
+    """What `collectives.scatter` gives each rank."""
+
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        whole = parts[source]
+        return [
+            piece.clone()
+            for piece in whole.split(lengths(whole.shape[dim], len(parts), sizes), dim)
+        ]
+
+    return run_groups(x, group, exchange)
 
 
 def _each(handler: Callable[..., LocalTensor]) -> Callable[..., list[LocalTensor]]:

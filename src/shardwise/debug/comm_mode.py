@@ -95,7 +95,7 @@ class CommDebugMode(TorchDispatchMode):
     ) -> Any:
         self._places.mark()
         packet = getattr(func, "_overloadpacket", None)
-        if packet in COUNTED and DTensor not in types:
+        if packet in COUNTED and DTensor not in types and not watch.announced:
             self._note(event_of_call(packet, args, kwargs or {}, self._places.now()))
             self._counting = True
             try:
