@@ -21,8 +21,8 @@ class Pending(torch.Tensor):
     """What `finish` will make of `started` once that has arrived."""
 
     __slots__ = ("_finish", "_holder", "_result", "_started")
-    _started: torch.Tensor | None
-    _finish: Run | None
+    _started: torch.Tensor
+    _finish: Run
     _result: torch.Tensor | None
     _holder: weakref.ref[Any] | None
 
@@ -46,9 +46,9 @@ class Pending(torch.Tensor):
     def result(self) -> torch.Tensor:
         """The tensor itself; waits for it the first time."""
         if self._result is None:
-            assert self._finish is not None and self._started is not None, "finished only once"
             self._result = self._finish(self._started)
-            self._started = self._finish = None
+            # What was started and what finishes it hold memory that nobody needs any more.
+            del self._started, self._finish
             holder = self._holder() if self._holder is not None else None
             if holder is not None and holder._local is self:
                 holder._local = self._result

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.compiled_events import COLLECTIVE
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement
@@ -102,6 +103,9 @@ class CommDebugMode(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self._counting = False
+        if packet is COLLECTIVE:
+            sent, kind, group_name = args
+            self._note(make_event(kind, sent, group_name, self._places.now()))
         if any(map(_is_made_of_others, types)):
             # Its own dispatch comes next, with this mode still on.
             return NotImplemented
