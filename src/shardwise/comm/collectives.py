@@ -51,11 +51,22 @@ def group_name(grid: Grid, axis: int) -> str:
 #: Dtypes that gloo does not reduce, and the one they are reduced in; the same in both worlds.
 _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
     torch.float8_e5m2fnuz: torch.float32,
 }
+
+
+#: Dtypes that gloo or NCCL do not move: they travel as bytes.
+_MOVED_AS_BYTES = frozenset({*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128})
+
+
+def is_moved_as_bytes(dtype: torch.dtype) -> bool:
+    """Whether `start_all_gather` and `start_all_to_all` give bytes for tensors of this dtype."""
+    return dtype in _MOVED_AS_BYTES
 
 
 def is_widened(dtype: torch.dtype) -> bool:
@@ -66,6 +77,11 @@ def is_widened(dtype: torch.dtype) -> bool:
 def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """What was reduced in a wider dtype, in its own again."""
     return x if x.dtype == dtype else x.to(dtype)
+
+
+def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What travelled as bytes, as what it is."""
+    return x if x.dtype == dtype else x.view(dtype)
 
 
 # Note [Started and finished]
@@ -83,6 +99,8 @@ def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> 
 
 
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _MOVED_AS_BYTES:
+        x = x.contiguous().view(torch.uint8)
     return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
 
 
@@ -94,6 +112,8 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
 
 
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _MOVED_AS_BYTES:
+        x = x.contiguous().view(torch.uint8)
     splits = [1] * grid.shape[axis]
     return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
 
@@ -104,7 +124,7 @@ def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
-    return finished(start_all_gather(x, grid, axis))
+    return _viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
@@ -114,12 +134,16 @@ def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> to
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
-    return finished(start_all_to_all(x, grid, axis))
+    return _viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
-    return finished(_broadcast(x.contiguous(), source, group_name(grid, axis)))
+    sent = x.contiguous()
+    if x.dtype in _MOVED_AS_BYTES:
+        sent = sent.view(-1).view(torch.uint8)
+    arrived = finished(_broadcast(sent, source, group_name(grid, axis)))
+    return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).view(x.shape)
 
 
 def scatter(

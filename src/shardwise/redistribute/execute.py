@@ -23,7 +23,7 @@ from shardwise.comm.collectives import (
 )
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial, Shard
 from shardwise.errors import CollectiveError, LayoutError
@@ -147,13 +147,13 @@ def is_even(layout: Layout, axis: int) -> bool:
 
 def _all_gather(step: Step) -> Move:
     grid, axis, source = step.source.grid, step.axis, step.source
-    dim = _dim(source, axis)
+    dim, arrived = _dim(source, axis), _arrived(source.dtype)
     if is_even(source, axis):
         if dim == 0:
-            return Move(lambda x: start_all_gather(x, grid, axis), finished)
+            return Move(lambda x: start_all_gather(x, grid, axis), arrived)
         return Move(
             lambda x: start_all_gather(x.unsqueeze(0), grid, axis),
-            lambda x: torch.cat(finished(x).unbind(0), dim),
+            lambda x: torch.cat(arrived(x).unbind(0), dim),
         )
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
@@ -165,7 +165,7 @@ def _all_gather(step: Step) -> Move:
 
     return Move(
         lambda x: start_all_gather(each_rank(grid, pad, x, axes=()), grid, axis),
-        lambda x: each_rank(grid, cut, finished(x), axes=outside),
+        lambda x: each_rank(grid, cut, arrived(x), axes=outside),
     )
 
 
@@ -199,7 +199,8 @@ def _all_to_all(step: Step) -> Move:
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim_in, dim_out = _dim(source, axis), _dim(target, axis)
     if is_even(source, axis) and is_even(target, axis):
-        return _even_all_to_all(grid, axis, dim_in, dim_out)
+        return _even_all_to_all(step, dim_in, dim_out)
+    arrived = _arrived(source.dtype)
     length_in, length_out = longest(source, axis, dim_in), longest(target, axis, dim_out)
     outside = (*_outside(source, axis, dim_in), *_outside(target, axis, dim_out))
 
@@ -213,12 +214,13 @@ def _all_to_all(step: Step) -> Move:
 
     return Move(
         lambda x: start_all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis),
-        lambda x: each_rank(grid, cut, finished(x), axes=(*outside, axis)),
+        lambda x: each_rank(grid, cut, arrived(x), axes=(*outside, axis)),
     )
 
 
-def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Move:
+def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
     """One copy on each side, where the padded form takes one per piece."""
+    grid, axis, arrived = step.source.grid, step.axis, _arrived(step.source.dtype)
     parts = grid.shape[axis]
 
     def split(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
@@ -231,7 +233,7 @@ def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Move:
 
     return Move(
         lambda x: start_all_to_all(each_rank(grid, split, x, axes=()), grid, axis),
-        lambda x: each_rank(grid, join, finished(x), axes=()),
+        lambda x: each_rank(grid, join, arrived(x), axes=()),
     )
 
 
@@ -243,7 +245,15 @@ def _all_reduce(step: Step) -> Move:
     )
 
 
+def _arrived(dtype: torch.dtype) -> Run:
+    """What awaits a tensor of this dtype that was moved."""
+    if not collectives.is_moved_as_bytes(dtype):
+        return finished
+    return lambda x: finished(x).view(dtype)
+
+
 def _finished_in(dtype: torch.dtype) -> Run:
+    """What awaits a tensor of this dtype that was reduced."""
     if not collectives.is_widened(dtype):
         return finished
     return lambda x: finished(x).to(dtype)
@@ -318,6 +328,11 @@ def _reduce_op(layout: Layout, axis: int) -> str:
         raise LayoutError(
             f"{layout!r} is an average of integers, which has no integer value. Use Partial('sum') "
             "and divide, or convert the tensor to a floating dtype first."
+        )
+    if partial.reduce_op in ("product", "max", "min") and layout.dtype.is_complex:
+        raise LayoutError(
+            f"{layout!r} is a {partial.reduce_op} of complex numbers, which no backend reduces. Use "
+            "Partial('sum'), or gather the terms and reduce them yourself."
         )
     return partial.reduce_op
 
