@@ -331,8 +331,8 @@ def _reduce_op(layout: Layout, axis: int) -> str:
         )
     if partial.reduce_op in ("product", "max", "min") and layout.dtype.is_complex:
         raise LayoutError(
-            f"{layout!r} is a {partial.reduce_op} of complex numbers, which no backend reduces. Use "
-            "Partial('sum'), or gather the terms and reduce them yourself."
+            f"{layout!r} is a {partial.reduce_op} of complex numbers, which no backend reduces. "
+            "Use Partial('sum'), or gather the terms and reduce them yourself."
         )
     return partial.reduce_op
 
