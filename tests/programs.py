@@ -393,3 +393,58 @@ def sum_over_ranks():
     """Whether the processes still understand each other."""
     x = DTensor.from_local(mine(lambda rank: torch.tensor([rank])), line(), [Partial()])
     return x.full_tensor().tolist()
+
+
+def _start_again(port):
+    """Leave the world and enter another one of the same processes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    yield
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
+
+
+def errors_of_a_world_that_is_gone(port):
+    """What each use of an old tensor or mesh says, without a world and in the next one."""
+    mesh = line()
+    x = shardwise.distribute_tensor(torch.arange(8.0), mesh, [S0])
+    steps = _start_again(port)
+    next(steps)
+    uses = {
+        "gather": lambda: x.full_tensor(),
+        "move": lambda: x.redistribute(placements=[R]),
+        "make": lambda: shardwise.distribute_tensor(torch.ones(8), mesh, [S0]),
+        "wrap": lambda: DTensor.from_local(torch.ones(2), mesh, [S0]),
+    }
+    found = {f"{name}, no world": _error(use) for name, use in uses.items()}
+    next(steps, None)
+    new = shardwise.distribute_tensor(torch.arange(8.0), line(), [S0])
+    found |= {f"{name}, next world": _error(use) for name, use in uses.items() if name != "make"}
+    found["both"] = _error(lambda: x + new)
+    # The new world is none the worse.
+    return found, new.full_tensor().tolist()
+
+
+def _error(use):
+    try:
+        use()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def one_rank_runs_out_of_memory(failing):
+    """The all-gather cannot get its memory on one rank; the others wait for it."""
+    mesh = line()
+    x = shardwise.distribute_tensor(torch.arange(8.0), mesh, [S0])
+    x.full_tensor()
+    if dist.get_rank() == failing:
+        from shardwise.comm import collectives
+
+        def no_memory(*args):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes.")
+
+        collectives._all_gather_into_tensor = no_memory
+    return x.full_tensor()

@@ -29,13 +29,15 @@ _broadcast = _ops.broadcast.default._op
 
 def group_name(grid: Grid, axis: int) -> str:
     """The name of the process group along `axis`, as collective ops take it."""
+    if not grid.world.alive:
+        # Not only when the name is unknown: the next world uses the same names again.
+        raise WorldError(
+            f"{grid!r} belongs to {grid.world}, which is not the world of now: its process group "
+            "is gone or set aside. Tensors do not outlive their world: gather them before, or load "
+            "them from a checkpoint after."
+        )
     name = grid.group_names[axis]
     if name is None:
-        if not grid.world.alive:
-            raise WorldError(
-                f"{grid!r} belongs to {grid.world}, whose process group is gone. Tensors do not "
-                "outlive their world: gather them before, or load them from a checkpoint after."
-            )
         # One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
         # stands for all groups along the axis, whether rank 0 is in one of them or not.
         if grid.world.simulated:
