@@ -16,10 +16,11 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import REPLICATE, short
-from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
+from shardwise.core.placements import REPLICATE
+from shardwise.dtensor.strict import forbid_move
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
-from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, infer_outputs
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
@@ -179,20 +180,7 @@ def _forbid(
     plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
 ) -> None:
     for path, steps, target, _, _ in moving:
-        talking = [step for step in steps if step.communicates]
-        if talking:
-            source = steps[0].source
-            num_bytes = int(
-                local_bytes(
-                    source.shape, source.dtype.itemsize, source.placements, source.grid.shape
-                )
-            )
-            raise RedistributionError(
-                f"{plan.op} needs argument {path[0]}, {source!r}, in {short(target.placements)}: "
-                f"{'; '.join(map(str, talking))} of about {num_bytes:,} bytes per rank, and "
-                "communication must be explicit here. Write "
-                f"x.redistribute(placements={list(target.placements)!r}) before the call."
-            )
+        forbid_move(plan.op, path[0], steps, target)
 
 
 def local_call(

@@ -24,6 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
@@ -253,12 +254,14 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         order: Sequence[int] | None = None,
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim. Where nothing changes, the tensor itself is returned.
+        same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
+        collective runs on, here and in backward, until the first op that reads the result.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -268,7 +271,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        return autograd.redistribute(self, autograd.placed(layout, placements, order))
+        return autograd.redistribute(self, autograd.placed(layout, placements, order), async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
@@ -279,6 +282,8 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         layout = self._layout
+        if type(self._local) is Pending:
+            self._local = self._local.result()
         return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
 
     @staticmethod
