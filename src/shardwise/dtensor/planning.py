@@ -14,11 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
-from shardwise.core.grid import Coordinate
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE, short
 from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, infer_outputs
@@ -58,6 +59,8 @@ def make_entry(
     rule = find_rule(op)
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
+    if rule.found_shapes:
+        return _whole_entry(op, spelled, paths, layouts)
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
     outputs, shape = infer_outputs(spelled, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
@@ -91,6 +94,34 @@ def make_entry(
     else:
         entry.finish = wraps_all(plan.outputs)
     return entry
+
+
+def _whole_entry(op: Any, spelled: Any, paths: Sequence[Path], layouts: Sequence[Layout]) -> Entry:
+    """An op that runs whole, and whose results alone tell their number and shapes."""
+    grid = layouts[0].grid
+    whole = (REPLICATE,) * grid.num_axes
+    targets = tuple(layout.with_placements(whole) for layout in layouts)
+    steps = tuple(find_steps(a, b) for a, b in zip(layouts, targets, strict=True))
+    plan = CallPlan(op, steps if any(steps) else None, targets, (), None, ())
+    entry = Entry(plan)
+    if plan.steps is not None:
+        entry.move = _mover(paths, plan)
+    entry.call = local_call(op, plan, spelled)
+    entry.finish = _wraps_whole(grid)
+    return entry
+
+
+def _wraps_whole(grid: Grid) -> Callable[..., Any]:
+    whole = (REPLICATE,) * grid.num_axes
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        if isinstance(result, (list, tuple)):
+            return type(result)([finish(r, args, wrap) for r in result])
+        if not isinstance(result, torch.Tensor):
+            return result
+        return wrap(result, make_layout(grid, whole, result.shape, result.stride(), result.dtype))
+
+    return finish
 
 
 def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:

@@ -182,7 +182,7 @@ class DTensor(torch.Tensor):
         if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(functools.partial(autograd.lies_like, layout))
+            self.register_hook(functools.partial(autograd.lies_like, DTensor, layout))
         return self
 
     # -- what it is --------------------------------------------------------------------------
@@ -407,7 +407,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
 
 
 def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain:
+    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "

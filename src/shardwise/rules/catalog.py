@@ -10,13 +10,18 @@ import torch
 from shardwise.rules import (
     attention,
     create,
+    diagonal,
     embedding,
+    fft,
+    gathered,
     join,
+    linalg,
     loss,
     matmul,
     norm,
     pointwise,
     reduce,
+    search,
     views,
     whole,
 )
@@ -34,18 +39,23 @@ CATALOG: Table = merge(
     attention.RULES,
     embedding.RULES,
     whole.RULES,
+    diagonal.RULES,
+    fft.RULES,
+    linalg.RULES,
+    search.RULES,
+    gathered.RULES,
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
-    """The rule of an op; an in-place op has that of the op that returns a new tensor."""
+    """The rule of an op; one that writes in place or copies a view has that of its twin."""
     rule = CATALOG.get(op)
     if rule is not None or not isinstance(op, torch._ops.OpOverload):
         return rule
-    functional = functional_twin(op)
-    if functional is not None:
-        return find_rule(functional)
+    twin = functional_twin(op) or view_twin(op)
+    if twin is not None:
+        return find_rule(twin)
     return pointwise.pointwise_rule(op)
 
 
@@ -61,6 +71,19 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
     overload = op._schema.overload_name or "default"
     return getattr(packet, overload, None)
+
+
+def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The view of which `op` returns a copy.
+
+    >>> view_twin(torch.ops.aten.permute_copy.default)
+    <OpOverload(op='aten.permute', overload='default')>
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    if not name.endswith("_copy") or op._schema.is_mutable:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_copy"), None)
+    return getattr(packet, op._schema.overload_name or "default", None)
 
 
 def written_inputs(op: Any) -> tuple[int, ...]:
