@@ -44,7 +44,7 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import find_rule
+from shardwise.rules.catalog import changes_shape, find_rule, functional_twin
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -398,7 +398,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        _check_plain(op, value)
+        check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
@@ -406,7 +406,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         operands.append(value)
 
 
-def _check_plain(op: Any, value: torch.Tensor) -> None:
+def check_plain(op: Any, value: torch.Tensor) -> None:
     if value.dim() and not watch.replicate_plain and not autograd.in_formula():
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
@@ -434,6 +434,8 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
+    if changes_shape(op):
+        return _view_in_place(op, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts)
     if entry is None:
@@ -459,6 +461,20 @@ def _miss(
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"
     return entry.finish(local, args, DTensor.wrap)
+
+
+def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op that turns a tensor into a view of itself, such as `t_`."""
+    x, twin = args[0], functional_twin(op)
+    if twin is None:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    view = twin(*args, **kwargs)
+    if view._layout.snapshot and not x._layout.snapshot:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)  # the wrapper's own shape
+    x._local, x._layout = view._local, view._layout
+    return x
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

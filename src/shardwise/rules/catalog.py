@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -69,8 +70,20 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = op._schema.overload_name or "default"
-    return getattr(packet, overload, None)
+    same_name = getattr(packet, op._schema.overload_name or "default", None)
+    return same_name or with_arguments(
+        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
+    )
+
+
+def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops.OpOverload | None:
+    """The overload that takes these arguments (name and type) and writes to none of them."""
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        has = [(a.name, str(a.type)) for a in op._schema.arguments]
+        if has == wanted and not op._schema.is_mutable:
+            return op
+    return None
 
 
 def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -95,6 +108,11 @@ def written_inputs(op: Any) -> tuple[int, ...]:
         for position, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+def changes_shape(op: Any) -> bool:
+    """Whether the op turns its argument into a view of itself."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.inplace_view in op.tags
 
 
 def is_view(op: Any) -> bool:
