@@ -4,6 +4,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
+from samples_image import image_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -37,6 +38,7 @@ def samples() -> list[Sample]:
         *_attention(),
         *_embedding(),
         *_whole(),
+        *image_samples(),
     ]
 
 

@@ -9,12 +9,14 @@ import torch
 
 from shardwise.rules import (
     attention,
+    conv,
     create,
     embedding,
     join,
     loss,
     matmul,
     norm,
+    planes,
     pointwise,
     reduce,
     views,
@@ -32,6 +34,8 @@ CATALOG: Table = merge(
     loss.RULES,
     norm.RULES,
     attention.RULES,
+    conv.RULES,
+    planes.RULES,
     embedding.RULES,
     whole.RULES,
 )

@@ -312,10 +312,23 @@ def _right_outputs(
     except Exception:
         return  # the op itself does not run on such parts
     expected = sample.op(*sample.args, **sample.kwargs)
-    for placements in itertools.product(*map(_ways, call.outputs)):
-        layouts = [_layout(m, (p,), grid) for m, p in zip(call.outputs, placements, strict=True)]
-        try:
-            if not _difference(found, expected, layouts, grid):
-                yield layouts
-        except Exception:
-            continue  # parts of other shapes than this layout has
+    found_list = [found] if isinstance(found, torch.Tensor) else found
+    wholes = [expected] if isinstance(expected, torch.Tensor) else expected
+    pairs = [(f, e) for f, e in zip(found_list, wholes, strict=True) if e is not None]
+    # Outputs do not depend on one another: each has its right placements.
+    right = [
+        [lo for lo in _layouts_to_try(meta, grid) if _is_right(part, whole, lo, grid)]
+        for meta, (part, whole) in zip(call.outputs, pairs, strict=True)
+    ]
+    yield from map(list, itertools.product(*right))
+
+
+def _layouts_to_try(meta: TensorMeta, grid: Grid) -> list[Layout]:
+    return [_layout(meta, (placement,), grid) for placement in _ways(meta)]
+
+
+def _is_right(part: torch.Tensor, whole: torch.Tensor, layout: Layout, grid: Grid) -> bool:
+    try:
+        return not _difference(part, whole, [layout], grid)
+    except Exception:
+        return False  # parts of other shapes than this layout has
