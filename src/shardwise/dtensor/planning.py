@@ -82,7 +82,7 @@ def make_entry(
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
-        entry.finish = wraps_all(plan.outputs)
+        entry.finish = wraps_all(plan.outputs, shape)
     return entry
 
 
@@ -270,12 +270,23 @@ def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
 
 
-def wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
+def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
+    """`shape` is the result with a TensorMeta for each output, and something else where none is."""
+    # Kernels may return what nobody asked for: a place without an output stays without one.
+    asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
+
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         if not outputs:
             return result
         remaining = iter(outputs)
-        wrapped = [wrap(r, next(remaining)) if isinstance(r, torch.Tensor) else r for r in result]
+        wrapped = [
+            r
+            if not isinstance(r, torch.Tensor)
+            else wrap(r, next(remaining))
+            if asked is None or asked[i]
+            else None
+            for i, r in enumerate(result)
+        ]
         return wrapped if isinstance(result, list) else tuple(wrapped)
 
     return finish

@@ -175,16 +175,17 @@ class GradientsOfParts:
         *options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
         *options, groups, asked = options
-        if grad.numel() and x.numel() and weight.numel():
-            here = _groups_here(x, layouts[1].shape[1], groups)
-            sizes = None if bias_sizes is None else [grad.shape[1]]
-            return aten.convolution_backward.default(grad, x, weight, sizes, *options, here, asked)
-        empty = (
-            torch.zeros_like(x),
-            torch.zeros_like(weight),
-            grad.transpose(0, 1).flatten(1).sum(1),
-        )
-        return tuple(e if wanted else None for e, wanted in zip(empty, asked, strict=True))
+        for_x, for_weight, for_bias = asked
+        bias_grad = grad.sum([d for d in range(grad.dim()) if d != 1]) if for_bias else None
+        if not (grad.numel() and x.numel() and weight.numel()):
+            zeros = (torch.zeros_like(x), torch.zeros_like(weight))
+            return zeros[0] if for_x else None, zeros[1] if for_weight else None, bias_grad
+        here = _groups_here(x, layouts[1].shape[1], groups)
+        # The kernel's own sum for the bias depends on the channels at hand; this one does not, so
+        # that ranks that hold the same gradient of the output have the same gradient of the bias.
+        mask = [for_x, for_weight, False]
+        found = aten.convolution_backward.default(grad, x, weight, None, *options, here, mask)
+        return found[0], found[1], bias_grad
 
 
 RULES: Table = table(
