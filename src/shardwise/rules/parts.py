@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise.rules.views import Cut
+
 
 @dataclass(frozen=True, slots=True)
 class UnlessEmpty:
@@ -33,3 +35,45 @@ class UnlessEmpty:
             for o in outputs
         ]
         return made[0] if len(made) == 1 else tuple(made)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSelectScatter:
+    """Writes one row of a sharded dim where it lies."""
+
+    dim: int
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        source: torch.Tensor,
+        dim: int,
+        index: int,
+    ) -> torch.Tensor:
+        offset = layouts[0].box(coordinate)[0][self.dim]
+        row = index % layouts[0].shape[self.dim] - offset
+        result = x.clone()
+        if 0 <= row < x.shape[self.dim]:
+            result.select(self.dim, row).copy_(source)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSliceScatter:
+    """Writes this rank's part of a slice."""
+
+    cut: Cut
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        source: torch.Tensor,
+        *_: Any,
+    ) -> torch.Tensor:
+        result = x.clone()
+        self.cut.of(result, layouts[0].box(coordinate)[0][self.cut.dim]).copy_(source)
+        return result
