@@ -22,6 +22,7 @@ from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, infer_outputs
+from shardwise.rules.positional import plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -50,6 +51,7 @@ def make_entry(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
+    spelled, op = op, plain_op(op)
     paths = list(_tensor_paths(args))
     given = [_at(args, path) for path in paths]
     layouts = _on_one_mesh(op, given)
@@ -57,7 +59,7 @@ def make_entry(
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    outputs, shape = infer_outputs(op, args, kwargs, symbolic=symbolic)
+    outputs, shape = infer_outputs(spelled, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
@@ -73,8 +75,13 @@ def make_entry(
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
-    binding = None
-    if plan.local is None and isinstance(op, torch._ops.OpOverload) and not symbolic:
+    binding = spelled if spelled is not op else None
+    if (
+        binding is None
+        and plan.local is None
+        and isinstance(op, torch._ops.OpOverload)
+        and not symbolic
+    ):
         binding = fastest(op, args, kwargs)
     entry.call = local_call(op, plan, binding)
     if written:

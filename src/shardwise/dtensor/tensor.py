@@ -34,6 +34,7 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
@@ -44,6 +45,7 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.rules.catalog import find_rule
+from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
@@ -134,14 +136,17 @@ class DTensor(torch.Tensor):
                 operands.append(arg)
             else:
                 _add_static(func, arg, key, operands)
-        if kwargs:
-            for name, value in kwargs.items():
-                key.append(name)
-                _add_static(func, value, key, None)
         try:
+            if kwargs:
+                for name, value in kwargs.items():
+                    key.append(name)
+                    _add_static(func, value, key, None)
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
+        except TensorByKeyword:
+            run_it = DTensor.__torch_dispatch__
+            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -380,19 +385,16 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
             if type(item) is int:
                 parts.append(item)
                 inner.append(item)
-            elif type(item) is DTensor:
+            elif type(item) is DTensor and operands is not None:
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
-                _add_static(op, item, parts, inner)
+                _add_static(op, item, parts, None if operands is None else inner)
         key.append(tuple(parts))
         value = inner
     elif isinstance(value, DTensor):
         if operands is None:
-            raise UnsupportedError(
-                f"{op} was given a DTensor by keyword (out=...), which has no sharding rule. "
-                "Assign the result instead."
-            )
+            raise TensorByKeyword
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
@@ -435,8 +437,10 @@ def _miss(
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts)
     if entry is None:
-        parts = parts_of(op) if find_rule(op) is None else None
+        parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:
+            if isinstance(op, Positional):
+                parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
         entry = make_entry(op, layouts, kwargs, wish)
     plan = entry.plan

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from shardwise.testing.op_sweep import report
-from shardwise.testing.op_sweep.play import OpResult, play_operator
+from shardwise.testing.op_sweep.play import KINDS, OpResult, play_operator
 from shardwise.testing.op_sweep.table import full_name, operators
 from shardwise.testing.op_sweep.workers import names_of, sweep
 
@@ -26,6 +26,7 @@ def main(argv: list[str] | None = None) -> int:
         print(f"No operator of torch's table matches {options.patterns}.", file=sys.stderr)
         return 2
     passed_on = [f"--samples={options.samples}", f"--ways={options.ways}"]
+    passed_on.append(f"--kinds={','.join(options.kinds)}")
 
     def done(result: OpResult) -> None:
         if options.verbose:
@@ -50,9 +51,17 @@ def _work(options: argparse.Namespace) -> int:
     os.dup2(2, 1)  # what torch prints is no answer
     by_name = {full_name(entry): entry for entry in operators()}
     for name in options.patterns:
-        result = play_operator(by_name[name], options.samples, options.ways)
+        result = play_operator(by_name[name], options.samples, options.ways, options.kinds)
         print(json.dumps(asdict(result)), file=answers, flush=True)
     return 0
+
+
+def _kinds(text: str) -> tuple[str, ...]:
+    kinds = tuple(text.split(","))
+    unknown = set(kinds) - set(KINDS)
+    if unknown or "forward" not in kinds:
+        raise argparse.ArgumentTypeError(f"forward and any of {', '.join(KINDS[1:])}; got {text!r}")
+    return kinds
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,6 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("patterns", nargs="*", help="names of operators, with * and ?; else all")
     parser.add_argument("--samples", type=int, default=4, help="samples of each operator")
     parser.add_argument("--ways", type=int, default=16, help="layouts of each sample")
+    parser.add_argument(
+        "--kinds", type=_kinds, default=KINDS, help=f"what to compare, of {','.join(KINDS)}"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one operator")
     parser.add_argument("--json", type=Path, help="write the results here")

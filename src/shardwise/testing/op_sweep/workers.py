@@ -7,7 +7,7 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.testing.op_sweep.play import OpResult
 from shardwise.testing.op_sweep.table import full_name, operators
@@ -37,7 +37,7 @@ def sweep(
             except queue.Empty:
                 return
             while chunk:
-                for result in _play_chunk(chunk, options, timeout_s):
+                for result in _play_chunk(list(chunk), options, timeout_s):
                     found[result.name] = result
                     chunk.remove(result.name)
                     done(result)
@@ -50,7 +50,9 @@ def sweep(
     return [found[name] for name in names]
 
 
-def _play_chunk(names: Sequence[str], options: Sequence[str], timeout_s: float) -> list[OpResult]:
+def _play_chunk(
+    names: Sequence[str], options: Sequence[str], timeout_s: float
+) -> Iterator[OpResult]:
     """What one process gives before it ends, crashes or hangs; the last may be a failure."""
     command = [sys.executable, "-m", "shardwise.testing.op_sweep", "--worker", *options, *names]
     worker = subprocess.Popen(
@@ -60,29 +62,29 @@ def _play_chunk(names: Sequence[str], options: Sequence[str], timeout_s: float) 
     errors: list[str] = []
     drain = threading.Thread(target=lambda: errors.extend(worker.stderr or ()))
     drain.start()
-    results: list[OpResult] = []
     late = threading.Event()
 
     def stop() -> None:
         late.set()
         worker.kill()
 
-    for _ in names:
+    for name in names:
         timer = threading.Timer(timeout_s, stop)
         timer.start()
         line = worker.stdout.readline()
         timer.cancel()
-        if not line:
-            break
-        results.append(OpResult(**json.loads(line)))
-    worker.wait()
-    drain.join()
-    if len(results) < len(names):
-        failed = OpResult(names[len(results)])
+        if line:
+            yield OpResult(**json.loads(line))
+            continue
+        worker.wait()
+        drain.join()
+        failed = OpResult(name)
         why = f"no answer in {timeout_s:.0f} s" if late.is_set() else "".join(errors)[-300:]
         failed.add("forward", "timeout" if late.is_set() else "crash", why)
-        results.append(failed)
-    return results
+        yield failed
+        return
+    worker.wait()
+    drain.join()
 
 
 def names_of(patterns: Sequence[str]) -> list[str]:
