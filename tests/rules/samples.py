@@ -5,6 +5,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 
 import torch
 from samples_image import image_samples
+from samples_indexing import indexing_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -39,6 +40,7 @@ def samples() -> list[Sample]:
         *_embedding(),
         *_whole(),
         *image_samples(),
+        *indexing_samples(),
     ]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from shardwise.rules import (
     conv,
     create,
     embedding,
+    indexing,
     join,
     loss,
     matmul,
@@ -35,6 +37,7 @@ CATALOG: Table = merge(
     norm.RULES,
     attention.RULES,
     conv.RULES,
+    indexing.RULES,
     planes.RULES,
     embedding.RULES,
     whole.RULES,
@@ -76,6 +79,18 @@ def written_inputs(op: Any) -> tuple[int, ...]:
         for position, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the values of the operands decide the shape of the result.
+
+    `args` has layouts in place of tensors.
+    """
+    if torch.Tag.dynamic_output_shape not in op.tags:
+        return False
+    if op is torch.ops.aten.index.Tensor:  # a mask; with numbers, the shape is that of the index
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return True
 
 
 def is_view(op: Any) -> bool:
