@@ -36,7 +36,7 @@ from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry
+from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -437,7 +437,7 @@ def _miss(
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
-    entry = foreach_entry(op, layouts)
+    entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:

@@ -10,16 +10,19 @@ import torch
 
 from shardwise.rules import (
     attention,
+    conv,
     create,
     diagonal,
     embedding,
     fft,
     gathered,
+    indexing,
     join,
     linalg,
     loss,
     matmul,
     norm,
+    planes,
     pointwise,
     reduce,
     search,
@@ -38,6 +41,9 @@ CATALOG: Table = merge(
     loss.RULES,
     norm.RULES,
     attention.RULES,
+    conv.RULES,
+    indexing.RULES,
+    planes.RULES,
     embedding.RULES,
     whole.RULES,
     diagonal.RULES,
@@ -113,6 +119,18 @@ def written_inputs(op: Any) -> tuple[int, ...]:
 def changes_shape(op: Any) -> bool:
     """Whether the op turns its argument into a view of itself."""
     return isinstance(op, torch._ops.OpOverload) and torch.Tag.inplace_view in op.tags
+
+
+def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the values of the operands decide the shape of the result.
+
+    `args` has layouts in place of tensors.
+    """
+    if torch.Tag.dynamic_output_shape not in op.tags:
+        return False
+    if op is torch.ops.aten.index.Tensor:  # a mask; with numbers, the shape is that of the index
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return True
 
 
 def is_view(op: Any) -> bool:

@@ -35,21 +35,11 @@ RULES: Table = table(
     # The range of the bins, or the number of counts, depends on all values.
     gathered(aten.histc.default),
     gathered(
-        aten.bincount.default,
         aten.histogram.bin_ct,
         aten.histogram.bins_tensor,
         aten._histogramdd_bin_edges.default,
         aten._histogramdd_from_bin_cts.default,
         aten._histogramdd_from_bin_tensors.default,
-        found_shapes=True,
-    ),
-    # How many results there are depends on all values.
-    gathered(
-        aten._unique.default,
-        aten._unique2.default,
-        aten.unique_dim.default,
-        aten.unique_consecutive.default,
-        aten.unique_dim_consecutive.default,
         found_shapes=True,
     ),
     # The shapes of what it returns depend on the driver; meta tensors do not know them.
