@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from shardwise.core.placements import Placement, Shard
-from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.rules.views import Link, link_choices, unchanged, view
 
@@ -50,51 +47,6 @@ def _but_last(call: Call) -> list[Link]:
     return [Link(d, d) for d in range(call.inputs[0].ndim - 1)]
 
 
-Pairs = Callable[[Call], Sequence[tuple[int, int | None]]]
-
-
-def scattered(*ops: Any, pairs: Pairs) -> tuple[tuple[Any, ...], Rule]:
-    """An entry for ops that write `src` into a copy of `self`, linear in both together.
-
-    `pairs` lists `(dim of self, dim of src)`; None where src has no such dim.
-    """
-
-    def choices(call: Call) -> Iterator[Choice]:
-        yield call.replicated()
-        for own, other in pairs(call):
-            places = [(0, own)] if other is None else [(0, own), (1, other)]
-            for sizes in call.splits(places):
-                shard: Placement = Shard(own, sizes)
-                source = Shard(other, sizes) if other is not None else call.replicated().inputs[1]
-                yield Choice((shard, source), (shard,))
-        yield from linear_choices(call, ((0, 1),))
-
-    return ops, Rule(choices, "... [n], ... [m] -> ... [n]")
-
-
-def _diagonal_pairs(call: Call) -> list[tuple[int, int | None]]:
-    return [(d, i) for i, d in enumerate(_around_diagonal(call, call.inputs[0].ndim))]
-
-
-def _select_pairs(call: Call) -> list[tuple[int, int | None]]:
-    ndim = call.inputs[0].ndim
-    at = call.argument("dim") % ndim
-    return [(d, d - (d > at)) for d in range(ndim) if d != at]
-
-
-def _slice_pairs(call: Call) -> list[tuple[int, int | None]]:
-    ndim = call.inputs[0].ndim
-    at = call.argument("dim") % ndim
-    # The source is broadcast to the slice's shape.
-    source = call.inputs[1]
-    missing = ndim - source.ndim
-    return [
-        (d, d - missing if d >= missing and source.shape[d - missing] != 1 else None)
-        for d in range(ndim)
-        if d != at
-    ]
-
-
 def _conjugate_choices(call: Call) -> Iterator[Choice]:
     """The conjugate is computed: collectives do not look at the bit that would put it off."""
     local = LocalCall(torch.conj_physical, copies=True)
@@ -117,9 +69,6 @@ RULES: Table = table(
         shape="input_sizes",
     ),
     view(aten.diag_embed.default, links=_embedded, text="... [k] -> [m] [n] ..."),
-    scattered(aten.diagonal_scatter.default, pairs=_diagonal_pairs),
-    scattered(aten.select_scatter.default, pairs=_select_pairs),
-    scattered(aten.slice_scatter.default, pairs=_slice_pairs),
     view(aten.unfold.default, links=_windows, text="... [n] -> ... [w] [k]"),
     view(
         aten.unfold_backward.default,

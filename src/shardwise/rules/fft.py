@@ -17,5 +17,6 @@ RULES: Table = table(
         aten._fft_c2c.default,
         dims=reduced_dims,
         linear=True,
+        fails_on_empty=True,
     ),
 )

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map
 
 from shardwise.core.chunks import Size
 from shardwise.core.placements import REPLICATE, Placement, Shard
@@ -37,6 +38,20 @@ class LocalCall:
     fn: Callable[..., Any]
     per_rank: bool = False
     copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmptySafe:
+    """An op whose kernel fails on a batch of nothing: there only the shapes are computed."""
+
+    op: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if all(a.numel() for a in args if isinstance(a, torch.Tensor)):
+            return self.op(*args, **kwargs)
+        hollow = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
+        result = self.op(*hollow, **kwargs)
+        return tree_map(lambda leaf: torch.zeros_like(leaf, device=args[0].device), result)
 
 
 @dataclass(frozen=True, slots=True)
