@@ -130,6 +130,8 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     It stays Partial over the axes that replicate the leaf: that is reduced when it is used. A
     plain gradient was made whole by one of torch's formulas.
     """
+    if grad is None:
+        return None
     if not isinstance(grad, cls):
         whole = (Replicate(),) * layout.grid.num_axes
         made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)

@@ -7,13 +7,14 @@ broadcast from the right, any of which may be sharded.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.rules.notation import Group, linear_choices
-from shardwise.rules.rule import Call, Choice, Rule, TensorMeta
+from shardwise.rules.rule import Call, Choice, Rule, TensorMeta, empty_safe
 
 aten = torch.ops.aten
 
@@ -27,11 +28,14 @@ def batched(
     outputs: Sequence[int] = (2,),
     linear: Sequence[Group] = (),
     cores: Callable[[Call], Cores] | None = None,
+    fails_on_empty: bool = False,
 ) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table. `cores` computes the core dims where the shapes decide them."""
 
     def choices(call: Call) -> Iterator[Choice]:
-        yield from batch_choices(call, *(cores(call) if cores else (inputs, outputs)))
+        local = empty_safe(call.op) if fails_on_empty else None
+        for choice in batch_choices(call, *(cores(call) if cores else (inputs, outputs))):
+            yield replace(choice, local=local) if choice.outputs[0].is_shard() else choice
         yield from linear_choices(call, linear)
 
     return ops, Rule(choices, "... [m] [n] -> ...")

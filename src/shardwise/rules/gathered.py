@@ -42,8 +42,8 @@ RULES: Table = table(
         aten._histogramdd_from_bin_tensors.default,
         found_shapes=True,
     ),
-    # The shapes of what it returns depend on the driver; meta tensors do not know them.
-    gathered(aten.linalg_lstsq.default, found_shapes=True),
+    # Torch cannot tell the shapes of what they return without running them.
+    gathered(aten.linalg_lstsq.default, aten.geqrf.default, found_shapes=True),
     # A segment may lie on several ranks.
     gathered(aten.segment_reduce.default, aten._segment_reduce_backward.default),
     # The alignment of a sequence looks at all of its steps, classes and targets.

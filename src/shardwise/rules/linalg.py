@@ -51,7 +51,6 @@ RULES: Table = table(
     batched(aten._linalg_det.default, outputs=(0, 2, 1)),
     batched(aten._linalg_slogdet.default, outputs=(0, 0, 2, 1)),
     batched(aten.linalg_qr.default, outputs=(2, 2)),
-    batched(aten.geqrf.default, outputs=(2, 1)),
     batched(aten.linalg_householder_product.default, inputs=(2, 1)),
     batched(aten.ormqr.default, inputs=(2, 1, 2), linear=((2,),)),
     batched(aten.linalg_pinv.atol_rtol_tensor, inputs=(2, 0, 0)),

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
 
 from shardwise.core.chunks import Size
 from shardwise.core.placements import REPLICATE, Placement, Shard
@@ -42,16 +41,23 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True)
 class EmptySafe:
-    """An op whose kernel fails on a batch of nothing: there only the shapes are computed."""
+    """An op whose kernel fails where a rank holds nothing: there zeros stand for the results."""
 
     op: Any
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if all(a.numel() for a in args if isinstance(a, torch.Tensor)):
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if all(a.numel() for a in given):
             return self.op(*args, **kwargs)
-        hollow = [a.to("meta") if isinstance(a, torch.Tensor) else a for a in args]
-        result = self.op(*hollow, **kwargs)
-        return tree_map(lambda leaf: torch.zeros_like(leaf, device=args[0].device), result)
+        results = tuple(
+            given[0].new_zeros(layout.local_shape(coordinate), dtype=layout.dtype)
+            for layout in layouts[len(given) :]
+        )
+        return results[0] if len(results) == 1 else results
+
+
+def empty_safe(op: Any) -> LocalCall:
+    return LocalCall(EmptySafe(op), per_rank=True)
 
 
 @dataclass(frozen=True, slots=True)

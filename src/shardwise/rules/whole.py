@@ -10,7 +10,7 @@ import torch
 from shardwise.core.placements import Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.reduce import reduced_dims
-from shardwise.rules.rule import Call, Choice, EmptySafe, LocalCall, Rule, Table, table
+from shardwise.rules.rule import Call, Choice, Rule, Table, empty_safe, table
 
 aten = torch.ops.aten
 
@@ -41,7 +41,7 @@ def whole(
 
     def choices(call: Call) -> Iterator[Choice]:
         needed = dims(call)
-        local = LocalCall(EmptySafe(call.op)) if fails_on_empty else None
+        local = empty_safe(call.op) if fails_on_empty else None
         yield call.replicated()
         for dim in range(call.inputs[0].ndim):
             if dim not in needed:
@@ -93,6 +93,7 @@ RULES: Table = table(
         aten.aminmax.default,
         aten.any.dims,
         aten.all.dims,
+        aten.hash_tensor.default,
         dims=reduced_dims,
     ),
     whole(aten.cumsum.default, dims=reduced_dims, linear=True),
