@@ -36,6 +36,14 @@ EACH = ((0,), (1,))
 _ADDMM = {n: parse(f"{added}, m k, k n -> m n") for n, added in enumerate(("", "n", "m n"))}
 
 
+_ADDBMM = {n: parse(f"{added}, b m k, b k n -> m n") for n, added in enumerate(("", "n", "m n"))}
+
+
+def addbmm_choices(call: Call) -> Iterator[Choice]:
+    pattern = _ADDBMM[call.inputs[0].ndim]
+    yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+
+
 def addmm_choices(call: Call) -> Iterator[Choice]:
     pattern = _ADDMM[call.inputs[0].ndim]
     yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
@@ -44,6 +52,7 @@ def addmm_choices(call: Call) -> Iterator[Choice]:
 RULES: Table = table(
     rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
     ((aten.addmm.default,), Rule(addmm_choices, "m n, m k, k n -> m n")),
+    ((aten.addbmm.default,), Rule(addbmm_choices, "m n, b m k, b k n -> m n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
     rule(aten.dot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),
