@@ -24,6 +24,10 @@ _MAKE_TENSORS = (
     aten.nanquantile.scalar,
     aten.combinations.default,
     aten.linalg_matrix_power.default,
+    aten.linalg_matrix_rank.default,
+    aten.linalg_matrix_rank.atol_rtol_float,
+    aten.linalg_matrix_rank.atol_rtol_tensor,
+    aten.linalg_matrix_rank.tol_tensor,
 )
 
 

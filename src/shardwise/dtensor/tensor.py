@@ -44,10 +44,11 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin
+from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
+aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -436,6 +437,9 @@ def _miss(
     global _misses
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
+    twin = written_twin(op)
+    if twin is not None and (find_rule(op) is None or _known_write(key)):
+        return _write_back(twin, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
@@ -444,7 +448,14 @@ def _miss(
             if isinstance(op, Positional):
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
-        entry = make_entry(op, layouts, kwargs, wish)
+        try:
+            entry = make_entry(op, layouts, kwargs, wish)
+        except UnsupportedError:
+            if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
+                raise
+            with contextlib.suppress(TypeError):
+                _written_back.add(tuple(key))
+            return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:
@@ -475,6 +486,24 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
+
+
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
+world_caches.append(_written_back.clear)
+
+
+def _known_write(key: list[Any]) -> bool:
+    try:
+        return tuple(key) in _written_back
+    except TypeError:  # a symbolic int has no hash
+        return False
+
+
+def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    aten.copy_.default(args[0], twin(*args, **kwargs))
+    return args[0]
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
