@@ -37,6 +37,7 @@ from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
 from shardwise.errors import (
     ArgumentError,
@@ -376,8 +377,13 @@ class _Flag:
 _TRUE, _FALSE = _Flag(), _Flag()
 
 
-def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+def _add_static(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
     kind = type(value)
     if kind is float:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
@@ -395,7 +401,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
-                _add_static(op, item, parts, None if operands is None else inner)
+                place = None if operands is None else len(operands)
+                _add_static(op, item, parts, None if operands is None else inner, place)
         key.append(tuple(parts))
         value = inner
     elif isinstance(value, DTensor):
@@ -404,22 +411,14 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        check_plain(op, value)
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
     if operands is not None:
         operands.append(value)
-
-
-def check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
-        raise MixedTensorsError(
-            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
-            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
-            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
-        )
 
 
 def _as_layouts(value: Any) -> Any:
