@@ -36,8 +36,11 @@ def test_shardwise():
         "init_device_mesh",
         "ones",
         "rand",
+        "randint",
         "randn",
+        "randperm",
         "reduce_gradients",
+        "rng",
         "simulate",
         "zeros",
     ]

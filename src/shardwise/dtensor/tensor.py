@@ -398,6 +398,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif isinstance(value, torch.Tensor):
         _check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
     else:
         key.append(value)
     if operands is not None:

@@ -16,6 +16,7 @@ from shardwise.rules import (
     matmul,
     norm,
     pointwise,
+    random,
     reduce,
     views,
     whole,
@@ -34,6 +35,7 @@ CATALOG: Table = merge(
     attention.RULES,
     embedding.RULES,
     whole.RULES,
+    random.RULES,
 )
 
 

@@ -30,11 +30,14 @@ class LocalCall:
     """What runs on each rank when it is not the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs; otherwise with the op's own arguments.
+    of all inputs and then of all outputs; otherwise with the op's own arguments. With `together`,
+    it is called once for all ranks present, as `fn(layouts, *args, **kwargs)` with what DTensors
+    hold: it maps over the ranks itself.
     """
 
     fn: Callable[..., Any]
     per_rank: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,36 @@
+"""Torch's generators: the one that a draw uses, its state as a number, and a seed for a while."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+
+def generator_for(device: torch.device, given: torch.Generator | None) -> torch.Generator:
+    """The generator that an op on `device` draws from."""
+    if given is not None:
+        return given
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def digest(generator: torch.Generator, *more: object) -> int:
+    """A number that is the same for equal states, and for equal `more`."""
+    state = generator.get_state().numpy().tobytes()
+    mixed = hashlib.blake2b(state + repr(more).encode(), digest_size=8)
+    return int.from_bytes(mixed.digest(), "little", signed=True)
+
+
+@contextlib.contextmanager
+def kept(generator: torch.Generator) -> Iterator[None]:
+    """Whatever is drawn inside, the generator is in its old state afterwards."""
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)
