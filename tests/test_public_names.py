@@ -54,6 +54,7 @@ def test_debug():
         "Explanation",
         "PlannedCall",
         "cache_stats",
+        "check_rng",
         "explain",
         "visualize_sharding",
     ]

@@ -6,7 +6,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 import torch
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul
+from shardwise.rules import loss, matmul, random
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -284,6 +284,7 @@ def _random() -> list[Sample]:
         Sample(aten.poisson.default, (chances,)),
         Sample(aten._standard_gamma.default, (chances,)),
         Sample(aten.multinomial.default, (chances, 3)),
+        Sample(random.rrelu_slopes, (x, 0.1, 0.3)),
     ]
     for packet, overload, args in (
         (aten.rand_like, "generator", ()),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
+from collections.abc import Callable
 
 import torch
 
@@ -18,11 +19,11 @@ from shardwise.errors import RankMismatchError
 _compared: weakref.WeakKeyDictionary[Grid, set[str]] = weakref.WeakKeyDictionary()
 
 
-def agree_once(grid: Grid, kind: str, state: int) -> None:
+def agree_once(grid: Grid, kind: str, state: Callable[[], int]) -> None:
     """Compare at the first draw on a mesh from a `kind` of generator, and never again."""
     kinds = _compared.setdefault(grid, set())
     if kind not in kinds:
-        check_agreement(grid, kind, state, "the first random draw on a mesh")
+        check_agreement(grid, kind, state(), "the first random draw on a mesh")
         kinds.add(kind)
 
 

@@ -16,6 +16,7 @@ from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
 from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
+from shardwise.rules.random import rrelu_slopes
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
@@ -220,6 +221,22 @@ def cross_entropy(
     return total / count if reduction == _MEAN else total
 
 
+# -- rrelu -----------------------------------------------------------------------------------
+
+
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Not torch's own: that one writes the slopes to a second tensor besides its result."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    return x * run(rrelu_slopes, x.detach(), lower, upper, generator)
+
+
 # -- registration ----------------------------------------------------------------------------
 
 _library = torch.library.Library("aten", "IMPL")
@@ -231,5 +248,6 @@ def register() -> None:
         ("embedding", embedding),
         ("linear", linear),
         ("cross_entropy_loss", cross_entropy),
+        ("rrelu", rrelu),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")

@@ -26,6 +26,21 @@ def digest(generator: torch.Generator, *more: object) -> int:
     return int.from_bytes(mixed.digest(), "little", signed=True)
 
 
+def generator_kind(device: torch.device, given: torch.Generator | None) -> str:
+    """What messages call the generators of all ranks."""
+    return f"default {device.type} generators" if given is None else "given generators"
+
+
+def generator_digest(device: torch.device, given: torch.Generator | None) -> int:
+    """Equal on two ranks exactly when they would draw the same values on `device`."""
+    generator = generator_for(device, given)
+    if device.type != "cuda":
+        return digest(generator)
+    # How a GPU spreads a draw over its threads depends on how many it has.
+    made = torch.cuda.get_device_properties(device)
+    return digest(generator, made.multi_processor_count, made.max_threads_per_multi_processor)
+
+
 @contextlib.contextmanager
 def kept(generator: torch.Generator) -> Iterator[None]:
     """Whatever is drawn inside, the generator is in its old state afterwards."""

@@ -22,7 +22,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial, Shard
 from shardwise.errors import RankMismatchError, UnsupportedError
 from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
-from shardwise.random.generators import digest, generator_for
+from shardwise.random.generators import generator_digest, generator_kind
 from shardwise.random.mode import setting
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -39,9 +39,11 @@ def draw_parts(
     device = held.device
     if device.type == "meta" or layout.grid.device_type == "meta":
         return  # as on one device: without memory, nothing is drawn
-    generator = generator_for(device, draw.generator)
-    kind = f"default {device.type} generators" if draw.generator is None else "given generators"
-    agree_once(layout.grid, kind, digest(generator, *_maker(device)))
+    agree_once(
+        layout.grid,
+        generator_kind(device, draw.generator),
+        lambda: generator_digest(device, draw.generator),
+    )
     blocks = []
     for coordinates, part, given in _parts_of(layout, held, operand):
         share = _share(layout, coordinates)
@@ -53,14 +55,6 @@ def draw_parts(
         fill_quickly(blocks, draw)
     else:
         fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), blocks, draw)
-
-
-def _maker(device: torch.device) -> tuple[object, ...]:
-    """What the values depend on besides the generator: the number of threads of a GPU."""
-    if device.type != "cuda":
-        return ()
-    made = torch.cuda.get_device_properties(device)
-    return made.multi_processor_count, made.max_threads_per_multi_processor
 
 
 def _parts_of(
@@ -354,6 +348,16 @@ class OnceForAll:
         return LocalTensor((result,), shared_roster(grid.world, grid.ranks))
 
 
+def rrelu_slopes(
+    x: torch.Tensor, lower: float, upper: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """What `rrelu` multiplies each value by; drawn only for those that are not positive."""
+    slopes = torch.empty_like(x)
+    if not x.is_meta:
+        aten.rrelu_with_noise.default(x, slopes, lower, upper, True, generator)
+    return slopes
+
+
 def whole_choices(call: Call) -> Iterator[Choice]:
     yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), together=True))
 
@@ -370,7 +374,12 @@ RULES: Table = table(
     ),
     ((aten.native_dropout.default,), Rule(dropout_choices, "... -> ..., ...")),
     (
-        (aten.poisson.default, aten._standard_gamma.default, aten.multinomial.default),
+        (
+            aten.poisson.default,
+            aten._standard_gamma.default,
+            aten.multinomial.default,
+            rrelu_slopes,
+        ),
         Rule(whole_choices, "[...] -> [...]"),
     ),
 )
