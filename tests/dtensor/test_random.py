@@ -326,6 +326,15 @@ def test_meta_device_then_reset_parameters(layout):
         assert torch.equal(whole(found), parameter), name
 
 
+def test_new_tensor_is_replicated(mesh):
+    x = shardwise.zeros(4, 6, dtype=torch.float64, device_mesh=mesh, placements=[Shard(0)])
+    found = x.new_tensor([1, 2])
+    assert found.placements == (Replicate(),)
+    assert whole(found).tolist() == [1.0, 2.0]
+    assert found.dtype == torch.float64
+    assert x.new_tensor(3.5).item() == 3.5
+
+
 def test_nothing_is_drawn_on_the_meta_device(mesh):
     before = torch.get_rng_state()
     x = shardwise.distribute_tensor(torch.empty(8, 6, device="meta"), mesh, [Shard(0)])

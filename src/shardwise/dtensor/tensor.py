@@ -194,13 +194,18 @@ class DTensor(torch.Tensor):
     def new_tensor(
         self,
         data: Any,
-        *,
         dtype: torch.dtype | None = None,
         device: Any = None,
         requires_grad: bool = False,
+        pin_memory: bool = False,
     ) -> DTensor:
         """`data` as a tensor of this dtype and device, replicated over the mesh."""
-        plain = torch.tensor(data, dtype=dtype or self.dtype, device=device or self.device)
+        plain = torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device if device is not None else self.device,
+            pin_memory=pin_memory,
+        )
         grid = self._layout.grid
         whole = (REPLICATE,) * grid.num_axes
         layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)

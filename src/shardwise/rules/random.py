@@ -243,11 +243,8 @@ class Bernoulli:
                 "compiled region, or compare torch.rand_like(p) < p."
             )
         held = x if self.op._schema.is_mutable else new_parts(layouts[-1], x.device)
-        draw = Draw(
-            lambda tensor, given: tensor.bernoulli_(given, generator=generator),
-            name=aten.bernoulli_.Tensor,
-            generator=generator,
-        )
+        op = aten.bernoulli_.Tensor
+        draw = Draw(lambda tensor, given: op(tensor, given, generator=generator), op, generator)
         draw_parts(layouts[-1], held, draw, x if p is None else p)
         return held
 
