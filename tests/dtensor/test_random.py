@@ -14,6 +14,7 @@ from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import ArgumentError, RankMismatchError, UnsupportedError
 from shardwise.random import fill
+from shardwise.rules.random import draw_of
 
 aten = torch.ops.aten
 LINE = {
@@ -151,6 +152,23 @@ def test_any_shape(name, shape, axes, data):
         expected, after = seeded(fn, torch.ones(shape))
         found, state = seeded(fn, shardwise.distribute_tensor(torch.ones(shape), mesh, placements))
         assert torch.equal(whole(found), expected)
+        assert torch.equal(state, after)
+
+
+RANGES = [(0, 9), (0, 2**50), (-(2**31), 2**31), (0, 2**31), (-5, None)]
+
+
+@pytest.mark.parametrize("ranges", [RANGES, RANGES[::-1]], ids=["narrow first", "wide first"])
+def test_integers_of_narrow_and_wide_ranges(ranges):
+    """They take one number or two, and what nobody holds is skipped."""
+    random_from = getattr(aten.random_, "from")
+    fill._words.clear()
+    for args in ranges:
+        expected, after = seeded(lambda a=args: torch.zeros(40, 32, dtype=torch.int64).random_(*a))
+        block = fill.Block((30, 0), torch.zeros(10, 32, dtype=torch.int64))
+        whole_draw = fill.Whole((40, 32), (32, 1), torch.int64)
+        _, state = seeded(fill.fill_exactly, whole_draw, [block], draw_of(random_from, args, None))
+        assert torch.equal(block.part, expected[30:])
         assert torch.equal(state, after)
 
 

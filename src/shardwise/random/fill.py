@@ -13,6 +13,9 @@ at length.
 - Normal draws into other memory come in pairs, of which the generator keeps the second. So a tensor
   that is not contiguous is drawn in a buffer that is not contiguous either.
 
+A chunk of which no block holds anything is not drawn: the generator is moved on by cheaper means,
+where `_words_per_value` has found that this leaves it in the same state.
+
 On other devices the values depend on the length of the whole draw: there it is drawn at once.
 """
 
@@ -146,12 +149,16 @@ def _fill_in_chunks(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
     operand = None
     if blocks[0].operand is not None:
         operand = _buffer(CHUNK + _GROUP, blocks[0].operand.dtype, whole.contiguous)
-    start = 0
-    while start < num_values:
-        stop = min(start + CHUNK, num_values)
+    words = _words_per_value(whole, blocks[0], draw)
+    stop = 0
+    while stop < num_values:
+        start, stop = stop, min(stop + CHUNK, num_values)
         if num_values - stop < _GROUP:
             stop = num_values
         length = stop - start
+        if words and length % _GROUP == 0 and not _anyone_holds(shape, start, stop, turned):
+            _skip(words * length, draw.generator)
+            continue
         if operand is not None:
             operand.fill_(_ANY_PROBABILITY)
             for piece, _, given in _meetings(shape, start, stop, turned, operand):
@@ -159,7 +166,6 @@ def _fill_in_chunks(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
         draw.run(buffer[:length], None if operand is None else operand[:length])
         for piece, part, _ in _meetings(shape, start, stop, turned, buffer):
             part.copy_(piece)
-        start = stop
 
 
 def _meetings(
@@ -173,6 +179,14 @@ def _meetings(
             if met is not None:
                 given = None if block.operand is None else block.operand[met[1]]
                 yield values[met[0]], block.part[met[1]], given
+
+
+def _anyone_holds(shape: Sequence[int], start: int, stop: int, blocks: Sequence[Block]) -> bool:
+    return any(
+        overlap(slab.offset, slab.shape, block.offset, block.part.shape) is not None
+        for slab in slabs(shape, start, stop)
+        for block in blocks
+    )
 
 
 def _turned(block: Block, order: Sequence[int]) -> Block:
@@ -207,6 +221,47 @@ def _chunks_agree(whole: Whole, block: Block, draw: Draw) -> bool:
             same_state = torch.equal(after, generator.get_state())
         _agree[key] = same_state and torch.equal(at_once, pieces)
     return _agree[key]
+
+
+_words: dict[Any, int] = {}
+
+
+def _words_per_value(whole: Whole, block: Block, draw: Draw) -> int:
+    """How many numbers of 32 bits a value takes from the generator; 0 if that does not say it all.
+
+    Tried once per kind, from a state with and from one without half a pair of normal values.
+    """
+    key = (draw.name, whole.dtype, whole.contiguous)
+    if key not in _words:
+        generator = generator_for(torch.device("cpu"), draw.generator)
+        fitting = [
+            words
+            for words in (1, 2)
+            if all(_skips_alike(whole, block, draw, generator, words, pair) for pair in (0, 1))
+        ]
+        _words[key] = fitting[0] if fitting else 0
+    return _words[key]
+
+
+def _skips_alike(
+    whole: Whole, block: Block, draw: Draw, generator: torch.Generator, words: int, pair: int
+) -> bool:
+    length = 1 << 12
+    states = []
+    for skipping in (False, True):
+        with kept(generator):
+            generator.manual_seed(0)
+            torch.empty(pair).normal_(generator=generator)
+            if skipping:
+                _skip(words * length, generator)
+            else:
+                _trial(whole, block, draw, (length,))
+            states.append(generator.get_state())
+    return torch.equal(*states)
+
+
+def _skip(num_words: int, generator: torch.Generator | None) -> None:
+    torch.empty(num_words, dtype=torch.uint8).random_(generator=generator)
 
 
 def _trial(whole: Whole, block: Block, draw: Draw, lengths: Sequence[int]) -> torch.Tensor:

@@ -174,8 +174,12 @@ for _packet, _overload, _like in (
 
 def draw_of(op: Any, args: Sequence[Any], generator: torch.Generator | None) -> Draw:
     """The draw that an op makes which writes to its first argument."""
+    # Integers from a range of 2**32 and more take two numbers each.
+    wide = tuple(a for a in args if a is None or (isinstance(a, int) and abs(a) >= 2**31))
     return Draw(
-        lambda tensor, _: op(tensor, *args, generator=generator), name=op, generator=generator
+        lambda tensor, _: op(tensor, *args, generator=generator),
+        name=(op, wide),
+        generator=generator,
     )
 
 
