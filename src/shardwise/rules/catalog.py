@@ -9,6 +9,8 @@ import torch
 
 from shardwise.rules import (
     attention,
+    bag_grads,
+    bags,
     create,
     embedding,
     join,
@@ -37,6 +39,8 @@ CATALOG: Table = merge(
     embedding.RULES,
     routed.RULES,
     row_sparse.RULES,
+    bags.RULES,
+    bag_grads.RULES,
     whole.RULES,
 )
 

@@ -16,7 +16,6 @@ from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
-from shardwise.errors import UnsupportedError
 from shardwise.rules.ids import check_ids, has_values, local_rows, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -123,12 +122,14 @@ def _added_rows(
 ) -> torch.Tensor:
     rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
     if by_freq:
-        values = values / frequencies(rows, shape[0])[rows].unsqueeze(-1)
+        values = values / times(rows).unsqueeze(-1)
     return values.new_zeros(shape).index_add_(0, rows, values)
 
 
-def frequencies(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return torch.bincount(rows, minlength=num_rows)
+def times(rows: torch.Tensor) -> torch.Tensor:
+    """How often each row occurs, at every place where it does; as large as the batch."""
+    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    return counts[inverse]
 
 
 def owned_values(
@@ -242,12 +243,7 @@ RENORM = LocalCall(renorm, together=True)
 
 
 def _renorm_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the table, which is written to, and the ids."""
-    if call.placed and call.placed[0].is_shard(1):
-        raise UnsupportedError(
-            f"{call.op} does not have a sharding strategy registered. The norm of a row needs all "
-            "of its columns, and the table's are sharded. Shard its rows to use max_norm."
-        )
+    """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
     yield Choice((REPLICATE, REPLICATE), (REPLICATE,), RENORM)
     for sizes in call.splits([(0, 0)]):
         yield Choice((Shard(0, sizes), REPLICATE), (Shard(0, sizes),), RENORM)

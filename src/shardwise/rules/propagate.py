@@ -112,8 +112,8 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
     found = "; ".join(map(repr, layouts))
     if fixed:
         return (
-            f"{name} does not have a sharding strategy registered for a write to "
-            f"{layouts[fixed[0]]!r}: the tensor it writes to must not move. Found {found}. "
+            f"{name} does not have a sharding strategy registered. It writes to "
+            f"{layouts[fixed[0]]!r}, which must not move. Found {found}. "
             "Redistribute that tensor first, or use the op that returns a new tensor."
         )
     return (

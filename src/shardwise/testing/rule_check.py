@@ -29,6 +29,7 @@ from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs
 from shardwise.rules.propagate import CallPlan, every_plan
+from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Rule, TensorMeta
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
@@ -175,11 +176,17 @@ def _wishes(sample: Sample, call: Call, grid: Grid) -> Iterator[Layout | None]:
 def _why_wrong(plan: CallPlan, sample: Sample, grid: Grid) -> str:
     """Empty when the plan gives one device's result."""
     tensors = _tensors(sample.args)
-    parts = iter([scattered(t, lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
+    parts = iter([scattered(t.clone(), lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
     args = [_replace(arg, parts) for arg in sample.args]
     found = local_call(sample.op, plan)(*args, **sample.kwargs)
-    expected = sample.op(*sample.args, **sample.kwargs)
+    expected = _on_one_device(sample)
     return _difference(found, expected, plan.outputs, grid)
+
+
+def _on_one_device(sample: Sample) -> Any:
+    """The op on copies: it may write to them."""
+    copies = iter([t.clone() for t in _tensors(sample.args)])
+    return sample.op(*[_replace(arg, copies) for arg in sample.args], **sample.kwargs)
 
 
 def _replace(arg: Any, parts: Iterator[torch.Tensor]) -> Any:
@@ -194,7 +201,8 @@ def _difference(found: Any, expected: Any, layouts: Sequence[Layout], grid: Grid
     expected_list = [expected] if isinstance(expected, torch.Tensor) else expected
     if not layouts:
         return "" if found == expected else f"{found} instead of {expected}"
-    found_list = _tensors([found])
+    results = found if isinstance(found, (list, tuple)) else [found]
+    found_list = _tensors([r.dense() if isinstance(r, SparseRows) else r for r in results])
     for number, (part, whole, layout) in enumerate(
         zip(found_list, [e for e in expected_list if e is not None], layouts, strict=True)
     ):
@@ -287,7 +295,7 @@ def missing_choices(sample: Sample, rule: Rule | None = None, ranks: int = 2) ->
             if all(isinstance(p, Replicate) for p in placements):
                 continue
             layouts = [_layout(m, (p,), grid) for m, p in zip(call.inputs, placements, strict=True)]
-            parts = [scattered(t, lo) for t, lo in zip(tensors, layouts, strict=True)]
+            parts = [scattered(t.clone(), lo) for t, lo in zip(tensors, layouts, strict=True)]
             for outputs in _right_outputs(sample, call, parts, grid):
                 if (_spelled(layouts), _spelled(outputs)) not in offered:
                     missing.append(
@@ -311,7 +319,7 @@ def _right_outputs(
         found = sample.op(*args, **sample.kwargs)
     except Exception:
         return  # the op itself does not run on such parts
-    expected = sample.op(*sample.args, **sample.kwargs)
+    expected = _on_one_device(sample)
     for placements in itertools.product(*map(_ways, call.outputs)):
         layouts = [_layout(m, (p,), grid) for m, p in zip(call.outputs, placements, strict=True)]
         try:
