@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.bags import embedding_bag
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
@@ -253,6 +254,8 @@ def register() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
     for name, kernel in (
         ("embedding", embedding),
+        ("embedding_bag", embedding_bag),
+        ("embedding_bag.padding_idx", embedding_bag),
         ("linear", linear),
         ("cross_entropy_loss", cross_entropy),
     ):
