@@ -4,7 +4,7 @@ import programs
 import pytest
 from launcher import Failure
 from programs import S0, S1, R
-from test_both_worlds import assert_close, both
+from worlds import assert_close, both
 
 from shardwise import Shard
 
