@@ -6,7 +6,6 @@ import torch
 from programs import S0, S1, R
 from worlds import assert_bits, assert_close, both
 
-import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes

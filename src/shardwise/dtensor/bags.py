@@ -148,7 +148,7 @@ def _check_distributed(weight: Any, ids: Any, weights: Any) -> None:
 
 
 def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[Any, Any, Any]:
-    """Ids in one of two forms: (bags, ids in each), or flat with offsets that end with their number.
+    """Ids as (bags, ids in each), or flat with offsets that end with the number of ids.
 
     For ids in two dims `torch.nn.functional` makes plain offsets at equal distances and flattens
     the ids: these get their two dims back. Other plain offsets could differ between ranks.
@@ -159,8 +159,8 @@ def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[A
     if include_last or not _equally_long(offsets, num_bags, num_ids):
         raise MixedTensorsError(
             f"aten.embedding_bag.padding_idx: offsets is a plain tensor of shape "
-            f"{tuple(offsets.shape)}, the ids a DTensor. Wrap it: DTensor.from_local(offsets, mesh, "
-            "[Replicate()]). Offsets count from the first id of the whole tensor of ids."
+            f"{tuple(offsets.shape)}, the ids a DTensor. Wrap it: DTensor.from_local(offsets, "
+            "mesh, [Replicate()]). Offsets count from the first id of the whole tensor of ids."
         )
     none = _is_known(num_bags) and num_bags == 0
     shape = (num_bags, 1 if none else num_ids // num_bags)

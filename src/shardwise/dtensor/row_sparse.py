@@ -121,9 +121,7 @@ class RowSparse(DTensor):
             different, inverse = torch.unique(rows, return_inverse=True)
             return different, added_up(values, inverse)
 
-        rows, values = each_rank(
-            self._layout.grid, here, reduced._rows, reduced._local, axes=()
-        )
+        rows, values = each_rank(self._layout.grid, here, reduced._rows, reduced._local, axes=())
         return make(reduced._layout, rows, values, coalesced=True)
 
     @classmethod

@@ -290,9 +290,7 @@ def _sample_grad(
         along = (torch.embedding(weight, row) * upstream).sum(-1)
         return along.masked_fill(skipped, 0)
 
-    return each_rank(
-        table.grid, here, grad, weight, *packed(ids, offsets), axes=table.axes_of(0)
-    )
+    return each_rank(table.grid, here, grad, weight, *packed(ids, offsets), axes=table.axes_of(0))
 
 
 SAMPLE_GRAD = LocalCall(_sample_grad, together=True)

@@ -48,7 +48,9 @@ def unpacked(parts: Sequence[torch.Tensor], offsets: Any, weights: Any) -> Any:
     return ids, None if offsets is None else next(rest), None if weights is None else next(rest)
 
 
-def batch_placements(call: Call, first: Sequence[Placement], placement: Placement) -> tuple[Placement, ...]:
+def batch_placements(
+    call: Call, first: Sequence[Placement], placement: Placement
+) -> tuple[Placement, ...]:
     """Placements of an op's inputs: `first`, then `placement` for ids and their weights."""
     rest = len(call.inputs) - len(first)
     if rest == 3:

@@ -3,7 +3,7 @@
 Ids come in two forms. Of shape (bags, ids in each), they may be sharded along the bags, and the
 result lies like them. In one dim with offsets, where a bag ends is a matter of values: they are
 whole on every rank. Sums of the rows that each rank owns add up, so a table whose rows are sharded
-gives a Partial; ids that are sharded along the same axis are gathered, and the sums reduce-scattered.
+gives a Partial; ids that are sharded along the same axis are gathered, the sums reduce-scattered.
 """
 
 from __future__ import annotations
@@ -190,7 +190,12 @@ def _every_pooled_choice(call: Call) -> Iterator[Choice]:
             yield Choice(batch_placements(call, rows, REPLICATE), (SUM,), POOLED)
         for bags in bag_splits(call, 1):
             batch = Shard(0, bags)
-            yield Choice(batch_placements(call, rows, batch), (batch,), POOLED, sent=_sent(call, "reduce_scatter"))
+            yield Choice(
+                batch_placements(call, rows, batch),
+                (batch,),
+                POOLED,
+                sent=_sent(call, "reduce_scatter"),
+            )
     for sizes in call.splits([(0, 1)]):
         columns = Shard(1, sizes)
         yield Choice(batch_placements(call, (columns,), REPLICATE), (columns,), POOLED)

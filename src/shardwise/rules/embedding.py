@@ -164,9 +164,7 @@ def _masked_grad(
     return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
 
 
-def lookup_grad_choices(
-    call: Call, local: LocalCall, by_freq: bool
-) -> Iterator[Choice]:
+def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
     last = call.inputs[1].ndim
     yield Choice((REPLICATE, REPLICATE), (REPLICATE,), local)
@@ -234,7 +232,7 @@ def _masked_renorm(
     rows, foreign = local_rows(table, coordinate, ids)
     norms = weight[rows].norm(norm_type, -1)
     scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
-    # A foreign id stands for some row of this rank, which may also be asked for: one factor per row.
+    # A foreign id stands for some row here, which may also be asked for: one factor per row.
     factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
     return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
 

@@ -1,8 +1,8 @@
 """Lookups where both the rows of the table and the ids are sharded: ids move, the table does not.
 
-There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own them and
-rows travel back, each different id once. *Gather*: all ids go everywhere, each rank looks up those
-that it owns, and the rows are reduce-scattered. The first sends least; the second has fewer
+There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own them
+and rows travel back, each different id once. *Gather*: all ids go everywhere, each rank looks up
+those that it owns, and the rows are reduce-scattered. The first sends least; the second has fewer
 collectives, and sizes that do not depend on the ids, as compiled code needs them.
 """
 
