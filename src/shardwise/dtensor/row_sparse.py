@@ -61,7 +61,7 @@ class RowSparse(DTensor):
 
     indices, values = _indices, _values
 
-    def new(self, *args: Any) -> RowSparse:
+    def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
         """`new(indices, values, size)`: another one, with rows where this one has them."""
         if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
             raise UnsupportedError(
@@ -80,7 +80,7 @@ class RowSparse(DTensor):
 
         return each_rank(layout.grid, here, reduced._rows, reduced._local)
 
-    def to_dense(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def to_dense(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values in an ordinary DTensor, as large as the table."""
         reduced = self._reduce()
         held = SparseRows(reduced._layout, reduced._rows, reduced._local)

@@ -286,7 +286,8 @@ def _sample_grad(
         else:
             bag = bag_of(ids, offsets_, torch.arange(ids.shape[0], device=ids.device))
             skipped = skipped | (bag >= grad.shape[0])
-            upstream = grad[bag.clamp(max=max(grad.shape[0] - 1, 0))] if grad.shape[0] else 0
+            # One bag more, for what stands after the last.
+            upstream = torch.nn.functional.pad(grad, (0, 0, 0, 1))[bag]
         along = (torch.embedding(weight, row) * upstream).sum(-1)
         return along.masked_fill(skipped, 0)
 

@@ -58,10 +58,10 @@ class Parcel:
 
 def both_sharded(weight: Layout, ids: Layout) -> bool:
     """Whether one axis shards both the table's rows and the ids."""
-    return any(
-        w.is_shard(0) and i.is_shard()
-        for w, i in zip(weight.placements, ids.placements, strict=True)
-    )
+    for w, i in zip(weight.placements, ids.placements, strict=False):
+        if type(w) is Shard and w.dim == 0 and type(i) is Shard:
+            return True
+    return False
 
 
 # -- forward ---------------------------------------------------------------------------------

@@ -202,7 +202,9 @@ def _difference(found: Any, expected: Any, layouts: Sequence[Layout], grid: Grid
     if not layouts:
         return "" if found == expected else f"{found} instead of {expected}"
     results = found if isinstance(found, (list, tuple)) else [found]
-    found_list = _tensors([r.dense() if isinstance(r, SparseRows) else r for r in results])
+    found_list: list[Any] = _tensors(
+        [r.dense() if isinstance(r, SparseRows) else r for r in results]
+    )
     for number, (part, whole, layout) in enumerate(
         zip(found_list, [e for e in expected_list if e is not None], layouts, strict=True)
     ):
