@@ -6,6 +6,7 @@ import torch
 from both_worlds import assert_bits, assert_close, both
 from programs import S0, S1, R
 
+import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
