@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.comm.local_tensor import LocalTensor, collective_handlers, from_ranks
+from shardwise.comm.rank_int import rank_values_of
 from shardwise.core.world import World
 from shardwise.errors import UnsupportedError, WorldError
 
@@ -114,6 +115,8 @@ def _reduce_scatter(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 
 def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, output_splits, input_splits, group = args
+    if any(rank_values_of(split) is not None for split in (*input_splits, *output_splits)):
+        return _all_to_all_by_rank(x, input_splits, group)
     if len({*output_splits, *input_splits}) > 1:
         raise UnsupportedError(
             f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: these "
@@ -125,6 +128,20 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
     return run_groups(x, group, exchange)
+
+
+def _all_to_all_by_rank(x: LocalTensor, splits: Sequence[Any], group: Any) -> LocalTensor:
+    """Splits that differ between ranks come as numbers that know which rank has which."""
+    found: dict[int, torch.Tensor] = {}
+    for line in _lines(x._roster.world, group):
+        pieces = [x.on_rank(rank).split([_of_rank(s, rank) for s in splits]) for rank in line]
+        found.update(zip(line, map(torch.cat, zip(*pieces, strict=True)), strict=True))
+    return from_ranks(x._roster.world, x.ranks, [found[rank] for rank in x.ranks], x._sized)
+
+
+def _of_rank(value: Any, rank: int) -> int:
+    node = rank_values_of(value)
+    return value if node is None else node.values[node.ranks.index(rank)]
 
 
 def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:

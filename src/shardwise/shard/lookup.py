@@ -1,0 +1,335 @@
+"""Lookups: each rank's own ids, pooled or not, in a table of which it holds a block.
+
+Rows are pooled where they are, so a bag travels as one row. Where that is impossible (the maximum
+over rows that several ranks hold, gradients scaled by frequency), the rows go home and are pooled
+there. Either way the numbers are those of one device that holds the whole table.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.comm.ranks import each_rank, localize
+from shardwise.comm.watch import because
+from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.rules.embedding import check_ids
+from shardwise.shard import bags
+from shardwise.shard.own_batch import (
+    Exchange,
+    Flat,
+    OwnBatch,
+    all_gather_uneven,
+    announced,
+    blocks_for,
+)
+from shardwise.shard.renorm import renorm
+from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import Blocks, Stretch
+
+MODES = ("sum", "mean", "max")
+
+
+def embedding(
+    input: torch.Tensor,
+    weight: ShardedTensor,
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> torch.Tensor:
+    """`F.embedding` for each rank's own plain ids."""
+    what, ids = "F.embedding", input
+    blocks = blocks_for(weight, what)
+    dim = blocks.dim
+    padding_idx = _row(padding_idx, weight, what)
+    _refuse_sparse(what, sparse)
+    grid = weight._tiling.grid
+
+    def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        whole = mine.dtype in (torch.int32, torch.int64)
+        return [mine.numel()], None if whole else f"ids are int32 or int64, found {mine.dtype}."
+
+    counts = tuple(n for (n,) in announced(grid, what, describe, ids))
+    flat = each_rank(grid, lambda _, mine: mine.reshape(-1).long(), ids)
+    everyones = _gathered(what, weight, blocks, flat, counts, max_norm, norm_type)
+
+    def finish(rows: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+        if scale_grad_by_freq:
+            rows = scaled_by_frequency(rows, mine.reshape(-1))
+        return rows.view(*mine.shape, rows.shape[-1])
+
+    exchange = Exchange(
+        what,
+        weight._tiling,
+        blocks,
+        local=functools.partial(rows_of if dim == 0 else columns_of, padding_idx=padding_idx),
+        finish=finish,
+        joined=dim == 1,
+        num_columns=weight._tiling.shape[1],
+        num_rows=counts,
+        travels=(),
+        grad_reduction=weight.grad_reduction,
+    )
+    return OwnBatch.apply(weight, exchange, (everyones,), (ids,))
+
+
+def embedding_bag(
+    input: torch.Tensor,
+    weight: ShardedTensor,
+    offsets: torch.Tensor | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2,
+    scale_grad_by_freq: bool = False,
+    mode: str = "mean",
+    sparse: bool = False,
+    per_sample_weights: torch.Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """`F.embedding_bag` for each rank's own plain bags."""
+    what, ids = "F.embedding_bag", input
+    blocks = blocks_for(weight, what)
+    dim = blocks.dim
+    padding_idx = _row(padding_idx, weight, what)
+    _check_mode(mode, per_sample_weights, scale_grad_by_freq, sparse)
+    grid = weight._tiling.grid
+    given = [x for x in (ids, offsets, per_sample_weights) if x is not None]
+
+    def named(mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        left = iter(mine)
+        return [None if x is None else next(left) for x in (ids, offsets, per_sample_weights)]
+
+    def describe(*mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        x, o, w = named(mine)
+        assert x is not None, "ids are always there"
+        fault = bags.fault_of(x, o, w, include_last_offset)
+        num_bags = 0 if fault else bags.lengths_of(x, o, include_last_offset).numel()
+        return [x.numel(), num_bags], fault
+
+    sizes = announced(grid, what, describe, *given)
+    num_ids, num_bags = (tuple(column) for column in zip(*sizes, strict=True))
+
+    def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, o, _ = named(mine)
+        assert x is not None, "ids are always there"
+        return x.reshape(-1).long(), bags.lengths_of(x, o, include_last_offset)
+
+    flat, lengths = each_rank(grid, canonical, *given)
+    everyones = _gathered(what, weight, blocks, flat, num_ids, max_norm, norm_type)
+    weights = () if per_sample_weights is None else (per_sample_weights,)
+    make = functools.partial(
+        Exchange,
+        what,
+        weight._tiling,
+        blocks,
+        joined=dim == 1,
+        num_columns=weight._tiling.shape[1],
+        grad_reduction=weight.grad_reduction,
+    )
+    if scale_grad_by_freq or (mode == "max" and dim == 0):
+        exchange = make(
+            local=rows_of if dim == 0 else columns_of,
+            finish=_Pool(mode, padding_idx, scale_grad_by_freq),
+            num_rows=num_ids,
+            travels=(None,) * len(weights),
+        )
+        return OwnBatch.apply(weight, exchange, (everyones,), (flat, lengths), *weights)
+    with because(what, implicit=False):
+        all_lengths = all_gather_uneven(localize(grid, lengths), num_bags, grid)
+    pooled: Callable[..., torch.Tensor] = pooled_rows if dim == 0 else pooled_columns
+    exchange = make(
+        local=functools.partial(pooled, mode=mode, padding_idx=padding_idx),
+        finish=_Divide(padding_idx) if mode == "mean" and dim == 0 else _same,
+        num_rows=num_bags,
+        travels=(num_ids,) * len(weights),
+    )
+    flat_weights = [Flat.apply(w, grid) for w in weights]
+    return OwnBatch.apply(
+        weight, exchange, (everyones, all_lengths), (flat, lengths), *flat_weights
+    )
+
+
+def _gathered(
+    what: str,
+    weight: ShardedTensor,
+    blocks: Blocks,
+    flat: torch.Tensor,
+    counts: tuple[int, ...],
+    max_norm: float | None,
+    norm_type: float,
+) -> torch.Tensor:
+    """All ranks' ids, checked; the rows that they name are shortened to `max_norm`."""
+    grid = weight._tiling.grid
+    with because(what, implicit=False):
+        everyones = all_gather_uneven(localize(grid, flat), counts, grid)
+        num_rows = weight._tiling.shape[0]
+        each_rank(grid, lambda _, ids: check_ids(ids, num_rows), everyones, axes=())
+        if max_norm is not None:
+            renorm(weight, blocks, everyones, max_norm, norm_type)
+    return everyones
+
+
+# -- what one rank computes for everybody's ids ------------------------------------------------
+
+
+def rows_of(
+    stretch: Stretch, block: torch.Tensor, ids: torch.Tensor, *, padding_idx: int | None = None
+) -> torch.Tensor:
+    """A row per id: its own where it is this rank's, else zeros."""
+    start, num_rows = stretch
+    if not block.numel():
+        return block.new_zeros(ids.numel(), block.shape[1])
+    row = (ids - start).clamp(0, num_rows - 1)
+    foreign = row != ids - start
+    padding = None
+    if padding_idx is not None and start <= padding_idx < start + num_rows:
+        padding = padding_idx - start
+    return F.embedding(row, block, padding).masked_fill(foreign.unsqueeze(1), 0)
+
+
+def columns_of(
+    stretch: Stretch, block: torch.Tensor, ids: torch.Tensor, *, padding_idx: int | None = None
+) -> torch.Tensor:
+    """This rank's columns of the row of each id."""
+    if not block.numel():
+        return block.new_zeros(ids.numel(), block.shape[1])
+    return F.embedding(ids, block, padding_idx)
+
+
+def pooled_rows(
+    stretch: Stretch,
+    block: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    mode: str,
+    padding_idx: int | None,
+) -> torch.Tensor:
+    """The sum of each bag over the rows that this rank holds; a mean is divided at home."""
+    start, num_rows = stretch
+    owned = (ids >= start) & (ids < start + num_rows)
+    if padding_idx is not None:
+        owned &= ids != padding_idx
+    bag = torch.repeat_interleave(lengths)
+    kept = owned.nonzero().squeeze(1)
+    counts = torch.bincount(bag[kept], minlength=lengths.numel())
+    if weights is not None:
+        weights = weights[kept]
+    return bags.lookup(block, ids[kept] - start, counts, "sum", weights)
+
+
+def pooled_columns(
+    stretch: Stretch,
+    block: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None = None,
+    *,
+    mode: str,
+    padding_idx: int | None,
+) -> torch.Tensor:
+    """This rank's columns of each pooled bag."""
+    return bags.lookup(block, ids, lengths, mode, weights, padding_idx)
+
+
+# -- what a rank does with the rows that came home ----------------------------------------------
+
+
+def _same(rows: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    return rows.view_as(rows)
+
+
+class _Divide:
+    """Sums to means: the padding id does not count, and an empty bag stays zero."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        self.padding_idx = padding_idx
+
+    def __call__(
+        self, rows: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
+    ) -> torch.Tensor:
+        if self.padding_idx is not None:
+            bag = torch.repeat_interleave(lengths)
+            lengths = torch.bincount(bag[ids != self.padding_idx], minlength=lengths.numel())
+        return rows / lengths.clamp(min=1).unsqueeze(1).to(rows.dtype)
+
+
+class _Pool:
+    """Rows to bags."""
+
+    def __init__(self, mode: str, padding_idx: int | None, by_frequency: bool) -> None:
+        self.mode, self.padding_idx, self.by_frequency = mode, padding_idx, by_frequency
+
+    def __call__(
+        self,
+        rows: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if self.by_frequency:
+            rows = scaled_by_frequency(rows, ids)
+        flat = None if weights is None else weights.reshape(-1)
+        return bags.pool(rows, ids, lengths, self.mode, flat, self.padding_idx)
+
+
+def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows; their gradient divided by how often this rank's batch names the id."""
+    if not ids.numel():
+        return rows
+    _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return ScaleRows.apply(rows, 1 / counts[which].to(rows.dtype).unsqueeze(1))
+
+
+class ScaleRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None
+
+
+# -- arguments -----------------------------------------------------------------------------------
+
+
+def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:
+    num_rows = weight._tiling.shape[0]
+    if padding_idx is None:
+        return None
+    if not -num_rows <= padding_idx < num_rows:
+        raise ArgumentError(
+            f"{what}: padding_idx={padding_idx} is no row of a table of {num_rows} rows."
+        )
+    return padding_idx % num_rows
+
+
+def _refuse_sparse(what: str, sparse: bool) -> None:
+    if sparse:
+        raise UnsupportedError(
+            f"{what} of a ShardedTensor has no sparse gradients: the gradient is as large as this "
+            "rank's block. Use sparse=False."
+        )
+
+
+def _check_mode(
+    mode: str, weights: torch.Tensor | None, scale_grad_by_freq: bool, sparse: bool
+) -> None:
+    what = "F.embedding_bag"
+    _refuse_sparse(what, sparse)
+    if mode not in MODES:
+        raise ArgumentError(f"{what}: mode is one of {', '.join(MODES)}; found {mode!r}.")
+    if weights is not None and mode != "sum":
+        raise UnsupportedError(f"{what}: per_sample_weights go with mode='sum', found {mode!r}.")
+    if mode == "max" and scale_grad_by_freq:
+        raise ArgumentError(f"{what}: mode='max' has no scale_grad_by_freq, as in torch.")
