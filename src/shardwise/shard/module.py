@@ -165,9 +165,9 @@ def _apply(
     for path, entry in plan.plan.items():
         if isinstance(entry, Sharder):
             replaced[path] = _sharded_by(entry, find_module(module, path), path)
-    for tensor, new in made.values():
-        for held, name in owners_of(module, tensor):
-            held[name] = new
+    for before, after in made.values():
+        for held, name in owners_of(module, before):
+            held[name] = after
     for path, new_module in replaced.items():
         parent, _, name = path.rpartition(".")
         find_module(module, parent)._modules[name] = new_module
