@@ -93,7 +93,7 @@ def check_shardable(
         raise LayoutError(f"src_rank={src_rank} is no rank of a group of {len(ranks)}.")
     boxes = spec.boxes(tuple(tensor.shape))
     check_ranks(boxes, ranks)
-    kind = device_type_of(spec, tensor.shape)
+    kind = device_type_of(spec)
     if kind == "cuda" and not torch.cuda.is_available():
         raise LayoutError(f"{name}: the spec names cuda, which is not available here: {spec}.")
 
@@ -107,7 +107,7 @@ def place_tensor(
 ) -> ShardedTensor:
     """The sharded tensor; everything has been checked, on all ranks."""
     shape = tuple(tensor.shape)
-    grid = home_grid(process_group, device_type_of(spec, shape))
+    grid = home_grid(process_group, device_type_of(spec))
     tiling = make_tiling(spec, shape, grid)
     if tensor.is_meta:
         held = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
@@ -155,7 +155,7 @@ def init_from_local_shards(
         raise LayoutError(f"{what}: the ranks bring pieces of different tensors: {sorted(kinds)}.")
     boxes = [ShardMetadata(*box) for every in everyones for box in every["boxes"]]
     spec = simplest_spec(boxes, shape)
-    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec, shape)))
+    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
     dtype = getattr(torch, kinds.pop()[1])
 
     def hold(place: Any) -> torch.Tensor:
@@ -264,7 +264,7 @@ def _create(
     if dtype is None:
         dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
     shape = _shape(size)
-    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec, shape)))
+    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
     held = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
     made = ShardedTensor.over(held, tiling)
     made.requires_grad_(requires_grad)

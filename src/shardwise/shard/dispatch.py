@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.rules.catalog import find_rule
@@ -26,13 +27,17 @@ def dispatch(
 ) -> Any:
     """Run an op of which some operands are of this `kind`."""
     leaves, spec = tree_flatten((args, kwargs))
-    if func is aten.copy_.default and isinstance(args[0], kind):
-        leaves[1] = _held_like(args[0], args[1], kind)
+    if func is aten.copy_.default:
+        if not isinstance(args[0], DTensor):
+            return args[0].copy_(one_for_all(args[1].full_tensor()))
+        if isinstance(args[0], kind):
+            leaves[1] = _held_like(args[0], args[1], kind)
     first = next(leaf for leaf in leaves if isinstance(leaf, kind))
     if _draws(func, first):
         return _draw(func, first, args, kwargs)
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
-        _check_elementwise(func, first, leaves)
+        leaves = [_cut_like(first, leaf) for leaf in leaves]
+        _check_any_order(func, first, leaves)
     plain: dict[int, ShardedTensor] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, kind):
@@ -61,22 +66,48 @@ _EACH_VALUE = {
 }
 
 
+#: Reductions to one value, when they are given no dims.
+_OVER_ALL = {
+    aten.all.default,
+    aten.any.default,
+    aten.linalg_vector_norm.default,
+    aten.max.default,
+    aten.mean.default,
+    aten.min.default,
+    aten.sum.default,
+}
+
+
 @functools.lru_cache(maxsize=1024)
 def _is_elementwise(op: Any) -> bool:
     return op in _EACH_VALUE or torch.Tag.pointwise in getattr(op, "tags", ())
 
 
-def _check_elementwise(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> None:
+def _cut_like(first: ShardedTensor, x: Any) -> Any:
+    """A DTensor that every rank has whole, such as the gradient of a sum, in the first's pieces."""
+    if (
+        type(x) is DTensor
+        and x.shape == first.shape
+        and all(p.is_replicate() for p in x.placements)
+    ):
+        return type(first).over(cut_whole(x._local, first._tiling), first._tiling)
+    return x
+
+
+def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> None:
+    """Only what does not care where in the tensor a value belongs."""
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
-    if not _is_elementwise(op) or not alike:
+    over_all = op in _OVER_ALL and not any(isinstance(x, (list, tuple)) for x in leaves)
+    if not (_is_elementwise(op) or over_all) or not alike:
         specs = "; ".join(
             str(x.sharding_spec()) if isinstance(x, type(first)) else type(x).__name__
             for x in tensors
         )
         raise UnsupportedError(
             f"{op} on {specs}: pieces that are not one block per rank, in the order of ranks, "
-            "allow only elementwise ops among tensors of one spec. Use reshard(spec) first."
+            "allow only elementwise ops among tensors of one spec, and reductions of all values. "
+            "Use reshard(spec) first."
         )
 
 

@@ -99,11 +99,18 @@ def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bo
     return bool((joint.agreed() if isinstance(joint, LocalTensor) else joint).item())
 
 
+def _new_tensor(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor of the same dtype; torch's own stumbles over the dispatch key of DTensors."""
+    like, data = args
+    return torch.tensor(data, **({"dtype": like.dtype, "device": like.device} | kwargs))
+
+
 functions.update(
     {
         F.embedding: _own_batch(embedding),
         F.embedding_bag: _own_batch(embedding_bag),
         F.linear: _own_batch(linear),
+        torch.Tensor.new_tensor: _new_tensor,
         torch.equal: _equal,
         torch.Tensor.equal: _equal,
         torch.allclose: _allclose,

@@ -46,7 +46,7 @@ def lay_out(
     x: Any = output
     if spec is not None:
         if not isinstance(x, DTensor):
-            grid = home_grid(process_group, device_type_of(spec, x.shape))
+            grid = home_grid(process_group, device_type_of(spec))
             x = joined(x, grid, grad_reduction)
         x = with_spec(x, ShardedTensor).reshard(spec)
     if not local or not isinstance(x, DTensor):

@@ -63,6 +63,10 @@ class ShardingSpec(ABC):
     def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
         """The boxes of a tensor of this size, checked: they fill it and do not overlap."""
 
+    @abstractmethod
+    def places(self) -> tuple[RankDevice, ...]:
+        """The ranks and devices that the spec names."""
+
 
 @dataclass(frozen=True, slots=True)
 class ChunkShardingSpec(ShardingSpec):
@@ -103,6 +107,9 @@ class ChunkShardingSpec(ShardingSpec):
             found.append(ShardMetadata(offsets, sizes, self.placements[number]))
         return tuple(found)
 
+    def places(self) -> tuple[RankDevice, ...]:
+        return tuple(self.placements)
+
 
 @dataclass(frozen=True, slots=True)
 class EnumerableShardingSpec(ShardingSpec):
@@ -142,6 +149,9 @@ holes, or reach beyond the tensor.
                 "holes, or reach beyond the tensor."
             )
         return tuple(self.shards)
+
+    def places(self) -> tuple[RankDevice, ...]:
+        return tuple(box.placement for box in self.shards)
 
 
 def overlap(a: ShardMetadata, b: ShardMetadata) -> tuple[Shape, Shape] | None:

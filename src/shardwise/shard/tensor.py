@@ -163,7 +163,7 @@ class ShardedTensor(DTensor):
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
         source = self._tiling
-        kind = device_type_of(resharding_spec, source.shape)
+        kind = device_type_of(resharding_spec)
         if kind != source.grid.device_type:
             raise LayoutError(
                 f"reshard() stays on {source.grid.device_type}; {resharding_spec} is on {kind}. "
@@ -216,12 +216,12 @@ class ShardedTensor(DTensor):
 
     def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
         """Another dtype or another kind of device, as for any tensor."""
+        copied = kwargs.pop("copy", False)
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         new: Any = self if dtype is None or dtype == self.dtype else torch.Tensor.to(self, dtype)
         tiling = self._tiling
         if device is None or device.type == tiling.grid.device_type:
-            copied: Any = new.clone() if kwargs.get("copy") and new is self else new
-            return copied
+            return new.clone() if copied and new is self else new
         grid = home_grid(self.process_group, device.type)
         spec = on_device(tiling.spec, device)
         moved = make_tiling(spec, tiling.shape, grid)

@@ -140,9 +140,9 @@ def make_tiling(spec: ShardingSpec, shape: Shape, grid: Grid) -> Tiling:
 world_caches.append(make_tiling.cache_clear)
 
 
-def device_type_of(spec: ShardingSpec, shape: Sequence[int]) -> str:
+def device_type_of(spec: ShardingSpec) -> str:
     """The one kind of device that a spec names."""
-    kinds = sorted({box.placement.device.type for box in spec.boxes(tuple(shape))})
+    kinds = sorted({place.device.type for place in spec.places()})
     if len(kinds) > 1:
         raise LayoutError(f"A tensor is on one kind of device; the spec names {kinds}: {spec}.")
     return kinds[0]
