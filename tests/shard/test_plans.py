@@ -129,7 +129,7 @@ def test_what_is_announced_is_what_is_sent(world, make, x, _, spec):
     # Besides, the ranks tell each other how much they bring: a few numbers.
     few = [each for each in sent if each not in expected]
     assert sorted(set(sent) - set(few)) == sorted(set(expected))
-    assert sum(num_bytes for _, num_bytes in few) <= 24
+    assert sum(num_bytes for _, num_bytes in few) <= 40
 
 
 def test_simulated_sizes_of_other_worlds(world):

@@ -6,6 +6,8 @@ that counters, compilers and LocalTensors all see the same call.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from shardwise.core.grid import Grid
@@ -86,6 +88,17 @@ def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     splits = [1] * grid.shape[axis]
     name = group_name(grid, axis)
     return _wait(_all_to_all_single(x.contiguous(), splits, splits, name))
+
+
+def all_to_all_uneven(
+    x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
+) -> torch.Tensor:
+    """Send `num_sent[i]` entries of dim 0 to coordinate i; join what arrives in that order.
+
+    In a simulated world a count that differs between ranks is a RankInt.
+    """
+    name = group_name(grid, axis)
+    return _wait(_all_to_all_single(x.contiguous(), num_received, num_sent, name))
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:

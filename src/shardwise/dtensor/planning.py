@@ -204,6 +204,8 @@ def local_call(
     where torch or a Python function would read the sizes of a LocalTensor.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
+    if plan.local is not None and plan.local.together:
+        return _together(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
@@ -231,6 +233,36 @@ def local_call(
         return each_rank(grid, here, *tensors, axes=None if per_rank or places else ())
 
     return mapped
+
+
+def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present, whose collectives are caused by the call."""
+    layouts = (*plan.inputs, *plan.outputs)
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        if not watch.on:
+            return fn(layouts, *operands, **kwargs)
+        if watch.strict and plan.sent:
+            _forbid_sent(plan)
+        # A local function that only compares notes (are all ids in range?) moves nothing.
+        with because(plan.op, implicit=bool(plan.sent)):
+            return fn(layouts, *operands, **kwargs)
+
+    return call
+
+
+def _forbid_sent(plan: CallPlan) -> None:
+    grid = plan.inputs[0].grid
+    talking = [
+        f"{sent.kind} over axis {grid.axis_name(axis)!r} of about {int(sent.num_bytes):,} bytes"
+        for axis, sent in plan.sent
+    ]
+    found = "; ".join(map(repr, plan.inputs))
+    raise RedistributionError(
+        f"{plan.op.__name__} of {found} exchanges data between ranks: {'; '.join(talking)} per "
+        "rank, and communication must be explicit here. Write ids.redistribute(placements="
+        f"{[REPLICATE] * grid.num_axes!r}) before the call: the table then stays where it is."
+    )
 
 
 def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:

@@ -17,6 +17,8 @@ from shardwise.rules import (
     norm,
     pointwise,
     reduce,
+    routed,
+    row_sparse,
     views,
     whole,
 )
@@ -33,6 +35,8 @@ CATALOG: Table = merge(
     norm.RULES,
     attention.RULES,
     embedding.RULES,
+    routed.RULES,
+    row_sparse.RULES,
     whole.RULES,
 )
 

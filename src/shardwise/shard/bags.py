@@ -11,6 +11,11 @@ import torch
 from torch.nn import functional as F
 
 
+def fault_of_ids(ids: torch.Tensor) -> str | None:
+    whole = ids.dtype in (torch.int32, torch.int64)
+    return None if whole else f"ids are int32 or int64, found {ids.dtype}."
+
+
 def fault_of(
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
@@ -18,8 +23,8 @@ def fault_of(
     include_last_offset: bool,
 ) -> str | None:
     """What is wrong with a batch of bags, if anything."""
-    if ids.dtype not in (torch.int32, torch.int64):
-        return f"ids are int32 or int64, found {ids.dtype}."
+    if (fault := fault_of_ids(ids)) is not None:
+        return fault
     if weights is not None and weights.shape != ids.shape:
         return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
     if ids.dim() == 2:

@@ -17,7 +17,6 @@ from torch.nn import functional as F
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.rules.embedding import check_ids
 from shardwise.shard import bags
 from shardwise.shard.own_batch import (
     Exchange,
@@ -52,10 +51,11 @@ def embedding(
     grid = weight._tiling.grid
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
-        whole = mine.dtype in (torch.int32, torch.int64)
-        return [mine.numel()], None if whole else f"ids are int32 or int64, found {mine.dtype}."
+        fault = bags.fault_of_ids(mine)
+        return [mine.numel(), *_range(mine, fault)], fault
 
-    counts = tuple(n for (n,) in announced(grid, what, describe, ids))
+    counts, lows, highs = _columns(announced(grid, what, describe, ids))
+    _check_range(what, weight, lows, highs)
     flat = each_rank(grid, lambda _, mine: mine.reshape(-1).long(), ids)
     everyones = _gathered(what, weight, blocks, flat, counts, max_norm, norm_type)
 
@@ -110,10 +110,10 @@ def embedding_bag(
         assert x is not None, "ids are always there"
         fault = bags.fault_of(x, o, w, include_last_offset)
         num_bags = 0 if fault else bags.lengths_of(x, o, include_last_offset).numel()
-        return [x.numel(), num_bags], fault
+        return [x.numel(), num_bags, *_range(x, fault)], fault
 
-    sizes = announced(grid, what, describe, *given)
-    num_ids, num_bags = (tuple(column) for column in zip(*sizes, strict=True))
+    num_ids, num_bags, lows, highs = _columns(announced(grid, what, describe, *given))
+    _check_range(what, weight, lows, highs)
 
     def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, o, _ = named(mine)
@@ -164,12 +164,10 @@ def _gathered(
     max_norm: float | None,
     norm_type: float,
 ) -> torch.Tensor:
-    """All ranks' ids, checked; the rows that they name are shortened to `max_norm`."""
+    """All ranks' ids; the rows that they name are shortened to `max_norm`."""
     grid = weight._tiling.grid
     with because(what, implicit=False):
         everyones = all_gather_uneven(localize(grid, flat), counts, grid)
-        num_rows = weight._tiling.shape[0]
-        each_rank(grid, lambda _, ids: check_ids(ids, num_rows), everyones, axes=())
         if max_norm is not None:
             renorm(weight, blocks, everyones, max_norm, norm_type)
     return everyones
@@ -301,6 +299,31 @@ class ScaleRows(torch.autograd.Function):
 
 
 # -- arguments -----------------------------------------------------------------------------------
+
+
+def _columns(rows: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    return list(zip(*rows, strict=True))
+
+
+def _range(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
+    """The lowest and the highest id of a batch without a fault."""
+    if fault is not None or not ids.numel():
+        return 0, -1
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
+    return low, high
+
+
+def _check_range(
+    what: str, weight: ShardedTensor, lows: tuple[int, ...], highs: tuple[int, ...]
+) -> None:
+    """An id out of range raises on every rank, before any id is sent."""
+    num_rows = weight._tiling.shape[0]
+    for rank, low, high in zip(weight._tiling.grid.ranks, lows, highs, strict=True):
+        if low < 0 or high >= num_rows:
+            raise IndexError(
+                f"{what}: index out of range in a table of {num_rows} rows: the ids of rank {rank} "
+                f"run from {low} to {high}."
+            )
 
 
 def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:

@@ -30,11 +30,11 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
-from shardwise.comm.uneven import all_to_all_uneven
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.shard.agree import gather_rows, gather_texts
+from shardwise.shard.all_to_all import exchanged
 from shardwise.shard.blocks import held_blocks, sized
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Blocks, Tiling
@@ -120,10 +120,7 @@ class Exchange:
         grid = self.grid
         ranks = grid.ranks
         counts = [[n * self.columns(sender) for n in self.num_rows] for sender in ranks]
-        # Without rows there is nothing to send, and no rank waits for any.
-        arrived = all_to_all_uneven(
-            each_rank(grid, lambda _, r: r.reshape(-1), results), counts, grid, 0
-        )
+        arrived = exchanged(each_rank(grid, lambda _, r: r.reshape(-1), results), counts, grid)
 
         def join(place: Any, flat: torch.Tensor) -> torch.Tensor:
             mine = self.num_rows[place[0]]
@@ -151,7 +148,7 @@ class Exchange:
                 pieces.append(mine[:, start : start + length].reshape(-1))
             return torch.cat(pieces)
 
-        arrived = all_to_all_uneven(each_rank(grid, part, grad), counts, grid, 0)
+        arrived = exchanged(each_rank(grid, part, grad), counts, grid)
 
         def stack(place: Any, flat: torch.Tensor) -> torch.Tensor:
             return flat.view(total, self.columns(ranks[place[0]]))

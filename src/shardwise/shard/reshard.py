@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from shardwise.comm.ranks import each_rank
-from shardwise.comm.uneven import all_to_all_uneven
 from shardwise.comm.watch import because
 from shardwise.core.world import world_caches
+from shardwise.shard.all_to_all import exchanged
 from shardwise.shard.spec import Shape, overlap
 from shardwise.shard.tiling import Tiling, box_of
 
@@ -71,12 +71,8 @@ def move_pieces(held: torch.Tensor, source: Tiling, target: Tiling, what: str) -
 
     counts = [[_num_values(pairs.get((i, j), ())) for j in grid.ranks] for i in grid.ranks]
     with because(what, implicit=False):
-        arrived = all_to_all_uneven(
-            each_rank(grid, pack, held),
-            [[n * dtype.itemsize for n in row] for row in counts],
-            grid,
-            0,
-        )
+        packed = each_rank(grid, pack, held)
+        arrived = exchanged(packed, [[n * dtype.itemsize for n in row] for row in counts], grid)
     return each_rank(grid, unpack, arrived)
 
 

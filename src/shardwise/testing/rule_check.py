@@ -194,7 +194,7 @@ def _difference(found: Any, expected: Any, layouts: Sequence[Layout], grid: Grid
     expected_list = [expected] if isinstance(expected, torch.Tensor) else expected
     if not layouts:
         return "" if found == expected else f"{found} instead of {expected}"
-    found_list = [found] if isinstance(found, torch.Tensor) else found
+    found_list = _tensors([found])
     for number, (part, whole, layout) in enumerate(
         zip(found_list, [e for e in expected_list if e is not None], layouts, strict=True)
     ):
