@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -93,21 +94,74 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> torch.Tensor:
     """`F.embedding_bag` for each rank's own plain bags."""
-    what, ids = "F.embedding_bag", input
+    what = "F.embedding_bag"
     blocks = blocks_for(weight, what)
-    dim = blocks.dim
     padding_idx = _row(padding_idx, weight, what)
     _check_mode(mode, per_sample_weights, scale_grad_by_freq, sparse)
+    batch = _bag_batch(what, weight, input, offsets, per_sample_weights, include_last_offset)
+    everyones = _gathered(what, weight, blocks, batch.ids, batch.num_ids, max_norm, norm_type)
+    weights = () if per_sample_weights is None else (per_sample_weights,)
+    own = (batch.ids, batch.lengths)
+    make = functools.partial(
+        Exchange,
+        what,
+        weight._tiling,
+        blocks,
+        joined=blocks.dim == 1,
+        num_columns=weight._tiling.shape[1],
+        grad_reduction=weight.grad_reduction,
+    )
+    if scale_grad_by_freq or (mode == "max" and blocks.dim == 0):
+        exchange = make(
+            local=rows_of if blocks.dim == 0 else columns_of,
+            finish=_Pool(mode, padding_idx, scale_grad_by_freq),
+            num_rows=batch.num_ids,
+            travels=(None,) * len(weights),
+        )
+        return OwnBatch.apply(weight, exchange, (everyones,), own, *weights)
     grid = weight._tiling.grid
-    given = [x for x in (ids, offsets, per_sample_weights) if x is not None]
+    with because(what, implicit=False):
+        lengths = all_gather_uneven(localize(grid, batch.lengths), batch.num_bags, grid)
+    pooled: Callable[..., torch.Tensor] = pooled_rows if blocks.dim == 0 else pooled_columns
+    exchange = make(
+        local=functools.partial(pooled, mode=mode, padding_idx=padding_idx),
+        finish=_Divide(padding_idx) if mode == "mean" and blocks.dim == 0 else _same,
+        num_rows=batch.num_bags,
+        travels=(batch.num_ids,) * len(weights),
+    )
+    flat = [Flat.apply(w, grid) for w in weights]
+    return OwnBatch.apply(weight, exchange, (everyones, lengths), own, *flat)
 
-    def named(mine: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """Each rank's bags: ids and lengths of its own, and how many of both each rank has."""
+
+    ids: torch.Tensor
+    lengths: torch.Tensor
+    num_ids: tuple[int, ...]
+    num_bags: tuple[int, ...]
+
+
+def _bag_batch(
+    what: str,
+    weight: ShardedTensor,
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    include_last_offset: bool,
+) -> _Batch:
+    """The batch in one form, checked on every rank."""
+    grid = weight._tiling.grid
+    given = [x for x in (ids, offsets, weights) if x is not None]
+
+    def named(mine: Sequence[torch.Tensor]) -> tuple[Any, Any, Any]:
         left = iter(mine)
-        return [None if x is None else next(left) for x in (ids, offsets, per_sample_weights)]
+        x, o, w = (None if x is None else next(left) for x in (ids, offsets, weights))
+        return x, o, w
 
     def describe(*mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
         x, o, w = named(mine)
-        assert x is not None, "ids are always there"
         fault = bags.fault_of(x, o, w, include_last_offset)
         num_bags = 0 if fault else bags.lengths_of(x, o, include_last_offset).numel()
         return [x.numel(), num_bags, *_range(x, fault)], fault
@@ -117,42 +171,10 @@ def embedding_bag(
 
     def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         x, o, _ = named(mine)
-        assert x is not None, "ids are always there"
         return x.reshape(-1).long(), bags.lengths_of(x, o, include_last_offset)
 
     flat, lengths = each_rank(grid, canonical, *given)
-    everyones = _gathered(what, weight, blocks, flat, num_ids, max_norm, norm_type)
-    weights = () if per_sample_weights is None else (per_sample_weights,)
-    make = functools.partial(
-        Exchange,
-        what,
-        weight._tiling,
-        blocks,
-        joined=dim == 1,
-        num_columns=weight._tiling.shape[1],
-        grad_reduction=weight.grad_reduction,
-    )
-    if scale_grad_by_freq or (mode == "max" and dim == 0):
-        exchange = make(
-            local=rows_of if dim == 0 else columns_of,
-            finish=_Pool(mode, padding_idx, scale_grad_by_freq),
-            num_rows=num_ids,
-            travels=(None,) * len(weights),
-        )
-        return OwnBatch.apply(weight, exchange, (everyones,), (flat, lengths), *weights)
-    with because(what, implicit=False):
-        all_lengths = all_gather_uneven(localize(grid, lengths), num_bags, grid)
-    pooled: Callable[..., torch.Tensor] = pooled_rows if dim == 0 else pooled_columns
-    exchange = make(
-        local=functools.partial(pooled, mode=mode, padding_idx=padding_idx),
-        finish=_Divide(padding_idx) if mode == "mean" and dim == 0 else _same,
-        num_rows=num_bags,
-        travels=(num_ids,) * len(weights),
-    )
-    flat_weights = [Flat.apply(w, grid) for w in weights]
-    return OwnBatch.apply(
-        weight, exchange, (everyones, all_lengths), (flat, lengths), *flat_weights
-    )
+    return _Batch(flat, lengths, num_ids, num_bags)
 
 
 def _gathered(

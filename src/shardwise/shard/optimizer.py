@@ -17,7 +17,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     is a state dict by name, whose tensors are sharded like their parameters, so that it can be
     saved with the model and loaded into one that is sharded otherwise.
 
-    >>> layer = nn.Linear(2, 2)
+    >>> layer = torch.nn.Linear(2, 2)
     >>> optimizer = ShardedOptimizer(dict(layer.named_parameters()), torch.optim.SGD, lr=0.1)
     >>> optimizer.state_dict()["param_groups"][0]["params"]
     ['weight', 'bias']
