@@ -218,10 +218,13 @@ class ShardedTensor(DTensor):
         """Another dtype or another kind of device, as for any tensor."""
         copied = kwargs.pop("copy", False)
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        new: Any = self if dtype is None or dtype == self.dtype else torch.Tensor.to(self, dtype)
+        new: Any = self
+        if dtype is not None and dtype != self.dtype:
+            new = torch.Tensor.to(self, dtype)
         tiling = self._tiling
         if device is None or device.type == tiling.grid.device_type:
-            return new.clone() if copied and new is self else new
+            new = new.clone() if copied and new is self else new
+            return new
         grid = home_grid(self.process_group, device.type)
         spec = on_device(tiling.spec, device)
         moved = make_tiling(spec, tiling.shape, grid)
