@@ -13,6 +13,7 @@ import shardwise.shard
 def test_shardwise():
     assert shardwise.__all__ == [
         "ArgumentError",
+        "CollectiveError",
         "DTensor",
         "DeviceMesh",
         "LayoutError",

@@ -5,6 +5,7 @@
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
+    ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
     ├── PlanError          (RuntimeError)         entries of a plan that contradict each other
     ├── PathError          (KeyError)             a path of a plan that is empty or leads nowhere
@@ -37,6 +38,10 @@ class MixedTensorsError(ShardwiseError, RuntimeError):
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
     """No rule covers the op or the combination of layouts."""
+
+
+class CollectiveError(ShardwiseError, RuntimeError):
+    """A collective failed: on this rank, or on another for which this one has waited."""
 
 
 class WorldError(ShardwiseError, RuntimeError):

@@ -51,6 +51,20 @@ def test_moves_on_a_grid(processes):
     assert_bits(*both(processes, programs.moves_on_a_grid))
 
 
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+def test_moves_that_are_awaited_later(processes, shape):
+    assert_bits(*both(processes, programs.moves_apart, shape))
+
+
+@pytest.mark.parametrize("number", range(len(programs.CUBES)))
+def test_moves_on_a_cube(processes, number):
+    assert_bits(*both(processes, programs.moves_on_a_cube, number))
+
+
+def test_every_dtype(processes):
+    assert_bits(*both(processes, programs.moves_of_dtypes))
+
+
 def test_distribute_tensor(processes):
     assert_bits(*both(processes, programs.distributed_from_other_ranks))
 
@@ -86,6 +100,20 @@ def test_table_on_a_grid_step(processes):
     assert_close(*both(processes, programs.table_on_a_grid_step))
 
 
+def test_a_step_with_moves_that_are_awaited_later(processes):
+    assert_close(*both(processes, programs.apart_step))
+
+
+@pytest.mark.parametrize("batch", [R, S0], ids=repr)
+def test_block_steps(processes, batch):
+    assert_close(*both(processes, programs.block_steps, batch, "Adam"))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in programs.OPTIMIZERS if name != "Adam"])
+def test_optimizers(processes, optimizer):
+    assert_close(*both(processes, programs.block_steps, R, optimizer))
+
+
 def test_compiled_steps(processes):
     """Every rank compiles for itself; none waits for a graph that another does not have."""
     answers = processes(programs.compiled_steps, timeout_s=120)
@@ -96,3 +124,21 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):
+    with shardwise.simulate(4):
+        content = programs.saved()
+    for requires_grad, placements, whole, shape in processes(programs.loaded, content):
+        assert requires_grad
+        assert placements == (S0,)
+        assert whole.tolist() == list(range(10))
+        assert shape == (2,)
+
+
+def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
+    contents = processes(programs.saved)
+    for _, _, whole, _ in processes(programs.loaded_mine, contents):
+        assert whole.tolist() == list(range(10))
+    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
+        programs.loaded(contents[0])
