@@ -6,6 +6,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 import torch
 from samples_image import image_samples
 from samples_indexing import indexing_samples
+from samples_norm import norm_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -41,6 +42,7 @@ def samples() -> list[Sample]:
         *_whole(),
         *image_samples(),
         *indexing_samples(),
+        *norm_samples(),
     ]
 
 

@@ -407,13 +407,19 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
 
 
 def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain:
+    if value.dim() and not watch.replicate_plain and not _zeros_of_autograd(value):
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
             "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
             "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
         )
+
+
+def _zeros_of_autograd(value: torch.Tensor) -> bool:
+    """Torch's own backward formulas make plain zeros: the same on every rank."""
+    in_backward = torch._C._current_graph_task_id() != -1
+    return in_backward and type(value) is torch.Tensor and not value.is_meta and not value.any()
 
 
 def _as_layouts(value: Any) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from shardwise.rules import (
     attention,
+    channel_norm,
     conv,
     create,
     embedding,
@@ -35,6 +36,7 @@ CATALOG: Table = merge(
     join.RULES,
     loss.RULES,
     norm.RULES,
+    channel_norm.RULES,
     attention.RULES,
     conv.RULES,
     indexing.RULES,
