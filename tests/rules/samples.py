@@ -7,6 +7,7 @@ import torch
 from samples_image import image_samples
 from samples_indexing import indexing_samples
 from samples_norm import norm_samples
+from samples_product import product_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -43,6 +44,7 @@ def samples() -> list[Sample]:
         *image_samples(),
         *indexing_samples(),
         *norm_samples(),
+        *product_samples(),
     ]
 
 

@@ -11,6 +11,7 @@ import torch
 from shardwise.rules import (
     attention,
     channel_norm,
+    contract,
     conv,
     create,
     embedding,
@@ -30,6 +31,7 @@ from shardwise.rules.rule import Rule, Table, merge
 CATALOG: Table = merge(
     pointwise.RULES,
     matmul.RULES,
+    contract.RULES,
     reduce.RULES,
     views.RULES,
     create.RULES,
