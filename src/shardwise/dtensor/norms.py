@@ -181,9 +181,9 @@ def instance_norm(
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Torch's fused kernel where the normalised dims are whole, else a mean over what is sharded."""
+    """Torch's fused kernel where the normalised dims are whole, else a mean over the shards."""
     num = len(normalized_shape)
-    if type(x) is not DTensor or x.is_cuda and not _shards_last(x, num):
+    if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
     aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
     if eps is None:

@@ -34,9 +34,10 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -44,7 +45,7 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import find_rule
+from shardwise.rules.catalog import find_rule, rule_caches
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -66,6 +67,7 @@ def _forget_entries() -> None:
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -439,6 +441,23 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [_as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -47,17 +47,26 @@ CATALOG: Table = merge(
     whole.RULES,
 )
 
+#: Rules that a program added (rules.register); they come before those of the catalog.
+REGISTERED: Table = {}
+
+#: Emptied when a rule is added: what was planned without it may be planned otherwise now.
+rule_caches: list[Callable[[], None]] = []
+
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op; an in-place op has that of the op that returns a new tensor."""
-    rule = CATALOG.get(op)
+    rule = REGISTERED.get(op) or CATALOG.get(op)
     if rule is not None or not isinstance(op, torch._ops.OpOverload):
         return rule
     functional = functional_twin(op)
     if functional is not None:
         return find_rule(functional)
     return pointwise.pointwise_rule(op)
+
+
+rule_caches.append(find_rule.cache_clear)
 
 
 def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:

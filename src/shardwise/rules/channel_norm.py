@@ -1,7 +1,7 @@
 """Group and batch norm: statistics per channel, or per group of channels.
 
-Batch norm in training looks at the whole batch. It is taken apart (dtensor.norms): the sums over the
-batch are functions of this file, so that a sharded batch stays where it is and only sums travel.
+Batch norm in training looks at the whole batch. It is taken apart (dtensor.norms): the sums over
+the batch are functions of this file, so that a sharded batch stays where it is and only sums travel.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def channel_square_sum(x: Any, mean: Any) -> Any:
 
 
 def through_statistics(grad: Any, x: Any, mean: Any, slope: Any, shift: Any) -> Any:
-    """The gradient for `x` less what flows back through the mean and the variance of its channel."""
+    """The gradient for `x`, less what flows back through the mean and variance of its channel."""
     centred = x.to(_wide_dtype(x)) - _wide(x, mean)
     return (grad - centred * _wide(x, slope) - _wide(x, shift)).to(x.dtype)
 

@@ -82,13 +82,12 @@ def _plain(operands: Sequence[str], output: str, shapes: Sequence[Sequence[Size]
 
 # -- matmul ----------------------------------------------------------------------------------
 
+#: By whether each operand has more than one dim.
 _MATMUL = {
-    (left > 1, right > 1): parse(
-        f"{'... m k' if left > 1 else 'k'}, {'... k n' if right > 1 else 'k'} -> "
-        f"{'...' if left > 1 or right > 1 else ''} {'m' if left > 1 else ''} {'n' if right > 1 else ''}"
-    )
-    for left in (1, 2)
-    for right in (1, 2)
+    (False, False): parse("k, k -> "),
+    (True, False): parse("... m k, k -> ... m"),
+    (False, True): parse("k, ... k n -> ... n"),
+    (True, True): parse("... m k, ... k n -> ... m n"),
 }
 
 

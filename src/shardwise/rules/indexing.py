@@ -1,8 +1,8 @@
 """Picking and writing entries by index.
 
 A dim that is not indexed is sharded alike everywhere. The indices may be sharded where the tensor
-that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for what
-another rank owns and the results add up, and a write keeps what falls to the rank's own part.
+that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for
+what another rank owns and the results add up, and a write keeps what falls to the rank's own part.
 """
 
 from __future__ import annotations
@@ -394,7 +394,8 @@ def masked_scatter_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     yield from linear_choices(call, ((0, 2),))
     local = LocalCall(owned_masked_scatter, per_rank=True)
-    if call.inputs[0].shape == call.outputs[0].shape:
+    is_mask = call.inputs[1].dtype is torch.bool  # of any other, torch says what is wrong
+    if is_mask and call.inputs[0].shape == call.outputs[0].shape:
         for dim in range(call.inputs[0].ndim):
             for sizes in call.splits([(0, dim)]):
                 cut = Shard(dim, sizes)
