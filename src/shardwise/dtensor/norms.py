@@ -158,6 +158,9 @@ def batch_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
+    if not x.numel():  # as torch: an empty batch changes no statistics
+        out = x.clone() if weight is None else x * weight[0]
+        return out if bias is None else out + bias[0]
     args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
     return native_batch_norm(*args)[0]
 
@@ -174,10 +177,18 @@ def instance_norm(
     cudnn_enabled: bool,
 ) -> Any:
     """Each channel of each example by itself: a group norm with as many groups as channels."""
-    if use_input_stats and running_mean is None and running_var is None and x.dim() > 2:
-        return torch.group_norm(x, x.shape[1], weight, bias, eps, cudnn_enabled)
-    args = (x, weight, bias, running_mean, running_var, use_input_stats, momentum, eps)
-    return aten.instance_norm.default.decompose(*args, cudnn_enabled)
+    if not use_input_stats:
+        args = (x, weight, bias, running_mean, running_var, False, momentum, eps)
+        return batch_norm(*args, cudnn_enabled)
+    if running_mean is not None or running_var is not None:
+        positions = list(range(2, x.dim()))
+        with torch.no_grad():
+            mean = x.mean(positions, keepdim=True)
+            _update(running_mean, mean.mean([0, *positions]), momentum)
+            count = math.prod(x.shape[2:])
+            var = (x - mean).square().sum(positions) / max(count - 1, 1)
+            _update(running_var, var.mean(0), momentum)
+    return torch.group_norm(x, x.shape[1], weight, bias, eps, cudnn_enabled)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:

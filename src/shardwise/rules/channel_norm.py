@@ -1,7 +1,7 @@
 """Group and batch norm: statistics per channel, or per group of channels.
 
 Batch norm in training looks at the whole batch. It is taken apart (dtensor.norms): the sums over
-the batch are functions of this file, so that a sharded batch stays where it is and only sums travel.
+the batch are functions of this file: a sharded batch stays where it is, and only sums travel.
 """
 
 from __future__ import annotations

@@ -100,8 +100,8 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
 
     The function takes the op's arguments, with the global shape (`shape`, `ndim`, `stride`,
     `dtype`) in place of each tensor, and returns pairs: the placements of the outputs, then those
-    of the arguments, None where an argument is no tensor. Each is for one mesh axis. An op that has a
-    rule gets this one in its place.
+    of the arguments, None where an argument is no tensor. Each is for one mesh axis. An op that has
+    a rule gets this one instead.
     """
     ops = [overload(o) for o in (op if isinstance(op, (list, tuple)) else [op])]
 
