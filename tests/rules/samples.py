@@ -8,6 +8,7 @@ from samples_image import image_samples
 from samples_indexing import indexing_samples
 from samples_norm import norm_samples
 from samples_product import product_samples
+from samples_recurrent import recurrent_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -46,6 +47,7 @@ def samples() -> list[Sample]:
         *indexing_samples(),
         *norm_samples(),
         *product_samples(),
+        *recurrent_samples(),
     ]
 
 
