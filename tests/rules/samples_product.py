@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.rules.contract import contract
+from shardwise.rules.contract import contract, product
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -25,6 +25,8 @@ def product_samples() -> list[Sample]:
         Sample(matmul, (t(2, 3, 5), t(5))),
         Sample(matmul, (t(3, 5), t(2, 5, 4))),
         Sample(matmul, (t(2, 1, 3, 5), t(6, 5, 4))),
+        Sample(product, (t(2, 3, 5), t(5, 4))),
+        Sample(product, (t(3, 5), t(2, 5, 4))),
         Sample(contract, ("abk,kn->abn", t(2, 3, 5), t(5, 4))),
         Sample(contract, ("ab,ac,ad->bcd", t(3, 2), t(3, 4), t(3, 5))),
         Sample(contract, ("ab->b", t(3, 2))),

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import norms, products, recurrent
+from shardwise.dtensor import attention, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
@@ -235,5 +235,6 @@ def register() -> None:
         *norms.KERNELS,
         *products.KERNELS,
         *recurrent.KERNELS,
+        *attention.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")

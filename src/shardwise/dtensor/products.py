@@ -12,7 +12,7 @@ import torch
 
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.rules.contract import contract, matmul_letters, spelled, split_equation
+from shardwise.rules.contract import contract, matmul_letters, product, spelled, split_equation
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
         ctx.save_for_backward(left, right)
-        return run(aten.matmul.default, left, right)
+        return run(product, left, right)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -102,7 +102,12 @@ def matmul(left: Any, right: Any) -> Any:
         return DTensor.__torch_dispatch__(aten.matmul.default, None, (left, right))
     if _needs_grad(left, right):
         return _apply_matmul(left, right)
-    return run(aten.matmul.default, left, right)
+    return run(product, left, right)
 
 
-KERNELS = (("einsum", einsum), ("matmul", matmul))
+def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
+    out = einsum("...i,oij,...j->...o", [left, weight, right])
+    return out if bias is None else out + bias
+
+
+KERNELS = (("einsum", einsum), ("matmul", matmul), ("bilinear", bilinear))

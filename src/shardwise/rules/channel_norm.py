@@ -57,7 +57,8 @@ def group_norm_choices(call: Call) -> Iterator[Choice]:
     """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
     num = len(call.inputs) - 1
     local = LocalCall(group_norm_of_parts, per_rank=True)
-    yield call.replicated()
+    # Torch asks for dense operands, and a part of a dense tensor need not be dense.
+    yield replace(call.replicated(), local=local)
     for sizes in call.splits([(0, 0)]):
         cut = Shard(0, sizes)
         yield Choice((cut, *[REPLICATE] * num), (cut,) * 3, local)
@@ -86,7 +87,9 @@ def group_norm_of_parts(
             torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=x.device) for o in outputs
         )
     rows, channels = x.shape[:2]
-    return aten.native_group_norm.default(x, weight, bias, rows, channels, hxw, groups, eps)
+    return aten.native_group_norm.default(
+        x.contiguous(), weight, bias, rows, channels, hxw, groups, eps
+    )
 
 
 def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
@@ -98,7 +101,7 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
     def kept(*grads: Placement) -> tuple[Placement, ...]:
         return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
 
-    yield call.replicated()
+    yield replace(call.replicated(), local=local)
     for sizes in call.splits([(i, 0) for i in range(4)]):
         cut = Shard(0, sizes)
         yield Choice((*[cut] * 4, *[REPLICATE] * num), kept(cut, SUM, SUM), local)
