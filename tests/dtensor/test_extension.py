@@ -77,7 +77,7 @@ def test_a_new_rule_forgets_the_plans_of_the_old_one(mesh):
     weight = distribute_tensor(torch.randn(5), mesh, [Replicate()])
     register_rule(OP, "[m] [n], [n] -> [m] [n]")
     assert rows(x, weight).placements == (Replicate(),)
-    with pytest.raises(shardwise.LayoutError, match="has a rule already.*replace=True"):
+    with pytest.raises(shardwise.LayoutError, match=r"has a rule already.*replace=True"):
         register_rule(OP, "... [n], [n] -> ... [n]")
     register_rule(OP, "... [n], [n] -> ... [n]", replace=True)
     assert rows(x, weight).placements == (Shard(0),)
@@ -90,7 +90,7 @@ def test_bad_rules_say_what_is_wrong():
         register_rule(lambda x: x, "... -> ...")
     with pytest.raises(shardwise.ArgumentError, match="overloads"):
         register_rule(torch.ops.aten.add, "..., ... -> ...")
-    with pytest.raises(shardwise.LayoutError, match="'axis' names no argument.*weight"):
+    with pytest.raises(shardwise.LayoutError, match=r"'axis' names no argument.*weight"):
         register_rule(OP, "... [n], [n] -> ... [n]", n="axis")
     with pytest.raises(shardwise.ArgumentError, match="found 3"):
         register_rule(OP, 3)
@@ -157,7 +157,7 @@ def test_local_map_of_uneven_parts_knows_the_whole_shape(mesh):
 def test_local_map_moves_inputs_when_asked(mesh):
     options = {"out_placements": [Shard(0)], "in_placements": ([Shard(0)],)}
     x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)])
-    with pytest.raises(ValueError, match="Argument 0 of .*redistribute_inputs=True"):
+    with pytest.raises(ValueError, match=r"Argument 0 of .*redistribute_inputs=True"):
         shardwise.local_map(torch.neg, **options)(x)
     found = shardwise.local_map(torch.neg, **options, redistribute_inputs=True)(x)
     torch.testing.assert_close(whole(found), -whole(x))

@@ -69,7 +69,7 @@ def test_an_index_out_of_range_raises_what_one_device_raises(mesh, placement):
         lambda x, i: x.scatter(0, i[:, None], 1.0),
         lambda x, i: x.take(i + 10),
     ):
-        with pytest.raises(Exception) as expected:
+        with pytest.raises((IndexError, RuntimeError)) as expected:
             call(x, far)
         with pytest.raises(expected.type):
             call(placed, index)
@@ -96,5 +96,5 @@ def test_results_whose_shape_depends_on_values(mesh, placement):
 def test_a_write_that_would_have_to_move_its_target_says_so(mesh):
     partial = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).sum(0)
     mask = distribute_tensor(torch.tensor([1, 0]), mesh, [Replicate()])
-    with pytest.raises(UnsupportedError, match="index_fill_.*P\\(sum\\).*Redistribute"):
+    with pytest.raises(UnsupportedError, match=r"index_fill_.*P\(sum\).*Redistribute"):
         partial.index_fill_(0, mask, 1.0)

@@ -169,7 +169,7 @@ SHAPES = [
 ]
 
 
-@pytest.mark.parametrize("left, right", SHAPES, ids=str)
+@pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
 def test_every_shape_that_matmul_takes(mesh, left, right):
     for a in [Replicate(), *(Shard(d) for d in range(len(left)))]:
         for b in [Replicate(), *(Shard(d) for d in range(len(right)))]:
@@ -196,7 +196,7 @@ def test_a_sharded_middle_dim_is_not_gathered(mesh, call):
 
 
 @pytest.mark.parametrize(
-    "equation, shapes",
+    ("equation", "shapes"),
     [
         ("bhqd,bhkd->bhqk", [(2, 3, 4, 5), (2, 3, 6, 5)]),
         ("...k,kn->...n", [(2, 3, 5), (5, 4)]),
@@ -218,13 +218,6 @@ def test_a_complex_product(mesh):
     left = torch.complex(torch.randn(3, 4), torch.randn(3, 4))
     right = torch.complex(torch.randn(4, 5), torch.randn(4, 5))
 
-    def call(left, right):
-        return (
-            torch.view_as_real(left @ right)
-            if not isinstance(left, shardwise.DTensor)
-            else (torch.view_as_real(left @ right))
-        )
-
     a, b = left.clone().requires_grad_(), right.clone().requires_grad_()
     c = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
     d = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
@@ -244,6 +237,7 @@ NETS = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch says so of plain tensors too
 @pytest.mark.parametrize("weights", [Replicate(), Shard(0)], ids=repr)
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
 @pytest.mark.parametrize("name", NETS)

@@ -301,6 +301,23 @@ UNCHECKED_KERNELS = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
 }
 
+#: Kernels that need a GPU: tests/rules/test_gpu_rules.py has their samples.
+ON_GPU = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._fused_rms_norm_backward.default,
+}
+
+#: A hook for other devices, which torch has no kernel for.
+NOT_IN_TORCH = {
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+}
+
 #: Choices with Partial operands that are right and would never be taken: a norm's parameters are
 #: not Partial, and torch's own loss runs in inference mode alone.
 NEVER_TAKEN = {

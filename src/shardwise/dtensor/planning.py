@@ -87,7 +87,7 @@ def make_entry(
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _returns_argument(written[0])
+        entry.finish = _returns_argument(written[0]) if op._schema.returns else _returns_nothing
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -322,6 +322,10 @@ def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]
 
 def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
+
+
+def _returns_nothing(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> None:
+    return None
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
