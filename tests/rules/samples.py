@@ -4,14 +4,14 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
-from samples_image import image_samples
+from samples_image import IMAGE_KERNELS, image_samples
 from samples_indexing import indexing_samples
 from samples_norm import norm_samples
 from samples_product import product_samples
-from samples_recurrent import recurrent_samples
+from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul
+from shardwise.rules import channel_norm, loss, matmul
 from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
@@ -299,6 +299,21 @@ OF_NO_USE = {
 UNCHECKED_KERNELS = {
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    *IMAGE_KERNELS,
+    *RECURRENT_KERNELS,
+}
+
+#: What is right for the few entries that these samples pick need not be right for others.
+BY_CHANCE = {
+    aten.index_put.default,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.masked_scatter.default,
+    aten.masked_fill.Tensor,
+    aten.as_strided_scatter.default,
 }
 
 #: Kernels that need a GPU: tests/rules/test_gpu_rules.py has their samples.
@@ -324,4 +339,10 @@ NEVER_TAKEN = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.nll_loss_forward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten._fused_rms_norm.default,
+    channel_norm.through_statistics,
 }

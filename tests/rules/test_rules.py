@@ -5,6 +5,7 @@ import inspect
 import pytest
 import torch
 from samples import (
+    BY_CHANCE,
     NEVER_TAKEN,
     NOT_IN_TORCH,
     OF_NO_USE,
@@ -31,6 +32,8 @@ def name(sample: Sample) -> str:
     return f"{op.__name__ if inspect.isfunction(op) else op}{shapes}".replace(" ", "")
 
 
+# Torch's own words about scatter(reduce=) and index_reduce.
+@pytest.mark.filterwarnings("ignore:.*reduce")
 @pytest.mark.parametrize("sample", SAMPLES, ids=name)
 def test_every_choice_gives_the_result_of_one_device(sample):
     report = check_rule(sample)
@@ -38,14 +41,17 @@ def test_every_choice_gives_the_result_of_one_device(sample):
     assert not report.mistakes, "\n".join(map(str, report.mistakes))
 
 
+@pytest.mark.filterwarnings("ignore:.*reduce")
 @pytest.mark.parametrize("sample", SAMPLES, ids=name)
 def test_no_useful_choice_is_missing(sample):
     if sample.op in OF_NO_USE:
         pytest.skip("the op does not read the values of its first operand")
     if plain_op(sample.op) in UNCHECKED_KERNELS:
-        pytest.skip("the kernel crashes on operands that do not fit together")
+        pytest.skip("the kernel crashes on operands that do not fit, or has too many of them")
     if sample.op is aten.view.default and 0 in sample.args[0].shape:
         pytest.skip("anything is right for a tensor without elements")
+    if sample.op in BY_CHANCE:
+        pytest.skip("what is right for the entries of one sample need not be right for others")
     missing = missing_choices(sample)
     if sample.op in NEVER_TAKEN:
         missing = [choice for choice in missing if "P(sum)" not in choice.partition(" -> ")[0]]

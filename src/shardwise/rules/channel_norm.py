@@ -16,7 +16,7 @@ import torch
 from shardwise.core.chunks import lengths
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
-from shardwise.rules.notation import rule
+from shardwise.rules.notation import linear_choices, rule
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -109,6 +109,7 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
         channels, each, groups = group_cut.channels, group_cut.per_channel, group_cut.groups
         inputs = (channels, channels, groups, groups, *[each] * num)
         yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
+    yield from linear_choices(call, ((0,),))
 
 
 def group_norm_grad_of_parts(
@@ -222,6 +223,7 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
             grads = (cut, each, each)
             outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
             yield Choice((cut, cut, *[other] * num), outputs, local)
+    yield from linear_choices(call, ((0,),))
 
 
 def normalised_grad_part(

@@ -418,6 +418,12 @@ def whole_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
 
 
+def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
+    """The entries that the mask names, in order: only the whole mask has an order."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
+
+
 RULES: Table = table(
     ((aten.index.Tensor, aten._unsafe_index.Tensor), Rule(index_choices, "x[i, j] -> n ...")),
     (
@@ -444,6 +450,10 @@ RULES: Table = table(
     ((aten.select_scatter.default,), Rule(select_scatter_choices, "... n, ... -> ... n")),
     ((aten.slice_scatter.default,), Rule(slice_scatter_choices, "... n, ... m -> ... n")),
     ((aten.diagonal_scatter.default,), Rule(diagonal_scatter_choices, "... [n] [m], ... -> ...")),
+    (
+        (aten.masked_scatter_backward.default,),
+        Rule(masked_scatter_grad_choices, "[...], [...] -> [n]"),
+    ),
     ((aten.masked_scatter.default,), Rule(masked_scatter_choices, "..., [...], [n] -> ...")),
     (
         (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
@@ -451,7 +461,6 @@ RULES: Table = table(
     ),
     (
         (
-            aten.masked_scatter_backward.default,
             aten.as_strided_scatter.default,
             aten.nonzero_static.default,
         ),
