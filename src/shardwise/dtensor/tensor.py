@@ -147,7 +147,7 @@ class DTensor(torch.Tensor):
             entry = None
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -417,11 +417,11 @@ def check_plain(op: Any, value: torch.Tensor) -> None:
         )
 
 
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
 
 
@@ -440,7 +440,7 @@ def _miss(
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
