@@ -23,7 +23,9 @@ from shardwise.dtensor.create import (
     randn,
     zeros,
 )
+from shardwise.dtensor.gathered import fallback
 from shardwise.dtensor.gradients import reduce_gradients
+from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
@@ -31,10 +33,12 @@ from shardwise.errors import (
     MixedTensorsError,
     RankMismatchError,
     RedistributionError,
+    ReplicationWarning,
     ShardwiseError,
     UnsupportedError,
     WorldError,
 )
+from shardwise.rules.register import register_rule, register_sharding
 
 __version__ = "0.1.0"
 
@@ -51,6 +55,7 @@ __all__ = [
     "RankMismatchError",
     "RedistributionError",
     "Replicate",
+    "ReplicationWarning",
     "Shard",
     "ShardwiseError",
     "UnsupportedError",
@@ -59,13 +64,17 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explicit_redistribution",
+    "fallback",
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "ones",
     "rand",
     "randn",
     "reduce_gradients",
+    "register_rule",
+    "register_sharding",
     "simulate",
     "zeros",
 ]

@@ -6,9 +6,13 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 import torch
 from samples_image import image_samples
 from samples_indexing import indexing_samples
+from samples_norm import norm_samples
+from samples_product import product_samples
+from samples_recurrent import recurrent_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
+from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -41,6 +45,9 @@ def samples() -> list[Sample]:
         *_whole(),
         *image_samples(),
         *indexing_samples(),
+        *norm_samples(),
+        *product_samples(),
+        *recurrent_samples(),
     ]
 
 
@@ -180,7 +187,21 @@ def _attention() -> list[Sample]:
         Sample(forward, (q, k, v), {"attn_mask": None, "scale": 0.3}),
         Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False)),
         Sample(aten._fused_sdp_choice.default, (q, k, v)),
+        *_masked_attention(q, k, v, grad),
     ]
+
+
+def _masked_attention(q, k, v, grad) -> list[Sample]:
+    forward = positional(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    backward = positional(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    found = []
+    for mask in (t(5, 6), t(1, 4, 5, 6), t(2, 1, 5, 6)):
+        out, logsumexp = forward(q, k, v, 0.0, False, mask, None)
+        found += [
+            Sample(forward, (q, k, v, 0.0, False, mask, None)),
+            Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False, mask, None)),
+        ]
+    return found
 
 
 def _create() -> list[Sample]:

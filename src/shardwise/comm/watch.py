@@ -23,7 +23,16 @@ class Cause:
 class Watch:
     """`on` is the one flag to look at; the rest says what it is on for."""
 
-    __slots__ = ("cause", "listeners", "notes", "on", "replicate_plain", "strict", "watchers")
+    __slots__ = (
+        "cause",
+        "gather_unknown",
+        "listeners",
+        "notes",
+        "on",
+        "replicate_plain",
+        "strict",
+        "watchers",
+    )
 
     def __init__(self) -> None:
         self.on = False
@@ -37,6 +46,8 @@ class Watch:
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.
         self.replicate_plain = 0
+        #: Whether an op without a rule gathers its operands; not part of `on`.
+        self.gather_unknown = 0
 
     def update(self) -> None:
         self.on = bool(self.strict or self.watchers or self.notes is not None)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import composites
+from shardwise.dtensor import composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
@@ -290,6 +290,9 @@ def register() -> None:
         ("linear", linear),
         ("cross_entropy_loss", cross_entropy),
         ("nll_loss_nd", nll_loss),
+        *norms.KERNELS,
+        *products.KERNELS,
+        *recurrent.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)

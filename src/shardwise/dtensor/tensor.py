@@ -34,9 +34,10 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -44,7 +45,13 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -56,6 +63,8 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -64,9 +73,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -434,6 +445,23 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
@@ -454,7 +482,8 @@ def _miss(
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -486,11 +515,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:

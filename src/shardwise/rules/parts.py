@@ -23,7 +23,7 @@ class UnlessEmpty:
     shapes: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         outputs = layouts[len(tensors) :]
         if math.prod(tensors[0].shape) and math.prod(outputs[0].local_shape(coordinate)):
             here = list(args)

@@ -28,6 +28,7 @@ from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs
+from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import CallPlan, every_plan
 from shardwise.rules.rule import Call, Rule, TensorMeta
 
@@ -81,7 +82,7 @@ def check_rule(
     >>> check_rule(Sample(torch.ops.aten.neg.default, (x,))).ok
     True
     """
-    rule = rule or find_rule(sample.op)
+    rule = rule or find_rule(plain_op(sample.op))
     if rule is None:
         raise KeyError(f"{sample.op} has no rule")
     report = Report()
@@ -121,7 +122,7 @@ def _call(sample: Sample) -> Call:
     inputs = tuple(
         TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype) for t in _tensors(sample.args)
     )
-    return Call(sample.op, sample.args, sample.kwargs, inputs, outputs)
+    return Call(plain_op(sample.op), sample.args, sample.kwargs, inputs, outputs)
 
 
 def _starting_layouts(call: Call, grid: Grid) -> Iterator[list[Layout]]:
@@ -177,7 +178,8 @@ def _why_wrong(plan: CallPlan, sample: Sample, grid: Grid) -> str:
     tensors = _tensors(sample.args)
     parts = iter([scattered(t, lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
     args = [_replace(arg, parts) for arg in sample.args]
-    found = local_call(sample.op, plan)(*args, **sample.kwargs)
+    spelled = sample.op if isinstance(sample.op, Positional) else None
+    found = local_call(plain_op(sample.op), plan, spelled)(*args, **sample.kwargs)
     expected = sample.op(*sample.args, **sample.kwargs)
     if not plan.outputs:
         return "" if found == expected else f"{found} instead of {expected}"
@@ -276,7 +278,7 @@ def missing_choices(sample: Sample, rule: Rule | None = None, ranks: int = 2) ->
 
     Only choices that shard something, or let a Partial sum through, are of use.
     """
-    rule = rule or find_rule(sample.op)
+    rule = rule or find_rule(plain_op(sample.op))
     if rule is None:
         raise KeyError(f"{sample.op} has no rule")
     tensors = _tensors(sample.args)
