@@ -9,6 +9,7 @@ from samples import NEVER_TAKEN, OF_NO_USE, UNCHECKED_KERNELS, WITHOUT_VALUES, s
 from shardwise import Partial, Replicate, Shard
 from shardwise.rules.catalog import CATALOG, find_rule, functional_twin
 from shardwise.rules.pointwise import pointwise_rule
+from shardwise.rules.positional import plain_op
 from shardwise.rules.rule import Choice, Rule, merge, table
 from shardwise.testing import Sample, check_rule, missing_choices
 
@@ -37,6 +38,8 @@ def test_no_useful_choice_is_missing(sample):
         pytest.skip("the kernel crashes on operands that do not fit together")
     if sample.op is aten.view.default and 0 in sample.args[0].shape:
         pytest.skip("anything is right for a tensor without elements")
+    if sample.op is aten._linalg_svd.default and sample.args[1:] == (False, False):
+        pytest.skip("anything is right for results that were not asked for")
     missing = missing_choices(sample)
     if sample.op in NEVER_TAKEN:
         missing = [choice for choice in missing if "P(sum)" not in choice.partition(" -> ")[0]]
@@ -44,7 +47,7 @@ def test_no_useful_choice_is_missing(sample):
 
 
 def test_every_rule_has_a_sample():
-    without = CATALOG.keys() - {s.op for s in SAMPLES} - WITHOUT_VALUES
+    without = CATALOG.keys() - {plain_op(s.op) for s in SAMPLES} - WITHOUT_VALUES
     assert not without
 
 
