@@ -4,6 +4,7 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
+from samples_algebra import algebra_samples
 from samples_image import IMAGE_KERNELS, image_samples
 from samples_indexing import indexing_samples
 from samples_norm import norm_samples
@@ -43,6 +44,7 @@ def samples() -> list[Sample]:
         *_attention(),
         *_embedding(),
         *_whole(),
+        *algebra_samples(),
         *image_samples(),
         *indexing_samples(),
         *norm_samples(),
@@ -297,6 +299,9 @@ OF_NO_USE = {
 
 #: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
 UNCHECKED_KERNELS = {
+    aten.linalg_ldl_solve.default,
+    aten.linalg_lu_solve.default,
+    aten.lu_unpack.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
     *IMAGE_KERNELS,

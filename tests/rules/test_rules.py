@@ -52,6 +52,8 @@ def test_no_useful_choice_is_missing(sample):
         pytest.skip("anything is right for a tensor without elements")
     if sample.op in BY_CHANCE:
         pytest.skip("what is right for the entries of one sample need not be right for others")
+    if sample.op is aten._linalg_svd.default and sample.args[1:] == (False, False):
+        pytest.skip("anything is right for results that were not asked for")
     missing = missing_choices(sample)
     if sample.op in NEVER_TAKEN:
         missing = [choice for choice in missing if "P(sum)" not in choice.partition(" -> ")[0]]

@@ -20,13 +20,16 @@ from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.planning import Entry, at_path, mover, on_one_mesh, tensor_paths
 from shardwise.errors import ArgumentError, ReplicationWarning
 from shardwise.redistribute.search import find_steps
-from shardwise.rules.catalog import has_unknown_shape, written_inputs
+from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
 from shardwise.rules.positional import plain_op
 from shardwise.rules.propagate import CallPlan
 
 
 def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     """The entry of an op whose result's shape depends on values; None for any other call."""
+    rule = find_rule(plain_op(op))
+    if rule is not None and rule.found_shapes:
+        return whole_entry(op, args)
     if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
         return None
     return whole_entry(op, args)

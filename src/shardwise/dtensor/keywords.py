@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map
 
 from shardwise.core.layout import Layout
 from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.rules.catalog import with_arguments
 from shardwise.rules.infer import hollowed
 from shardwise.rules.positional import in_order, positional
 
@@ -73,13 +74,7 @@ def without_out(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     """
     names = written_keywords(op)
     wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in names]
-    packet = op.overloadpacket
-    for overload in packet.overloads():
-        other = getattr(packet, overload)
-        has = [(a.name, str(a.type)) for a in other._schema.arguments]
-        if has == wanted and not other._schema.is_mutable:
-            return other
-    return None
+    return with_arguments(op.overloadpacket, wanted)
 
 
 def _check_targets(

@@ -21,8 +21,8 @@ from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, written_inputs
-from shardwise.rules.infer import hollowed, infer_outputs
-from shardwise.rules.positional import Positional, plain_op
+from shardwise.rules.infer import hollowed, outputs_of
+from shardwise.rules.positional import Positional, in_order, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -59,8 +59,8 @@ def make_entry(
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    outputs, shape = infer_outputs(spelled, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
+    outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
@@ -355,20 +355,32 @@ class _OtherOp(Exception):
 
 
 class _Only(TorchDispatchMode):
-    """Lets exactly one op through."""
+    """Lets exactly one call through: some bindings have other defaults than their op."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.op = op
+        self.given = in_order(op, args, kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what wraps it otherwise imports the compiler, for most of a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.op:
+        if func is not self.op or not all(
+            map(_same, in_order(func, args, kwargs or {}), self.given)
+        ):
             raise _OtherOp
         return func(*args, **(kwargs or {}))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same; any tensor is as good as any other."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
 
 
 #: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
@@ -387,7 +399,7 @@ def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
-                with _Only(op):
+                with _Only(op, hollow_args, hollow_kwargs):
                     binding(*hollow_args, **hollow_kwargs)
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue

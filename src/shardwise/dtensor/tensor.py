@@ -45,10 +45,17 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import find_rule, rule_caches
+from shardwise.rules.catalog import (
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
+aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -56,6 +63,8 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -64,6 +73,7 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
@@ -148,7 +158,7 @@ class DTensor(torch.Tensor):
             entry = None
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -184,7 +194,7 @@ class DTensor(torch.Tensor):
         if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(functools.partial(autograd.lies_like, layout))
+            self.register_hook(functools.partial(autograd.lies_like, DTensor, layout))
         return self
 
     # -- what it is --------------------------------------------------------------------------
@@ -400,7 +410,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        _check_plain(op, value)
+        check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
@@ -408,8 +418,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         operands.append(value)
 
 
-def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not _zeros_of_autograd(value):
+def check_plain(op: Any, value: torch.Tensor) -> None:
+    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
@@ -418,17 +428,11 @@ def _check_plain(op: Any, value: torch.Tensor) -> None:
         )
 
 
-def _zeros_of_autograd(value: torch.Tensor) -> bool:
-    """Torch's own backward formulas make plain zeros: the same on every rank."""
-    in_backward = torch._C._current_graph_task_id() != -1
-    return in_backward and type(value) is torch.Tensor and not value.is_meta and not value.any()
-
-
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
 
 
@@ -446,7 +450,7 @@ def _miss(
     except UnsupportedError:
         if not may_fall_back(op):
             raise
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
 
 
@@ -459,7 +463,12 @@ def _planned(
     wish: Layout | None,
 ) -> Any:
     global _misses
-    layouts = [_as_layouts(a) for a in args]
+    if changes_shape(op):
+        return _view_in_place(op, args, kwargs)
+    twin = written_twin(op)
+    if twin is not None and (find_rule(op) is None or _known_write(key)):
+        return _write_back(twin, args, kwargs)
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -467,7 +476,15 @@ def _planned(
             if isinstance(op, Positional):
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
-        entry = make_entry(op, layouts, kwargs, wish)
+        try:
+            entry = make_entry(op, layouts, kwargs, wish)
+        except UnsupportedError:
+            if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
+                raise
+            with contextlib.suppress(TypeError):
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
+            return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:
@@ -484,6 +501,33 @@ def _planned(
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"
     return entry.finish(local, args, DTensor.wrap)
+
+
+def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op that turns a tensor into a view of itself, such as `t_`."""
+    x, twin = args[0], functional_twin(op)
+    if twin is None:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    view = twin(*args, **kwargs)
+    if view._layout.snapshot and not x._layout.snapshot:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)  # the wrapper's own shape
+    x._local, x._layout = view._local, view._layout
+    return x
+
+
+def _known_write(key: list[Any]) -> bool:
+    try:
+        return tuple(key) in _written_back
+    except TypeError:  # a symbolic int has no hash
+        return False
+
+
+def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    aten.copy_.default(args[0], twin(*args, **kwargs))
+    return args[0]
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

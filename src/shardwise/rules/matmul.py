@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import parse, pattern_choices, rule
+from shardwise.rules.notation import (
+    Dims,
+    linear_choices,
+    parse,
+    pattern_choices,
+    rule,
+    sharded_choices,
+)
 from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
 aten = torch.ops.aten
@@ -49,6 +56,23 @@ def adding(*ops: Any, product: str) -> tuple[tuple[Any, ...], Rule]:
     return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
 
+def trilinear_choices(call: Call) -> Iterator[Choice]:
+    """A product of three tensors, each stretched along some dims, summed over others."""
+    stretched = [call.argument(f"expand{i}") for i in (1, 2, 3)]
+    summed = call.argument("sumdim")
+    letters = [f"d{d}" for d in range(call.inputs[0].ndim + len(stretched[0]))]
+    dims = Dims(
+        tuple(
+            tuple(letter for d, letter in enumerate(letters) if d not in without)
+            for without in stretched
+        ),
+        (tuple(letter for d, letter in enumerate(letters) if d not in summed),),
+    )
+    yield call.replicated()
+    yield from sharded_choices(call, dims, frozenset(), (), "sum")
+    yield from linear_choices(call, ((0,), (1,), (2,)))
+
+
 RULES: Table = table(
     rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
     adding(aten.addmm.default, product="m k, k n -> m n"),
@@ -56,6 +80,7 @@ RULES: Table = table(
     adding(aten.addbmm.default, product="b m k, b k n -> m n"),
     adding(aten.addmv.default, product="m k, k -> m"),
     adding(aten.addr.default, product="m, n -> m n"),
+    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
     rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import localize
@@ -118,11 +119,21 @@ def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
 
 
 def _call(sample: Sample) -> Call:
-    outputs, _ = infer_outputs(sample.op, sample.args, sample.kwargs, symbolic=False)
+    outputs, _ = _outputs(sample)
     inputs = tuple(
         TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype) for t in _tensors(sample.args)
     )
     return Call(plain_op(sample.op), sample.args, sample.kwargs, inputs, outputs)
+
+
+def _outputs(sample: Sample) -> tuple[tuple[TensorMeta, ...], Any]:
+    """As the rule's user would infer them; of some ops only the data tell the shapes."""
+    try:
+        return infer_outputs(sample.op, sample.args, sample.kwargs, symbolic=False)
+    except NotImplementedError:
+        result = sample.op(*sample.args, **sample.kwargs)
+        shape = tree_map(lambda t: TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype), result)
+        return tuple([shape] if isinstance(shape, TensorMeta) else tree_leaves(shape)), shape
 
 
 def _starting_layouts(call: Call, grid: Grid) -> Iterator[list[Layout]]:
@@ -190,7 +201,7 @@ def _asked(result: Any, sample: Sample) -> list[torch.Tensor]:
     """The tensors of a result; kernels may return some that nobody asked for."""
     if isinstance(result, torch.Tensor):
         return [result]
-    _, shape = infer_outputs(sample.op, sample.args, sample.kwargs, symbolic=False)
+    _, shape = _outputs(sample)
     return [r for r, meta in zip(result, shape, strict=True) if isinstance(meta, TensorMeta)]
 
 
