@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import whole
 
-from shardwise import Replicate, Shard, UnsupportedError, distribute_tensor
+from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 
 ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
@@ -93,8 +93,9 @@ def test_results_whose_shape_depends_on_values(mesh, placement):
     torch.testing.assert_close(whole(placed.grad), (x > 0).float())
 
 
-def test_a_write_that_would_have_to_move_its_target_says_so(mesh):
-    partial = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).sum(0)
-    mask = distribute_tensor(torch.tensor([1, 0]), mesh, [Replicate()])
-    with pytest.raises(UnsupportedError, match=r"index_fill_.*P\(sum\).*Redistribute"):
-        partial.index_fill_(0, mask, 1.0)
+def test_a_write_to_a_sum_that_is_not_reduced_yet(mesh):
+    x = torch.randn(4, 3)
+    partial = distribute_tensor(x, mesh, [Shard(0)]).sum(0)
+    assert partial.placements[0].is_partial()
+    partial.index_fill_(0, distribute_tensor(torch.tensor([1, 0]), mesh, [Replicate()]), 1.0)
+    torch.testing.assert_close(whole(partial), torch.tensor([1.0, 1.0, x.sum(0)[2]]))

@@ -51,7 +51,7 @@ def _convolution(x, weight, bias, **changed) -> list[Sample]:
     grad = torch.randn(out.shape, generator=_generator)
     backward, sizes = aten.convolution_backward.default, None if bias is None else [len(bias)]
     masks = [[True, True, bias is not None]]
-    if not dims - 1:
+    if changed == {}:
         masks.append([False, True, False])
     return [
         Sample(aten.convolution.default, (x, weight, bias, *rest)),

@@ -28,7 +28,7 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Any:
-    options = {"scale": scale, "enable_gqa": enable_gqa}
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     if is_causal and attn_mask is None and all(type(t) is DTensor for t in (query, key, value)):
         operands = (query, key, value, None, dropout_p, True)
         if torch._fused_sdp_choice(*operands, **options) == _NO_KERNEL:
