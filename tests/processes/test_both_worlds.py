@@ -96,3 +96,17 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.convolutional_net,
+        programs.attention_and_recurrence,
+        programs.picked_and_written,
+        programs.mapped_over_parts,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_layers_and_whole_ops(processes, program):
+    assert_close(*both(processes, program))
