@@ -97,6 +97,7 @@ _apply_matmul = direct_apply(Matmul)
 
 
 def matmul(left: Any, right: Any) -> Any:
+    """Any shapes; `kernels.matmul` has a shorter way for a batch without broadcasting."""
     if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
         # The ordinary path says which operand is plain, or what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.matmul.default, None, (left, right))
@@ -110,4 +111,4 @@ def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
     return out if bias is None else out + bias
 
 
-KERNELS = (("einsum", einsum), ("matmul", matmul), ("bilinear", bilinear))
+KERNELS = (("einsum", einsum), ("bilinear", bilinear))
