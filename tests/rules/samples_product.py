@@ -35,6 +35,7 @@ def product_samples() -> list[Sample]:
         Sample(aten.baddbmm.default, (t(4, 1, 2), t(4, 3, 5), t(4, 5, 2))),
         Sample(aten.addbmm.default, (t(3, 2), t(4, 3, 5), t(4, 5, 2)), {"alpha": 2.0}),
         Sample(aten.addmv.default, (t(3), t(3, 5), t(5))),
+        Sample(aten.addmv.default, (t(1), t(3, 5), t(5))),
         Sample(aten.addr.default, (t(3, 5), t(3), t(5))),
         Sample(aten.vdot.default, (t(5), t(5))),
     ]

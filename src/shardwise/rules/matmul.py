@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from shardwise.rules.notation import (
     rule,
     sharded_choices,
 )
-from shardwise.rules.rule import Call, Choice, Rule, Table, table
+from shardwise.rules.parts import functional
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
 
@@ -55,8 +57,23 @@ def _as_matrix(x: Any) -> Any:
 EACH = ((0,), (1,))
 
 
-def adding(*ops: Any, product: str) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table: a product to which the first operand is added, broadcast."""
+@dataclass(frozen=True, slots=True)
+class AddedInFull:
+    """The op, with what is added in the shape of this rank's result."""
+
+    op: Any
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], added: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return self.op(added.expand(layouts[-1].local_shape(coordinate)), *rest, **named)
+
+
+def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table: a product to which the first operand is added, broadcast.
+
+    A `guarded` op would give a product of empty parts the shape of what is added.
+    """
     result = product.partition("->")[2].split()
     # By the number of dims that the added tensor has.
     patterns = {
@@ -66,7 +83,9 @@ def adding(*ops: Any, product: str) -> tuple[tuple[Any, ...], Rule]:
 
     def choices(call: Call) -> Iterator[Choice]:
         pattern = patterns[call.inputs[0].ndim]
-        yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+        local = LocalCall(AddedInFull(functional(call.op)), per_rank=True) if guarded else None
+        for choice in pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,)):
+            yield replace(choice, local=local)
 
     return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
@@ -93,7 +112,7 @@ RULES: Table = table(
     adding(aten.addmm.default, product="m k, k n -> m n"),
     adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
     adding(aten.addbmm.default, product="b m k, b k n -> m n"),
-    adding(aten.addmv.default, product="m k, k -> m"),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
     adding(aten.addr.default, product="m, n -> m n"),
     ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
