@@ -95,10 +95,8 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    same_name = getattr(packet, op._schema.overload_name or "default", None)
-    return same_name or with_arguments(
-        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
-    )
+    # Not by the overload's name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar is another op.
+    return with_arguments(packet, [(a.name, str(a.type)) for a in op._schema.arguments])
 
 
 @functools.lru_cache(maxsize=4096)

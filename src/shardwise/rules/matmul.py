@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from shardwise.rules.notation import (
     rule,
     sharded_choices,
 )
-from shardwise.rules.rule import Call, Choice, Rule, Table, table
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
 
@@ -40,7 +41,13 @@ def _as_matrix(x: Any) -> Any:
 EACH = ((0,), (1,))
 
 
-def adding(*ops: Any, product: str) -> tuple[tuple[Any, ...], Rule]:
+def addmv(added: Any, matrix: Any, vector: Any, **scales: Any) -> Any:
+    """Torch's own does not stretch what is added where a rank has no rows."""
+    added = added.expand(matrix.shape[0])
+    return aten.addmv.default(added, matrix, vector, **scales)
+
+
+def adding(*ops: Any, product: str, local: LocalCall | None = None) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table: a product to which the first operand is added, broadcast."""
     result = product.partition("->")[2].split()
     # By the number of dims that the added tensor has.
@@ -51,7 +58,8 @@ def adding(*ops: Any, product: str) -> tuple[tuple[Any, ...], Rule]:
 
     def choices(call: Call) -> Iterator[Choice]:
         pattern = patterns[call.inputs[0].ndim]
-        yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+        found = pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+        yield from (replace(choice, local=local) for choice in found)
 
     return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
@@ -78,7 +86,7 @@ RULES: Table = table(
     adding(aten.addmm.default, product="m k, k n -> m n"),
     adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
     adding(aten.addbmm.default, product="b m k, b k n -> m n"),
-    adding(aten.addmv.default, product="m k, k -> m"),
+    adding(aten.addmv.default, product="m k, k -> m", local=LocalCall(addmv)),
     adding(aten.addr.default, product="m, n -> m n"),
     ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
