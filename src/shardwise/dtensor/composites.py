@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
-from shardwise.dtensor.keywords import run_by_keyword, without_out, written_keywords
+from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.tensor import DTensor, as_layouts, check_plain
 from shardwise.rules.infer import hollowed
 
@@ -29,6 +29,7 @@ _MAKE_TENSORS = (
     aten.linalg_matrix_rank.atol_rtol_float,
     aten.linalg_matrix_rank.atol_rtol_tensor,
     aten.linalg_matrix_rank.tol_tensor,
+    aten._scaled_dot_product_attention_math.default,
 )
 
 
@@ -82,7 +83,10 @@ def stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
-def _into_out(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(aten, packet), overload)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(
@@ -93,15 +97,16 @@ def _into_out(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def register(library: torch.library.Library) -> None:
-    """Give torch these kernels for DTensors, with the forms that write to `out`."""
+    """Give torch these kernels for DTensors."""
     for op in _MAKE_TENSORS:
         _implement(library, op, functools.partial(_put_together, op))
-        for name in op.overloadpacket.overloads():
-            other = getattr(op.overloadpacket, name)
-            if written_keywords(other) and without_out(other) is op:
-                _implement(library, other, functools.partial(_into_out, other))
     _implement(library, aten.stft.default, stft)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
+    key = "CompositeImplicitAutograd"
+    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
+        namespace, _, rest = name.partition("::")
+        if namespace == "aten" and rest.endswith("out") and "." in rest:
+            library.impl(rest, functools.partial(_into_out, rest), "AutogradPrivateUse3")
 
 
 def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:

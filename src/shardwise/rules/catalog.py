@@ -104,6 +104,8 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
     if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
         return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # the twin would draw other numbers
     twin = functional_twin(op)
     # `copy_` is what writes back; the others do not read what they write to.
     if twin is None or twin in (torch.ops.aten.copy.default, torch.ops.aten.set.default):
