@@ -102,11 +102,29 @@ def register(library: torch.library.Library) -> None:
         _implement(library, op, functools.partial(_put_together, op))
     _implement(library, aten.stft.default, stft)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
-    key = "CompositeImplicitAutograd"
-    for name in torch._C._dispatch_get_registrations_for_dispatch_key(key):
-        namespace, _, rest = name.partition("::")
-        if namespace == "aten" and rest.endswith("out") and "." in rest:
-            library.impl(rest, functools.partial(_into_out, rest), "AutogradPrivateUse3")
+    for name in _composite_out_forms():
+        library.impl(name, functools.partial(_into_out, name), "AutogradPrivateUse3")
+
+
+#: Forms for `out=` whose names do not say so.
+_OTHER_OUT_FORMS = (
+    "divide.out_mode",
+    "linalg_eigh.eigvals",
+    "linalg_matrix_rank.out_tol_tensor",
+    "linalg_pinv.out_rcond_tensor",
+    "linalg_svd.U",
+    "qr.Q",
+    "svd.U",
+)
+
+
+def _composite_out_forms() -> list[str]:
+    """The composite ops with `out=`, but for those that make tensors out of nothing."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
+    found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
+    made = ("empty.", "rand.", "randn.")
+    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith(made)]
 
 
 def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:
