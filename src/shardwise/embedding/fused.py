@@ -1,0 +1,126 @@
+"""Updates that are fused into the backward pass: one rule per optimizer.
+
+Each follows the formula of the optimizer of torch that has its name, on the rows that a batch
+looked up: SGD and Adagrad as with any gradient (rows without one do not change), Adam as
+`torch.optim.SparseAdam` (moments of other rows rest). Row-wise Adagrad keeps one number per row:
+the running sum of the mean square of the row's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+
+State = Mapping[str, torch.Tensor]
+
+
+@dataclass
+class FusedOptimizer:
+    """The settings of an optimizer; `lr` may be changed between steps."""
+
+    lr: float
+    #: name -> whether it has one number per row, or one per number of the table.
+    states: ClassVar[dict[str, bool]] = {}
+
+    def change(
+        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+    ) -> None:
+        """Change `rows` of `weight` and of the state; `grad` is scratch afterwards."""
+        raise NotImplementedError
+
+
+@dataclass
+class RowUpdate:
+    """What a backend does with the gradient of some rows: an optimizer and a stack's state."""
+
+    optimizer: FusedOptimizer
+    state: State
+    #: Counts updates from 1, as Adam wants to know.
+    step: int
+
+    def apply(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        """Change `rows` (each once) of the weight; `grad` is scratch afterwards."""
+        self.optimizer.change(weight, rows, grad, self.state, self.step)
+
+
+@dataclass
+class SGD(FusedOptimizer):
+    """`w -= lr g`"""
+
+    def change(
+        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+    ) -> None:
+        add_rows(weight, rows, grad, -self.lr)
+
+
+@dataclass
+class Adagrad(FusedOptimizer):
+    """`s += g²; w -= lr g / (√s + eps)`"""
+
+    eps: float = 1e-10
+    states: ClassVar[dict[str, bool]] = {"sum": False}
+
+    def change(
+        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+    ) -> None:
+        total = state["sum"].index_select(0, rows).addcmul_(grad, grad)
+        state["sum"].index_copy_(0, rows, total)
+        add_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps)), -self.lr)
+
+
+@dataclass
+class RowWiseAdagrad(FusedOptimizer):
+    """`s += mean(g²)` over the row; `w -= lr g / (√s + eps)`"""
+
+    eps: float = 1e-8
+    states: ClassVar[dict[str, bool]] = {"sum": True}
+
+    def change(
+        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+    ) -> None:
+        norm = torch.linalg.vector_norm(grad, dim=1)
+        total = state["sum"].index_select(0, rows).addcmul_(norm, norm, value=1 / grad.shape[1])
+        state["sum"].index_copy_(0, rows, total)
+        add_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps).unsqueeze(1)), -self.lr)
+
+
+@dataclass
+class Adam(FusedOptimizer):
+    """As `torch.optim.SparseAdam`: moments of the rows that were looked up."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    states: ClassVar[dict[str, bool]] = {"exp_avg": False, "exp_avg_sq": False}
+
+    def change(
+        self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
+    ) -> None:
+        beta1, beta2 = self.betas
+        first = state["exp_avg"].index_select(0, rows).lerp_(grad, 1 - beta1)
+        second = state["exp_avg_sq"].index_select(0, rows)
+        second.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+        state["exp_avg"].index_copy_(0, rows, first)
+        state["exp_avg_sq"].index_copy_(0, rows, second)
+        size = self.lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
+        add_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
+
+
+def add_rows(weight: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float) -> None:
+    """`weight[rows] += factor values`, for rows that occur once."""
+    if weight.device.type != "cpu":
+        weight.index_add_(0, rows, values, alpha=factor)
+        return
+    # On the CPU, adding a coalesced sparse tensor costs two thirds of index_add_.
+    sparse = torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, weight.shape, check_invariants=False, is_coalesced=True
+    )
+    weight.add_(sparse, alpha=factor)
+
+
+def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:
+    """The settings as plain data, for a checkpoint."""
+    return dict(vars(optimizer))
