@@ -13,7 +13,6 @@ from typing import Protocol
 import torch
 
 from shardwise.embedding.fused import RowUpdate
-from shardwise.errors import ArgumentError
 
 
 @dataclass(slots=True)
@@ -49,17 +48,3 @@ class Backend(Protocol):
     ) -> None:
         """Change the rows that were looked up, by `rule`, from the gradient of each bag."""
         ...
-
-
-def make_backend(backend: str | Backend) -> Backend:
-    """A backend by name, or the one that was given."""
-    if not isinstance(backend, str):
-        return backend
-    if backend == "torch":
-        from shardwise.embedding.torch_backend import TorchBackend
-
-        return TorchBackend()
-    raise ArgumentError(
-        f"backend={backend!r} is not known: use 'torch', or an object with the methods "
-        "of shardwise.embedding.Backend."
-    )

@@ -14,7 +14,8 @@ from shardwise.comm import collectives
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import grid_of
-from shardwise.embedding.backend import Backend, make_backend
+from shardwise.embedding.backend import Backend
+from shardwise.embedding.backends import make_backend
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
