@@ -25,6 +25,16 @@ class FusedOptimizer:
     lr: float
     #: name -> whether it has one number per row, or one per number of the table.
     states: ClassVar[dict[str, bool]] = {}
+    #: Whether a row's change is a number times its gradient: `row_factors` gives the numbers then,
+    #: and with `needs_squares` wants to know the mean square of each row's gradient.
+    scales_rows: ClassVar[bool] = False
+    needs_squares: ClassVar[bool] = False
+
+    def row_factors(
+        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
+    ) -> float | torch.Tensor:
+        """What each row's gradient is multiplied with before it is added; updates the state."""
+        raise NotImplementedError
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
@@ -50,6 +60,13 @@ class RowUpdate:
 @dataclass
 class SGD(FusedOptimizer):
     """`w -= lr g`"""
+
+    scales_rows: ClassVar[bool] = True
+
+    def row_factors(
+        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
+    ) -> float | torch.Tensor:
+        return -self.lr
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
@@ -78,14 +95,23 @@ class RowWiseAdagrad(FusedOptimizer):
 
     eps: float = 1e-8
     states: ClassVar[dict[str, bool]] = {"sum": True}
+    scales_rows: ClassVar[bool] = True
+    needs_squares: ClassVar[bool] = True
+
+    def row_factors(
+        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
+    ) -> float | torch.Tensor:
+        assert squares is not None, "asked for with needs_squares"
+        total = state["sum"].index_select(0, rows).add_(squares)
+        state["sum"].index_copy_(0, rows, total)
+        return total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
-        norm = torch.linalg.vector_norm(grad, dim=1)
-        total = state["sum"].index_select(0, rows).addcmul_(norm, norm, value=1 / grad.shape[1])
-        state["sum"].index_copy_(0, rows, total)
-        add_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps).unsqueeze(1)), -self.lr)
+        factors = self.row_factors(rows, mean_squares(grad), state)
+        assert isinstance(factors, torch.Tensor), "one factor per row"
+        add_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
 
 
 @dataclass
@@ -107,6 +133,11 @@ class Adam(FusedOptimizer):
         state["exp_avg_sq"].index_copy_(0, rows, second)
         size = self.lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
         add_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
+
+
+def mean_squares(grad: torch.Tensor) -> torch.Tensor:
+    """The mean of the squares of each row."""
+    return torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])
 
 
 def add_rows(weight: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float) -> None:

@@ -43,6 +43,17 @@ def repeated(lengths: torch.Tensor, total: int) -> torch.Tensor:
     return torch.repeat_interleave(count, lengths.long(), output_size=total)
 
 
+def spread(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
+    """Each value as often as its count says.
+
+    >>> spread(torch.tensor([0.5, 2.0]), torch.tensor([1, 2]), 3).tolist()
+    [0.5, 2.0, 2.0]
+    """
+    if values.device.type == "cpu":
+        return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
+    return torch.repeat_interleave(values, counts, output_size=total)
+
+
 def divided(ids: torch.Tensor, block: int) -> torch.Tensor:
     """`ids // block`; numpy multiplies where torch would divide."""
     if ids.device.type == "cpu":
