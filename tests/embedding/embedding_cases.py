@@ -2,13 +2,14 @@
 
 import copy
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
 
 import shardwise
 from shardwise import LocalTensor
-from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
 
 TABLES = [
     Table("user", 11, 8),
@@ -141,7 +142,7 @@ def beside_ddp(plan):
     bags = make(output="tensor").shard(mesh, plan)
     torch.manual_seed(1)
     dense = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(42, 3))
-    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.05)
+    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.002)
     for step in range(20):
         optimizer.zero_grad()
         dense(bags(batch(10 * step + dist.get_rank()))).pow(2).sum().backward()
@@ -157,7 +158,7 @@ def beside_dense():
     bags = make(output="tensor")
     torch.manual_seed(1)
     dense = torch.nn.Linear(42, 3)
-    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.05)
+    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.002)
     for step in range(20):
         optimizer.zero_grad()
         for rank in range(4):
@@ -177,3 +178,25 @@ def broken_on_one_rank(plan):
     if dist.get_rank() == 2:
         mine.values[0] = 99
     collection(mine)
+
+
+def trained_by_sgd(plan, num_steps):
+    """In four gloo processes: tables with row-sparse gradients and torch's own SGD."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    steps = [[batch(10 * step + rank) for rank in range(4)] for step in range(num_steps)]
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return train_sharded(make().shard(mesh, plan), steps, sgd)
+
+
+def trained_with_prefetch(plan, num_steps):
+    """In four gloo processes: the ids of the next batch travel while backward runs."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
+    mine = [batch(10 * step + dist.get_rank()) for step in range(num_steps)]
+    ahead = collection.prefetch(mine[0])
+    for number in range(num_steps):
+        loss = loss_of(collection(ahead))
+        if number + 1 < num_steps:
+            ahead = collection.prefetch(mine[number + 1])
+        loss.backward()
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}

@@ -16,6 +16,7 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import grid_of
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
+from shardwise.embedding.describe import describe
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
@@ -124,9 +125,9 @@ class _Collection(nn.Module):
                 f"A collection is sharded over a mesh with one axis, found {grid!r}. Take a "
                 "sub-mesh (mesh['axis']) or flatten it."
             )
-        self.plan = Plan.of(plan)
+        chosen = Plan.of(plan)
         num_ranks = len(grid.ranks)
-        tiling = self.plan.tiling(self.tables, num_ranks)
+        tiling = chosen.tiling(self.tables, num_ranks)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
         for number, table in enumerate(self.tables):
@@ -134,9 +135,15 @@ class _Collection(nn.Module):
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
             stacks.fill(number, tile_of(_plain(value)))
+        self.plan = chosen
         self._replace_parameters(stacks)
         self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
         return self
+
+    def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
+        """Bytes per rank, their balance, and what a step of such batches communicates."""
+        tiling = self._engine.stacks.tiling
+        return describe(tiling, pooled=self._pooled, batch_size=batch_size, ids_per_bag=ids_per_bag)
 
     def _replace_parameters(self, stacks: Stacks) -> None:
         for number, table in enumerate(self.tables):

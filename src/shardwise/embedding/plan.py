@@ -28,6 +28,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwise.core.chunks import lengths
+from shardwise.embedding.describe import describe
 from shardwise.embedding.table import Table
 from shardwise.embedding.tiling import Cut, Tiling, make_tiling
 from shardwise.errors import ArgumentError, LayoutError
@@ -108,6 +109,35 @@ class Plan:
     def tiling(self, tables: Sequence[Table], num_ranks: int) -> Tiling:
         """The parts of all tables on so many ranks."""
         return make_tiling(tables, self.cuts(tables, num_ranks), num_ranks)
+
+    def describe(
+        self,
+        tables: Sequence[Table],
+        num_ranks: int,
+        *,
+        batch_size: int = 2048,
+        ids_per_bag: float = 1,
+        pooled: bool = True,
+    ) -> str:
+        """Bytes per rank, their balance, and what a step of such batches communicates.
+
+        >>> tables = [Table("user", 1_000_000, 64), Table("day", 7, 16)]
+        >>> plan = Plan({"user": "row_wise", "day": "data_parallel"})
+        >>> print(plan.describe(tables, 2, batch_size=1000))
+        2 tables on 2 ranks; 1000 bags of 1 ids per feature and rank
+        rank  parts  MB of tables  of mean  MB sent per step: ids   rows  gradients  copies
+           0      2         128.0     1.00                    0.0    0.3        0.3     0.0
+           1      2         128.0     1.00                    0.0    0.3        0.3     0.0
+        row_wise: user
+        data_parallel: day
+        exchanges per step: counts, ids, rows, gradients, an all-reduce of copied tables' gradients
+        """
+        return describe(
+            self.tiling(tables, num_ranks),
+            pooled=pooled,
+            batch_size=batch_size,
+            ids_per_bag=ids_per_bag,
+        )
 
     def _chosen(self, tables: Sequence[Table]) -> dict[str, tuple[str, Mapping[str, Any]]]:
         names = [table.name for table in tables]
