@@ -3,43 +3,12 @@
 import programs
 import pytest
 import torch
-from programs import S0, S1, R, record
+from programs import S0, S1, R
+from worlds import assert_bits, assert_close, both
 
-import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
-
-
-def both(processes, program, *args):
-    """`(events, held by rank)` of the simulated world and of the processes."""
-    with shardwise.simulate(4):
-        events, held = record(program, *args)
-    answers = processes(record, program, *args)
-    # A simulated event counts the bytes of rank 0; other ranks of an uneven grid send less.
-    assert answers[0][0] == events
-    for rank, (real_events, _) in enumerate(answers):
-        assert kinds(real_events) == kinds(events), f"rank {rank} communicated otherwise"
-    real = {name: [answer[1][name][0] for answer in answers] for name in held}
-    return held, real
-
-
-def kinds(events):
-    return [(event.kind, event.axis) for event in events]
-
-
-def assert_bits(held, real):
-    for name, parts in held.items():
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, real[name][rank]), f"{name} on rank {rank}"
-
-
-def assert_close(held, real):
-    for name, parts in held.items():
-        for rank, part in enumerate(parts):
-            torch.testing.assert_close(
-                real[name][rank], part, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
-            )
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (1, 2)], ids=str)
@@ -49,6 +18,20 @@ def test_moves(processes, shape):
 
 def test_moves_on_a_grid(processes):
     assert_bits(*both(processes, programs.moves_on_a_grid))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+def test_moves_that_are_awaited_later(processes, shape):
+    assert_bits(*both(processes, programs.moves_apart, shape))
+
+
+@pytest.mark.parametrize("number", range(len(programs.CUBES)))
+def test_moves_on_a_cube(processes, number):
+    assert_bits(*both(processes, programs.moves_on_a_cube, number))
+
+
+def test_every_dtype(processes):
+    assert_bits(*both(processes, programs.moves_of_dtypes))
 
 
 def test_distribute_tensor(processes):
@@ -84,6 +67,20 @@ def test_table_step(processes, placement, ids):
 
 def test_table_on_a_grid_step(processes):
     assert_close(*both(processes, programs.table_on_a_grid_step))
+
+
+def test_a_step_with_moves_that_are_awaited_later(processes):
+    assert_close(*both(processes, programs.apart_step))
+
+
+@pytest.mark.parametrize("batch", [R, S0], ids=repr)
+def test_block_steps(processes, batch):
+    assert_close(*both(processes, programs.block_steps, batch, "Adam"))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in programs.OPTIMIZERS if name != "Adam"])
+def test_optimizers(processes, optimizer):
+    assert_close(*both(processes, programs.block_steps, R, optimizer))
 
 
 def test_compiled_steps(processes):

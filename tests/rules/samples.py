@@ -4,9 +4,11 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
+from samples_image import image_samples
+from samples_indexing import indexing_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul
+from shardwise.rules import bag_grads, bags, loss, matmul, routed, row_sparse
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -36,7 +38,10 @@ def samples() -> list[Sample]:
         *_norm(),
         *_attention(),
         *_embedding(),
+        *_bags(),
         *_whole(),
+        *image_samples(),
+        *indexing_samples(),
     ]
 
 
@@ -75,6 +80,11 @@ def _matmul() -> list[Sample]:
         Sample(aten.addmm.default, (t(4, 1), x, t(6, 5))),
         Sample(aten.addmm.default, (t(), x, t(6, 5))),
         Sample(aten.bmm.default, (t(4, 3, 5), t(4, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 2, 3, 5), t(4, 2, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 3, 5), t(5, 2))),
+        Sample(matmul.matmul_left_grad, (t(4, 2, 3, 5), t(4, 2, 6, 5))),
+        Sample(matmul.matmul_left_grad, (t(4, 3, 5), t(6, 5))),
+        Sample(matmul.matmul_right_grad, (t(4, 2, 3, 5), t(4, 2, 3, 6))),
         Sample(aten.dot.default, (t(5), t(5))),
         Sample(aten.mv.default, (x, t(6))),
         Sample(aten.linear.default, (t(3, 4, 6), t(5, 6), t(5))),
@@ -84,6 +94,8 @@ def _matmul() -> list[Sample]:
         Sample(matmul.linear_input_grad, (t(5), t(5, 6))),
         Sample(matmul.linear_weight_grad, (t(3, 4, 5), t(3, 4, 6))),
         Sample(matmul.linear_weight_grad, (t(5), t(6))),
+        Sample(matmul.linear_bias_grad, (t(3, 4, 5),)),
+        Sample(matmul.linear_bias_grad, (t(5),)),
     ]
 
 
@@ -211,11 +223,61 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, False)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, True)),
+        Sample(routed.returned_grad, (rows, ids, 7, 5), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
     ]
 
 
+def _bags() -> list[Sample]:
+    # Three bags of two, one of them of one id; and ragged ones, two of them empty.
+    square = torch.tensor([[5, 0], [2, 2], [3, 1]])
+    ragged, offsets = torch.tensor([5, 0, 2, 2, 5, 1, 3]), torch.tensor([0, 2, 2, 6, 7, 7])
+    weight = t(7, 4)
+    samples = []
+    for i, o in ((square, None), (ragged, offsets)):
+        num_bags = 3 if o is None else 5
+        for mode in (bags.MODE_SUM, bags.MODE_MEAN):
+            for padding_idx in (-1, 5):
+                samples.append(Sample(bags.pooled, (weight, i, o, None, mode, padding_idx)))
+                options = (7, mode, padding_idx, padding_idx < 0, False)
+                grad = (t(num_bags, 4), i, o, None, *options)
+                samples.append(Sample(bag_grads.pooled_grad, grad, wish=any_table))
+        weights, up = t(*i.shape), t(num_bags, 4)
+        samples += [
+            Sample(bags.pooled, (weight, i, o, weights, bags.MODE_SUM, 2)),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, 2, False, False),
+                wish=any_table,
+            ),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, -1, False, True),
+                wish=any_table,
+            ),
+            Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
+            Sample(bags.largest, (weight, i, o, -1)),
+            Sample(bags.largest, (weight, i, o, 5)),
+            Sample(
+                bag_grads.largest_grad,
+                (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
+                wish=any_table,
+            ),
+        ]
+    return samples
+
+
 def _whole() -> list[Sample]:
-    cube, flags = t(2, 3, 5), t(4, 6) > 0
+    cube = t(2, 3, 5)
+    # Rows and columns of which one half decides, in either half, and of which none does.
+    flags = torch.tensor(
+        [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]]
+    ).bool()
     one = torch.zeros(4, 6, dtype=torch.bool)
     one[0, 0] = True
     return [

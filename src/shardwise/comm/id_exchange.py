@@ -52,7 +52,7 @@ class Routing:
         return each_rank(self.grid, _spread, arrived, self.inverse, axes=())
 
     def hand_in(self, values: torch.Tensor) -> torch.Tensor:
-        """From one row for each of this rank's ids to rows at their owners, in the order of `asked`.
+        """From one row for each of this rank's ids to rows at the owners, in the order of `asked`.
 
         Rows of equal ids are added up before they are sent.
         """
@@ -100,8 +100,9 @@ def route(
 ) -> Routing:
     """Tell every owner which of its rows this rank wants.
 
-    `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last. `note` is a short integer tensor that rides on the exchange of counts; `read` is
-    given those of all coordinates, before any id is sent, and may raise.
+    `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last.
+    `note` is a short integer tensor that rides on the exchange of counts; `read` is given those of
+    all coordinates, before any id is sent, and may raise.
     """
 
     def sort(_: Coordinate, ids: torch.Tensor) -> Any:

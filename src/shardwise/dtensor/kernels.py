@@ -11,13 +11,21 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor import composites
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.bags import embedding_bag
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.ids import has_values
 from shardwise.rules.loss import nll, nll_grad
-from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
+from shardwise.rules.matmul import (
+    linear_bias_grad,
+    linear_input_grad,
+    linear_weight_grad,
+    matmul_left_grad,
+    matmul_right_grad,
+)
 from shardwise.rules.routed import Parcel, both_sharded, returned_grad, routed_lookup
 from shardwise.rules.row_sparse import sparse_grad
 
@@ -149,7 +157,7 @@ class Linear(torch.autograd.Function):
         if for_weight:
             grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
         if for_bias:
-            grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            grad_bias = _linear_bias_grad(grad)
         return grad_x, grad_weight, grad_bias
 
 
@@ -163,6 +171,12 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
+
+
+def _linear_bias_grad(grad: Any) -> Any:
+    if torch.is_grad_enabled():  # double backward
+        return grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+    return run(linear_bias_grad, grad)
 
 
 class LinearWeightGrad(torch.autograd.Function):
@@ -197,6 +211,51 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return run(op, x, weight) if bias is None else run(op, x, weight, bias)
 
 
+# -- matmul ----------------------------------------------------------------------------------
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        ctx.save_for_backward(left, right)
+        return run(_matmul, left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        left, right = ctx.saved_tensors
+        for_left, for_right = ctx.needs_input_grad
+        grad_left = grad_right = None
+        if torch.is_grad_enabled():  # double backward
+            if for_left:
+                grad_left = grad @ right.mT
+            if for_right:
+                grad_right = (left.mT @ grad).sum_to_size(right.shape)
+            return grad_left, grad_right
+        if for_left:
+            grad_left = run(matmul_left_grad, grad, right)
+        if for_right:
+            op = matmul_right_grad if right.dim() == left.dim() else linear_weight_grad
+            grad_right = run(op, left, grad, wish=gradient_layout(right._layout))
+        return grad_left, grad_right
+
+
+_matmul = aten.matmul.default
+_apply_matmul = direct_apply(Matmul)
+
+
+def matmul(left: Any, right: Any) -> Any:
+    """A batched product as one op: torch would fold the batch dims, which cannot stay sharded."""
+    whole = type(left) is DTensor and type(right) is DTensor and left.dim() > 2
+    if whole:
+        batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
+        whole = batch == others or right.dim() == 2
+    if not whole or left.dtype.is_complex:
+        return _matmul.decompose(left, right)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return _apply_matmul(left, right)
+    return run(_matmul, left, right)
+
+
 # -- cross entropy ---------------------------------------------------------------------------
 
 
@@ -225,23 +284,80 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """Cross entropy out of ops that each have a rule, so that a sharded batch stays sharded."""
-    if weight is not None or label_smoothing:
-        raise UnsupportedError(
-            "aten.cross_entropy_loss.default does not have a sharding strategy registered for "
-            "class weights or label smoothing. Gather the logits first: logits.full_tensor()."
-        )
+    options = (reduction, ignore_index, label_smoothing)
+    _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
     classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
     log_probs = classes_last.log_softmax(-1)
     if target.is_floating_point():
-        losses = -(log_probs * (target.movedim(1, -1) if target.dim() > 1 else target)).sum(-1)
-        count: Any = max(losses.numel(), 1)
+        soft = target.movedim(1, -1) if target.dim() > 1 else target
+        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
     else:
-        losses = NLL.apply(log_probs, target, ignore_index)
-        count = (target != ignore_index).sum()
+        losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
+    return _reduced(losses, count, reduction)
+
+
+def nll_loss(
+    log_probs: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """Cross entropy without its softmax."""
+    _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
+    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
+    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+
+
+def _reduced(losses: Any, count: Any, reduction: int) -> Any:
     if reduction == _NONE:
         return losses
     total = losses.sum()
     return total / count if reduction == _MEAN else total
+
+
+def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
+    """The loss of each sample for probabilities as target, and what a mean divides by."""
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / log_probs.shape[-1]
+    terms = log_probs * target
+    if weight is not None:
+        terms = terms * weight
+    losses = -terms.sum(-1)
+    return losses, max(losses.numel(), 1)
+
+
+def _losses(
+    log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
+) -> tuple[Any, Any]:
+    """The loss of each sample for classes as target, and what a mean divides by."""
+    losses = NLL.apply(log_probs, target, ignore_index)
+    kept = target != ignore_index
+    count = kept.sum()
+    if weight is not None:
+        own = torch.where(kept, weight.detach()[torch.where(kept, target, 0)], 0.0)
+        losses, count = losses * own, own.sum()
+    if smoothing:
+        spread = log_probs if weight is None else log_probs * weight
+        smooth = torch.where(kept, -spread.sum(-1), 0.0)
+        losses = losses * (1 - smoothing) + smooth * (smoothing / log_probs.shape[-1])
+    return losses, count
+
+
+def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
+    """Where the arguments do not fit, torch says so, on tensors without data."""
+    shape = tuple(scores.shape)
+    classes = shape[min(1, len(shape) - 1)] if shape else None
+    each = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
+    fits = tuple(target.shape) == (shape if target.is_floating_point() else each)
+    fits = fits and (weight is None or tuple(weight.shape) == (classes,))
+    if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
+        return
+    hollow = [
+        t if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for t in (scores, target, weight)
+    ]
+    op(*hollow, *options)
 
 
 # -- registration ----------------------------------------------------------------------------
@@ -253,7 +369,12 @@ def register() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
     for name, kernel in (
         ("embedding", embedding),
+        ("embedding_bag", embedding_bag),
+        ("embedding_bag.padding_idx", embedding_bag),
         ("linear", linear),
+        ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
+        ("nll_loss_nd", nll_loss),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
+    composites.register(_library)

@@ -14,14 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
-from shardwise.core.grid import Coordinate
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import REPLICATE, short
-from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
+from shardwise.core.placements import REPLICATE
+from shardwise.dtensor.strict import forbid_move, forbid_sent
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
-from shardwise.redistribute.steps import Step, local_bytes
-from shardwise.rules.catalog import find_rule, written_inputs
-from shardwise.rules.infer import hollowed, infer_outputs
+from shardwise.redistribute.search import find_steps
+from shardwise.redistribute.steps import Step
+from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
+from shardwise.rules.infer import hollowed, outputs_of
+from shardwise.rules.positional import Positional, in_order, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -50,15 +53,18 @@ def make_entry(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
+    spelled, op = op, plain_op(op)
     paths = list(_tensor_paths(args))
     given = [_at(args, path) for path in paths]
     layouts = _on_one_mesh(op, given)
     rule = find_rule(op)
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
+    if rule.found_shapes:
+        return _whole_entry(op, spelled, paths, layouts)
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    outputs, shape = infer_outputs(op, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
+    outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
@@ -73,17 +79,63 @@ def make_entry(
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
-    binding = None
-    if plan.local is None and isinstance(op, torch._ops.OpOverload) and not symbolic:
+    binding = spelled if spelled is not op else None
+    if (
+        binding is None
+        and plan.local is None
+        and isinstance(op, torch._ops.OpOverload)
+        and not symbolic
+    ):
         binding = fastest(op, args, kwargs)
     entry.call = local_call(op, plan, binding)
+    if written and plan.local is not None:
+        entry.call = _written_back(entry.call, written[0])
     if written:
         entry.finish = _returns_argument(written[0])
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
-        entry.finish = wraps_all(plan.outputs)
+        entry.finish = wraps_all(plan.outputs, shape)
     return entry
+
+
+def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
+    """The entry of an op whose result's shape depends on values; None for any other call.
+
+    All ranks have to see all of the operands, and each then has the whole result.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
+        return None
+    paths = list(_tensor_paths(args))
+    return _whole_entry(op, op, paths, _on_one_mesh(op, [_at(args, path) for path in paths]))
+
+
+def _whole_entry(op: Any, spelled: Any, paths: Sequence[Path], layouts: Sequence[Layout]) -> Entry:
+    """An op that runs whole, and whose results alone tell their number and shapes."""
+    grid = layouts[0].grid
+    whole = tuple(lo.with_placements((REPLICATE,) * grid.num_axes) for lo in layouts)
+    steps = tuple(find_steps(a, b) for a, b in zip(layouts, whole, strict=True))
+    plan = CallPlan(op, steps if any(steps) else None, whole, (), None, ())
+    entry = Entry(plan)
+    if plan.steps is not None:
+        entry.move = _mover(paths, plan)
+    entry.call = local_call(op, plan, spelled)
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        if isinstance(result, (list, tuple)):
+            found = [finish(r, args, wrap) for r in result]
+            return found if isinstance(result, list) else tuple(found)
+        return wrap(result, _found_layout(result, grid))
+
+    entry.finish = finish
+    return entry
+
+
+def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
+    """The layout of a whole tensor that was made without a plan for its shape."""
+    part = getattr(local, "_parts", (local,))[0]
+    whole = (REPLICATE,) * grid.num_axes
+    return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 
 
 def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
@@ -179,20 +231,7 @@ def _forbid(
     plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
 ) -> None:
     for path, steps, target, _, _ in moving:
-        talking = [step for step in steps if step.communicates]
-        if talking:
-            source = steps[0].source
-            num_bytes = int(
-                local_bytes(
-                    source.shape, source.dtype.itemsize, source.placements, source.grid.shape
-                )
-            )
-            raise RedistributionError(
-                f"{plan.op} needs argument {path[0]}, {source!r}, in {short(target.placements)}: "
-                f"{'; '.join(map(str, talking))} of about {num_bytes:,} bytes per rank, and "
-                "communication must be explicit here. Write "
-                f"x.redistribute(placements={list(target.placements)!r}) before the call."
-            )
+        forbid_move(plan.op, path[0], steps, target)
 
 
 def local_call(
@@ -208,6 +247,8 @@ def local_call(
         return _together(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
+    if plan.local is not None and isinstance(binding, Positional):
+        fn = _spelled(binding, fn, per_rank)
     if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
         return fn
     layouts = (*plan.inputs, *plan.outputs)
@@ -243,7 +284,7 @@ def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
         if not watch.on:
             return fn(layouts, *operands, **kwargs)
         if watch.strict and plan.sent:
-            _forbid_sent(plan)
+            forbid_sent(plan.op, plan.inputs, plan.sent)
         # A local function that only compares notes (are all ids in range?) moves nothing.
         with because(plan.op, implicit=bool(plan.sent)):
             return fn(layouts, *operands, **kwargs)
@@ -251,18 +292,29 @@ def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
     return call
 
 
-def _forbid_sent(plan: CallPlan) -> None:
-    grid = plan.inputs[0].grid
-    talking = [
-        f"{sent.kind} over axis {grid.axis_name(axis)!r} of about {int(sent.num_bytes):,} bytes"
-        for axis, sent in plan.sent
-    ]
-    found = "; ".join(map(repr, plan.inputs))
-    raise RedistributionError(
-        f"{plan.op.__name__} of {found} exchanges data between ranks: {'; '.join(talking)} per "
-        "rank, and communication must be explicit here. Write ids.redistribute(placements="
-        f"{[REPLICATE] * grid.num_axes!r}) before the call: the table then stays where it is."
-    )
+def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
+    """A local function that takes what the op takes, called with all of it by position."""
+    if not per_rank:
+        return functools.partial(op.spell, fn)
+
+    def call(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> Any:
+        return op.spell(functools.partial(fn, coordinate, layouts), *args)
+
+    return call
+
+
+def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A local function returns a new tensor: for an op in place, its values go where they belong.
+
+    After all ranks have run, since played ranks may share what they read and write.
+    """
+
+    def write(*operands: Any, **kwargs: Any) -> Any:
+        target = operands[position]
+        result = call(*operands, **kwargs)
+        return target if result is target else target.copy_(result)
+
+    return write
 
 
 def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:
@@ -289,25 +341,54 @@ _HOLE = object()
 
 
 def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
-    return tensors, [_HOLE if isinstance(o, torch.Tensor) else o for o in operands]
+    """The tensors, those in lists too, and what is left with holes in their places."""
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, torch.Tensor):
+            tensors.append(operand)
+            rest.append(_HOLE)
+        elif isinstance(operand, (list, tuple)):
+            inner, kept = _partition(operand)
+            tensors += inner
+            rest.append(kept if inner else operand)
+        else:
+            rest.append(operand)
+    return tensors, rest
 
 
 def _merge(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
-    remaining = iter(tensors)
-    return [next(remaining) if r is _HOLE else r for r in rest]
+    return _filled(iter(tensors), rest)
+
+
+def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    return [
+        next(remaining) if r is _HOLE else _filled(remaining, r) if isinstance(r, list) else r
+        for r in rest
+    ]
 
 
 def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
 
 
-def wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
+def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
+    """`shape` is the result with a TensorMeta for each output, and something else where none is."""
+    # Kernels may return what nobody asked for: a place without an output stays without one.
+    asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
+
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         if not outputs:
             return result
         remaining = iter(outputs)
-        wrapped = [wrap(r, next(remaining)) if isinstance(r, torch.Tensor) else r for r in result]
+        wrapped = [
+            r
+            if not isinstance(r, torch.Tensor)
+            else wrap(r, next(remaining))
+            if asked is None or asked[i]
+            else None
+            for i, r in enumerate(result)
+        ]
         return wrapped if isinstance(result, list) else tuple(wrapped)
 
     return finish
@@ -318,20 +399,32 @@ class _OtherOp(Exception):
 
 
 class _Only(TorchDispatchMode):
-    """Lets exactly one op through."""
+    """Lets exactly one call through: some bindings have other defaults than their op."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.op = op
+        self.given = in_order(op, args, kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what wraps it otherwise imports the compiler, for most of a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.op:
+        if func is not self.op or not all(
+            map(_same, in_order(func, args, kwargs or {}), self.given)
+        ):
             raise _OtherOp
         return func(*args, **(kwargs or {}))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same; any tensor is as good as any other."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
 
 
 #: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
@@ -350,7 +443,7 @@ def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
-                with _Only(op):
+                with _Only(op, hollow_args, hollow_kwargs):
                     binding(*hollow_args, **hollow_kwargs)
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue

@@ -54,21 +54,20 @@ class RowSparse(DTensor):
         return self._coalesced
 
     def _indices(self) -> Held:
-        return Held.of(self._rows.unsqueeze(0))
+        return Held.of(self._rows.unsqueeze(0), self)
 
     def _values(self) -> Held:
-        return Held.of(self._local)
+        return Held.of(self._local, self)
 
     indices, values = _indices, _values
 
-    def new(self, *args: Any) -> RowSparse:
+    def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
         """`new(indices, values, size)`: another one, with rows where this one has them."""
         if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
             raise UnsupportedError(
                 "new() of a row-sparse DTensor takes the indices and values of one, and its size."
             )
-        indices, values, _ = args
-        return make(self._layout, indices.local[0], values.local, self._coalesced)
+        return args[1].together_with(args[0])
 
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's part, as torch's sparse COO tensor."""
@@ -81,17 +80,11 @@ class RowSparse(DTensor):
 
         return each_rank(layout.grid, here, reduced._rows, reduced._local)
 
-    def to_dense(self, *args: Any, **kwargs: Any) -> DTensor:  # type: ignore[override]
+    def to_dense(self, *args: Any, **kwargs: Any) -> DTensor:
         """The same values in an ordinary DTensor, as large as the table."""
         reduced = self._reduce()
-        layout = reduced._layout
-
-        def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-            return values.new_zeros(layout.local_shape(coordinate)).index_add_(0, rows, values)
-
-        axes = tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
-        local = each_rank(layout.grid, here, reduced._rows, reduced._local, axes=axes)
-        return DTensor.wrap(local, layout)
+        held = SparseRows(reduced._layout, reduced._rows, reduced._local)
+        return DTensor.wrap(held.dense(), held.layout)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, dense, on every rank."""
@@ -128,9 +121,7 @@ class RowSparse(DTensor):
             different, inverse = torch.unique(rows, return_inverse=True)
             return different, added_up(values, inverse)
 
-        rows, values = each_rank(
-            self._layout.grid, here, reduced._rows, reduced._local, axes=()
-        )
+        rows, values = each_rank(self._layout.grid, here, reduced._rows, reduced._local, axes=())
         return make(reduced._layout, rows, values, coalesced=True)
 
     @classmethod
@@ -196,16 +187,22 @@ class Held(torch.Tensor):
     Its shape is that of one rank.
     """
 
-    __slots__ = ("local",)
+    __slots__ = ("local", "origin")
     local: torch.Tensor
+    #: What they are the indices or values of.
+    origin: RowSparse
 
     @staticmethod
-    def of(local: torch.Tensor) -> Held:
+    def of(local: torch.Tensor, origin: RowSparse) -> Held:
         out = torch.Tensor._make_wrapper_subclass(
             Held, local.shape, dtype=local.dtype, device=local.device
         )
-        out.local = local
+        out.local, out.origin = local, origin
         return out
+
+    def together_with(self, indices: Held) -> RowSparse:
+        """These values at the rows of `indices`."""
+        return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
 
     def numel(self) -> int:
         """Of all ranks present: torch's optimizers skip a gradient without values."""
@@ -218,11 +215,23 @@ class Held(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if func in _MAKE_SPARSE:
+            indices, values = (a for a in args if isinstance(a, Held))
+            return values.together_with(indices)
         locals_ = [a.local if isinstance(a, Held) else a for a in args]
         out = func(*locals_, **(kwargs or {}))
         if isinstance(args[0], Held) and out is args[0].local:
             return args[0]
-        return Held.of(out) if isinstance(out, torch.Tensor) else out
+        origin = next(a.origin for a in args if isinstance(a, Held))
+        return Held.of(out, origin) if isinstance(out, torch.Tensor) else out
+
+
+#: What `torch.sparse_coo_tensor(indices, values, size)` arrives as.
+_MAKE_SPARSE = {
+    aten._sparse_coo_tensor_unsafe.default,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    aten.sparse_coo_tensor.indices_size,
+}
 
 
 # -- what is done with a sparse gradient -----------------------------------------------------

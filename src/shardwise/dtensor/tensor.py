@@ -24,6 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
@@ -34,8 +35,9 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry
+from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -43,9 +45,11 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import find_rule
+from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
+aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -134,14 +138,17 @@ class DTensor(torch.Tensor):
                 operands.append(arg)
             else:
                 _add_static(func, arg, key, operands)
-        if kwargs:
-            for name, value in kwargs.items():
-                key.append(name)
-                _add_static(func, value, key, None)
         try:
+            if kwargs:
+                for name, value in kwargs.items():
+                    key.append(name)
+                    _add_static(func, value, key, None)
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
+        except TensorByKeyword:
+            run_it = DTensor.__torch_dispatch__
+            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -177,7 +184,7 @@ class DTensor(torch.Tensor):
         if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(functools.partial(autograd.lies_like, layout))
+            self.register_hook(functools.partial(autograd.lies_like, DTensor, layout))
         return self
 
     # -- what it is --------------------------------------------------------------------------
@@ -253,12 +260,14 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         order: Sequence[int] | None = None,
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim. Where nothing changes, the tensor itself is returned.
+        same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
+        collective runs on, here and in backward, until the first op that reads the result.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -268,7 +277,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        return autograd.redistribute(self, autograd.placed(layout, placements, order))
+        return autograd.redistribute(self, autograd.placed(layout, placements, order), async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
@@ -279,6 +288,8 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         layout = self._layout
+        if type(self._local) is Pending:
+            self._local = self._local.result()
         return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
 
     @staticmethod
@@ -380,23 +391,20 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
             if type(item) is int:
                 parts.append(item)
                 inner.append(item)
-            elif type(item) is DTensor:
+            elif type(item) is DTensor and operands is not None:
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
-                _add_static(op, item, parts, inner)
+                _add_static(op, item, parts, None if operands is None else inner)
         key.append(tuple(parts))
         value = inner
     elif isinstance(value, DTensor):
         if operands is None:
-            raise UnsupportedError(
-                f"{op} was given a DTensor by keyword (out=...), which has no sharding rule. "
-                "Assign the result instead."
-            )
+            raise TensorByKeyword
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        _check_plain(op, value)
+        check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
@@ -404,8 +412,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         operands.append(value)
 
 
-def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain:
+def check_plain(op: Any, value: torch.Tensor) -> None:
+    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
@@ -432,13 +440,27 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
+    if changes_shape(op):
+        return _view_in_place(op, args, kwargs)
+    twin = written_twin(op)
+    if twin is not None and (find_rule(op) is None or _known_write(key)):
+        return _write_back(twin, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
-    entry = foreach_entry(op, layouts)
+    entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
-        parts = parts_of(op) if find_rule(op) is None else None
+        parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:
+            if isinstance(op, Positional):
+                parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
-        entry = make_entry(op, layouts, kwargs, wish)
+        try:
+            entry = make_entry(op, layouts, kwargs, wish)
+        except UnsupportedError:
+            if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
+                raise
+            with contextlib.suppress(TypeError):
+                _written_back.add(tuple(key))
+            return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:
@@ -455,6 +477,38 @@ def _miss(
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"
     return entry.finish(local, args, DTensor.wrap)
+
+
+def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op that turns a tensor into a view of itself, such as `t_`."""
+    x, twin = args[0], functional_twin(op)
+    if twin is None:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    view = twin(*args, **kwargs)
+    if view._layout.snapshot and not x._layout.snapshot:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)  # the wrapper's own shape
+    x._local, x._layout = view._local, view._layout
+    return x
+
+
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
+world_caches.append(_written_back.clear)
+
+
+def _known_write(key: list[Any]) -> bool:
+    try:
+        return tuple(key) in _written_back
+    except TypeError:  # a symbolic int has no hash
+        return False
+
+
+def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    aten.copy_.default(args[0], twin(*args, **kwargs))
+    return args[0]
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

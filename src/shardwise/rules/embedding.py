@@ -16,7 +16,6 @@ from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
-from shardwise.errors import UnsupportedError
 from shardwise.rules.ids import check_ids, has_values, local_rows, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -123,12 +122,14 @@ def _added_rows(
 ) -> torch.Tensor:
     rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
     if by_freq:
-        values = values / frequencies(rows, shape[0])[rows].unsqueeze(-1)
+        values = values / times(rows).unsqueeze(-1)
     return values.new_zeros(shape).index_add_(0, rows, values)
 
 
-def frequencies(rows: torch.Tensor, num_rows: int) -> torch.Tensor:
-    return torch.bincount(rows, minlength=num_rows)
+def times(rows: torch.Tensor) -> torch.Tensor:
+    """How often each row occurs, at every place where it does; as large as the batch."""
+    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    return counts[inverse]
 
 
 def owned_values(
@@ -163,9 +164,7 @@ def _masked_grad(
     return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
 
 
-def lookup_grad_choices(
-    call: Call, local: LocalCall, by_freq: bool
-) -> Iterator[Choice]:
+def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
     last = call.inputs[1].ndim
     yield Choice((REPLICATE, REPLICATE), (REPLICATE,), local)
@@ -233,7 +232,7 @@ def _masked_renorm(
     rows, foreign = local_rows(table, coordinate, ids)
     norms = weight[rows].norm(norm_type, -1)
     scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
-    # A foreign id stands for some row of this rank, which may also be asked for: one factor per row.
+    # A foreign id stands for some row here, which may also be asked for: one factor per row.
     factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
     return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
 
@@ -242,12 +241,7 @@ RENORM = LocalCall(renorm, together=True)
 
 
 def _renorm_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the table, which is written to, and the ids."""
-    if call.placed and call.placed[0].is_shard(1):
-        raise UnsupportedError(
-            f"{call.op} does not have a sharding strategy registered. The norm of a row needs all "
-            "of its columns, and the table's are sharded. Shard its rows to use max_norm."
-        )
+    """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
     yield Choice((REPLICATE, REPLICATE), (REPLICATE,), RENORM)
     for sizes in call.splits([(0, 0)]):
         yield Choice((Shard(0, sizes), REPLICATE), (Shard(0, sizes),), RENORM)

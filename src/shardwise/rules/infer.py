@@ -10,8 +10,11 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from shardwise.core.layout import Layout
-from shardwise.rules.rule import TensorMeta
+from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.rules.rule import Rule, TensorMeta
+
+#: Ops that torch has no shape function for: the output looks like the argument at this place.
+_LIKE = {torch.ops.aten.fractional_max_pool3d_backward.default: 1}
 
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
 
@@ -33,9 +36,28 @@ def infer_outputs(
     return tuple(metas), shape
 
 
+def outputs_of(
+    rule: Rule,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[TensorMeta],
+    *,
+    symbolic: bool,
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    """As `infer_outputs`, for an op whose rule may know more than torch does."""
+    if rule.shaped_like is None:
+        return infer_outputs(op, args, kwargs, symbolic=symbolic)
+    model = inputs[rule.shaped_like]
+    meta = TensorMeta(model.shape, contiguous_stride(model.shape), model.dtype)
+    return (meta,), meta
+
+
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on tensors without data in place of layouts and tensors."""
     hollow_args, hollow_kwargs = hollowed(args, kwargs)
+    if fn in _LIKE:
+        return torch.empty_like(hollow_args[_LIKE[fn]])
     return fn(*hollow_args, **hollow_kwargs)
 
 

@@ -18,7 +18,7 @@ from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.search import cost_s, find_steps
+from shardwise.redistribute.search import cost_s, find_steps, least_s
 from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import is_view
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent
@@ -78,13 +78,19 @@ def propagate(
     """
     grid = layouts[0].grid
     best: tuple[tuple[float, int, int, int], Combination] | None = None
-    for number, combination in enumerate(_combinations(rule, call, layouts, grid, wish)):
+    combinations = list(enumerate(_combinations(rule, call, layouts, grid, wish)))
+    # What might be cheap comes first, and spares the search for what cannot be cheaper.
+    current = [tuple(map(plain, layout.placements)) for layout in layouts]
+    combinations.sort(key=lambda each: _least_s(each[1], current))
+    for number, combination in combinations:
         if any(not _stays(combination, i, layouts[i]) for i in fixed):
             continue
         if wish is not None and not _meets(combination, wish):
             continue
-        cost = _pending_s(combination) + _sent_s(combination.sent(), grid)
-        cost += sum(
+        pending = _pending_s(combination) + _sent_s(combination.sent(), grid)
+        if best is not None and pending + _least_s(combination, current) > best[0][0]:
+            continue
+        cost = pending + sum(
             cost_s(layout, _place(layout, combination.input(i), combination.order))
             for i, layout in enumerate(layouts)
         )
@@ -94,6 +100,11 @@ def propagate(
     if best is None:
         raise UnsupportedError(unsupported(call.op, layouts, fixed))
     return _plan(rule, call, layouts, best[1], grid)
+
+
+def _least_s(combination: Combination, current: Sequence[tuple[Placement, ...]]) -> float:
+    """What bringing the inputs together costs at least."""
+    return sum(least_s(here, combination.input(i)) for i, here in enumerate(current))
 
 
 def every_plan(
@@ -112,8 +123,8 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
     found = "; ".join(map(repr, layouts))
     if fixed:
         return (
-            f"{name} does not have a sharding strategy registered for a write to "
-            f"{layouts[fixed[0]]!r}: the tensor it writes to must not move. Found {found}. "
+            f"{name} does not have a sharding strategy registered. It writes to "
+            f"{layouts[fixed[0]]!r}, which must not move. Found {found}. "
             "Redistribute that tensor first, or use the op that returns a new tensor."
         )
     return (
@@ -246,7 +257,9 @@ def _plan(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )
     steps = tuple(find_steps(a, b) for a, b in zip(layouts, inputs, strict=True))
-    snapshot = is_view(call.op) and (any(steps) or any(layout.snapshot for layout in layouts))
+    local = next((c.local for c in chosen.choices if c.local is not None), None)
+    copied = any(steps) or (local is not None and local.copies)
+    snapshot = is_view(call.op) and (copied or any(layout.snapshot for layout in layouts))
     outputs = tuple(
         make_layout(
             grid,
@@ -259,7 +272,6 @@ def _plan(
         )
         for i, meta in enumerate(call.outputs)
     )
-    local = next((c.local for c in chosen.choices if c.local is not None), None)
     return CallPlan(
         call.op,
         steps if any(steps) else None,

@@ -1,8 +1,8 @@
 """Lookups where both the rows of the table and the ids are sharded: ids move, the table does not.
 
-There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own them and
-rows travel back, each different id once. *Gather*: all ids go everywhere, each rank looks up those
-that it owns, and the rows are reduce-scattered. The first sends least; the second has fewer
+There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own them
+and rows travel back, each different id once. *Gather*: all ids go everywhere, each rank looks up
+those that it owns, and the rows are reduce-scattered. The first sends least; the second has fewer
 collectives, and sizes that do not depend on the ids, as compiled code needs them.
 """
 
@@ -27,10 +27,11 @@ from shardwise.rules.embedding import (
     lookup,
     lookup_choices,
     lookup_grad_choices,
+    table_grad,
     table_stays,
 )
 from shardwise.rules.ids import id_range, raise_out_of_range, sharded_axes, widened
-from shardwise.rules.row_sparse import SparseRows
+from shardwise.rules.row_sparse import SPARSE_GRAD, SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
 
 aten = torch.ops.aten
@@ -57,10 +58,10 @@ class Parcel:
 
 def both_sharded(weight: Layout, ids: Layout) -> bool:
     """Whether one axis shards both the table's rows and the ids."""
-    return any(
-        w.is_shard(0) and i.is_shard()
-        for w, i in zip(weight.placements, ids.placements, strict=True)
-    )
+    for w, i in zip(weight.placements, ids.placements, strict=False):
+        if type(w) is Shard and w.dim == 0 and type(i) is Shard:
+            return True
+    return False
 
 
 # -- forward ---------------------------------------------------------------------------------
@@ -78,8 +79,10 @@ def routed_lookup(
 
 def _exchanged(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
-) -> tuple[torch.Tensor, Routing]:
+) -> tuple[torch.Tensor, Routing | None]:
     table, ids_layout = layouts[:2]
+    if not _exchanges(table, ids_layout):
+        return _gathered(layouts, weight, ids, static)
     routing = _route(table, ids_layout, ids)
 
     def rows(coordinate: Coordinate, weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
@@ -90,6 +93,12 @@ def _exchanged(
 
     found = each_rank(table.grid, rows, weight, routing.asked, axes=table.axes_of(0))
     return each_rank(table.grid, shaped, routing.answer(found), ids, axes=()), routing
+
+
+def _exchanges(table: Layout, ids: Layout) -> bool:
+    """Whether one axis alone shards the rows, and shards the ids as well."""
+    axes = table.axes_of(0)
+    return len(axes) == 1 and ids.placements[axes[0]].is_shard()
 
 
 def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
@@ -209,6 +218,8 @@ def _returned(
     table = layouts[-1]
     routing = parcel.routing if parcel is not None else None
     if routing is None:
+        if not _exchanges(table, layouts[1]):
+            return _gathered_grad(layouts, grad, ids, num_rows, padding_idx, sparse)
         routing = _route(table, layouts[1], ids)
 
     def flat(_: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -231,6 +242,23 @@ def _returned(
     if sparse:
         return (SparseRows(table, mine, values),)
     return each_rank(table.grid, dense, mine, values, axes=row_axes)
+
+
+def _gathered_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    sparse: bool,
+) -> Any:
+    grad_layout, ids_layout, table = layouts
+    met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
+    there = [_with(layout, met, REPLICATE) for layout in (grad_layout, ids_layout)]
+    grad = execute(grad, find_steps(grad_layout, there[0]))
+    ids = execute(ids, find_steps(ids_layout, there[1]))
+    fn = SPARSE_GRAD.fn if sparse else table_grad
+    return fn((*there, table), grad, ids, num_rows, padding_idx, False)
 
 
 RETURNED = LocalCall(_returned, together=True)

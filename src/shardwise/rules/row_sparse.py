@@ -10,7 +10,7 @@ import torch
 from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.rules.embedding import frequencies, lookup_grad_choices, owned_values
+from shardwise.rules.embedding import lookup_grad_choices, owned_values, times
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 
@@ -21,6 +21,16 @@ class SparseRows:
 
     def __init__(self, layout: Layout, rows: torch.Tensor, values: torch.Tensor) -> None:
         self.layout, self.rows, self.values = layout, rows, values
+
+    def dense(self) -> torch.Tensor:
+        """The same values in a tensor as large as this rank's part of the table."""
+        layout = self.layout
+
+        def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(layout.local_shape(coordinate)).index_add_(0, rows, values)
+
+        axes = tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
+        return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
 
 
 def sparse_grad(
@@ -43,16 +53,10 @@ def _sparse_grad(
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
         rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
         if by_freq:
-            values = values / _times(rows).unsqueeze(-1)
+            values = values / times(rows).unsqueeze(-1)
         return rows, values
 
     return (SparseRows(table, *each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))),)
-
-
-def _times(rows: torch.Tensor) -> torch.Tensor:
-    """How often each row occurs, at every place where it does; as large as the batch."""
-    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
-    return counts[inverse]
 
 
 SPARSE_GRAD = LocalCall(_sparse_grad, together=True)
