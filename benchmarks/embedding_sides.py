@@ -65,7 +65,9 @@ def ours(sizes: Sizes, kind: str, optimizer: str, backend: str = "torch") -> Ste
     tables = [Table(f"t{i}", sizes.rows, sizes.dim) for i in range(sizes.tables)]
     fused = {
         "sgd": SGD(LR),
-        "row-wise adagrad": RowWiseAdagrad(LR, eps=EPS),
+        # As torchrec does it; the numbers of one device take an all-reduce more.
+        "row-wise adagrad": RowWiseAdagrad(LR, eps=EPS, across_columns=False),
+        "row-wise adagrad, exact": RowWiseAdagrad(LR, eps=EPS),
     }.get(optimizer)
     bags = EmbeddingBagCollection(tables, output="tensor", optimizer=fused, backend=backend)
     with torch.no_grad():

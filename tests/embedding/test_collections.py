@@ -154,8 +154,6 @@ def test_sum_of_losses(mesh):
     ids=lambda o: type(o).__name__,
 )
 def test_twenty_fused_steps(mesh, plan, kind, optimizer):
-    if type(optimizer) is RowWiseAdagrad and "column_wise" in str(plan):
-        pytest.skip("each tile of columns has a sum of its own so far")
     per_step = steps(20 if kind is EmbeddingBagCollection else 4)
     alone = cases.make(kind, optimizer=optimizer)
     sharded = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
@@ -171,12 +169,20 @@ def test_twenty_fused_steps(mesh, plan, kind, optimizer):
     ids=["SGD", "Adagrad"],
 )
 def test_twenty_steps_of_ordinary_optimizers(mesh, plan, sparse, torch_optimizer):
-    if sparse and torch_optimizer.func is torch.optim.Adagrad:
-        pytest.skip("row-sparse DTensors are not made anew so far")
     per_step = steps(20)
     close(
         cases.train_sharded(cases.make(sparse=sparse).shard(mesh, plan), per_step, torch_optimizer),
         cases.train_alone(cases.make(sparse=sparse), per_step, torch_optimizer),
+    )
+
+
+@every_plan
+def test_twenty_steps_of_sparse_adam(mesh, plan):
+    adam = functools.partial(torch.optim.SparseAdam, lr=0.05)
+    per_step = steps(20)
+    close(
+        cases.train_sharded(cases.make().shard(mesh, plan), per_step, adam),
+        cases.train_alone(cases.make(), per_step, adam),
     )
 
 
@@ -209,6 +215,25 @@ def test_row_wise_adagrad_by_hand():
         bags(Jagged.from_lists({"t": ids}))["t"].sum().backward()
     assert_close(bags.parameter("t").detach(), weight)
     assert_close(bags.optimizer.state["t"]["sum"], state.unsqueeze(1))
+
+
+def test_row_wise_adagrad_of_each_part_of_the_columns(mesh):
+    """`across_columns=False`: as many tables, each as wide as a part."""
+    optimizer = RowWiseAdagrad(0.5, across_columns=False)
+    sharded = cases.make(tables=[Table("t", 6, 8)], optimizer=optimizer).shard(mesh, "column_wise")
+    weight = sharded.parameter("t").full_tensor().agreed().clone()
+    narrow = [EmbeddingBagCollection([Table("t", 6, 2)], optimizer=optimizer) for _ in range(4)]
+    with torch.no_grad():
+        for part, columns in zip(narrow, weight.split(2, dim=1), strict=True):
+            part.parameter("t").copy_(columns)
+    for ids in ([[0, 3], [3]], [[3, 3], [1]]):
+        batch = Jagged.from_lists({"t": ids})
+        sharded(batch)["t"].pow(2).sum().backward()
+        for part in narrow:
+            part(batch)["t"].pow(2).sum().backward()
+    expected = torch.cat([part.parameter("t") for part in narrow], 1)
+    assert_close(sharded.parameter("t").full_tensor().agreed(), expected)
+    assert sharded.optimizer.state["t"]["sum"].shape == (6, 4)
 
 
 # -- stepping, skipping, resting ---------------------------------------------------------------

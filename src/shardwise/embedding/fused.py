@@ -30,6 +30,11 @@ class FusedOptimizer:
     scales_rows: ClassVar[bool] = False
     needs_squares: ClassVar[bool] = False
 
+    @property
+    def needs_whole_rows(self) -> bool:
+        """Whether ranks that hold columns of a table have to add up the squares of its rows."""
+        return False
+
     def row_factors(
         self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
     ) -> float | torch.Tensor:
@@ -91,12 +96,22 @@ class Adagrad(FusedOptimizer):
 
 @dataclass
 class RowWiseAdagrad(FusedOptimizer):
-    """`s += mean(g²)` over the row; `w -= lr g / (√s + eps)`"""
+    """`s += mean(g²)` over the row; `w -= lr g / (√s + eps)`
+
+    On a table split by columns the ranks add up their parts of the mean, in one all-reduce per
+    update. With `across_columns=False` each rank keeps the mean over its own columns, as torchrec
+    does: nothing more is sent, but the numbers are not those of one device.
+    """
 
     eps: float = 1e-8
+    across_columns: bool = True
     states: ClassVar[dict[str, bool]] = {"sum": True}
     scales_rows: ClassVar[bool] = True
     needs_squares: ClassVar[bool] = True
+
+    @property
+    def needs_whole_rows(self) -> bool:
+        return self.across_columns
 
     def row_factors(
         self, rows: torch.Tensor, squares: torch.Tensor | None, state: State

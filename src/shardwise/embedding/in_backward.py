@@ -12,6 +12,11 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.embedding.gradients import Rows
+from shardwise.embedding.shared_squares import (
+    has_split_columns,
+    stacks_of_columns,
+    update_together,
+)
 from shardwise.embedding.stacks import Stacks, states_like
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 
@@ -80,14 +85,30 @@ class InBackward:
 
     def _apply(self, lookups: list[Lookups], copies: list[list[dict[int, Rows]]]) -> None:
         self.num_steps += 1
+        joint = self._update_columns(lookups)
         for place in range(len(self.stacks.ranks)):
             for k, weight in enumerate(self.stacks.weights[place]):
                 rule = RowUpdate(self.settings, self._states[place][k], self.num_steps)
                 asked = [each[place][k] for each in lookups if k in each[place]]
-                if asked:
+                if asked and k not in joint[place]:
                     query, grad = _joined(asked)
                     self._backend.update(weight, query, grad, rule)
         self._apply_copies(copies)
+
+    def _update_columns(self, lookups: list[Lookups]) -> list[list[int]]:
+        """Update the stacks whose squares concern several ranks; which ones, per rank present."""
+        places = range(len(self.stacks.ranks))
+        if not self.settings.needs_whole_rows:
+            return [[] for _ in places]
+        joint = [stacks_of_columns(self.stacks, place) for place in places]
+        asked = [
+            {k: _joined([each[place][k] for each in lookups]) for k in joint[place]}
+            for place in places
+        ]
+        # Decided by the tiling, not by what this rank holds: all ranks meet in the all-reduce.
+        if has_split_columns(self.stacks):
+            update_together(self.stacks, self._backend, self.settings, self._states, asked)
+        return joint
 
     def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:
         done: set[int] = set()
