@@ -1,6 +1,6 @@
 """Collections of embedding tables, sharded by plan."""
 
-from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.backend import Backend, Query, Run
 from shardwise.embedding.collection import (
     EmbeddingBagCollection,
     EmbeddingCollection,
@@ -34,5 +34,6 @@ __all__ = [
     "Query",
     "RowUpdate",
     "RowWiseAdagrad",
+    "Run",
     "Table",
 ]

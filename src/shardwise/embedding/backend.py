@@ -8,20 +8,32 @@ lengths each id is a bag of its own. Sums only: what makes a mean is multiplied 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from shardwise.embedding.fused import RowUpdate
 
 
+class Run(NamedTuple):
+    """Some bags in a row that look up one table: how many, and which rows of the stack it has."""
+
+    num_bags: int
+    first_row: int
+    num_rows: int
+
+
 @dataclass(slots=True)
 class Query:
-    """Ids into a stack. `lengths` of the bags they form, or None; `weights` per id, or None."""
+    """Ids into a stack. `lengths` of the bags they form, or None; `weights` per id, or None.
+
+    `runs`, where they are known, tell which bags look up which table.
+    """
 
     ids: torch.Tensor
     lengths: torch.Tensor | None
     weights: torch.Tensor | None
+    runs: tuple[Run, ...] | None = None
 
     @property
     def num_bags(self) -> int:

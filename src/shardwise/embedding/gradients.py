@@ -124,4 +124,4 @@ def without_tables(query: Query, tiles: Sequence[Tile]) -> Query:
         bags = repeated(lengths, query.ids.shape[0])
         lengths = counted(bags[keep], lengths.shape[0]).to(lengths.dtype)
     weights = None if query.weights is None else query.weights[keep]
-    return Query(query.ids[keep], lengths, weights)
+    return Query(query.ids[keep], lengths, weights, query.runs)

@@ -216,4 +216,7 @@ def _joined(asked: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Tenso
                 for q in queries
             ]
         )
-    return Query(torch.cat([q.ids for q in queries]), lengths, weights), grad
+    runs = None
+    if lengths is not None and all(q.runs is not None for q in queries):
+        runs = tuple(run for q in queries for run in q.runs or ())
+    return Query(torch.cat([q.ids for q in queries]), lengths, weights, runs), grad

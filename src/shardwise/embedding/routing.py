@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.core.chunks import chunk_length
+from shardwise.embedding.backend import Run
 from shardwise.embedding.batch import Bags
 from shardwise.embedding.tiling import Tile, Tiling
 from shardwise.exchange.order import counted, divided, repeated, stable_order
@@ -282,6 +283,8 @@ class Asked:
     weights: torch.Tensor | None
     #: Rows that each asking rank gets.
     num_rows: list[int]
+    #: Which bags look up which table; None for unpooled lookups.
+    runs: tuple[Run, ...] | None
 
     @property
     def total_rows(self) -> int:
@@ -304,6 +307,7 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
     legs_of = {k: [leg for leg in route.legs[rank] if leg.tile.stack == k] for k in stacks}
     pieces: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
     num_rows: dict[int, list[int]] = {k: [] for k in stacks}
+    runs: dict[int, list[Run]] = {k: [] for k in stacks}
     at = 0
     weighted = False
     for row in notes.tolist():
@@ -313,6 +317,7 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
             for k in stacks:
                 num = sum(row[leg.feature] for leg in legs_of[k])
                 num_rows[k].append(num)
+                runs[k] += [_run(leg, row[leg.feature]) for leg in legs_of[k]]
                 pieces[k][0].append(message[at : at + num])
                 at += num
         else:
@@ -334,9 +339,14 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
             if weighted
             else None,
             num_rows=num_rows[k],
+            runs=tuple(runs[k]) if route.pooled else None,
         )
         for k in stacks
     }
+
+
+def _run(leg: Leg, num_bags: int) -> Run:
+    return Run(num_bags, leg.tile.base, leg.tile.num_rows)
 
 
 def asked_at_home(route: Route, rank: int, bags: Bags) -> dict[int, Asked]:
@@ -350,10 +360,12 @@ def asked_at_home(route: Route, rank: int, bags: Bags) -> dict[int, Asked]:
         if bags.weights is not None:
             weights = torch.cat([bags.weights_of(leg.feature) for leg in legs]).float()
         num = sum(bags.num_bags[leg.feature] for leg in legs) if route.pooled else ids.shape[0]
+        runs = tuple(_run(leg, bags.num_bags[leg.feature]) for leg in legs)
         found[k] = Asked(
             ids.to(route.id_dtype),
             lengths.to(route.id_dtype) if route.pooled else None,
             weights,
             [num],
+            runs if route.pooled else None,
         )
     return found

@@ -50,7 +50,7 @@ class Visit:
 
     def query(self, stack: int) -> Query:
         asked = self.asked[stack] if stack in self.asked else self.home[stack]
-        return Query(asked.ids, asked.lengths, asked.weights)
+        return Query(asked.ids, asked.lengths, asked.weights, asked.runs)
 
 
 class Ahead:

@@ -24,18 +24,15 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.embedding.backend import Query
+from shardwise.embedding.by_row import ByRow, by_row
 from shardwise.embedding.fused import RowUpdate, mean_squares
-from shardwise.exchange.order import repeated, sorted_in_place, spread, starts_of_runs
+from shardwise.exchange.order import spread
 
 #: Numbers of a gradient that are held at a time: four megabytes. Fewer cost more calls than they
 #: save in misses of the cache.
 _CHUNK_NUMBERS = 1 << 20
 #: Rows of a stack per id of a batch, up to which a product that walks over all rows is faster.
 _ROWS_PER_ID = 8
-
-#: The rows that were looked up, each once and in order; the bags that looked them up, row by row;
-#: the weights of those, if any; where each row's bags begin.
-ByRow = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor]
 
 
 class TorchBackend:
@@ -54,7 +51,7 @@ class TorchBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, bags, weights, starts = _by_row(query, weight.shape[0])
+        rows, bags, weights, starts = by_row(query, weight.shape[0])
         if not rows.numel():
             return rows, grad.new_zeros(0, weight.shape[1])
         return rows, _summed(grad, bags, starts.to(bags.dtype), weights)
@@ -65,7 +62,7 @@ class TorchBackend:
         if rule.optimizer.scales_rows and _worth_a_product(weight, query):
             _add_product(weight, query, grad, rule)
             return
-        for rows, sums in _chunks(weight, grad, _by_row(query, weight.shape[0])):
+        for rows, sums in _chunks(weight, grad, by_row(query, weight.shape[0])):
             rule.apply(weight, rows, sums)
 
 
@@ -96,7 +93,7 @@ def _worth_a_product(weight: torch.Tensor, query: Query) -> bool:
 
 def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate) -> None:
     """See Note [An update is a product]."""
-    looked_up = _by_row(query, weight.shape[0])
+    looked_up = by_row(query, weight.shape[0])
     rows, bags, weights, starts = looked_up
     squares = None
     if rule.optimizer.needs_squares:
@@ -142,37 +139,3 @@ def _offsets(query: Query) -> torch.Tensor:
     offsets = query.ids.new_zeros(query.num_bags + 1)
     torch.cumsum(query.lengths, 0, dtype=offsets.dtype, out=offsets[1:])
     return offsets
-
-
-def _bag_of_id(query: Query) -> torch.Tensor:
-    if query.lengths is None:
-        return torch.arange(query.ids.shape[0], device=query.ids.device)
-    return repeated(query.lengths, query.ids.shape[0])
-
-
-def _by_row(query: Query, num_rows: int) -> ByRow:
-    """Sort what was looked up by row.
-
-    Row and bag are packed into one number, so that one sort of plain numbers does it all. With
-    weights, it is the id's position that is packed, since both its bag and its weight are wanted.
-    """
-    bags = _bag_of_id(query)
-    if not query.ids.numel():
-        return bags, bags.to(torch.int32), query.weights, bags.new_zeros(1)
-    what = bags
-    num = query.num_bags
-    if query.weights is not None and query.lengths is not None:
-        num = query.ids.shape[0]
-        what = torch.arange(num, device=bags.device)
-    bits = max(1, (num - 1).bit_length())
-    assert num_rows.bit_length() + bits < 64, "rows and bags of a stack fit one number"
-    keys = sorted_in_place(query.ids.to(torch.int64).bitwise_left_shift_(bits).bitwise_or_(what))
-    rows = keys >> bits
-    packed = keys.bitwise_and_((1 << bits) - 1)
-    starts = starts_of_runs(rows)
-    weights = None
-    if query.weights is not None:
-        weights = query.weights.index_select(0, packed)
-        packed = bags.index_select(0, packed)
-    small = torch.int32 if query.ids.shape[0] < 2**31 else torch.int64
-    return rows.index_select(0, starts[:-1]), packed.to(small), weights, starts
