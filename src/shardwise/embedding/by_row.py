@@ -78,36 +78,42 @@ def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
         num_bags = sum(run.num_bags for run, _ in parts)
         if parts[0][0].num_rows.bit_length() + max(1, (num_bags - 1).bit_length()) > 32:
             return None
+    if query.ids.shape[0] >= 2**31:
+        return None
     ids, lengths = query.ids.numpy(), query.lengths.numpy()
     ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    # As long as they may get; memory that is never written is never there.
+    rows = np.empty(ids.shape[0], dtype=np.int64)
     bags = np.empty(ids.shape[0], dtype=np.int32)
-    rows, starts, at = [], [], 0
+    starts = np.empty(ids.shape[0] + 1, dtype=np.int32)
+    at = num_rows = 0
     for first_row in sorted(tables):
         parts = tables[first_row]
-        spans = [(ends[bag], ends[bag + run.num_bags]) for run, bag in parts]
-        num = int(sum(end - start for start, end in spans))
+        spans = [(int(ends[bag]), int(ends[bag + run.num_bags])) for run, bag in parts]
+        num = sum(end - start for start, end in spans)
         if not num:
             continue
         keys, bits = _packed(ids, lengths, parts, spans, num)
         keys.sort()
-        here = keys >> bits
+        here = keys >> np.uint32(bits)
         changes = np.ones(num, dtype=bool)
         np.not_equal(here[1:], here[:-1], out=changes[1:])
         begin = np.flatnonzero(changes)
-        rows.append(here[begin].astype(np.int64) + first_row)
-        starts.append(begin + at)
+        end = num_rows + begin.shape[0]
+        np.add(here[begin], first_row, out=rows[num_rows:end], casting="unsafe")
+        np.add(begin, at, out=starts[num_rows:end], casting="unsafe")
         global_bags = np.concatenate(
             [np.arange(bag, bag + run.num_bags, dtype=np.int32) for run, bag in parts]
         )
         np.bitwise_and(keys, np.uint32((1 << bits) - 1), out=keys)
         np.take(global_bags, keys, out=bags[at : at + num], mode="clip")
-        at += num
-    starts.append(np.array([at]))
+        at, num_rows = at + num, end
+    starts[num_rows] = at
     return ByRow(
-        torch.from_numpy(np.concatenate(rows)),
+        torch.from_numpy(rows[:num_rows]),
         torch.from_numpy(bags),
         None,
-        torch.from_numpy(np.concatenate(starts)),
+        torch.from_numpy(starts[: num_rows + 1]),
     )
 
 
@@ -128,6 +134,6 @@ def _packed(
         np.left_shift(mine, np.uint32(bits), out=mine)
         numbers = np.arange(number, number + run.num_bags, dtype=np.uint32)
         np.bitwise_or(mine, np.repeat(numbers, lengths[bag : bag + run.num_bags]), out=mine)
-        at += int(end - start)
+        at += end - start
         number += run.num_bags
     return keys, bits
