@@ -1,5 +1,6 @@
 """Sharded collections compute what unsharded ones do: outputs, gradients, training."""
 
+import copy
 import functools
 
 import embedding_cases as cases
@@ -395,6 +396,39 @@ def test_double_precision(mesh):
     for feature, expected in alone(batches[2]).items():
         assert expected.dtype == torch.float64
         assert_close(found[feature].on_rank(2), expected)
+
+
+def test_conversion_before_sharding(mesh):
+    bags = cases.make(optimizer=Adagrad(0.1)).double()
+    expected = cases.make(optimizer=Adagrad(0.1), dtype=torch.float64)
+    with torch.no_grad():
+        for mine, theirs in zip(expected.parameters(), bags.parameters(), strict=True):
+            mine.copy_(theirs)
+    per_step = steps(2)
+    close(cases.train_alone(bags, per_step), cases.train_alone(expected, per_step))
+    sharded = bags.shard(mesh, "row_wise")
+    with pytest.raises(shardwise.ShardwiseError, match=r"convert it before shard\(\)"):
+        sharded.float()
+    assert sharded.double() is sharded
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_copy_trains_by_itself(mesh, sharded):
+    bags = cases.make(optimizer=Adam(0.1))
+    if sharded:
+        bags.shard(mesh, cases.PLANS["mixed"])
+    before = {name: p.detach().clone() for name, p in bags.named_parameters()}
+    copied = copy.deepcopy(bags)
+    batch = cases.batch(0)
+    cases.loss_of(copied(batch)).backward()
+    cases.loss_of(copied(batch)).backward()
+    for name, parameter in bags.named_parameters():
+        value, other = before[name], copied.get_parameter(name)
+        if sharded:
+            parameter, value, other = map(cases.whole, (parameter.detach(), value, other.detach()))
+        assert torch.equal(parameter, value)
+        assert not torch.equal(other, value)
+    cases.loss_of(bags(batch)).backward()
 
 
 def test_a_batch_that_all_ranks_share(mesh):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from shardwise.comm import collectives
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import grid_of
+from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
 from shardwise.embedding.describe import describe
@@ -96,6 +98,46 @@ class _Collection(nn.Module):
             route, stacks.grid, stacks, self._backend, optimizer, self._sparse, scale
         )
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to`, `double` and the like call: the stacks move, and the parameters with them."""
+        stacks = self._engine.stacks
+        if stacks.grid is not None:
+            if all(
+                w.dtype == fn(w[:0]).dtype and w.device == fn(w[:0]).device for w in stacks.all()
+            ):
+                return self
+            raise ShardwiseError(
+                "A sharded collection stays in the dtype and on the device it was sharded with: "
+                "convert it before shard()."
+            )
+        stacks.convert(fn)
+        if self.optimizer is not None:
+            self.optimizer.convert(fn)
+        self._alias_parameters()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = fn(parameter.grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied._alias_parameters()
+        return copied
+
+    def _alias_parameters(self) -> None:
+        """Make the parameters views of the stacks again."""
+        stacks = self._engine.stacks
+        for number, table in enumerate(self.tables):
+            parameter, view = self.parameter(table.name), stacks.table(number)
+            if isinstance(view, DTensor):
+                assert isinstance(parameter, DTensor), "parameters of sharded tables are DTensors"
+                parameter._local = view._local
+            else:
+                parameter.data = view
+
     @property
     def optimizer(self) -> InBackward | None:
         """The optimizer whose updates are fused into backward, if one was asked for."""
@@ -167,7 +209,7 @@ class _Collection(nn.Module):
         return send_ids(self._engine.route, self._engine.grid, jagged)
 
     def _check_views(self) -> None:
-        """Take in parameters that someone replaced, such as `load_state_dict(assign=True)`."""
+        """Refuse parameters that someone replaced, such as `load_state_dict(assign=True)` does."""
         stacks = self._engine.stacks
         for number, table in enumerate(self.tables):
             if not stacks.holds(number, self.parameter(table.name)):

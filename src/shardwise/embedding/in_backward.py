@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -123,6 +123,13 @@ class InBackward:
                 rows = torch.cat([numbers for numbers, _ in found])
                 values = torch.cat([values for _, values in found])
                 self._backend.update(weight, Query(rows, None, None), values, rule)
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the state by what `fn` makes of it, as the stacks were."""
+        self._states = [
+            [{name: fn(tensor) for name, tensor in state.items()} for state in per_stack]
+            for per_stack in self._states
+        ]
 
     # -- state -------------------------------------------------------------------------------
 

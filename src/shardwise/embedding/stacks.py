@@ -50,6 +50,16 @@ class Stacks:
         """A tile of the i-th rank present, as a view of its stack."""
         return self.weights[place][tile.stack][tile.base : tile.base + tile.num_rows]
 
+    def all(self) -> list[torch.Tensor]:
+        """The stacks of all ranks present."""
+        return [weight for weights in self.weights for weight in weights]
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace each stack by what `fn` makes of it, such as a copy in another dtype."""
+        self.weights = [[fn(weight) for weight in weights] for weights in self.weights]
+        for weight in self.all():
+            self.dtype, self.device = weight.dtype, weight.device
+
     def layout(self, table: int) -> Layout:
         """How the table's DTensor lies."""
         one, cut = self.tiling.tables[table], self.tiling.cuts[table]
