@@ -74,6 +74,7 @@ def mixtral():
         "model.embed_tokens": "rowwise",
         "model.layers.*.self_attn.[qkv]_proj": "colwise",
         "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.experts": "experts",
         "lm_head": "colwise_rep",
     }
     return transformers.MixtralForCausalLM(config), plan

@@ -2,13 +2,14 @@
 
 from copy import deepcopy
 
+import torch
 from parity import assert_same_history, train, whole
 from torch import nn
 from torch.nn import functional as F
 
 from shardwise.parallel import parallelize_module
 
-__all__ = ["MLP", "Block", "TiedLM", "assert_trains_alike", "whole"]
+__all__ = ["MLP", "Block", "Experts", "Mixture", "TiedLM", "assert_trains_alike", "whole"]
 
 
 class MLP(nn.Module):
@@ -75,3 +76,37 @@ def assert_trains_alike(model, mesh, plan, batches, loss_of=squared, enter=lambd
     found = train(parallel, loss_of, [tuple(map(enter, batch)) for batch in batches])
     assert_same_history(found, expected)
     return parallel
+
+
+class Experts(nn.Module):
+    """Stacked experts with a loop over those that some token chose, as mixtures are written."""
+
+    def __init__(self, num_experts=6, width=8, hidden=12):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, hidden, width) / 3)
+        self.bias = nn.Parameter(torch.randn(num_experts, hidden) / 3)
+        self.down = nn.Parameter(torch.randn(num_experts, width, hidden) / 3)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, tokens, experts, weights):
+        out = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():
+            token, slot = (experts == expert).nonzero(as_tuple=True)
+            hidden = F.gelu(F.linear(tokens[token], self.up[expert], self.bias[expert]))
+            term = F.linear(hidden, self.down[expert]) * self.scale
+            out = out.index_add(0, token, term * weights[token, slot, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """A router, and the two experts of each token that it prefers."""
+
+    def __init__(self, num_experts=6, width=8):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.experts = Experts(num_experts, width)
+
+    def forward(self, x):
+        weights, experts = self.router(x).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(x, experts, weights / weights.sum(-1, keepdim=True))

@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from parallel_models import MLP, Block
+from parallel_models import MLP, Block, Mixture
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -139,3 +139,18 @@ def hugging_face(make, name):
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     tokens = [each.eval().generate(ids, **options) for each in (model, reference)]
     assert torch.equal(*tokens), name
+
+
+def experts_as_on_one_device():
+    """Also where a rank's experts are chosen by no token: no rank waits for another for ever."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    for num_experts, num_tokens in ((6, 10), (8, 1)):
+        model, x = Mixture(num_experts), torch.randn(num_tokens, 8, requires_grad=True)
+        expected = deepcopy(model)
+        expected(x).pow(2).mean().backward()
+        wanted, x.grad = x.grad, None
+        parallelize_module(model, mesh, {"experts": "experts"})
+        model(x).pow(2).mean().backward()
+        assert_gradients(model, expected)
+        torch.testing.assert_close(x.grad, wanted)

@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.core.placements import Placement, Replicate
 from shardwise.errors import ArgumentError, ShardwiseError
+from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
@@ -31,6 +32,7 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
     "replicate": ReplicateParallel,
+    "experts": ExpertParallel,
 }
 
 STYLES: dict[str, type[ParallelStyle]] = {
@@ -40,6 +42,7 @@ STYLES: dict[str, type[ParallelStyle]] = {
         RowwiseParallel,
         SequenceParallel,
         ReplicateParallel,
+        ExpertParallel,
         PrepareModuleInput,
         PrepareModuleOutput,
         PrepareModuleInputOutput,
