@@ -2,7 +2,6 @@
 
 from copy import deepcopy
 
-import parallel_programs as programs
 import pytest
 import torch
 from parallel_models import Experts, Mixture, assert_trains_alike, squared, whole
@@ -124,8 +123,3 @@ def test_report_counts_the_experts_of_each_rank():
     of_one = (12 * 8 + 12 + 8 * 12) * 4
     rest = (8 * 6 + 6 + 8) * 4
     assert report.bytes_per_rank == tuple(of_one * n + rest for n in (2, 2, 2, 0))
-
-
-@pytest.mark.processes
-def test_in_processes(processes):
-    processes(programs.experts_as_on_one_device)

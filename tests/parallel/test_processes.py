@@ -14,6 +14,7 @@ pytestmark = pytest.mark.processes
         programs.loss_by_classes,
         programs.beside_ddp,
         programs.uneven_use,
+        programs.experts_as_on_one_device,
     ],
     ids=lambda program: program.__name__,
 )
