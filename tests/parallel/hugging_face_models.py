@@ -9,13 +9,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 
+from shardwise import Replicate
+from shardwise.parallel import PrepareModuleInput
 
-def llama(**options):
+
+def llama(num_layers=2, **options):
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=44,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=64,
@@ -29,16 +32,30 @@ def llama(**options):
     return transformers.LlamaForCausalLM(config), plan
 
 
+def llama_prepared(num_layers=2):
+    """Inputs that several layers share become DTensors once, and so do their gradients."""
+    model, plan = llama(num_layers)
+    whole = Replicate()
+    plan["model.layers.*.mlp"] = PrepareModuleInput(
+        input_layouts=whole, desired_input_layouts=whole
+    )
+    plan["model.layers.*.self_attn"] = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": whole},
+        desired_input_kwarg_layouts={"hidden_states": whole},
+    )
+    return model, plan
+
+
 def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
-def gpt2():
+def gpt2(num_layers=2):
     """One matrix gives queries, keys and values together: it is sharded, its output is not."""
     config = transformers.GPT2Config(
         vocab_size=61,
         n_embd=32,
-        n_layer=2,
+        n_layer=num_layers,
         n_head=4,
         n_positions=64,
         resid_pdrop=0.0,
@@ -58,12 +75,12 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config), plan
 
 
-def mixtral():
+def mixtral(num_layers=2):
     config = transformers.MixtralConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=44,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         num_local_experts=4,
