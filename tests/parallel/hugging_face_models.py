@@ -50,6 +50,24 @@ def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
+def qwen3():
+    """Norms of each head stand between the layers that are split by heads."""
+    config = transformers.Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
+    plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    return transformers.Qwen3ForCausalLM(config), plan
+
+
 def gpt2(num_layers=2):
     """One matrix gives queries, keys and values together: it is sharded, its output is not."""
     config = transformers.GPT2Config(

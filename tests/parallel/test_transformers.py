@@ -14,13 +14,14 @@ from shardwise.parallel import parallelize_module
 pytest.importorskip("transformers")
 models = pytest.importorskip("hugging_face_models")
 
-MODELS = [models.llama, models.llama_prepared, models.tied_llama, models.gpt2, models.mixtral]
+MODELS = [models.llama, models.tied_llama, models.gpt2, models.mixtral]
+MORE_MODELS = [models.llama_prepared, models.qwen3]
 
 pytestmark = pytest.mark.filterwarnings("default")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
+@pytest.mark.parametrize("make", MODELS + MORE_MODELS, ids=lambda make: make.__name__)
 def test_as_on_one_device(make, num_ranks):
     with shardwise.simulate(num_ranks):
         parallel_programs.hugging_face(make, num_ranks)

@@ -99,7 +99,7 @@ class ExpertParallel(ParallelStyle):
             return owned.run(self, *args, **kwargs)
 
         # A method, so that a copy of the module calls the copy.
-        module.forward = types.MethodType(forward, module)  # type: ignore[method-assign]
+        module.forward = types.MethodType(forward, module)
         return module
 
 
@@ -189,7 +189,7 @@ class _Owned:
     ) -> Iterator[None]:
         """Inside, the module has `count` experts, and plain tensors for parameters."""
         owners = [owner_of(module, name) for name, _ in self.parameters]
-        changed = [(module, "num_experts", count)]
+        changed: list[tuple[nn.Module, str, Any]] = [(module, "num_experts", count)]
         changed += [(o, key, part) for (o, key), part in zip(owners, held, strict=True)]
         before = [owner.__dict__.get(key, _ABSENT) for owner, key, _ in changed]
         # An attribute of the instance hides the parameter of that name.
