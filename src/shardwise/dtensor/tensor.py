@@ -28,16 +28,18 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
-from shardwise.core.layout import Layout, normalize
-from shardwise.core.placements import Placement, short
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -45,7 +47,13 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -57,6 +65,8 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -65,9 +75,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -148,7 +160,7 @@ class DTensor(torch.Tensor):
             entry = None
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -197,6 +209,26 @@ class DTensor(torch.Tensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         return self._layout.grid.mesh
+
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> DTensor:
+        """`data` as a tensor of this dtype and device, replicated over the mesh."""
+        plain = torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device if device is not None else self.device,
+            pin_memory=pin_memory,
+        )
+        grid = self._layout.grid
+        whole = (REPLICATE,) * grid.num_axes
+        layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
+        return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -379,8 +411,13 @@ class _Flag:
 _TRUE, _FALSE = _Flag(), _Flag()
 
 
-def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+def _add_static(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
     kind = type(value)
     if kind is float:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
@@ -398,7 +435,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
-                _add_static(op, item, parts, None if operands is None else inner)
+                place = None if operands is None else len(operands)
+                _add_static(op, item, parts, None if operands is None else inner, place)
         key.append(tuple(parts))
         value = inner
     elif isinstance(value, DTensor):
@@ -407,29 +445,23 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        check_plain(op, value)
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
     else:
         key.append(value)
     if operands is not None:
         operands.append(value)
 
 
-def check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
-        raise MixedTensorsError(
-            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
-            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
-            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
-        )
-
-
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
 
 
@@ -442,13 +474,30 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -462,7 +511,8 @@ def _miss(
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -494,11 +544,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:
