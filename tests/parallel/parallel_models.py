@@ -7,7 +7,15 @@ from parity import assert_same_history, train, whole
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.parallel import parallelize_module
+from shardwise import Replicate, Shard
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 __all__ = ["MLP", "Block", "Experts", "Mixture", "TiedLM", "assert_trains_alike", "whole"]
 
@@ -51,6 +59,27 @@ class Block(nn.Module):
     def forward(self, x):
         x = x + self.attention(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+
+def sequence_plan():
+    """A plan for a Block whose activations are split along the sequence between its layers."""
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {
+        "": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(1),
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+        "norm?": SequenceParallel(),
+        "attention": whole,
+        "attention.[kqv]": ColwiseParallel(),
+        "attention.o": scattered,
+        "mlp": whole,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": scattered,
+    }
 
 
 class TiedLM(nn.Module):

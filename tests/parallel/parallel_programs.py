@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from parallel_models import MLP, Block, Mixture, whole
+from parallel_models import MLP, Block, Mixture, sequence_plan, whole
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -40,14 +40,19 @@ def assert_gradients(model, expected):
         torch.testing.assert_close(grad, expected.get_parameter(name).grad, msg=name)
 
 
-def block_as_on_one_device():
+def block_as_on_one_device(plan=PLAN):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(2, 6, 8)
     expected = deepcopy(model)
     expected(x).pow(2).mean().backward()
-    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), PLAN)
+    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), plan)
     model(x).pow(2).mean().backward()
     assert_gradients(model, expected)
+
+
+def block_split_along_the_sequence():
+    """Six positions on four ranks."""
+    block_as_on_one_device(sequence_plan())
 
 
 def uneven_hidden_width():

@@ -10,6 +10,7 @@ pytestmark = pytest.mark.processes
     "program",
     [
         programs.block_as_on_one_device,
+        programs.block_split_along_the_sequence,
         programs.uneven_hidden_width,
         programs.loss_by_classes,
         programs.beside_ddp,

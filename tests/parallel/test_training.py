@@ -4,7 +4,15 @@ from copy import deepcopy
 
 import pytest
 import torch
-from parallel_models import MLP, Block, TiedLM, assert_trains_alike, squared, whole
+from parallel_models import (
+    MLP,
+    Block,
+    TiedLM,
+    assert_trains_alike,
+    sequence_plan,
+    squared,
+    whole,
+)
 from parity import assert_same_history, place, train
 from torch import nn
 from torch.nn import functional as F
@@ -21,8 +29,6 @@ from shardwise import (
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
     data_parallel,
@@ -77,26 +83,6 @@ def test_block(mesh):
 def test_block_with_plain_norms(mesh):
     plan = {k: v for k, v in BLOCK_PLAN.items() if "norm" not in k}
     assert_trains_alike(Block(), mesh, plan, pairs(2, 6, 8))
-
-
-def sequence_plan():
-    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    return {
-        "": PrepareModuleInputOutput(
-            input_layouts=Replicate(),
-            desired_input_layouts=Shard(1),
-            output_layouts=Shard(1),
-            desired_output_layouts=Replicate(),
-        ),
-        "norm?": SequenceParallel(),
-        "attention": whole,
-        "attention.[kqv]": ColwiseParallel(),
-        "attention.o": scattered,
-        "mlp": whole,
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": scattered,
-    }
 
 
 @pytest.mark.parametrize("length", [8, 6])
