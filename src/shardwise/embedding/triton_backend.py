@@ -51,7 +51,7 @@ class TritonBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, places = torch.unique(query.ids, return_inverse=True)
+        rows, places = torch.unique(query.ids.to(torch.int64), return_inverse=True)
         sums = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
         if rows.numel():
             tables = TableSet([sums], [0])
