@@ -156,15 +156,21 @@ class LocalTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
-        if self._roster is meta:
+        return self.held_like(meta)
+
+    def held_like(self, roster: Roster) -> LocalTensor:
+        """The same values, held as `roster` says; ranks that share a part there must agree.
+
+        A gradient may be held rank by rank where the value was held once.
+        """
+        if self._roster is roster:
             return self
-        # A gradient may be held rank by rank where the value was held once.
         first: dict[int, torch.Tensor] = {}
-        for place, part in enumerate(meta.index):
+        for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
             if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
-        return LocalTensor([first[part] for part in range(meta.num_parts)], meta)
+        return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:

@@ -35,7 +35,10 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
 
 def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A foreach op as a loop: the same op for a single tensor, once per tensor."""
-    single = getattr(aten, op._schema.name.removeprefix("aten::_foreach_"), None)
+    name = op._schema.name.removeprefix("aten::_foreach_")
+    writes = op._schema.is_mutable
+    second = args[1] if len(args) > 1 else None
+    single, in_place = _single_form(name.removesuffix("_") if writes else name, second, writes)
     if single is None:
         raise NotImplementedError(f"{op} has no form for a single tensor")
     # What is positional for many tensors may be a keyword for one: the value of addcmul.
@@ -45,7 +48,28 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs |= dict(zip(names, args[num_positional:], strict=False))
     args = args[:num_positional]
     results = [single(*_item(args, i), **_named_item(kwargs, i)) for i in range(len(args[0]))]
-    return None if op._schema.is_mutable else results
+    if writes and not in_place:
+        for tensor, result in zip(args[0], results, strict=True):
+            tensor.copy_(result)
+    return None if writes else results
+
+
+#: Where the op for one tensor has another name: when the second argument is a tensor, else.
+_OTHER_NAMES = {
+    "maximum": ("maximum", "clamp_min"),
+    "minimum": ("minimum", "clamp_max"),
+    "norm": ("linalg_vector_norm", "linalg_vector_norm"),
+}
+
+
+def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
+    """The op for one tensor, and whether it is the one that writes."""
+    items = second if isinstance(second, (list, tuple)) else [second]
+    with_tensors, with_numbers = _OTHER_NAMES.get(name, (name, name))
+    name = with_tensors if any(isinstance(item, torch.Tensor) for item in items) else with_numbers
+    if writes and hasattr(aten, name + "_"):
+        return getattr(aten, name + "_"), True
+    return getattr(aten, name, None), False
 
 
 def _item(args: Sequence[Any], number: int) -> list[Any]:

@@ -37,6 +37,7 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
         return None
     plan = CallPlan(op, None, tuple(x for each in lists for x in each), tuple(first), None, ())
     entry = Entry(plan)
+    entry.call = getattr(torch, op._schema.name.removeprefix("aten::"), op)
     entry.finish = _nothing if op._schema.is_mutable else wraps_all(first)
     return entry
 

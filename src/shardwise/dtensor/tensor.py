@@ -33,7 +33,7 @@ from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
-from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.foreach import foreach_entry, is_foreach
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
@@ -374,19 +374,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif kind is bool:
         key.append(_TRUE if value else _FALSE)
     elif kind is list or kind is tuple:
-        inner: list[Any] = []
-        parts: list[Any] = []
-        for item in value:
-            if type(item) is int:
-                parts.append(item)
-                inner.append(item)
-            elif type(item) is DTensor:
-                parts.append(item._layout)
-                inner.append(item._local)
-            else:
-                _add_static(op, item, parts, inner)
-        key.append(tuple(parts))
-        value = inner
+        part, value = _list_key(op, value)
+        key.append(part)
     elif isinstance(value, DTensor):
         if operands is None:
             raise UnsupportedError(
@@ -402,6 +391,30 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value)
     if operands is not None:
         operands.append(value)
+
+
+def _list_key(op: Any, items: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """What a list adds to the key, and its items as local operands."""
+    first = type(items[0]) if items else None
+    if first is DTensor:
+        try:  # the lists of a foreach op are long, and of tensors only
+            return tuple([x._layout for x in items]), [x._local for x in items]
+        except AttributeError:
+            pass
+    elif first is float and set(map(type, items)) == {float}:
+        return (float, len(items)), list(items)
+    key: list[Any] = []
+    operands: list[Any] = []
+    for item in items:
+        if type(item) is int:
+            key.append(item)
+            operands.append(item)
+        elif isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and is_foreach(op):
+            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
+            operands.append(item)
+        else:
+            _add_static(op, item, key, operands)
+    return tuple(key), operands
 
 
 def _check_plain(op: Any, value: torch.Tensor) -> None:
