@@ -75,6 +75,11 @@ def _matmul() -> list[Sample]:
         Sample(aten.addmm.default, (t(4, 1), x, t(6, 5))),
         Sample(aten.addmm.default, (t(), x, t(6, 5))),
         Sample(aten.bmm.default, (t(4, 3, 5), t(4, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 2, 3, 5), t(4, 2, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 3, 5), t(5, 2))),
+        Sample(matmul.matmul_left_grad, (t(4, 2, 3, 5), t(4, 2, 6, 5))),
+        Sample(matmul.matmul_left_grad, (t(4, 3, 5), t(6, 5))),
+        Sample(matmul.matmul_right_grad, (t(4, 2, 3, 5), t(4, 2, 3, 6))),
         Sample(aten.dot.default, (t(5), t(5))),
         Sample(aten.mv.default, (x, t(6))),
         Sample(aten.linear.default, (t(3, 4, 6), t(5, 6), t(5))),
@@ -84,6 +89,8 @@ def _matmul() -> list[Sample]:
         Sample(matmul.linear_input_grad, (t(5), t(5, 6))),
         Sample(matmul.linear_weight_grad, (t(3, 4, 5), t(3, 4, 6))),
         Sample(matmul.linear_weight_grad, (t(5), t(6))),
+        Sample(matmul.linear_bias_grad, (t(3, 4, 5),)),
+        Sample(matmul.linear_bias_grad, (t(5),)),
     ]
 
 
@@ -215,7 +222,11 @@ def _embedding() -> list[Sample]:
 
 
 def _whole() -> list[Sample]:
-    cube, flags = t(2, 3, 5), t(4, 6) > 0
+    cube = t(2, 3, 5)
+    # Rows and columns of which one half decides, in either half, and of which none does.
+    flags = torch.tensor(
+        [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]]
+    ).bool()
     one = torch.zeros(4, 6, dtype=torch.bool)
     one[0, 0] = True
     return [

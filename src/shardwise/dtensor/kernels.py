@@ -15,7 +15,13 @@ from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
-from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
+from shardwise.rules.matmul import (
+    linear_bias_grad,
+    linear_input_grad,
+    linear_weight_grad,
+    matmul_left_grad,
+    matmul_right_grad,
+)
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
@@ -125,7 +131,7 @@ class Linear(torch.autograd.Function):
         if for_weight:
             grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
         if for_bias:
-            grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            grad_bias = _linear_bias_grad(grad)
         return grad_x, grad_weight, grad_bias
 
 
@@ -139,6 +145,12 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
+
+
+def _linear_bias_grad(grad: Any) -> Any:
+    if torch.is_grad_enabled():  # double backward
+        return grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+    return run(linear_bias_grad, grad)
 
 
 class LinearWeightGrad(torch.autograd.Function):
@@ -171,6 +183,51 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
     op = aten.linear.default
     return run(op, x, weight) if bias is None else run(op, x, weight, bias)
+
+
+# -- matmul ----------------------------------------------------------------------------------
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        ctx.save_for_backward(left, right)
+        return run(_matmul, left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        left, right = ctx.saved_tensors
+        for_left, for_right = ctx.needs_input_grad
+        grad_left = grad_right = None
+        if torch.is_grad_enabled():  # double backward
+            if for_left:
+                grad_left = grad @ right.mT
+            if for_right:
+                grad_right = (left.mT @ grad).sum_to_size(right.shape)
+            return grad_left, grad_right
+        if for_left:
+            grad_left = run(matmul_left_grad, grad, right)
+        if for_right:
+            op = matmul_right_grad if right.dim() == left.dim() else linear_weight_grad
+            grad_right = run(op, left, grad, wish=gradient_layout(right._layout))
+        return grad_left, grad_right
+
+
+_matmul = aten.matmul.default
+_apply_matmul = direct_apply(Matmul)
+
+
+def matmul(left: Any, right: Any) -> Any:
+    """A batched product as one op: torch would fold the batch dims, which cannot stay sharded."""
+    whole = type(left) is DTensor and type(right) is DTensor and left.dim() > 2
+    if whole:
+        batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
+        whole = batch == others or right.dim() == 2
+    if not whole or left.dtype.is_complex:
+        return _matmul.decompose(left, right)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return _apply_matmul(left, right)
+    return run(_matmul, left, right)
 
 
 # -- cross entropy ---------------------------------------------------------------------------
@@ -230,6 +287,7 @@ def register() -> None:
     for name, kernel in (
         ("embedding", embedding),
         ("linear", linear),
+        ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")

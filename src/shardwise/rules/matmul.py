@@ -23,6 +23,21 @@ def linear_weight_grad(grad: Any, x: Any) -> Any:
     return torch.mm(_as_matrix(grad).t(), _as_matrix(x))
 
 
+def linear_bias_grad(grad: Any) -> Any:
+    """The gradient of `linear(x, weight, bias)` for `bias`."""
+    return _as_matrix(grad).sum(0)
+
+
+def matmul_left_grad(grad: Any, right: Any) -> Any:
+    """The gradient of `left @ right` for `left`, of the same batch dims."""
+    return grad @ right.mT
+
+
+def matmul_right_grad(left: Any, grad: Any) -> Any:
+    """The gradient of `left @ right` for `right`, of the same batch dims."""
+    return left.mT @ grad
+
+
 def _as_matrix(x: Any) -> Any:
     # Not reshape(-1, n): of an empty shard that would be ambiguous.
     if x.dim() == 2:
@@ -45,6 +60,9 @@ RULES: Table = table(
     rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
     ((aten.addmm.default,), Rule(addmm_choices, "m n, m k, k n -> m n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(aten.matmul.default, like="... m k, ... k n -> ... m n", linear=EACH),
+    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
+    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
     rule(aten.dot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),
     rule(
@@ -54,5 +72,6 @@ RULES: Table = table(
         added=(2,),
     ),
     rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
     rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
 )
