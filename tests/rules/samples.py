@@ -4,6 +4,8 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
+from samples_image import image_samples
+from samples_indexing import indexing_samples
 
 from shardwise import Replicate, Shard
 from shardwise.rules import loss, matmul
@@ -37,6 +39,8 @@ def samples() -> list[Sample]:
         *_attention(),
         *_embedding(),
         *_whole(),
+        *image_samples(),
+        *indexing_samples(),
     ]
 
 

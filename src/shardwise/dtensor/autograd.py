@@ -115,11 +115,28 @@ def redistribute(x: Any, target: Layout) -> Any:
     return move(x, target, own=True)
 
 
-def lies_like(layout: Layout, grad: Any) -> Any:
+def in_formula() -> bool:
+    """Whether one of torch's own backward formulas runs now.
+
+    Some make tensors of their own (zeros, a range), which are the same on every rank.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to where its leaf lies; None when it lies there.
 
-    It stays Partial over the axes that replicate the leaf: that is reduced when it is used.
+    It stays Partial over the axes that replicate the leaf: that is reduced when it is used. A
+    plain gradient was made whole by one of torch's formulas.
     """
+    if grad is None:
+        return None
+    if not isinstance(grad, cls):
+        whole = (Replicate(),) * layout.grid.num_axes
+        made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
+        wrapped = cls.wrap(localize(layout.grid, grad), made)
+        return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
     if grad._layout is layout:
         return None
     target = tuple(

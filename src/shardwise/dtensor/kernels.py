@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor import composites
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
@@ -291,3 +292,4 @@ def register() -> None:
         ("cross_entropy_loss", cross_entropy),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
+    composites.register(_library)

@@ -14,14 +14,16 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
-from shardwise.core.grid import Coordinate
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE, short
 from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step, local_bytes
-from shardwise.rules.catalog import find_rule, written_inputs
+from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
 from shardwise.rules.infer import hollowed, infer_outputs
+from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -50,14 +52,17 @@ def make_entry(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
+    spelled, op = op, plain_op(op)
     paths = list(_tensor_paths(args))
     given = [_at(args, path) for path in paths]
     layouts = _on_one_mesh(op, given)
     rule = find_rule(op)
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
+    if rule.found_shapes:
+        return _whole_entry(op, spelled, paths, layouts)
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    outputs, shape = infer_outputs(op, args, kwargs, symbolic=symbolic)
+    outputs, shape = infer_outputs(spelled, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
@@ -73,17 +78,63 @@ def make_entry(
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = _mover(paths, plan)
-    binding = None
-    if plan.local is None and isinstance(op, torch._ops.OpOverload) and not symbolic:
+    binding = spelled if spelled is not op else None
+    if (
+        binding is None
+        and plan.local is None
+        and isinstance(op, torch._ops.OpOverload)
+        and not symbolic
+    ):
         binding = fastest(op, args, kwargs)
     entry.call = local_call(op, plan, binding)
+    if written and plan.local is not None:
+        entry.call = _written_back(entry.call, written[0])
     if written:
         entry.finish = _returns_argument(written[0])
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
-        entry.finish = wraps_all(plan.outputs)
+        entry.finish = wraps_all(plan.outputs, shape)
     return entry
+
+
+def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
+    """The entry of an op whose result's shape depends on values; None for any other call.
+
+    All ranks have to see all of the operands, and each then has the whole result.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
+        return None
+    paths = list(_tensor_paths(args))
+    return _whole_entry(op, op, paths, _on_one_mesh(op, [_at(args, path) for path in paths]))
+
+
+def _whole_entry(op: Any, spelled: Any, paths: Sequence[Path], layouts: Sequence[Layout]) -> Entry:
+    """An op that runs whole, and whose results alone tell their number and shapes."""
+    grid = layouts[0].grid
+    whole = tuple(lo.with_placements((REPLICATE,) * grid.num_axes) for lo in layouts)
+    steps = tuple(find_steps(a, b) for a, b in zip(layouts, whole, strict=True))
+    plan = CallPlan(op, steps if any(steps) else None, whole, (), None, ())
+    entry = Entry(plan)
+    if plan.steps is not None:
+        entry.move = _mover(paths, plan)
+    entry.call = local_call(op, plan, spelled)
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        if isinstance(result, (list, tuple)):
+            found = [finish(r, args, wrap) for r in result]
+            return found if isinstance(result, list) else tuple(found)
+        return wrap(result, _found_layout(result, grid))
+
+    entry.finish = finish
+    return entry
+
+
+def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
+    """The layout of a whole tensor that was made without a plan for its shape."""
+    part = getattr(local, "_parts", (local,))[0]
+    whole = (REPLICATE,) * grid.num_axes
+    return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 
 
 def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
@@ -206,6 +257,8 @@ def local_call(
     fn = plan.local.fn if plan.local is not None else (binding or op)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
+    if plan.local is not None and isinstance(binding, Positional):
+        fn = _spelled(binding, fn, per_rank)
     if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
         return fn
     layouts = (*plan.inputs, *plan.outputs)
@@ -233,6 +286,31 @@ def local_call(
     return mapped
 
 
+def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
+    """A local function that takes what the op takes, called with all of it by position."""
+    if not per_rank:
+        return functools.partial(op.spell, fn)
+
+    def call(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> Any:
+        return op.spell(functools.partial(fn, coordinate, layouts), *args)
+
+    return call
+
+
+def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A local function returns a new tensor: for an op in place, its values go where they belong.
+
+    After all ranks have run, since played ranks may share what they read and write.
+    """
+
+    def write(*operands: Any, **kwargs: Any) -> Any:
+        target = operands[position]
+        target.copy_(call(*operands, **kwargs))
+        return target
+
+    return write
+
+
 def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:
     """`fn` with this rank's shapes in place of the global ones."""
 
@@ -257,25 +335,54 @@ _HOLE = object()
 
 
 def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    tensors = [o for o in operands if isinstance(o, torch.Tensor)]
-    return tensors, [_HOLE if isinstance(o, torch.Tensor) else o for o in operands]
+    """The tensors, those in lists too, and what is left with holes in their places."""
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, torch.Tensor):
+            tensors.append(operand)
+            rest.append(_HOLE)
+        elif isinstance(operand, (list, tuple)):
+            inner, kept = _partition(operand)
+            tensors += inner
+            rest.append(kept if inner else operand)
+        else:
+            rest.append(operand)
+    return tensors, rest
 
 
 def _merge(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
-    remaining = iter(tensors)
-    return [next(remaining) if r is _HOLE else r for r in rest]
+    return _filled(iter(tensors), rest)
+
+
+def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    return [
+        next(remaining) if r is _HOLE else _filled(remaining, r) if isinstance(r, list) else r
+        for r in rest
+    ]
 
 
 def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
 
 
-def wraps_all(outputs: Sequence[Layout]) -> Callable[..., Any]:
+def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
+    """`shape` is the result with a TensorMeta for each output, and something else where none is."""
+    # Kernels may return what nobody asked for: a place without an output stays without one.
+    asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
+
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         if not outputs:
             return result
         remaining = iter(outputs)
-        wrapped = [wrap(r, next(remaining)) if isinstance(r, torch.Tensor) else r for r in result]
+        wrapped = [
+            r
+            if not isinstance(r, torch.Tensor)
+            else wrap(r, next(remaining))
+            if asked is None or asked[i]
+            else None
+            for i, r in enumerate(result)
+        ]
         return wrapped if isinstance(result, list) else tuple(wrapped)
 
     return finish

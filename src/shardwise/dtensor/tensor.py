@@ -34,8 +34,9 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
+from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry
+from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -43,7 +44,8 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import find_rule
+from shardwise.rules.catalog import changes_shape, find_rule, functional_twin
+from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
@@ -134,14 +136,17 @@ class DTensor(torch.Tensor):
                 operands.append(arg)
             else:
                 _add_static(func, arg, key, operands)
-        if kwargs:
-            for name, value in kwargs.items():
-                key.append(name)
-                _add_static(func, value, key, None)
         try:
+            if kwargs:
+                for name, value in kwargs.items():
+                    key.append(name)
+                    _add_static(func, value, key, None)
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
+        except TensorByKeyword:
+            run_it = DTensor.__torch_dispatch__
+            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -177,7 +182,7 @@ class DTensor(torch.Tensor):
         if mode and "_hooked" not in self.__dict__:
             self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(functools.partial(autograd.lies_like, layout))
+            self.register_hook(functools.partial(autograd.lies_like, DTensor, layout))
         return self
 
     # -- what it is --------------------------------------------------------------------------
@@ -374,18 +379,15 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif kind is bool:
         key.append(_TRUE if value else _FALSE)
     elif kind is list or kind is tuple:
-        part, value = _list_key(op, value)
+        part, value = _list_key(op, value, by_keyword=operands is None)
         key.append(part)
     elif isinstance(value, DTensor):
         if operands is None:
-            raise UnsupportedError(
-                f"{op} was given a DTensor by keyword (out=...), which has no sharding rule. "
-                "Assign the result instead."
-            )
+            raise TensorByKeyword
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        _check_plain(op, value)
+        check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     else:
         key.append(value)
@@ -393,10 +395,10 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         operands.append(value)
 
 
-def _list_key(op: Any, items: Sequence[Any]) -> tuple[Any, list[Any]]:
+def _list_key(op: Any, items: Sequence[Any], *, by_keyword: bool) -> tuple[Any, list[Any]]:
     """What a list adds to the key, and its items as local operands."""
     first = type(items[0]) if items else None
-    if first is DTensor:
+    if first is DTensor and not by_keyword:
         try:  # the lists of a foreach op are long, and of tensors only
             return tuple([x._layout for x in items]), [x._local for x in items]
         except AttributeError:
@@ -413,12 +415,12 @@ def _list_key(op: Any, items: Sequence[Any]) -> tuple[Any, list[Any]]:
             key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
             operands.append(item)
         else:
-            _add_static(op, item, key, operands)
+            _add_static(op, item, key, None if by_keyword else operands)
     return tuple(key), operands
 
 
-def _check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain:
+def check_plain(op: Any, value: torch.Tensor) -> None:
+    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
         raise MixedTensorsError(
             f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
             "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
@@ -445,11 +447,15 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
+    if changes_shape(op):
+        return _view_in_place(op, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
-    entry = foreach_entry(op, layouts)
+    entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
-        parts = parts_of(op) if find_rule(op) is None else None
+        parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:
+            if isinstance(op, Positional):
+                parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
         entry = make_entry(op, layouts, kwargs, wish)
     plan = entry.plan
@@ -468,6 +474,20 @@ def _miss(
         return DTensor.wrap(local, entry.out)
     assert entry.finish is not None, "an entry either has one output or knows how to finish"
     return entry.finish(local, args, DTensor.wrap)
+
+
+def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op that turns a tensor into a view of itself, such as `t_`."""
+    x, twin = args[0], functional_twin(op)
+    if twin is None:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    view = twin(*args, **kwargs)
+    if view._layout.snapshot and not x._layout.snapshot:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    with torch._C._DisableTorchDispatch():
+        op(*args, **kwargs)  # the wrapper's own shape
+    x._local, x._layout = view._local, view._layout
+    return x
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -115,7 +115,8 @@ def _reduce_scatter(step: Step) -> Run:
         return _stack_padded(t, dim, _lengths(target, axis, coordinate), length)
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t.squeeze(0).narrow(dim, 0, _lengths(target, axis, coordinate)[coordinate[axis]])
+        length = _lengths(target, axis, coordinate)[coordinate[axis]]
+        return t.squeeze(0).narrow(dim, 0, length).contiguous()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         stacked = each_rank(grid, stack, x, axes=outside)
@@ -139,7 +140,8 @@ def _all_to_all(step: Step) -> Run:
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         joined = _join_cut(t, dim_in, _lengths(source, axis, coordinate))
-        return joined.narrow(dim_out, 0, _lengths(target, axis, coordinate)[coordinate[axis]])
+        length = _lengths(target, axis, coordinate)[coordinate[axis]]
+        return joined.narrow(dim_out, 0, length).contiguous()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         received = collectives.all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis)
@@ -158,7 +160,8 @@ def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Run:
         return t.reshape(apart).movedim(dim_out, 0)
 
     def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1)
+        # A view where pieces have length 1; the layout promises dense parts.
+        return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1).contiguous()
 
     def run(x: torch.Tensor) -> torch.Tensor:
         received = collectives.all_to_all(each_rank(grid, split, x, axes=()), grid, axis)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.rules.parts import UnlessEmpty
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -36,24 +37,6 @@ def attention_choices(call: Call) -> Iterator[Choice]:
             if sizes is None:
                 yield replace(choice, even=((0, dim),))
             yield replace(choice, local=LocalCall(UnlessEmpty(call.op), per_rank=True))
-
-
-@dataclass(frozen=True, slots=True)
-class UnlessEmpty:
-    """The op, except on a rank that owns nothing: torch's kernel does not survive that."""
-
-    op: Any
-
-    def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        first = next(arg for arg in args if isinstance(arg, torch.Tensor))
-        if first.numel():
-            return self.op(*args, **kwargs)
-        num_inputs = sum(isinstance(arg, torch.Tensor) for arg in args)
-        outputs = layouts[num_inputs:]
-        return tuple(
-            torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=first.device)
-            for o in outputs
-        )
 
 
 def _placed(

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from shardwise.rules import (
     attention,
+    conv,
     create,
+    diagonal,
     embedding,
+    fft,
+    gathered,
+    indexing,
     join,
+    linalg,
     loss,
     matmul,
     norm,
+    pad,
+    planes,
     pointwise,
     reduce,
+    search,
     views,
     whole,
 )
@@ -32,20 +42,29 @@ CATALOG: Table = merge(
     loss.RULES,
     norm.RULES,
     attention.RULES,
+    conv.RULES,
+    indexing.RULES,
+    planes.RULES,
     embedding.RULES,
     whole.RULES,
+    diagonal.RULES,
+    fft.RULES,
+    pad.RULES,
+    linalg.RULES,
+    search.RULES,
+    gathered.RULES,
 )
 
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
-    """The rule of an op; an in-place op has that of the op that returns a new tensor."""
+    """The rule of an op; one that writes in place or copies a view has that of its twin."""
     rule = CATALOG.get(op)
     if rule is not None or not isinstance(op, torch._ops.OpOverload):
         return rule
-    functional = functional_twin(op)
-    if functional is not None:
-        return find_rule(functional)
+    twin = functional_twin(op) or view_twin(op)
+    if twin is not None:
+        return find_rule(twin)
     return pointwise.pointwise_rule(op)
 
 
@@ -59,8 +78,33 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overload = op._schema.overload_name or "default"
-    return getattr(packet, overload, None)
+    same_name = getattr(packet, op._schema.overload_name or "default", None)
+    return same_name or with_arguments(
+        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
+    )
+
+
+def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops.OpOverload | None:
+    """The overload that takes these arguments (name and type) and writes to none of them."""
+    for overload in packet.overloads() if packet is not None else ():
+        op = getattr(packet, overload)
+        has = [(a.name, str(a.type)) for a in op._schema.arguments]
+        if has == wanted and not op._schema.is_mutable:
+            return op
+    return None
+
+
+def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The view of which `op` returns a copy.
+
+    >>> view_twin(torch.ops.aten.permute_copy.default)
+    <OpOverload(op='aten.permute', overload='default')>
+    """
+    namespace, _, name = op._schema.name.partition("::")
+    if not name.endswith("_copy") or op._schema.is_mutable:
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_copy"), None)
+    return getattr(packet, op._schema.overload_name or "default", None)
 
 
 def written_inputs(op: Any) -> tuple[int, ...]:
@@ -72,6 +116,23 @@ def written_inputs(op: Any) -> tuple[int, ...]:
         for position, arg in enumerate(op._schema.arguments)
         if arg.alias_info is not None and arg.alias_info.is_write
     )
+
+
+def changes_shape(op: Any) -> bool:
+    """Whether the op turns its argument into a view of itself."""
+    return isinstance(op, torch._ops.OpOverload) and torch.Tag.inplace_view in op.tags
+
+
+def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the values of the operands decide the shape of the result.
+
+    `args` has layouts in place of tensors.
+    """
+    if torch.Tag.dynamic_output_shape not in op.tags:
+        return False
+    if op is torch.ops.aten.index.Tensor:  # a mask; with numbers, the shape is that of the index
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return True
 
 
 def is_view(op: Any) -> bool:

@@ -13,6 +13,9 @@ from torch.utils._pytree import tree_map
 from shardwise.core.layout import Layout
 from shardwise.rules.rule import TensorMeta
 
+#: Ops that torch has no shape function for: the output looks like the argument at this place.
+_LIKE = {torch.ops.aten.fractional_max_pool3d_backward.default: 1}
+
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
 
 
@@ -36,6 +39,8 @@ def infer_outputs(
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on tensors without data in place of layouts and tensors."""
     hollow_args, hollow_kwargs = hollowed(args, kwargs)
+    if fn in _LIKE:
+        return torch.empty_like(hollow_args[_LIKE[fn]])
     return fn(*hollow_args, **hollow_kwargs)
 
 

@@ -76,4 +76,6 @@ RULES: Table = table(
     ),
     ((aten.copy.default,), elementwise(TOGETHER)),
     ((aten.fill.Scalar, aten.fill.Tensor), elementwise()),
+    # Not tagged by torch. Linear in the gradient that comes in.
+    ((aten.softshrink_backward.default,), elementwise(FIRST)),
 )

@@ -231,7 +231,9 @@ def _plan(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )
     steps = tuple(find_steps(a, b) for a, b in zip(layouts, inputs, strict=True))
-    snapshot = is_view(call.op) and (any(steps) or any(layout.snapshot for layout in layouts))
+    local = next((c.local for c in chosen.choices if c.local is not None), None)
+    copied = any(steps) or (local is not None and local.copies)
+    snapshot = is_view(call.op) and (copied or any(layout.snapshot for layout in layouts))
     outputs = tuple(
         make_layout(
             grid,
@@ -244,7 +246,6 @@ def _plan(
         )
         for i, meta in enumerate(call.outputs)
     )
-    local = next((c.local for c in chosen.choices if c.local is not None), None)
     return CallPlan(
         call.op,
         steps if any(steps) else None,

@@ -79,7 +79,12 @@ RULES: Table = table(
     ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
     ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
     (
-        (aten._local_scalar_dense.default, aten.equal.default, aten.is_nonzero.default),
+        (
+            aten._local_scalar_dense.default,
+            aten.equal.default,
+            aten.allclose.default,
+            aten.is_nonzero.default,
+        ),
         Rule(scalar_choices, "replicated -> number"),
     ),
 )

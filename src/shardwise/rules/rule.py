@@ -30,11 +30,34 @@ class LocalCall:
     """What runs on each rank when it is not the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs; otherwise with the op's own arguments.
+    of all inputs and then of all outputs; otherwise with the op's own arguments. `copies` says that
+    it returns a copy where the op would return a view.
     """
 
     fn: Callable[..., Any]
     per_rank: bool = False
+    copies: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class EmptySafe:
+    """An op whose kernel fails where a rank holds nothing: there zeros stand for the results."""
+
+    op: Any
+
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        if all(a.numel() for a in given):
+            return self.op(*args, **kwargs)
+        results = tuple(
+            given[0].new_zeros(layout.local_shape(coordinate), dtype=layout.dtype)
+            for layout in layouts[len(given) :]
+        )
+        return results[0] if len(results) == 1 else results
+
+
+def empty_safe(op: Any) -> LocalCall:
+    return LocalCall(EmptySafe(op), per_rank=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +127,14 @@ class Rule:
     """What yields an op's choices for one mesh axis.
 
     `local_shape` maps names of arguments that hold a global shape to the number of the output
-    whose local shape they must hold on each rank.
+    whose local shape they must hold on each rank. With `found_shapes` all operands and results are
+    whole, and only the results themselves tell their number and shapes.
     """
 
     choices: Callable[[Call], Iterable[Choice]]
     text: str
     local_shape: Mapping[str, int] = field(default_factory=dict)
+    found_shapes: bool = False
 
 
 Table = dict[Any, Rule]

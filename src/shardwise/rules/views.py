@@ -255,7 +255,7 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
         yield Choice((Shard(at, sizes),), (target,), local, alone=((0, at),))
 
 
-def _unchanged(call: Call) -> list[Link]:
+def unchanged(call: Call) -> list[Link]:
     return [Link(d, d) for d in range(call.inputs[0].ndim)]
 
 
@@ -287,5 +287,5 @@ RULES: Table = table(
     view(aten.expand.default, links=_expanded, text="... 1 -> ... n", shape="size"),
     view(aten.select.int, links=_selected, text="... [n] -> ..."),
     ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
-    view(aten.detach.default, aten.alias.default, links=_unchanged, text="... -> ..."),
+    view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
 )

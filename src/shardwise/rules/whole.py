@@ -10,7 +10,7 @@ import torch
 from shardwise.core.placements import Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.reduce import reduced_dims
-from shardwise.rules.rule import Call, Choice, Rule, Table, table
+from shardwise.rules.rule import Call, Choice, Rule, Table, empty_safe, table
 
 aten = torch.ops.aten
 
@@ -34,18 +34,22 @@ def _padded(call: Call) -> tuple[int, ...]:
     return tuple(ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1])
 
 
-def whole(*ops: Any, dims: Dims, linear: bool = False) -> tuple[tuple[Any, ...], Rule]:
+def whole(
+    *ops: Any, dims: Dims, linear: bool = False, fails_on_empty: bool = False
+) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table: `ops` need `dims` whole, and may drop them from the result."""
 
     def choices(call: Call) -> Iterator[Choice]:
         needed = dims(call)
+        local = empty_safe(call.op) if fails_on_empty else None
         yield call.replicated()
         for dim in range(call.inputs[0].ndim):
             if dim not in needed:
                 dropped = call.outputs[0].ndim < call.inputs[0].ndim
                 out = dim - sum(d < dim for d in needed) if dropped else dim
                 for sizes in call.splits([(0, dim)]):
-                    yield Choice((Shard(dim, sizes),), (Shard(out, sizes),) * len(call.outputs))
+                    shards = (Shard(out, sizes),) * len(call.outputs)
+                    yield Choice((Shard(dim, sizes),), shards, local)
         if linear:
             yield from linear_choices(call, ((0,),))
 
@@ -72,8 +76,24 @@ RULES: Table = table(
         aten.all.default,
         aten.all.dim,
         aten.sort.default,
+        aten.sort.stable,
         aten.topk.default,
+        aten.kthvalue.default,
+        aten.median.default,
+        aten.median.dim,
+        aten.nanmedian.default,
+        aten.nanmedian.dim,
+        aten.mode.default,
+        aten.cummax.default,
+        aten.cummin.default,
+        aten.logcumsumexp.default,
         aten.cumprod.default,
+        aten.var_mean.correction,
+        aten.std_mean.correction,
+        aten.aminmax.default,
+        aten.any.dims,
+        aten.all.dims,
+        aten.hash_tensor.default,
         dims=reduced_dims,
     ),
     whole(aten.cumsum.default, dims=reduced_dims, linear=True),

@@ -179,7 +179,17 @@ def _why_wrong(plan: CallPlan, sample: Sample, grid: Grid) -> str:
     args = [_replace(arg, parts) for arg in sample.args]
     found = local_call(sample.op, plan)(*args, **sample.kwargs)
     expected = sample.op(*sample.args, **sample.kwargs)
-    return _difference(found, expected, plan.outputs, grid)
+    if not plan.outputs:
+        return "" if found == expected else f"{found} instead of {expected}"
+    return _difference(_asked(found, sample), _asked(expected, sample), plan.outputs, grid)
+
+
+def _asked(result: Any, sample: Sample) -> list[torch.Tensor]:
+    """The tensors of a result; kernels may return some that nobody asked for."""
+    if isinstance(result, torch.Tensor):
+        return [result]
+    _, shape = infer_outputs(sample.op, sample.args, sample.kwargs, symbolic=False)
+    return [r for r, meta in zip(result, shape, strict=True) if isinstance(meta, TensorMeta)]
 
 
 def _replace(arg: Any, parts: Iterator[torch.Tensor]) -> Any:
@@ -190,14 +200,10 @@ def _replace(arg: Any, parts: Iterator[torch.Tensor]) -> Any:
     return arg
 
 
-def _difference(found: Any, expected: Any, layouts: Sequence[Layout], grid: Grid) -> str:
-    expected_list = [expected] if isinstance(expected, torch.Tensor) else expected
-    if not layouts:
-        return "" if found == expected else f"{found} instead of {expected}"
-    found_list = [found] if isinstance(found, torch.Tensor) else found
-    for number, (part, whole, layout) in enumerate(
-        zip(found_list, [e for e in expected_list if e is not None], layouts, strict=True)
-    ):
+def _difference(
+    found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[Layout], grid: Grid
+) -> str:
+    for number, (part, whole, layout) in enumerate(zip(found, expected, layouts, strict=True)):
         for rank in grid.ranks:
             shape = tuple(part.on_rank(rank).shape)
             if shape != layout.local_shape(grid.coordinates[rank]):
@@ -312,10 +318,21 @@ def _right_outputs(
     except Exception:
         return  # the op itself does not run on such parts
     expected = sample.op(*sample.args, **sample.kwargs)
-    for placements in itertools.product(*map(_ways, call.outputs)):
-        layouts = [_layout(m, (p,), grid) for m, p in zip(call.outputs, placements, strict=True)]
-        try:
-            if not _difference(found, expected, layouts, grid):
-                yield layouts
-        except Exception:
-            continue  # parts of other shapes than this layout has
+    pairs = zip(_asked(found, sample), _asked(expected, sample), strict=True)
+    # Outputs do not depend on one another: each has its right placements.
+    right = [
+        [lo for lo in _layouts_to_try(meta, grid) if _is_right(part, whole, lo, grid)]
+        for meta, (part, whole) in zip(call.outputs, pairs, strict=True)
+    ]
+    yield from map(list, itertools.product(*right))
+
+
+def _layouts_to_try(meta: TensorMeta, grid: Grid) -> list[Layout]:
+    return [_layout(meta, (placement,), grid) for placement in _ways(meta)]
+
+
+def _is_right(part: torch.Tensor, whole: torch.Tensor, layout: Layout, grid: Grid) -> bool:
+    try:
+        return not _difference([part], [whole], [layout], grid)
+    except Exception:
+        return False  # parts of other shapes than this layout has

@@ -1,0 +1,107 @@
+"""DTensors that are given by keyword: results to write to, and inputs.
+
+Note [Results to write to]
+`op(..., out=y)` is the op that returns a new tensor, and a copy into `y` that leaves `y` where it
+lies. What torch would refuse (a type that does not fit, a wrong number of results) is refused by
+the op itself, run without data.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+from shardwise.core.layout import Layout
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.rules.catalog import with_arguments
+from shardwise.rules.infer import hollowed
+from shardwise.rules.positional import in_order, positional
+
+
+class TensorByKeyword(Exception):
+    """Raised while a key is built: the call has a DTensor among its keywords."""
+
+
+def run_by_keyword(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    run: Callable[..., Any],
+    as_layouts: Callable[[Any], Any],
+) -> Any:
+    """Run a call with DTensors in `kwargs`; `run` runs an op whose tensors are positional."""
+    names = written_keywords(op)
+    if not names:
+        return run(positional(op), None, tuple(in_order(op, args, kwargs)))
+    functional = without_out(op)
+    if functional is None:
+        raise UnsupportedError(
+            f"{op} does not have a sharding strategy registered: no op does the same and returns a "
+            "new tensor. Call it without out=... where torch has such a form."
+        )
+    targets = [kwargs[name] for name in names]
+    _check_targets(op, args, kwargs, targets, names, as_layouts)
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    result = functional(*args, **rest)
+    results = [result] if isinstance(result, torch.Tensor) else list(result)
+    if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
+        targets = list(targets[0])
+    for target, value in zip(targets, results, strict=True):
+        torch.ops.aten.copy_.default(target, value)
+    return targets[0] if isinstance(result, torch.Tensor) else tuple(targets)
+
+
+@functools.lru_cache(maxsize=1024)
+def written_keywords(op: Any) -> tuple[str, ...]:
+    """The names of the keywords that the op writes its results to."""
+    return tuple(
+        a.name
+        for a in op._schema.arguments
+        if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write
+    )
+
+
+@functools.lru_cache(maxsize=1024)
+def without_out(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+    """The op with the same arguments that returns new tensors.
+
+    >>> without_out(torch.ops.aten.add.out)
+    <OpOverload(op='aten.add', overload='Tensor')>
+    """
+    names = written_keywords(op)
+    wanted = [(a.name, str(a.type)) for a in op._schema.arguments if a.name not in names]
+    return with_arguments(op.overloadpacket, wanted)
+
+
+def _check_targets(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    targets: Sequence[Any],
+    names: Sequence[str],
+    as_layouts: Callable[[Any], Any],
+) -> None:
+    """Raise what torch would raise, and refuse a target of another shape: it cannot grow."""
+    hollow_args, hollow_kwargs = hollowed(
+        as_layouts(list(args)), tree_map(as_layouts, dict(kwargs))
+    )
+    with torch.no_grad():
+        op(*hollow_args, **hollow_kwargs)
+    for name, target in zip(names, targets, strict=True):
+        pairs = zip(_listed(target), _listed(hollow_kwargs[name]), strict=True)
+        for given, needed in pairs:
+            if given.shape != needed.shape:
+                found: Layout = as_layouts(given)
+                raise LayoutError(
+                    f"{op} was given {name}= of shape {tuple(given.shape)} for a result of shape "
+                    f"{tuple(needed.shape)}: {found!r} cannot be resized. Make one of that shape, "
+                    "or use the result of the call."
+                )
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

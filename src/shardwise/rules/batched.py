@@ -1,0 +1,78 @@
+"""Ops on a batch of matrices, vectors or points: each entry of the batch is worked on alone.
+
+The last dims of every operand, its core, must be whole; the dims in front of them are a batch,
+broadcast from the right, any of which may be sharded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.rules.notation import Group, linear_choices
+from shardwise.rules.rule import Call, Choice, Rule, TensorMeta, empty_safe
+
+aten = torch.ops.aten
+
+#: The number of core dims of each input and of each output.
+Cores = tuple[Sequence[int], Sequence[int]]
+
+
+def batched(
+    *ops: Any,
+    inputs: Sequence[int] = (2,),
+    outputs: Sequence[int] = (2,),
+    linear: Sequence[Group] = (),
+    cores: Callable[[Call], Cores] | None = None,
+    fails_on_empty: bool = False,
+) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table. `cores` computes the core dims where the shapes decide them."""
+
+    def choices(call: Call) -> Iterator[Choice]:
+        local = empty_safe(call.op) if fails_on_empty else None
+        for choice in batch_choices(call, *(cores(call) if cores else (inputs, outputs))):
+            yield replace(choice, local=local) if choice.outputs[0].is_shard() else choice
+        yield from linear_choices(call, linear)
+
+    return ops, Rule(choices, "... [m] [n] -> ...")
+
+
+def batch_choices(call: Call, inputs: Sequence[int], outputs: Sequence[int]) -> Iterator[Choice]:
+    """Replicated, or one dim of the batch sharded.
+
+    A placeholder (an output that was not asked for) has too few dims and is the same everywhere.
+    """
+    yield call.replicated()
+    batches = [_batch(meta, core) for meta, core in zip(call.inputs, inputs, strict=False)]
+    longest = max(batches, key=len)
+    for dim in range(len(longest)):
+        from_right = dim - len(longest)
+        size = max((b[from_right] for b in batches if len(b) >= -from_right), default=1)
+        found = [_place(b, from_right, size) for b in batches]
+        places = [(i, p) for i, p in enumerate(found) if p is not None]
+        for sizes in call.splits(places) if size != 1 else ():
+            yield Choice(
+                tuple(_sharded(p, sizes) for p in found),
+                tuple(
+                    _sharded(_place(_batch(meta, core), from_right, size), sizes)
+                    for meta, core in zip(call.outputs, outputs, strict=False)
+                ),
+            )
+
+
+def _batch(meta: TensorMeta, core: int) -> tuple[Any, ...]:
+    return meta.shape[: meta.ndim - core] if meta.ndim >= core else ()
+
+
+def _place(batch: tuple[Any, ...], from_right: int, size: Any) -> int | None:
+    """Where the dim stands in a batch; None where it is absent or stretched."""
+    at = len(batch) + from_right
+    return at if at >= 0 and batch[at] == size else None
+
+
+def _sharded(dim: int | None, sizes: tuple[int, ...] | None) -> Placement:
+    return REPLICATE if dim is None else Shard(dim, sizes)

@@ -1,0 +1,83 @@
+"""Diagonals, windows and complex numbers as pairs: views that add or drop dims at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.rules.views import Link, link_choices, unchanged, view
+
+aten = torch.ops.aten
+
+
+def _diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
+    return call.argument("dim1") % ndim, call.argument("dim2") % ndim
+
+
+def _around_diagonal(call: Call, ndim: int) -> list[int]:
+    """The dims of the matrices' tensor that are not rows or columns, in the diagonals' order."""
+    whole = _diagonal_dims(call, ndim)
+    return [d for d in range(ndim) if d not in whole]
+
+
+def _diagonal(call: Call) -> list[Link]:
+    return [Link(d, i) for i, d in enumerate(_around_diagonal(call, call.inputs[0].ndim))]
+
+
+def _embedded(call: Call) -> list[Link]:
+    return [Link(i, d) for i, d in enumerate(_around_diagonal(call, call.outputs[0].ndim))]
+
+
+def _windows(call: Call) -> list[Link]:
+    ndim = call.inputs[0].ndim
+    at = call.argument("dimension") % ndim if ndim else 0
+    return [Link(d, d) for d in range(ndim) if d != at]
+
+
+def _windows_back(call: Call) -> list[Link]:
+    ndim = call.outputs[0].ndim
+    at = call.argument("dim") % ndim if ndim else 0
+    return [Link(d, d) for d in range(ndim) if d != at]
+
+
+def _but_last(call: Call) -> list[Link]:
+    return [Link(d, d) for d in range(call.inputs[0].ndim - 1)]
+
+
+def _conjugate_choices(call: Call) -> Iterator[Choice]:
+    """The conjugate is computed: collectives do not look at the bit that would put it off."""
+    local = LocalCall(torch.conj_physical, copies=True)
+    for choice in link_choices(call, unchanged(call)):
+        yield replace(choice, local=local)
+
+
+def _negative_choices(call: Call) -> Iterator[Choice]:
+    local = LocalCall(torch.neg, copies=True)
+    for choice in link_choices(call, unchanged(call)):
+        yield replace(choice, local=local)
+
+
+RULES: Table = table(
+    view(aten.diagonal.default, links=_diagonal, text="[m] [n] ... -> ... [k]"),
+    view(
+        aten.diagonal_backward.default,
+        links=_embedded,
+        text="... [k] -> [m] [n] ...",
+        shape="input_sizes",
+    ),
+    view(aten.diag_embed.default, links=_embedded, text="... [k] -> [m] [n] ..."),
+    view(aten.unfold.default, links=_windows, text="... [n] -> ... [w] [k]"),
+    view(
+        aten.unfold_backward.default,
+        links=_windows_back,
+        text="... [w] [k] -> ... [n]",
+        shape="input_sizes",
+    ),
+    view(aten.view_as_real.default, links=unchanged, text="... -> ... [2]"),
+    view(aten.view_as_complex.default, links=_but_last, text="... [2] -> ..."),
+    ((aten._conj.default,), Rule(_conjugate_choices, "... -> ...")),
+    ((aten._neg_view.default,), Rule(_negative_choices, "... -> ...")),
+)

@@ -1,0 +1,224 @@
+"""Looking up and writing entries of a dim that is sharded: each rank does what falls to its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
+
+aten = torch.ops.aten
+
+
+def check_bounds(index: torch.Tensor, size: Any, error: type[Exception] = IndexError) -> None:
+    """An index out of range raises as on one device: parts would give zeros for it.
+
+    Every rank sees the same values, so all of them raise. On CUDA a look at the values would wait
+    for the device, and a traced graph has none.
+    """
+    if type(index) is torch.Tensor and index.numel() and not index.is_cuda and not index.is_meta:
+        low, high = map(int, torch.aminmax(index))
+        if low < -size or high >= size:
+            wrong = low if low < -size else high
+            raise error(f"index {wrong} is out of bounds for a dim of size {size}")
+
+
+def owned_rows(
+    layout: Layout, coordinate: Coordinate, dim: int, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local row of each index, and which ones another rank owns (their row is any)."""
+    offset, shape = layout.box(coordinate)
+    from_zero = torch.where(index < 0, index + layout.shape[dim], index)
+    row = from_zero - offset[dim]
+    return row, (row < 0) | (row >= shape[dim])
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedGather:
+    """`gather` or `index_select` along a sharded dim: zeros for what another rank owns."""
+
+    op: Any
+    dim: int
+    error: type[Exception]
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        dim: int,
+        index: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        check_bounds(index, layouts[0].shape[self.dim], self.error)
+        row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
+        if x.shape[self.dim] == 0:
+            return x.new_zeros(layouts[-1].local_shape(coordinate))
+        found = self.op(x, dim, row.masked_fill(foreign, 0), *rest, **named)
+        if index.dim() != x.dim():  # a list of rows: the mask stands along the dim alone
+            foreign = foreign.view(-1, *[1] * (x.dim() - self.dim - 1))
+        return found.masked_fill(foreign, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedWrite:
+    """An op that writes rows of a sharded dim, as `(self, dim, index, ...)`.
+
+    What another rank owns is written to a row behind the part, which is then cut off.
+    """
+
+    op: Any
+    dim: int
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        dim: int,
+        index: torch.Tensor,
+        *rest: Any,
+        **named: Any,
+    ) -> torch.Tensor:
+        check_bounds(index, layouts[0].shape[self.dim], RuntimeError)
+        row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
+        length = x.shape[self.dim]
+        spare = x.new_zeros((*x.shape[: self.dim], 1, *x.shape[self.dim + 1 :]))
+        longer = torch.cat([x, spare], self.dim)
+        written = self.op(longer, dim, row.masked_fill(foreign, length), *rest, **named)
+        return written.narrow(self.dim, 0, length)
+
+
+# -- several index tensors at once -----------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Advanced:
+    """`x[i, :, j]`: which dims are indexed, and where the dims of the indices come out."""
+
+    dims: tuple[int, ...]
+    num_batch: int
+
+    @property
+    def at(self) -> int:
+        """The first dim of the result that comes from the indices."""
+        first, last = self.dims[0], self.dims[-1]
+        return first if last - first + 1 == len(self.dims) else 0
+
+    def result_dim(self, dim: int) -> int:
+        """Where a dim that is not indexed comes out."""
+        before = dim - sum(d < dim for d in self.dims)
+        return before if before < self.at else before + self.num_batch
+
+
+def _owned_indices(
+    layout: Layout, coordinate: Coordinate, spot: Advanced, indices: Sequence[Any]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Local rows for each index, all of one shape, and which entries another rank owns."""
+    rows, foreign = [], None
+    for dim, index in zip(spot.dims, (i for i in indices if i is not None), strict=True):
+        check_bounds(index, layout.shape[dim])
+        row, elsewhere = owned_rows(layout, coordinate, dim, index)
+        rows.append(row)
+        foreign = elsewhere if foreign is None else foreign | elsewhere
+    assert foreign is not None, "an index without tensors is a view"
+    return list(torch.broadcast_tensors(*rows)), foreign
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedIndex:
+    """`x[indices]` on a rank's part: zeros for what another rank owns."""
+
+    spot: Advanced
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, indices: Sequence[Any]
+    ) -> torch.Tensor:
+        rows, foreign = _owned_indices(layouts[0], coordinate, self.spot, indices)
+        if not x.numel():
+            return x.new_zeros(layouts[-1].local_shape(coordinate))
+        safe = iter([row.masked_fill(foreign, 0) for row in rows])
+        found = aten.index.Tensor(x, [None if i is None else next(safe) for i in indices])
+        behind = found.dim() - self.spot.at - foreign.dim()
+        return found.masked_fill(foreign.view(*foreign.shape, *[1] * behind), 0)
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedIndexPut:
+    """`x[indices] = values` on a rank's part: only what falls to it."""
+
+    spot: Advanced
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        indices: Sequence[Any],
+        values: torch.Tensor,
+        accumulate: bool = False,
+        *_: Any,
+    ) -> torch.Tensor:
+        rows, foreign = _owned_indices(layouts[0], coordinate, self.spot, indices)
+        kept = ~foreign.expand_as(rows[0])
+        at, num = self.spot.at, kept.dim()
+        untouched = [n for d, n in enumerate(x.shape) if d not in self.spot.dims]
+        spread = values.expand(*untouched[:at], *kept.shape, *untouched[at:])
+        front = list(range(num))
+        chosen = spread.movedim([at + d for d in front], front)[kept].movedim(0, at)
+        mine = iter([row[kept] for row in rows])
+        here = [None if i is None else next(mine) for i in indices]
+        return aten.index_put.default(x, here, chosen, accumulate)
+
+
+# -- places in the flattened tensor ----------------------------------------------------------
+
+
+def _flat_rows(
+    layout: Layout, coordinate: Coordinate, index: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Places in the flattened part, and which ones another rank owns."""
+    numel = 1
+    for size in layout.shape:
+        numel *= size
+    check_bounds(index, numel)
+    rest = torch.where(index < 0, index + numel, index)
+    offset, shape = layout.box(coordinate)
+    local, foreign, step = torch.zeros_like(rest), torch.zeros_like(rest, dtype=torch.bool), 1
+    for dim in reversed(range(len(shape))):
+        row = rest % layout.shape[dim] - offset[dim]
+        rest = rest // layout.shape[dim]
+        foreign = foreign | (row < 0) | (row >= shape[dim])
+        local = local + row * step
+        step *= shape[dim]
+    return local, foreign
+
+
+def owned_take(
+    coordinate: Coordinate, layouts: Sequence[Layout], x: torch.Tensor, index: torch.Tensor
+) -> torch.Tensor:
+    """`take` from a part: zeros for what another rank owns."""
+    place, foreign = _flat_rows(layouts[0], coordinate, index)
+    if not x.numel():
+        return x.new_zeros(index.shape)
+    return aten.take.default(x, place.masked_fill(foreign, 0)).masked_fill(foreign, 0)
+
+
+def owned_put(
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    x: torch.Tensor,
+    index: torch.Tensor,
+    source: torch.Tensor,
+    accumulate: bool = False,
+) -> torch.Tensor:
+    """`put` into a part: what another rank owns goes to a spare entry."""
+    place, foreign = _flat_rows(layouts[0], coordinate, index)
+    longer = torch.cat([x.reshape(-1), x.new_zeros(1)])
+    at = place.masked_fill(foreign, x.numel())
+    return aten.put.default(longer, at, source, accumulate)[:-1].view(x.shape)

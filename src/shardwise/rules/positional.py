@@ -1,0 +1,58 @@
+"""Calls that give a tensor by keyword, spelled with every argument in its place.
+
+Rules, plans and the hot path know tensors by position. An op that takes a tensor by keyword alone
+is called through a `Positional`, which takes all arguments in the order of the schema.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+
+class Positional:
+    """An op that takes all its arguments by position."""
+
+    __slots__ = ("_names", "_num_positional", "_schema", "op")
+
+    def __init__(self, op: torch._ops.OpOverload) -> None:
+        self.op = op
+        self._schema = op._schema
+        arguments = op._schema.arguments
+        self._num_positional = sum(not a.kwarg_only for a in arguments)
+        self._names = [a.name for a in arguments if a.kwarg_only]
+
+    def __call__(self, *args: Any) -> Any:
+        return self.spell(self.op, *args)
+
+    def spell(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """`fn`, which takes what the op takes, with keywords where the op wants them."""
+        named = zip(self._names, args[self._num_positional :], strict=True)
+        return fn(*args[: self._num_positional], **dict(named))
+
+    def __repr__(self) -> str:
+        return repr(self.op)
+
+
+@functools.lru_cache(maxsize=1024)
+def positional(op: torch._ops.OpOverload) -> Positional:
+    """The one Positional of an op: keys of calls compare ops by identity."""
+    return Positional(op)
+
+
+def in_order(
+    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> list[Any]:
+    """All arguments in the order of the schema, defaults filled in."""
+    return [
+        args[position] if position < len(args) else kwargs.get(a.name, a.default_value)
+        for position, a in enumerate(op._schema.arguments)
+    ]
+
+
+def plain_op(op: Any) -> Any:
+    """The op that a Positional stands for; any other op itself."""
+    return op.op if isinstance(op, Positional) else op

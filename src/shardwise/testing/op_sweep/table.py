@@ -1,0 +1,123 @@
+"""Torch's own table of operators, and the samples that it makes."""
+
+from __future__ import annotations
+
+import fnmatch
+import random
+import sys
+import types
+import unittest
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+#: Ops that run on CUDA alone.
+_NOT_ON_CPU = "jiterator"
+
+
+def operators(patterns: Sequence[str] = ()) -> list[Any]:
+    """The entries of torch's table for float32 on the CPU whose name matches a pattern."""
+    chosen = []
+    for entry in _op_db():
+        if not entry.supports_dtype(torch.float32, "cpu") or _NOT_ON_CPU in entry.name:
+            continue
+        name = full_name(entry)
+        if not patterns or any(
+            fnmatch.fnmatchcase(name, p) or fnmatch.fnmatchcase(entry.name, p) for p in patterns
+        ):
+            chosen.append(entry)
+    return chosen
+
+
+def full_name(entry: Any) -> str:
+    """The name of an entry; several variants of one op have a second word."""
+    return ".".join(filter(None, (entry.name, entry.variant_test_name)))
+
+
+def _op_db() -> list[Any]:
+    # Torch's test helpers want a package of which the table uses nothing but a base class.
+    if "expecttest" not in sys.modules:
+        try:
+            import expecttest  # type: ignore[import-not-found, unused-ignore]  # noqa: F401
+        except ImportError:
+            stand_in = types.ModuleType("expecttest")
+            stand_in.TestCase = unittest.TestCase  # type: ignore[attr-defined]
+            sys.modules["expecttest"] = stand_in
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch.testing._internal.common_methods_invocations import op_db
+    return op_db
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One call: the op's arguments, tensors detached, and what to do before backward."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    #: Whether each tensor of `args` and `kwargs`, in order, wants a gradient.
+    wants_grad: tuple[bool, ...]
+    #: From the op's result to what may be differentiated (a singular vector has no sign).
+    differentiable: Any
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        return tensors_of((self.args, self.kwargs))
+
+
+def tensors_of(value: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+
+
+def samples(entry: Any, count: int) -> list[Sample]:
+    """`count` of the entry's samples, spread over all of them; those without tensors left out."""
+    _same_every_time()
+    made = [
+        sample
+        for sample in entry.sample_inputs("cpu", torch.float32, requires_grad=True)
+        if _has_dense_tensors(sample)
+    ]
+    if len(made) > count:
+        made = [made[i * len(made) // count] for i in range(count)]
+    return [_sample(each) for each in made]
+
+
+def _same_every_time() -> None:
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        import numpy
+    except ImportError:
+        return
+    numpy.random.seed(0)
+
+
+def _has_dense_tensors(sample: Any) -> bool:
+    found = tensors_of((sample.input, sample.args, sample.kwargs))
+    return bool(found) and all(t.layout is torch.strided for t in found)
+
+
+def _sample(made: Any) -> Sample:
+    args = (made.input, *made.args)
+    wants = tuple(t.requires_grad for t in tensors_of((args, made.kwargs)))
+    return Sample(args, dict(made.kwargs), wants, made.output_process_fn_grad)
+
+
+def error_samples(entry: Any) -> Iterator[tuple[Sample, type[BaseException]]]:
+    """Calls that one device refuses, with the type that it raises."""
+    if entry.error_inputs_func is None:
+        return
+    _same_every_time()
+    for each in entry.error_inputs("cpu"):
+        made = each.sample_input
+        if not _has_dense_tensors(made):
+            continue
+        sample = _sample(made)
+        try:
+            entry(*sample.args, **sample.kwargs)
+        except Exception as error:
+            yield sample, type(error)

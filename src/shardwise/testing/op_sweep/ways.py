@@ -1,0 +1,91 @@
+"""The ways in which the sweep lays out the tensors of a sample."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.core.placements import REPLICATE, SUM, Placement, Shard, short
+
+RANKS = 4
+ONE_AXIS, TWO_AXES = (4,), (2, 2)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A mesh and the placements of each tensor of a sample."""
+
+    mesh: tuple[int, ...]
+    placements: tuple[tuple[Placement, ...], ...]
+
+    def __str__(self) -> str:
+        return f"mesh {self.mesh}: {', '.join(map(short, self.placements))}"
+
+
+def ways(tensors: Sequence[torch.Tensor], limit: int) -> list[Way]:
+    """At most `limit` ways: replicated, sharded alike, apart, unevenly, Partial, on two axes."""
+    every = list(dict.fromkeys(way for way in _every(tensors) if _fits(way, tensors)))
+    if len(every) <= limit:
+        return every
+    return [every[i * len(every) // limit] for i in range(limit)]
+
+
+def _fits(way: Way, tensors: Sequence[torch.Tensor]) -> bool:
+    return all(
+        not p.is_partial() or t.is_floating_point() or t.is_complex()
+        for placements, t in zip(way.placements, tensors, strict=True)
+        for p in placements
+    )
+
+
+def _every(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
+    num, most_dims = len(tensors), max(t.dim() for t in tensors)
+    yield _one(REPLICATE for _ in tensors)
+    for dim in range(most_dims):
+        yield _one(_shard(t, dim) for t in tensors)
+    if num > 1:
+        for dim in range(tensors[0].dim()):
+            yield _one(_shard(t, dim) if i == 0 else REPLICATE for i, t in enumerate(tensors))
+        for dim in range(max(t.dim() for t in tensors[1:])):
+            yield _one(_shard(t, dim) if i else REPLICATE for i, t in enumerate(tensors))
+        for shift in range(most_dims):
+            yield _one(_shard(t, (i + shift) % max(t.dim(), 1)) for i, t in enumerate(tensors))
+    yield _one(_sum(t) if i == 0 else REPLICATE for i, t in enumerate(tensors))
+    if num > 1:
+        yield _one(map(_sum, tensors))
+        yield _one(_sum(t) if i else _shard(t, 0) for i, t in enumerate(tensors))
+    for dim in {0, most_dims - 1} - {-1}:
+        yield _one(_uneven(t, dim, first=True) for t in tensors)
+        yield _one(_uneven(t, dim, first=False) for t in tensors)
+    last = most_dims - 1
+    yield _two((_shard(t, 0), _shard(t, last)) for t in tensors)
+    yield _two((_shard(t, last), _shard(t, last)) for t in tensors)
+    yield _two((_sum(t), _shard(t, 0)) for t in tensors)
+
+
+def _one(placements: Iterable[Placement]) -> Way:
+    return Way(ONE_AXIS, tuple((p,) for p in placements))
+
+
+def _two(placements: Iterable[tuple[Placement, Placement]]) -> Way:
+    return Way(TWO_AXES, tuple(placements))
+
+
+def _shard(tensor: torch.Tensor, dim: int) -> Placement:
+    return Shard(dim) if 0 <= dim < tensor.dim() else REPLICATE
+
+
+def _sum(tensor: torch.Tensor) -> Placement:
+    return SUM if tensor.is_floating_point() or tensor.is_complex() else REPLICATE
+
+
+def _uneven(tensor: torch.Tensor, dim: int, *, first: bool) -> Placement:
+    """Everything on the first rank, or a single entry there and the rest on the last."""
+    if not 0 <= dim < tensor.dim():
+        return REPLICATE
+    size = tensor.shape[dim]
+    if first or size < 2:
+        return Shard(dim, (size, 0, 0, 0))
+    return Shard(dim, (1, 0, 0, size - 1))
