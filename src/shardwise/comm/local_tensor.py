@@ -168,7 +168,7 @@ class LocalTensor(torch.Tensor):
         first: dict[int, torch.Tensor] = {}
         for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
-            if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
+            if value is not first.setdefault(part, value) and not _same(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
         return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
@@ -200,6 +200,13 @@ class LocalTensor(torch.Tensor):
         if isinstance(results[0], torch.Tensor):
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is the same as NaN."""
+    return torch.equal(a, b) or (
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:

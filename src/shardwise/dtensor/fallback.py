@@ -11,7 +11,10 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.foreach import is_foreach
+from shardwise.comm.ranks import one_for_all
+from shardwise.dtensor.foreach import count_writes, is_foreach
+from shardwise.dtensor.gradients import reduced_together
+from shardwise.dtensor.reduced import remember
 
 aten = torch.ops.aten
 
@@ -21,6 +24,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if op is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale
     if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
@@ -51,7 +56,10 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     if writes and not in_place:
         for tensor, result in zip(args[0], results, strict=True):
             tensor.copy_(result)
-    return None if writes else results
+    if writes:
+        count_writes(args[0])
+        return None
+    return results
 
 
 #: Where the op for one tensor has another name: when the second argument is a tensor, else.
@@ -70,6 +78,25 @@ def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
     if writes and hasattr(aten, name + "_"):
         return getattr(aten, name + "_"), True
     return getattr(aten, name, None), False
+
+
+def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What a GradScaler does: scale gradients, and note whether any holds an infinity or NaN.
+
+    Partial gradients are reduced together, and remember it. The counts of all gradients are added
+    up first, so that every axis of a mesh is asked once.
+    """
+    distributed = [tensor for tensor in tensors if hasattr(tensor, "_layout")]
+    whole = [tensor for tensor in tensors if not hasattr(tensor, "_layout")]
+    for tensor, (local, layout) in zip(distributed, reduced_together(distributed), strict=True):
+        if local is not tensor._local:
+            remember(tensor, local, layout)
+        whole.append(type(tensor).wrap(local, layout))
+    total: Any = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in whole]).sum()
+    found_inf.masked_fill_(one_for_all(total.full_tensor()) > 0, 1.0)
+    for tensor in tensors:
+        tensor.mul_(inv_scale)
+    count_writes(tensors)
 
 
 def _item(args: Sequence[Any], number: int) -> list[Any]:

@@ -30,8 +30,8 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import Partial
 from shardwise.dtensor.gradients import reduce_gradients
+from shardwise.dtensor.reduced import is_partial
 from shardwise.dtensor.tensor import DTensor
 
 #: The optimizers whose update of an element looks at nothing but that element and its state.
@@ -102,15 +102,11 @@ def _reduce(parameters: Iterable[Any]) -> None:
         if (
             type(gradient) is DTensor
             and gradient._layout is not parameter._layout
-            and _is_partial(gradient._layout)
+            and is_partial(gradient._layout)
         ):
             pending.append(parameter)
     if pending:
         reduce_gradients(pending)
-
-
-def _is_partial(layout: Layout) -> bool:
-    return any(isinstance(p, Partial) for p in layout.placements)
 
 
 def _others_look(optimizer: Any) -> bool:
@@ -246,7 +242,7 @@ def _make_loan(parameter: DTensor, state: dict[str, Any]) -> _Loan | None:
     roster = getattr(local, "_roster", None)
     parts = _parts(local, roster)
     # The update of a term is no term of the update; and what a compiler traces is no plain tensor.
-    if _is_partial(layout) or type(parts[0]) is not torch.Tensor:
+    if is_partial(layout) or type(parts[0]) is not torch.Tensor:
         return None
     shares: list[dict[str, Any]] = [{} for _ in parts]
     for name, value in state.items():

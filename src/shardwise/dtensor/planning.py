@@ -17,8 +17,9 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE, short
+from shardwise.dtensor.reduced import reduced_once
 from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
-from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step, local_bytes
 from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
@@ -53,7 +54,7 @@ def make_entry(
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
     spelled, op = op, plain_op(op)
-    paths = list(_tensor_paths(args))
+    paths = list(tensor_paths(args))
     given = [_at(args, path) for path in paths]
     layouts = _on_one_mesh(op, given)
     rule = find_rule(op)
@@ -77,7 +78,7 @@ def make_entry(
     plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
     entry = Entry(plan)
     if plan.steps is not None:
-        entry.move = _mover(paths, plan)
+        entry.move = mover(paths, plan)
     binding = spelled if spelled is not op else None
     if (
         binding is None
@@ -105,7 +106,7 @@ def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     """
     if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
         return None
-    paths = list(_tensor_paths(args))
+    paths = list(tensor_paths(args))
     return _whole_entry(op, op, paths, _on_one_mesh(op, [_at(args, path) for path in paths]))
 
 
@@ -117,7 +118,7 @@ def _whole_entry(op: Any, spelled: Any, paths: Sequence[Path], layouts: Sequence
     plan = CallPlan(op, steps if any(steps) else None, whole, (), None, ())
     entry = Entry(plan)
     if plan.steps is not None:
-        entry.move = _mover(paths, plan)
+        entry.move = mover(paths, plan)
     entry.call = local_call(op, plan, spelled)
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
@@ -137,7 +138,7 @@ def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
     return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 
 
-def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
+def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
     for i, arg in enumerate(args):
         if isinstance(arg, (Layout, torch.Tensor)):
             yield (i,)
@@ -174,7 +175,7 @@ def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
     ]
 
 
-def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
+def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
     assert plan.steps is not None, "a plan without steps moves nothing"
     moving = [
         (path, steps, plan.inputs[i], prepare(steps), _reduces(steps))
@@ -204,26 +205,6 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
 
 def _reduces(steps: Sequence[Step]) -> bool:
     return all(step.kind == "all_reduce" for step in steps)
-
-
-def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
-    """Reduce a Partial tensor; one without history remembers its reduction until it is written to.
-
-    A replicated parameter's gradient may be Partial, and an optimizer reads it several times: it is
-    reduced once. What torch.compile traces is left alone.
-    """
-    parts = getattr(local, "_parts", (local,))
-    part = parts[0]
-    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
-        return reduce(local)
-    # Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
-    versions = [tensor._version, *(part._version for part in parts)]
-    known = tensor.__dict__.get("_reduced")
-    if known is not None and known[0] is local and known[1] is target and known[2] == versions:
-        return known[3]
-    reduced = reduce(local)
-    tensor.__dict__["_reduced"] = (local, target, versions, reduced)
-    return reduced
 
 
 def _forbid(

@@ -36,7 +36,9 @@ from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.numbers import beside_plain, on_one_mesh
+from shardwise.dtensor.partial_writes import planned
+from shardwise.dtensor.planning import Entry, unknown_shape_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -123,20 +125,20 @@ class DTensor(torch.Tensor):
         # By id: an OpOverload hashes in Python. Its entry keeps it alive, so no id comes twice.
         key: list[Any] = [id(func), wish]
         operands: list[Any] = []
-        for arg in args:
-            kind = type(arg)
-            if kind is DTensor:
-                key.append(arg._layout)
-                operands.append(arg._local)
-            elif kind is int or arg is None:
-                key.append(arg)
-                operands.append(arg)
-            elif kind is float:
-                key.append(float)  # as _add_static does
-                operands.append(arg)
-            else:
-                _add_static(func, arg, key, operands)
         try:
+            for arg in args:
+                kind = type(arg)
+                if kind is DTensor:
+                    key.append(arg._layout)
+                    operands.append(arg._local)
+                elif kind is int or arg is None:
+                    key.append(arg)
+                    operands.append(arg)
+                elif kind is float:
+                    key.append(float)  # as _add_static does
+                    operands.append(arg)
+                else:
+                    _add_static(func, arg, key, operands)
             if kwargs:
                 for name, value in kwargs.items():
                     key.append(name)
@@ -147,6 +149,8 @@ class DTensor(torch.Tensor):
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
             return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+        except MixedTensorsError as error:
+            return beside_plain(func, args, kwargs or {}, error)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -449,15 +453,22 @@ def _miss(
     global _misses
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
+    if not is_foreach(op) and (on_one := on_one_mesh(args)) is not None:
+        return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
+    if entry is None and (rule := find_rule(plain_op(op))) is not None and rule.by_value:
+        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
+        if (known := _entries.get(tuple(key))) is not None:
+            known.hits += 1
+            return _run_entry(known, operands, args, kwargs)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:
             if isinstance(op, Positional):
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
-        entry = make_entry(op, layouts, kwargs, wish)
+        entry = planned(op, layouts, kwargs, wish)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:
@@ -467,6 +478,12 @@ def _miss(
             _forget_entries()
         with contextlib.suppress(TypeError):
             _entries[tuple(key)] = entry
+    return _run_entry(entry, operands, args, kwargs)
+
+
+def _run_entry(
+    entry: Entry, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     if entry.move is not None:
         entry.move(operands, args)
     local = entry.call(*operands, **kwargs)

@@ -7,6 +7,7 @@ compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,7 +17,7 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
-from shardwise.core.placements import Partial, Shard
+from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
 
@@ -172,8 +173,24 @@ def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Run:
 
 def _all_reduce(step: Step) -> Run:
     grid, axis = step.source.grid, step.axis
+    partial = step.source.placements[axis]
+    if isinstance(partial, NormPartial):
+        return _norm_of_norms(grid, axis, partial.norm_type)
     reduce_op = _reduce_op(step.source, axis)
     return lambda x: collectives.all_reduce(x, reduce_op, grid, axis)
+
+
+def _norm_of_norms(grid: Grid, axis: int, norm_type: float) -> Run:
+    if norm_type == math.inf:
+        return lambda x: collectives.all_reduce(x, "max", grid, axis)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
+        wide = x if x.dtype.itemsize >= 4 else x.float()
+        powers = collectives.all_reduce(wide**norm_type, "sum", grid, axis)
+        return (powers ** (1 / norm_type)).to(x.dtype)
+
+    return run
 
 
 def _slice(step: Step) -> Run:
@@ -202,6 +219,7 @@ def _slice(step: Step) -> Run:
 _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.zeros_like,
     "product": torch.ones_like,
+    "norm": torch.zeros_like,
 }
 
 

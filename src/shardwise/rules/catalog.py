@@ -27,6 +27,7 @@ from shardwise.rules import (
     pointwise,
     reduce,
     search,
+    vector_norm,
     views,
     whole,
 )
@@ -47,6 +48,7 @@ CATALOG: Table = merge(
     planes.RULES,
     embedding.RULES,
     whole.RULES,
+    vector_norm.RULES,
     diagonal.RULES,
     fft.RULES,
     pad.RULES,
