@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 LAYERS = [
     {"errors"},
     {"core"},
-    {"comm", "rng"},
+    {"comm", "rng", "kernels"},
     {"redistribute"},
     {"rules"},
     {"dtensor"},

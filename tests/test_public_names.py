@@ -12,6 +12,7 @@ import shardwise.debug
 def test_shardwise():
     assert shardwise.__all__ == [
         "ArgumentError",
+        "CollectiveError",
         "DTensor",
         "DeviceMesh",
         "LayoutError",

@@ -27,6 +27,7 @@ from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
+    CollectiveError,
     LayoutError,
     MixedTensorsError,
     RankMismatchError,
@@ -40,6 +41,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CollectiveError",
     "DTensor",
     "DeviceMesh",
     "LayoutError",

@@ -5,6 +5,7 @@
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
+    ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
     ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
@@ -35,6 +36,10 @@ class MixedTensorsError(ShardwiseError, RuntimeError):
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
     """No rule covers the op or the combination of layouts."""
+
+
+class CollectiveError(ShardwiseError, RuntimeError):
+    """A collective failed: on this rank, or on another for which this one has waited."""
 
 
 class WorldError(ShardwiseError, RuntimeError):

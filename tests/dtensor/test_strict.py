@@ -42,6 +42,27 @@ def test_backward_is_strict_too(mesh):
             y.backward()
 
 
+def test_the_gradient_of_a_leaf_is_not_moved_silently(mesh):
+    """Sharded by rows, used by columns: the gradient would have to travel back."""
+    leaf = lay(torch.ones(4, 8), mesh, Shard(0)).requires_grad_()
+    other = lay(torch.ones(4, 8), mesh, Shard(1))
+    loss = (leaf * other).sum()
+    with (
+        shardwise.explicit_redistribution(),
+        pytest.raises(shardwise.RedistributionError) as caught,
+    ):
+        loss.backward(lay(torch.tensor(1.0), mesh, Replicate()))
+    message = str(caught.value)
+    for part in ("gradient of a leaf", "bytes per rank", "all_to_all", "leaf.redistribute("):
+        assert part in message
+    # What the message says is what helps.
+    with shardwise.explicit_redistribution():
+        used = leaf.redistribute(placements=[Shard(1)])
+        (used * other).sum().backward(lay(torch.tensor(1.0), mesh, Replicate()))
+    assert leaf.grad.placements == (Shard(0),)
+    assert torch.equal(leaf.grad.full_tensor().agreed(), torch.ones(4, 8))
+
+
 def test_strictness_ends_with_the_block(mesh):
     x, w = lay(torch.ones(4, 8), mesh, Shard(1)), lay(torch.ones(8, 4), mesh, Shard(1))
     with shardwise.explicit_redistribution():

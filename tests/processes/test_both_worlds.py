@@ -51,6 +51,20 @@ def test_moves_on_a_grid(processes):
     assert_bits(*both(processes, programs.moves_on_a_grid))
 
 
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+def test_moves_that_are_awaited_later(processes, shape):
+    assert_bits(*both(processes, programs.moves_apart, shape))
+
+
+@pytest.mark.parametrize("number", range(len(programs.CUBES)))
+def test_moves_on_a_cube(processes, number):
+    assert_bits(*both(processes, programs.moves_on_a_cube, number))
+
+
+def test_every_dtype(processes):
+    assert_bits(*both(processes, programs.moves_of_dtypes))
+
+
 def test_distribute_tensor(processes):
     assert_bits(*both(processes, programs.distributed_from_other_ranks))
 
@@ -84,6 +98,20 @@ def test_table_step(processes, placement, ids):
 
 def test_table_on_a_grid_step(processes):
     assert_close(*both(processes, programs.table_on_a_grid_step))
+
+
+def test_a_step_with_moves_that_are_awaited_later(processes):
+    assert_close(*both(processes, programs.apart_step))
+
+
+@pytest.mark.parametrize("batch", [R, S0], ids=repr)
+def test_block_steps(processes, batch):
+    assert_close(*both(processes, programs.block_steps, batch, "Adam"))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in programs.OPTIMIZERS if name != "Adam"])
+def test_optimizers(processes, optimizer):
+    assert_close(*both(processes, programs.block_steps, R, optimizer))
 
 
 def test_compiled_steps(processes):

@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
 from shardwise.dtensor.tensor import DTensor, check_plain
+from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten
 
@@ -23,6 +24,10 @@ _MAKE_TENSORS = (
     aten.nanquantile.scalar,
     aten.combinations.default,
     aten.linalg_matrix_power.default,
+    aten.linalg_matrix_rank.default,
+    aten.linalg_matrix_rank.atol_rtol_float,
+    aten.linalg_matrix_rank.atol_rtol_tensor,
+    aten.linalg_matrix_rank.tol_tensor,
 )
 
 
@@ -44,6 +49,38 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
     return torch.tensor_split(x, where, dim)
 
 
+def stft(
+    x: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Any:
+    """The spectrum of each window of a signal: windows are a view, where torch reads memory."""
+    options = (normalized, onesided, return_complex, align_to_window)
+    hollow, _ = hollowed([t if t is None else t._layout for t in (x, window)], {})
+    aten.stft.default(hollow[0], n_fft, hop_length, win_length, hollow[1], *options)
+    hop = n_fft // 4 if hop_length is None else hop_length
+    width = n_fft if win_length is None else win_length
+    if window is None and width < n_fft:
+        window = torch.ones_like(x.flatten()[:1]).expand(width)
+    if window is not None and width < n_fft:
+        left = (n_fft - width) // 2
+        window = torch.constant_pad_nd(window, (left, n_fft - width - left))
+    windows = x.unfold(-1, n_fft, hop)
+    if window is not None:
+        windows = windows * window
+    whole = x.is_complex() or (window is not None and window.is_complex())
+    two_sided = whole if onesided is None else not onesided
+    transform = torch.fft.fft if two_sided else torch.fft.rfft
+    spectrum = transform(windows, norm="ortho" if normalized else None).transpose(-1, -2)
+    return spectrum if return_complex else torch.view_as_real(spectrum)
+
+
 def register(library: torch.library.Library) -> None:
     for op in _MAKE_TENSORS:
         name = op._schema.name.partition("::")[2]
@@ -53,4 +90,5 @@ def register(library: torch.library.Library) -> None:
             functools.partial(_put_together, op),
             "AutogradPrivateUse3",
         )
+    library.impl("stft", stft, "AutogradPrivateUse3")
     library.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradPrivateUse3")

@@ -14,7 +14,7 @@ from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
-from shardwise.core.placements import REPLICATE, Placement, Replicate, short
+from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
 from shardwise.dtensor.doors import stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
@@ -32,8 +32,9 @@ def distribute_tensor(
 ) -> DTensor:
     """Lay a tensor that every rank has out over a mesh, as a new leaf.
 
-    Every rank gets the values of coordinate `src_data_rank` of each mesh axis. With None, each rank
-    takes its part of its own values and nothing is communicated.
+    Every rank gets its part of the values of coordinate `src_data_rank` of each mesh axis, and no
+    more than that part is sent to it. With None, each rank takes its part of its own values and
+    nothing is communicated.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(2):
@@ -64,17 +65,33 @@ def distribute_tensor(
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
-    for axis in range(grid.num_axes):
-        if src_data_rank is not None:
-            with because("distribute_tensor", implicit=False):
-                local = collectives.broadcast(local, src_data_rank, grid, axis)
-        placed = (*normal[: axis + 1], *layout.placements[axis + 1 :])
-        target = layout.with_placements(placed)
-        local = execute(local, find_steps(layout, target))
-        layout = target
-    # A part of its own: a view would keep the whole tensor alive.
-    local = each_rank(grid, lambda _, part: in_memory_order(part.clone(), layout), local, axes=())
+    if src_data_rank is not None:
+        with because("distribute_tensor", implicit=False):
+            local, layout = _sent_out(local, layout, normal, src_data_rank)
+    target = layout.with_placements(normal)
+    local, layout = execute(local, find_steps(layout, target)), target
+    if src_data_rank is None:
+        # A part of its own: a view would keep the whole tensor alive.
+        local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
+    local = each_rank(grid, lambda _, part: in_memory_order(part, layout), local, axes=())
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+
+
+def _sent_out(
+    local: torch.Tensor, layout: Layout, placements: Sequence[Placement], source: int
+) -> tuple[torch.Tensor, Layout]:
+    """The values of coordinate `source` of each axis: cut first, and what is left broadcast."""
+    grid = layout.grid
+    sharded = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
+    for axis in sharded:
+        shard = placements[axis]
+        assert isinstance(shard, Shard), "only shards are cut"
+        local = collectives.scatter(local, shard.dim, shard.sizes, source, grid, axis)
+    for axis in range(grid.num_axes):
+        if axis not in sharded:
+            local = collectives.broadcast(local, source, grid, axis)
+    kept = tuple(p if isinstance(p, Shard) else REPLICATE for p in placements)
+    return local, layout.with_placements(kept)
 
 
 def distribute_module(

@@ -16,15 +16,16 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import REPLICATE, short
+from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.reduced import reduced_once
-from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
+from shardwise.dtensor.strict import forbid_move
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.search import find_steps
-from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
-from shardwise.rules.infer import hollowed, infer_outputs
-from shardwise.rules.positional import Positional, plain_op
+from shardwise.rules.infer import hollowed, outputs_of
+from shardwise.rules.positional import Positional, in_order, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
@@ -63,8 +64,8 @@ def make_entry(
     if rule.found_shapes:
         return _whole_entry(op, spelled, paths, layouts)
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
-    outputs, shape = infer_outputs(spelled, args, kwargs, symbolic=symbolic)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
+    outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
@@ -211,20 +212,7 @@ def _forbid(
     plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
 ) -> None:
     for path, steps, target, _, _ in moving:
-        talking = [step for step in steps if step.communicates]
-        if talking:
-            source = steps[0].source
-            num_bytes = int(
-                local_bytes(
-                    source.shape, source.dtype.itemsize, source.placements, source.grid.shape
-                )
-            )
-            raise RedistributionError(
-                f"{plan.op} needs argument {path[0]}, {source!r}, in {short(target.placements)}: "
-                f"{'; '.join(map(str, talking))} of about {num_bytes:,} bytes per rank, and "
-                "communication must be explicit here. Write "
-                f"x.redistribute(placements={list(target.placements)!r}) before the call."
-            )
+        forbid_move(plan.op, path[0], steps, target)
 
 
 def local_call(
@@ -374,20 +362,32 @@ class _OtherOp(Exception):
 
 
 class _Only(TorchDispatchMode):
-    """Lets exactly one op through."""
+    """Lets exactly one call through: some bindings have other defaults than their op."""
 
-    def __init__(self, op: Any) -> None:
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
         super().__init__()
         self.op = op
+        self.given = in_order(op, args, kwargs)
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
         return False  # what wraps it otherwise imports the compiler, for most of a second
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is not self.op:
+        if func is not self.op or not all(
+            map(_same, in_order(func, args, kwargs or {}), self.given)
+        ):
             raise _OtherOp
         return func(*args, **(kwargs or {}))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same; any tensor is as good as any other."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other
 
 
 #: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
@@ -406,7 +406,7 @@ def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
-                with _Only(op):
+                with _Only(op, hollow_args, hollow_kwargs):
                     binding(*hollow_args, **hollow_kwargs)
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue

@@ -24,6 +24,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
@@ -46,10 +47,11 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin
+from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
+aten = torch.ops.aten
 _KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
@@ -262,12 +264,14 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         order: Sequence[int] | None = None,
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim. Where nothing changes, the tensor itself is returned.
+        same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
+        collective runs on, here and in backward, until the first op that reads the result.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -277,7 +281,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        return autograd.redistribute(self, autograd.placed(layout, placements, order))
+        return autograd.redistribute(self, autograd.placed(layout, placements, order), async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
@@ -288,6 +292,8 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         layout = self._layout
+        if type(self._local) is Pending:
+            self._local = self._local.result()
         return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
 
     @staticmethod
@@ -455,6 +461,9 @@ def _miss(
         return _view_in_place(op, args, kwargs)
     if not is_foreach(op) and (on_one := on_one_mesh(args)) is not None:
         return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
+    twin = written_twin(op)
+    if twin is not None and (find_rule(op) is None or _known_write(key)):
+        return _write_back(twin, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None and (rule := find_rule(plain_op(op))) is not None and rule.by_value:
@@ -468,7 +477,14 @@ def _miss(
             if isinstance(op, Positional):
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
-        entry = planned(op, layouts, kwargs, wish)
+        try:
+            entry = planned(op, layouts, kwargs, wish)
+        except UnsupportedError:
+            if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
+                raise
+            with contextlib.suppress(TypeError):
+                _written_back.add(tuple(key))
+            return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
     if watch.notes is not None:
@@ -505,6 +521,24 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
+
+
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
+world_caches.append(_written_back.clear)
+
+
+def _known_write(key: list[Any]) -> bool:
+    try:
+        return tuple(key) in _written_back
+    except TypeError:  # a symbolic int has no hash
+        return False
+
+
+def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    aten.copy_.default(args[0], twin(*args, **kwargs))
+    return args[0]
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

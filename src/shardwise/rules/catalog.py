@@ -20,6 +20,7 @@ from shardwise.rules import (
     join,
     linalg,
     loss,
+    margin,
     matmul,
     norm,
     pad,
@@ -51,6 +52,7 @@ CATALOG: Table = merge(
     vector_norm.RULES,
     diagonal.RULES,
     fft.RULES,
+    margin.RULES,
     pad.RULES,
     linalg.RULES,
     search.RULES,
@@ -84,6 +86,18 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return same_name or with_arguments(
         packet, [(a.name, str(a.type)) for a in op._schema.arguments]
     )
+
+
+@functools.lru_cache(maxsize=4096)
+def written_twin(op: Any) -> torch._ops.OpOverload | None:
+    """The functional twin of an op that writes to its first argument alone, and returns it."""
+    if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
+        return None
+    twin = functional_twin(op)
+    # `copy_` is what writes back; the others do not read what they write to.
+    if twin is None or twin in (torch.ops.aten.copy.default, torch.ops.aten.set.default):
+        return None
+    return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
 
 
 def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops.OpOverload | None:

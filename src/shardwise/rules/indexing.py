@@ -1,8 +1,9 @@
 """Picking and writing entries by index.
 
 A dim that is not indexed is sharded alike everywhere. The indices may be sharded where the tensor
-that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for what
-another rank owns and the results add up, and a write keeps what falls to the rank's own part.
+that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for
+what another rank owns and the results add up, and a write keeps what falls to the rank's own
+part.
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
-from shardwise.core.layout import Layout
-from shardwise.rules.rule import TensorMeta
+from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.rules.rule import Rule, TensorMeta
 
 #: Ops that torch has no shape function for: the output looks like the argument at this place.
 _LIKE = {torch.ops.aten.fractional_max_pool3d_backward.default: 1}
@@ -34,6 +34,23 @@ def infer_outputs(
         metas: list[TensorMeta] = []
         shape = tree_map(lambda leaf: _meta(leaf, metas), result)
     return tuple(metas), shape
+
+
+def outputs_of(
+    rule: Rule,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[TensorMeta],
+    *,
+    symbolic: bool,
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    """As `infer_outputs`, for an op whose rule may know more than torch does."""
+    if rule.shaped_like is None:
+        return infer_outputs(op, args, kwargs, symbolic=symbolic)
+    model = inputs[rule.shaped_like]
+    meta = TensorMeta(model.shape, contiguous_stride(model.shape), model.dtype)
+    return (meta,), meta
 
 
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -7,7 +7,14 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.notation import parse, pattern_choices, rule
+from shardwise.rules.notation import (
+    Dims,
+    linear_choices,
+    parse,
+    pattern_choices,
+    rule,
+    sharded_choices,
+)
 from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
 aten = torch.ops.aten
@@ -51,14 +58,41 @@ EACH = ((0,), (1,))
 _ADDMM = {n: parse(f"{added}, m k, k n -> m n") for n, added in enumerate(("", "n", "m n"))}
 
 
+_ADDBMM = {n: parse(f"{added}, b m k, b k n -> m n") for n, added in enumerate(("", "n", "m n"))}
+
+
+def addbmm_choices(call: Call) -> Iterator[Choice]:
+    pattern = _ADDBMM[call.inputs[0].ndim]
+    yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+
+
 def addmm_choices(call: Call) -> Iterator[Choice]:
     pattern = _ADDMM[call.inputs[0].ndim]
     yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
 
 
+def trilinear_choices(call: Call) -> Iterator[Choice]:
+    """A product of three tensors, each stretched along some dims, summed over others."""
+    stretched = [call.argument(f"expand{i}") for i in (1, 2, 3)]
+    summed = call.argument("sumdim")
+    letters = [f"d{d}" for d in range(call.inputs[0].ndim + len(stretched[0]))]
+    dims = Dims(
+        tuple(
+            tuple(letter for d, letter in enumerate(letters) if d not in without)
+            for without in stretched
+        ),
+        (tuple(letter for d, letter in enumerate(letters) if d not in summed),),
+    )
+    yield call.replicated()
+    yield from sharded_choices(call, dims, frozenset(), (), "sum")
+    yield from linear_choices(call, ((0,), (1,), (2,)))
+
+
 RULES: Table = table(
     rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
     ((aten.addmm.default,), Rule(addmm_choices, "m n, m k, k n -> m n")),
+    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
+    ((aten.addbmm.default,), Rule(addbmm_choices, "m n, b m k, b k n -> m n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
     rule(aten.matmul.default, like="... m k, ... k n -> ... m n", linear=EACH),
     rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),

@@ -1,4 +1,4 @@
-"""Looking up and writing entries of a dim that is sharded: each rank does what falls to its part."""
+"""Looking up and writing entries of a sharded dim: each rank does what falls to its part."""
 
 from __future__ import annotations
 

@@ -77,5 +77,5 @@ RULES: Table = table(
     ((aten.copy.default,), elementwise(TOGETHER)),
     ((aten.fill.Scalar, aten.fill.Tensor), elementwise()),
     # Not tagged by torch. Linear in the gradient that comes in.
-    ((aten.softshrink_backward.default,), elementwise(FIRST)),
+    ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )
