@@ -37,8 +37,11 @@ def test_shardwise():
         "init_device_mesh",
         "ones",
         "rand",
+        "randint",
         "randn",
+        "randperm",
         "reduce_gradients",
+        "rng",
         "simulate",
         "zeros",
     ]
@@ -52,6 +55,7 @@ def test_debug():
         "Explanation",
         "PlannedCall",
         "cache_stats",
+        "check_rng",
         "explain",
         "visualize_sharding",
     ]

@@ -20,7 +20,9 @@ from shardwise.dtensor.create import (
     full,
     ones,
     rand,
+    randint,
     randn,
+    randperm,
     zeros,
 )
 from shardwise.dtensor.gradients import reduce_gradients
@@ -36,6 +38,7 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
+from shardwise.random.mode import rng
 
 __version__ = "0.1.0"
 
@@ -66,8 +69,11 @@ __all__ = [
     "init_device_mesh",
     "ones",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "reduce_gradients",
+    "rng",
     "simulate",
     "zeros",
 ]

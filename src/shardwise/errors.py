@@ -7,7 +7,7 @@
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
-    ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+    ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
 Every one derives from the builtin that ordinary code would catch. A message says what was asked,
@@ -47,7 +47,7 @@ class WorldError(ShardwiseError, RuntimeError):
 
 
 class RankMismatchError(ShardwiseError, RuntimeError):
-    """Ranks of a simulated world hold different values where one value was asked for."""
+    """Ranks hold different values where one value was asked for."""
 
 
 class RedistributionError(ShardwiseError, RuntimeError):

@@ -8,7 +8,7 @@ from samples_image import image_samples
 from samples_indexing import indexing_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul
+from shardwise.rules import loss, matmul, random
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -39,6 +39,7 @@ def samples() -> list[Sample]:
         *_attention(),
         *_embedding(),
         *_whole(),
+        *_random(),
         *image_samples(),
         *indexing_samples(),
     ]
@@ -268,6 +269,54 @@ def _whole() -> list[Sample]:
         Sample(aten.triu.default, (x, 1)),
         Sample(aten.constant_pad_nd.default, (cube, [1, 0, 0, 0, 2, 1], 0.5)),
     ]
+
+
+def _random() -> list[Sample]:
+    by_name = (
+        "uniform.default",
+        "normal_functional.default",
+        "normal_.default",
+        "exponential.default",
+        "cauchy.default",
+        "log_normal.default",
+        "random.default",
+        "rand_like.default",
+        "randn_like.default",
+    )
+    named = [getattr(getattr(aten, n), o) for n, o in (each.split(".") for each in by_name)]
+    chances = t(4, 6).sigmoid()
+    samples = [
+        *(Sample(op, (t(4, 6),)) for op in named),
+        *(Sample(op, (t(5, 3, 7).transpose(0, 2),)) for op in named),
+        Sample(aten.bernoulli_.float, (t(4, 6), 0.3)),
+        Sample(aten.bernoulli.p, (t(4, 6), 0.3)),
+        Sample(aten.geometric.default, (t(4, 6), 0.3)),
+        Sample(aten.random.to, (t(4, 6), 9)),
+        Sample(getattr(aten.random, "from"), (t(4, 6), 2, 9)),
+        Sample(aten.randint_like.default, (t(4, 6), 9), {"dtype": torch.int64}),
+        Sample(aten.randint_like.low_dtype, (t(4, 6), 2, 9)),
+        Sample(aten.bernoulli.default, (chances,)),
+        Sample(aten.bernoulli.Tensor, (t(4, 6), chances)),
+        Sample(aten.normal.Tensor_float, (x, 2.0)),
+        Sample(aten.normal.float_Tensor, (2.0, chances)),
+        Sample(aten.normal.Tensor_Tensor, (t(6), chances)),
+        Sample(aten.native_dropout.default, (x, 0.3, True)),
+        Sample(aten.native_dropout.default, (x, 0.3, False)),
+        Sample(aten.poisson.default, (chances,)),
+        Sample(aten._standard_gamma.default, (chances,)),
+        Sample(aten.multinomial.default, (chances, 3)),
+        Sample(random.rrelu_slopes, (x, 0.1, 0.3)),
+    ]
+    for packet, overload, args in (
+        (aten.rand_like, "generator", ()),
+        (aten.randn_like, "generator", ()),
+        (aten.randint_like, "generator", (9,)),
+        (aten.randint_like, "low_generator_dtype", (2, 9)),
+    ):
+        if hasattr(packet, overload):  # newer torch
+            op = getattr(packet, overload)
+            samples.append(Sample(op, (t(4, 6), *args), {"generator": None}))
+    return samples
 
 
 #: Ops whose results have no values to compare.

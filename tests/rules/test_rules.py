@@ -33,6 +33,8 @@ def test_every_choice_gives_the_result_of_one_device(sample):
 def test_no_useful_choice_is_missing(sample):
     if sample.op in OF_NO_USE:
         pytest.skip("the op does not read the values of its first operand")
+    if torch.Tag.nondeterministic_seeded in getattr(sample.op, "tags", ()):
+        pytest.skip("parts that draw one after another are no world in which each rank draws")
     if sample.op in UNCHECKED_KERNELS:
         pytest.skip("the kernel crashes on operands that do not fit together")
     if sample.op is aten.view.default and 0 in sample.args[0].shape:

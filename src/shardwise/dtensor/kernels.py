@@ -23,6 +23,7 @@ from shardwise.rules.matmul import (
     matmul_left_grad,
     matmul_right_grad,
 )
+from shardwise.rules.random import rrelu_slopes
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
@@ -335,6 +336,22 @@ def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -
     op(*hollow, *options)
 
 
+# -- rrelu -----------------------------------------------------------------------------------
+
+
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Not torch's own: that one writes the slopes to a second tensor besides its result."""
+    if not training:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    return x * run(rrelu_slopes, x.detach(), lower, upper, generator)
+
+
 # -- registration ----------------------------------------------------------------------------
 
 _library = torch.library.Library("aten", "IMPL")
@@ -347,6 +364,7 @@ def register() -> None:
         ("linear", linear),
         ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
+        ("rrelu", rrelu),
         ("nll_loss_nd", nll_loss),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")

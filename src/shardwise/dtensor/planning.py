@@ -224,6 +224,8 @@ def local_call(
     where torch or a Python function would read the sizes of a LocalTensor.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
+    if plan.local is not None and plan.local.together:
+        return functools.partial(fn, (*plan.inputs, *plan.outputs))
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):

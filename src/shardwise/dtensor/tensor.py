@@ -28,8 +28,8 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
-from shardwise.core.layout import Layout, normalize
-from shardwise.core.placements import Placement, short
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
@@ -201,6 +201,26 @@ class DTensor(torch.Tensor):
     @property
     def device_mesh(self) -> DeviceMesh:
         return self._layout.grid.mesh
+
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> DTensor:
+        """`data` as a tensor of this dtype and device, replicated over the mesh."""
+        plain = torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device if device is not None else self.device,
+            pin_memory=pin_memory,
+        )
+        grid = self._layout.grid
+        whole = (REPLICATE,) * grid.num_axes
+        layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
+        return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
@@ -399,6 +419,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif isinstance(value, torch.Tensor):
         check_plain(op, value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
     else:
         key.append(value)
     if operands is not None:

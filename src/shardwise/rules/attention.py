@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.rules.parts import UnlessEmpty
@@ -55,6 +56,9 @@ class WholeTensorChoice:
     shapes: tuple[tuple[int, ...], ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if dropout_p:
+            return _MATH  # a fused kernel draws its mask in an order that parts cannot follow
         shapes = iter(self.shapes)
         models = [
             # One example is enough to tell; its memory is never touched.
@@ -64,6 +68,9 @@ class WholeTensorChoice:
             for arg in args
         ]
         return aten._fused_sdp_choice.default(*models, **kwargs)
+
+
+_MATH = int(SDPBackend.MATH.value)
 
 
 def kernel_choices(call: Call) -> Iterator[Choice]:
