@@ -52,7 +52,12 @@ from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 aten = torch.ops.aten
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+# The keys of autocast too: torch would give a tensor of that backend none.
+_KEYS = functools.reduce(
+    lambda keys, key: keys.add(key),
+    (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3),
+)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 
