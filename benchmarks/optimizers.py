@@ -1,4 +1,4 @@
-"""What one optimizer step costs: shardwise, torch's DTensor and plain local tensors, in one process.
+"""What an optimizer step costs: shardwise, torch's DTensor and plain tensors, in one process.
 
     python -m benchmarks.optimizers [--sizes 16 100 1000] [--repeats 15] [--json out.json]
 

@@ -47,7 +47,7 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import CATALOG, changes_shape, find_rule, functional_twin, written_twin
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -474,6 +474,10 @@ def _as_layouts(value: Any) -> Any:
     return value
 
 
+#: Ids of ops whose plans depend on floats among their arguments: the key of a hit has none.
+_by_value = {id(op) for op, rule in CATALOG.items() if rule.by_value}
+
+
 def _miss(
     op: Any,
     args: Sequence[Any],
@@ -484,6 +488,11 @@ def _miss(
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
     global _misses
+    if key[0] in _by_value:
+        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
+        if (known := _entries.get(tuple(key))) is not None:
+            known.hits += 1
+            return _run_entry(known, operands, args, kwargs)
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
     if not is_foreach(op) and (on_one := on_one_mesh(args)) is not None:
@@ -493,11 +502,6 @@ def _miss(
         return _write_back(twin, args, kwargs)
     layouts = [_as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
-    if entry is None and (rule := find_rule(plain_op(op))) is not None and rule.by_value:
-        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
-        if (known := _entries.get(tuple(key))) is not None:
-            known.hits += 1
-            return _run_entry(known, operands, args, kwargs)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
         if parts is not None:
