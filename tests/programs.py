@@ -3,6 +3,7 @@
 Each returns tensors by name. Values come from one seed; `mine` gives each rank its own.
 """
 
+import io
 import itertools
 import random
 
@@ -328,6 +329,31 @@ def _two_steps(scores, place):
         grads = torch.autograd.grad(out.sum(), [table, weight])
         for name, tensor in zip(("out", "table", "weight"), (out, *grads), strict=True):
             yield f"{name} {size}", tensor
+
+
+# -- between worlds --------------------------------------------------------------------------
+
+
+def saved():
+    """A tensor and a module's state, as bytes that `torch.load` reads without running code."""
+    mesh = line()
+    buffer = io.BytesIO()
+    x = shardwise.distribute_tensor(torch.arange(10.0), mesh, [S0]).requires_grad_()
+    layer = shardwise.distribute_module(nn.Linear(2, 2), mesh)
+    torch.save({"x": x, "layer": layer.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def loaded(content):
+    """What was saved in another world, put together in this one."""
+    line()
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    x = found["x"]
+    return x.requires_grad, x.placements, x.detach().full_tensor(), found["layer"]["bias"].shape
+
+
+def loaded_mine(contents):
+    return loaded(contents[dist.get_rank()])
 
 
 # -- bad input -------------------------------------------------------------------------------

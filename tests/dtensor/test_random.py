@@ -89,6 +89,8 @@ RETURNS = {
     "multinomial": lambda t: torch.multinomial(t.abs(), 3),
     "gumbel softmax": F.gumbel_softmax,
     "rrelu": lambda t: F.rrelu(t, training=True),
+    "rrelu in place": lambda t: F.rrelu(t, training=True, inplace=True),
+    "rrelu that evaluates": lambda t: F.rrelu(t),
 }
 DROPOUTS = {
     "dropout": lambda t: F.dropout(t, 0.4),
@@ -295,6 +297,7 @@ INITS = {
     "xavier_uniform_": nn.init.xavier_uniform_,
     "xavier_normal_": nn.init.xavier_normal_,
     "trunc_normal_": nn.init.trunc_normal_,
+    "orthogonal_": nn.init.orthogonal_,
     "trunc_normal_ far out": lambda t: nn.init.trunc_normal_(t, a=1.0, b=3.0),
 }
 
@@ -359,6 +362,12 @@ def test_nothing_is_drawn_on_the_meta_device(mesh):
     assert x.normal_().is_meta
     assert torch.rand_like(x).is_meta
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_bounds_of_rrelu_that_torch_refuses(mesh):
+    x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(RuntimeError, match=r"[Ll]ower bound"):
+        F.rrelu(x, 0.5, 0.1)
 
 
 # -- dropout in training ---------------------------------------------------------------------

@@ -93,3 +93,21 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):
+    with shardwise.simulate(4):
+        content = programs.saved()
+    for requires_grad, placements, whole, shape in processes(programs.loaded, content):
+        assert requires_grad
+        assert placements == (S0,)
+        assert whole.tolist() == list(range(10))
+        assert shape == (2,)
+
+
+def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
+    contents = processes(programs.saved)
+    for _, _, whole, _ in processes(programs.loaded_mine, contents):
+        assert whole.tolist() == list(range(10))
+    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
+        programs.loaded(contents[0])

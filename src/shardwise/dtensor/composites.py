@@ -12,7 +12,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
-from shardwise.dtensor.tensor import DTensor, check_plain
+from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.tensor import DTensor
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten

@@ -347,9 +347,25 @@ def rrelu(
     generator: Any = None,
 ) -> Any:
     """Not torch's own: that one writes the slopes to a second tensor besides its result."""
-    if not training:
-        return F.leaky_relu(x, (lower + upper) / 2)
-    return x * run(rrelu_slopes, x.detach(), lower, upper, generator)
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu(x, (lower + upper) / 2) if slopes is None else x * slopes
+
+
+def rrelu_(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+
+
+def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+    if not lower <= upper:
+        torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
+    return run(rrelu_slopes, x.detach(), lower, upper, generator) if training else None
 
 
 # -- registration ----------------------------------------------------------------------------
@@ -365,6 +381,7 @@ def register() -> None:
         ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
         ("rrelu", rrelu),
+        ("rrelu_", rrelu_),
         ("nll_loss_nd", nll_loss),
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")

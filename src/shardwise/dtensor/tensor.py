@@ -37,6 +37,7 @@ from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.numbers import beside_plain, on_one_mesh
 from shardwise.dtensor.partial_writes import planned
 from shardwise.dtensor.planning import Entry, unknown_shape_entry
@@ -150,14 +151,15 @@ class DTensor(torch.Tensor):
                 for name, value in kwargs.items():
                     key.append(name)
                     _add_static(func, value, key, None)
-            entry = _entries.get(tuple(key))
-        except TypeError:  # a symbolic int has no hash
-            entry = None
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
             return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         except MixedTensorsError as error:
             return beside_plain(func, args, kwargs or {}, error)
+        try:
+            entry = _entries.get(tuple(key))
+        except TypeError:  # a symbolic int has no hash
+            entry = None
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -405,8 +407,13 @@ class _Flag:
 _TRUE, _FALSE = _Flag(), _Flag()
 
 
-def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+def _add_static(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
     kind = type(value)
     if kind is float:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
@@ -414,7 +421,7 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif kind is bool:
         key.append(_TRUE if value else _FALSE)
     elif kind is list or kind is tuple:
-        part, value = _list_key(op, value, by_keyword=operands is None)
+        part, value = _list_key(op, value, None if operands is None else len(operands))
         key.append(part)
     elif isinstance(value, DTensor):
         if operands is None:
@@ -422,7 +429,9 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        check_plain(op, value)
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     elif kind is torch.Generator:
         key.append(kind)  # its state changes values, never a layout
@@ -432,10 +441,13 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         operands.append(value)
 
 
-def _list_key(op: Any, items: Sequence[Any], *, by_keyword: bool) -> tuple[Any, list[Any]]:
-    """What a list adds to the key, and its items as local operands."""
+def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any, list[Any]]:
+    """What a list adds to the key, and its items as local operands.
+
+    `position` is that of the argument, or None for a keyword.
+    """
     first = type(items[0]) if items else None
-    if first is DTensor and not by_keyword:
+    if first is DTensor and position is not None:
         try:  # the lists of a foreach op are long, and of tensors only
             return tuple([x._layout for x in items]), [x._local for x in items]
         except AttributeError:
@@ -452,18 +464,8 @@ def _list_key(op: Any, items: Sequence[Any], *, by_keyword: bool) -> tuple[Any, 
             key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
             operands.append(item)
         else:
-            _add_static(op, item, key, None if by_keyword else operands)
+            _add_static(op, item, key, None if position is None else operands, position)
     return tuple(key), operands
-
-
-def check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
-        raise MixedTensorsError(
-            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
-            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
-            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
-        )
 
 
 def _as_layouts(value: Any) -> Any:
