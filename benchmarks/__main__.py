@@ -1,7 +1,8 @@
 """Every benchmark, one after the other: `python -m benchmarks`."""
 
-from benchmarks import dispatch, start_up
+from benchmarks import dispatch, optimizers, start_up
 
 if __name__ == "__main__":
     dispatch.main([])
+    optimizers.main([])
     start_up.main([])
