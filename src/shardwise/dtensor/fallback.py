@@ -15,6 +15,7 @@ from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor.foreach import count_writes, is_foreach
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
+from shardwise.rules.catalog import rule_caches
 
 aten = torch.ops.aten
 
@@ -36,6 +37,9 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+rule_caches.append(parts_of.cache_clear)
 
 
 def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ from shardwise.comm.ranks import one_for_all
 from shardwise.core.grid import Grid
 
 
-def on_one_mesh(args: Sequence[Any]) -> list[Any] | None:
+def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:
     """`args` with the numbers of other meshes as plain tensors; None when there are none.
 
     The mesh that counts is that of the first tensor with dims, or else of the first tensor.

@@ -22,7 +22,7 @@ from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import written_inputs
 
 
-def planned(
+def entry_of_call(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
 ) -> Entry:
     """`make_entry`, with writes to Partial tensors."""

@@ -35,12 +35,13 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.numbers import beside_plain, on_one_mesh
-from shardwise.dtensor.partial_writes import planned
-from shardwise.dtensor.planning import Entry, unknown_shape_entry
+from shardwise.dtensor.numbers import beside_plain, numbers_as_plain
+from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.planning import Entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -48,7 +49,14 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import CATALOG, changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    CATALOG,
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -65,6 +73,8 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -73,9 +83,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -153,7 +165,7 @@ class DTensor(torch.Tensor):
                     _add_static(func, value, key, None)
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
         except MixedTensorsError as error:
             return beside_plain(func, args, kwargs or {}, error)
         try:
@@ -468,11 +480,11 @@ def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any,
     return tuple(key), operands
 
 
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
 
 
@@ -489,6 +501,23 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
     if key[0] in _by_value:
         key += [a for a in (*args, *kwargs.values()) if type(a) is float]
@@ -497,12 +526,12 @@ def _miss(
             return _run_entry(known, operands, args, kwargs)
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
-    if not is_foreach(op) and (on_one := on_one_mesh(args)) is not None:
+    if not is_foreach(op) and (on_one := numbers_as_plain(args)) is not None:
         return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -511,12 +540,13 @@ def _miss(
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
         try:
-            entry = planned(op, layouts, kwargs, wish)
+            entry = entry_of_call(op, layouts, kwargs, wish)
         except UnsupportedError:
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -554,11 +584,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:
