@@ -98,6 +98,8 @@ _apply_matmul = direct_apply(Matmul)
 
 def matmul(left: Any, right: Any) -> Any:
     """Any shapes; `kernels.matmul` has a shorter way for a batch without broadcasting."""
+    if max(left.dim(), right.dim()) <= 2:  # a product of matrices or vectors: nothing is merged
+        return aten.matmul.default.decompose(left, right)
     if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
         # The ordinary path says which operand is plain, or what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.matmul.default, None, (left, right))

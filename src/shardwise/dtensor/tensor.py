@@ -262,11 +262,14 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        async_op: bool = False,
     ) -> DTensor:
         """The global tensor whose local part is `local_tensor` on every rank.
 
         Without `shape`, all ranks are taken to hold parts of equal shape: uneven shards need
-        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks.
+        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks. With
+        `async_op`, a collective that brings the gradient back runs on until the first op that
+        reads the gradient.
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
         local = localize(grid, local_tensor)
@@ -280,7 +283,7 @@ class DTensor(torch.Tensor):
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor)
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.

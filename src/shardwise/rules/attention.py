@@ -38,11 +38,13 @@ class Attention:
     def choices(self, call: Call) -> Iterator[Choice]:
         """Batch or heads are sharded in all operands and results alike.
 
-        With fewer heads for keys than for queries, only where both divide evenly. Dropped entries
-        are drawn for whole tensors.
+        With fewer heads for keys than for queries, only where both divide evenly. A kernel that
+        drops entries draws them itself, so not for parts.
         """
-        yield call.replicated()
-        if call.argument("dropout_p"):
+        drops = bool(call.argument("dropout_p"))
+        if not drops or all(p.is_replicate() for p in call.placed):
+            yield call.replicated()
+        if drops:
             return
         names = _tensor_names(call)
         query = names.index("query")

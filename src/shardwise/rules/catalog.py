@@ -10,6 +10,8 @@ import torch
 
 from shardwise.rules import (
     attention,
+    bag_grads,
+    bags,
     channel_norm,
     contract,
     conv,
@@ -31,6 +33,8 @@ from shardwise.rules import (
     random,
     recurrent,
     reduce,
+    routed,
+    row_sparse,
     search,
     vector_norm,
     views,
@@ -55,6 +59,10 @@ CATALOG: Table = merge(
     indexing.RULES,
     planes.RULES,
     embedding.RULES,
+    routed.RULES,
+    row_sparse.RULES,
+    bags.RULES,
+    bag_grads.RULES,
     whole.RULES,
     vector_norm.RULES,
     random.RULES,
@@ -99,10 +107,8 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    same_name = getattr(packet, op._schema.overload_name or "default", None)
-    return same_name or with_arguments(
-        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
-    )
+    # Not by the overload's name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar is another op.
+    return with_arguments(packet, [(a.name, str(a.type)) for a in op._schema.arguments])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -110,9 +116,17 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
     if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
         return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # the twin would draw other numbers
     twin = functional_twin(op)
-    # `copy_` is what writes back; the others do not read what they write to.
-    if twin is None or twin in (torch.ops.aten.copy.default, torch.ops.aten.set.default):
+    # `copy_` is what writes back; the others do not read what they write to. A table is never
+    # gathered, not even to scale its rows down.
+    aten = torch.ops.aten
+    if twin is None or twin in (
+        aten.copy.default,
+        aten.set.default,
+        aten.embedding_renorm.default,
+    ):
         return None
     return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
 
