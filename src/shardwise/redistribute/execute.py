@@ -7,6 +7,7 @@ compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import Partial, Shard
+from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import CollectiveError, LayoutError
 from shardwise.redistribute.steps import Step, local_bytes, longest
 
@@ -242,9 +243,24 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
 
 def _all_reduce(step: Step) -> Move:
     grid, axis = step.source.grid, step.axis
+    partial = step.source.placements[axis]
+    if isinstance(partial, NormPartial):
+        return _norm_of_norms(step, partial.norm_type)
     reduce_op = _reduce_op(step.source, axis)
     return Move(
         lambda x: start_all_reduce(x, reduce_op, grid, axis), _finished_in(step.source.dtype)
+    )
+
+
+def _norm_of_norms(step: Step, norm_type: float) -> Move:
+    grid, axis, dtype = step.source.grid, step.axis, step.source.dtype
+    if norm_type == math.inf:
+        return Move(lambda x: start_all_reduce(x, "max", grid, axis), _finished_in(dtype))
+    # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
+    wide = dtype if dtype.itemsize >= 4 else torch.float32
+    return Move(
+        lambda x: start_all_reduce(x.to(wide) ** norm_type, "sum", grid, axis),
+        lambda x: (finished(x) ** (1 / norm_type)).to(dtype),
     )
 
 
@@ -288,6 +304,7 @@ def _slice(step: Step) -> Move:
 _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.zeros_like,
     "product": torch.ones_like,
+    "norm": torch.zeros_like,
 }
 
 
