@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from shardwise.embedding.backend import Backend
+from shardwise.embedding.fbgemm_backend import FbgemmBackend
 from shardwise.embedding.torch_backend import TorchBackend
 from shardwise.errors import ArgumentError
 
@@ -13,7 +14,9 @@ def make_backend(backend: str | Backend) -> Backend:
         return backend
     if backend == "torch":
         return TorchBackend()
+    if backend == "fbgemm":
+        return FbgemmBackend()
     raise ArgumentError(
-        f"backend={backend!r} is not known: use 'torch', or an object with the methods of "
-        "shardwise.embedding.Backend."
+        f"backend={backend!r} is not known: use 'torch', 'fbgemm', or an object with the methods "
+        "of shardwise.embedding.Backend."
     )
