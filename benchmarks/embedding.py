@@ -273,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--cases", nargs="*", default=[], help="parts of names; all without")
+    parser.add_argument("--sides", nargs="*", default=[], help="names; all without")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=Sizes().rows)
     parser.add_argument("--json", type=Path, metavar="PATH")
@@ -281,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: list[Result] = []
     for world in options.worlds:
         for sides in cases(options.cases):
+            sides = [s for s in sides if not options.sides or s.name in options.sides]
             found = measure(sides, world, sizes, options.repeats)
             show(found)
             results += found
