@@ -7,6 +7,7 @@ import importlib.util
 import torch
 
 from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.fbgemm_backend import FbgemmBackend
 from shardwise.embedding.fused import RowUpdate
 from shardwise.embedding.torch_backend import TorchBackend
 from shardwise.errors import ArgumentError
@@ -23,11 +24,13 @@ def make_backend(backend: str | Backend) -> Backend:
         return ByDevice()
     if backend == "torch":
         return TorchBackend()
+    if backend == "fbgemm":
+        return FbgemmBackend()
     if backend == "triton":
         return _triton()
     raise ArgumentError(
-        f"backend={backend!r} is not known: use 'auto', 'torch', 'triton', or an object with the "
-        "methods of shardwise.embedding.Backend."
+        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'triton', or an object "
+        "with the methods of shardwise.embedding.Backend."
     )
 
 
