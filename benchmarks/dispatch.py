@@ -128,6 +128,9 @@ def products(cases: Cases) -> Iterator[Case]:
     bias = (_values(SIZE), shard(0))
     yield cases.call("mm", torch.mm, whole, columns)
     yield cases.call("addmm", torch.addmm, bias, whole, columns)
+    yield cases.call(
+        "bmm", torch.bmm, (_values(2, SIZE, SIZE), shard(0)), (_values(2, SIZE, SIZE), shard(0))
+    )
     yield cases.call("linear 2-D", F.linear, whole, rows)
     yield cases.call("linear 2-D, bias", F.linear, whole, rows, bias)
     yield cases.call("linear 3-D, bias", F.linear, three, rows, bias)
@@ -144,6 +147,9 @@ def views(cases: Cases) -> Iterator[Case]:
     yield cases.call("t", lambda x: x.t(), rows)
     yield cases.call("detach", lambda x: x.detach(), rows)
     yield cases.call("chunk", lambda x: x.chunk(2, 1), rows)
+    yield cases.call("split", lambda x: x.split(SIZE // 4, 1), rows)
+    yield cases.call("slice", lambda x: x[:, : SIZE // 2], rows)
+    yield cases.call("cat", lambda x, y: torch.cat([x, y], 1), rows, rows)
 
 
 def embeddings(cases: Cases) -> Iterator[Case]:
@@ -222,6 +228,10 @@ def moves(cases: Cases) -> Iterator[Case]:
 
 def training(cases: Cases) -> Iterator[Case]:
     yield cases.each("MLP, fwd+bwd", lambda system: _mlp_step(cases, system))
+    yield cases.each("block, fwd+bwd", lambda system: _block_step(cases, system, replicated))
+    yield cases.each(
+        "block, sequence-parallel, fwd+bwd", lambda system: _block_step(cases, system, shard(1))
+    )
     yield cases.each("SGD step", _optimizer_step(cases, torch.optim.SGD, foreach=False))
     yield cases.each("AdamW step", _optimizer_step(cases, torch.optim.AdamW, foreach=False))
     yield cases.each("AdamW step, foreach", _optimizer_step(cases, torch.optim.AdamW, foreach=True))
@@ -251,6 +261,52 @@ def _mlp_step(cases: Cases, system: Any) -> Callable[[], Any]:
             parameter.grad = None
         hidden = F.relu(F.linear(x, up, up_bias))
         F.linear(hidden, down, down_bias).sum().backward()
+
+    return step
+
+
+def _block_step(cases: Cases, system: Any, between: Placed) -> Callable[[], Any]:
+    """A pre-norm transformer block, sharded by head and by hidden column.
+
+    `between` is how activations lie between the sharded layers: replicated, or sharded along the
+    sequence. The plain side computes on the shapes that one rank has in the replicated form.
+    """
+    heads, width = 2, 8
+    local, whole = heads * width, heads * width * NUM_RANKS
+    norms = [(_values(whole), replicated) for _ in range(4)]
+    columns = [(_values(local, whole), shard(0)) for _ in range(4)]
+    rows = [(_values(whole, local), shard(1)) for _ in range(2)]
+    parts, x = [*norms, *columns, *rows], _values(2, SIZE, whole)
+    if system is None:
+        parameters = [nn.Parameter(t) for t, _ in parts]
+    else:
+        parameters = [nn.Parameter(cases.distributed(system, t, placed)) for t, placed in parts]
+        x = cases.distributed(system, x, replicated).redistribute(cases.mesh, between(system))
+    norm_w, norm_b, second_w, second_b, query, key, value, up, out, down = parameters
+
+    def move(x: Any, placed: Placed) -> Any:
+        return x if system is None else x.redistribute(cases.mesh, placed(system))
+
+    def split_heads(x: Any) -> Any:
+        return x.view(2, -1, x.shape[-1] // width, width).transpose(1, 2)
+
+    def attend(x: Any) -> Any:
+        q, k, v = (split_heads(F.linear(x, weight)) for weight in (query, key, value))
+        # Written out: torch's DTensor does not support the fused attention of CPUs.
+        scores = torch.softmax(q @ k.transpose(-1, -2) * width**-0.5, -1)
+        return F.linear((scores @ v).transpose(1, 2).flatten(2), out)
+
+    def feed_forward(x: Any) -> Any:
+        return F.linear(F.gelu(F.linear(x, up)), down)
+
+    def step() -> None:
+        for parameter in parameters:
+            parameter.grad = None
+        hidden = x
+        for layer, weight, bias in ((attend, norm_w, norm_b), (feed_forward, second_w, second_b)):
+            normed = move(F.layer_norm(hidden, (whole,), weight, bias), replicated)
+            hidden = hidden + move(layer(normed), between)
+        hidden.sum().backward()
 
     return step
 

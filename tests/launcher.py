@@ -29,7 +29,8 @@ class Failure:
 class Processes:
     """`size` processes that talk through gloo on this machine."""
 
-    def __init__(self, size):
+    def __init__(self, size, timeout_s=60):
+        """`timeout_s` is how long a collective waits for the other ranks."""
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context = multiprocessing.get_context("spawn")
@@ -37,7 +38,7 @@ class Processes:
         for rank in range(size):
             ours, theirs = context.Pipe()
             process = context.Process(
-                target=_serve, args=(rank, size, self._store.port, theirs), daemon=True
+                target=_serve, args=(rank, size, self._store.port, theirs, timeout_s), daemon=True
             )
             process.start()
             theirs.close()
@@ -87,12 +88,16 @@ class Processes:
             process.join()
 
 
-def _serve(rank, size, port, pipe):
+def _serve(rank, size, port, pipe, timeout_s):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     store = dist.TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=size, timeout=datetime.timedelta(seconds=60)
+        "gloo",
+        store=store,
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
     )
     while True:
         try:

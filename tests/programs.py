@@ -3,6 +3,10 @@
 Each returns tensors by name. Values come from one seed; `mine` gives each rank its own.
 """
 
+import io
+import itertools
+import random
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -82,6 +86,87 @@ def moves_on_a_grid():
     return found
 
 
+def moves_apart(shape):
+    """As `moves`, each started and awaited when it is looked at; two run at the same time."""
+    mesh = line()
+    whole = torch.randn(shape)
+    terms = DTensor.from_local(
+        mine(lambda rank: torch.full(shape, float(rank))), mesh, [Partial("max")]
+    )
+    found = {}
+    for after in [R, S0, S1, Shard(0, (0, shape[0], 0, 0)), Partial("max")]:
+        pair = [
+            shardwise.distribute_tensor(whole, mesh, [S0]).redistribute(
+                placements=[after], async_op=True
+            ),
+            terms.redistribute(placements=[after], async_op=True),
+        ]
+        found[f"moved to {after}"], found[f"reduced to {after}"] = pair
+    return found
+
+
+def moves_on_a_cube(number):
+    """Every pair of placements on three axes, some of which have one rank."""
+    mesh = shardwise.init_device_mesh("cpu", CUBES[number], mesh_dim_names=("a", "b", "c"))
+    whole = torch.randn(5, 3, 2)
+    places = list(itertools.product([R, S0, Shard(2)], repeat=3))
+    generator = random.Random(number)
+    found = {}
+    for before, after in generator.sample(list(itertools.product(places, repeat=2)), 24):
+        x = shardwise.distribute_tensor(whole, mesh, before)
+        found[f"{before} -> {after}"] = x.redistribute(placements=after)
+    return found
+
+
+CUBES = [(2, 1, 2), (1, 2, 2), (2, 2, 1)]
+
+#: Everything that is moved as it is, gloo's gaps included.
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.float8_e5m2,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def moves_of_dtypes():
+    """Each dtype through each kind of move, and through a sum where it has one."""
+    mesh = line()
+    found = {}
+    for dtype in DTYPES:
+        whole = torch.randint(0, 2, (5, 3)).to(dtype)
+        x = shardwise.distribute_tensor(whole, mesh, [S0])
+        for after in (R, S1, Shard(0, (0, 4, 0, 1))):
+            found[f"{dtype} to {after}"] = _as_bytes(x.redistribute(placements=[after]))
+        if dtype != torch.bool:
+            terms = DTensor.from_local(mine(lambda rank, w=whole: w), mesh, [Partial()])
+            for after in (R, S1):
+                summed = terms.redistribute(placements=[after])
+                found[f"sum of {dtype} to {after}"] = _as_bytes(summed)
+    return found
+
+
+def _as_bytes(x):
+    local = x.to_local()
+    if isinstance(local, LocalTensor):
+        return LocalTensor.per_rank(lambda rank: _bytes(local.on_rank(rank)))
+    return _bytes(local)
+
+
+def _bytes(x):
+    return x.contiguous().view(-1).view(torch.uint8)
+
+
 def distributed_from_other_ranks():
     values = mine(lambda rank: torch.arange(10) + 100 * rank)
     mesh = line()
@@ -146,6 +231,75 @@ def table_on_a_grid_step():
     return _step(F.embedding(ids, weight).sum(), {"table": weight})
 
 
+class Block(nn.Module):
+    """Attention over four heads and an MLP, each with a norm before and a sum around it."""
+
+    def __init__(self, width=8, hidden=12):
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        # Without biases: that of the keys has no gradient but noise, which Adam would blow up.
+        self.query, self.key, self.value = (nn.Linear(width, width, bias=False) for _ in range(3))
+        self.out = nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x):
+        y = self.norm1(x)
+        heads = [
+            layer(y).unflatten(-1, (4, -1)).transpose(1, 2)
+            for layer in (self.query, self.key, self.value)
+        ]
+        attended = F.scaled_dot_product_attention(*heads, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).flatten(-2))
+        return x + self.down(F.gelu(self.up(self.norm2(x))))
+
+
+def _column_and_row(name, module, mesh):
+    columns, rows = ("query", "key", "value", "up"), ("out", "down")
+    if name in columns or name in rows:
+        placement = S0 if name in columns else S1
+        weight = shardwise.distribute_tensor(module.weight.detach(), mesh, [placement])
+        module.weight = nn.Parameter(weight)
+        if name in columns and module.bias is not None:
+            bias = shardwise.distribute_tensor(module.bias.detach(), mesh, [S0])
+            module.bias = nn.Parameter(bias)
+
+
+OPTIMIZERS = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
+    "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
+    "AdamW one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
+}
+
+
+def block_steps(batch_placement, optimizer):
+    """Two steps of a transformer block, clipped."""
+    mesh = line()
+    block = shardwise.distribute_module(Block().double(), mesh, _column_and_row)
+    steps = OPTIMIZERS[optimizer](block.parameters())
+    found = {}
+    for number in range(2):
+        x = shardwise.distribute_tensor(torch.randn(4, 5, 8).double(), mesh, [batch_placement])
+        steps.zero_grad()
+        loss = (block(x) ** 2).mean()
+        loss.backward()
+        nn.utils.clip_grad_norm_(block.parameters(), 1.0)
+        steps.step()
+        found[f"loss {number}"] = loss.redistribute(placements=[R])
+    return found | {name: p.detach() for name, p in block.named_parameters()}
+
+
+def apart_step():
+    """A gathered weight whose gather overlaps what comes before its use, in both directions."""
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(5, 6), mesh, [S0]))
+    x = shardwise.distribute_tensor(torch.randn(7, 6), mesh, [S0])
+    gathered = weight.redistribute(placements=[R], async_op=True)
+    y = F.linear(x.exp(), gathered).redistribute(placements=[S1], async_op=True)
+    return _step((y * y).mean(), {"weight": weight})
+
+
 def compiled_steps():
     """Two batch sizes, uneven on four ranks, through one compiled lookup and linear layer."""
     mesh = line()
@@ -175,6 +329,31 @@ def _two_steps(scores, place):
         grads = torch.autograd.grad(out.sum(), [table, weight])
         for name, tensor in zip(("out", "table", "weight"), (out, *grads), strict=True):
             yield f"{name} {size}", tensor
+
+
+# -- between worlds --------------------------------------------------------------------------
+
+
+def saved():
+    """A tensor and a module's state, as bytes that `torch.load` reads without running code."""
+    mesh = line()
+    buffer = io.BytesIO()
+    x = shardwise.distribute_tensor(torch.arange(10.0), mesh, [S0]).requires_grad_()
+    layer = shardwise.distribute_module(nn.Linear(2, 2), mesh)
+    torch.save({"x": x, "layer": layer.state_dict()}, buffer)
+    return buffer.getvalue()
+
+
+def loaded(content):
+    """What was saved in another world, put together in this one."""
+    line()
+    found = torch.load(io.BytesIO(content), weights_only=True)
+    x = found["x"]
+    return x.requires_grad, x.placements, x.detach().full_tensor(), found["layer"]["bias"].shape
+
+
+def loaded_mine(contents):
+    return loaded(contents[dist.get_rank()])
 
 
 # -- bad input -------------------------------------------------------------------------------
@@ -240,3 +419,112 @@ def sum_over_ranks():
     """Whether the processes still understand each other."""
     x = DTensor.from_local(mine(lambda rank: torch.tensor([rank])), line(), [Partial()])
     return x.full_tensor().tolist()
+
+
+def _start_again(port):
+    """Leave the world and enter another one of the same processes."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    yield
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group(
+        "gloo", store=dist.PrefixStore("again", store), rank=rank, world_size=size
+    )
+
+
+def errors_of_a_world_that_is_gone(port):
+    """What each use of an old tensor or mesh says, without a world and in the next one."""
+    mesh = line()
+    x = shardwise.distribute_tensor(torch.arange(8.0), mesh, [S0])
+    steps = _start_again(port)
+    next(steps)
+    uses = {
+        "gather": lambda: x.full_tensor(),
+        "move": lambda: x.redistribute(placements=[R]),
+        "make": lambda: shardwise.distribute_tensor(torch.ones(8), mesh, [S0]),
+        "wrap": lambda: DTensor.from_local(torch.ones(2), mesh, [S0]),
+    }
+    found = {f"{name}, no world": _error(use) for name, use in uses.items()}
+    next(steps, None)
+    new = shardwise.distribute_tensor(torch.arange(8.0), line(), [S0])
+    found |= {f"{name}, next world": _error(use) for name, use in uses.items() if name != "make"}
+    found["both"] = _error(lambda: x + new)
+    # The new world is none the worse.
+    return found, new.full_tensor().tolist()
+
+
+def _error(use):
+    try:
+        use()
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def one_rank_runs_out_of_memory(failing):
+    """The all-gather cannot get its memory on one rank; the others wait for it."""
+    mesh = line()
+    x = shardwise.distribute_tensor(torch.arange(8.0), mesh, [S0])
+    x.full_tensor()
+    if dist.get_rank() == failing:
+        from shardwise.comm import collectives
+
+        def no_memory(*args):
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 99 bytes.")
+
+        collectives._all_gather_into_tensor = no_memory
+    return x.full_tensor()
+
+
+# -- layers and ops that run whole -----------------------------------------------------------
+
+
+def _placed(mesh, tensor, *placements):
+    return shardwise.distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)
+
+
+def convolutional_net():
+    """A convolution, batch norm in training, pooling: five examples on four ranks."""
+    mesh = square()
+    x = _placed(mesh, torch.randn(5, 4, 6, 6), S0, S1).requires_grad_()
+    weight = _placed(mesh, torch.randn(6, 4, 3, 3), R, S0).requires_grad_()
+    scale = _placed(mesh, torch.randn(6), R, R).requires_grad_()
+    mean, var = _placed(mesh, torch.zeros(6), R, R), _placed(mesh, torch.ones(6), R, R)
+    hidden = F.batch_norm(F.conv2d(x, weight), mean, var, scale, training=True)
+    out = F.max_pool2d(hidden, 2)
+    out.square().sum().backward()
+    grads = {"x grad": x.grad, "weight grad": weight.grad, "scale grad": scale.grad}
+    return {"out": out, "mean": mean, "var": var, **grads}
+
+
+def attention_and_recurrence():
+    mesh = line()
+    q = _placed(mesh, torch.randn(2, 4, 5, 8), S1).requires_grad_()
+    mask = _placed(mesh, torch.randn(2, 1, 5, 5), R)
+    out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    net = nn.LSTM(8, 6)
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(_placed(mesh, parameter.detach(), R)))
+    steps, _ = net(_placed(mesh, torch.randn(3, 5, 8), S1))
+    (out.square().sum() + steps.square().sum()).backward()
+    return {"out": out, "steps": steps, "q grad": q.grad, "net grad": net.weight_hh_l0.grad}
+
+
+def picked_and_written():
+    mesh = line()
+    x = _placed(mesh, torch.randn(7, 3), S0).requires_grad_()
+    rows = _placed(mesh, torch.tensor([6, 0, 6, 2]), R)
+    picked = x[rows]
+    (picked.square().sum() + (x @ _placed(mesh, torch.randn(3, 2), R)).sum()).backward()
+    y = x.detach().clone()
+    y.index_add_(0, rows, picked.detach())
+    y.masked_fill_(y > 1, 7.0)
+    return {"picked": picked, "grad": x.grad, "y": y, "large": y[y > 0], "places": y.nonzero()}
+
+
+def mapped_over_parts():
+    mesh = line()
+    x = _placed(mesh, torch.randn(5, 3), S0).requires_grad_()
+    out = shardwise.local_map(lambda part: part * 2, out_placements=[S0])(x)
+    out.sum().backward()
+    return {"out": out, "grad": x.grad}

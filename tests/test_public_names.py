@@ -12,6 +12,7 @@ import shardwise.debug
 def test_shardwise():
     assert shardwise.__all__ == [
         "ArgumentError",
+        "CollectiveError",
         "DTensor",
         "DeviceMesh",
         "LayoutError",
@@ -39,10 +40,13 @@ def test_shardwise():
         "local_map",
         "ones",
         "rand",
+        "randint",
         "randn",
+        "randperm",
         "reduce_gradients",
         "register_rule",
         "register_sharding",
+        "rng",
         "simulate",
         "zeros",
     ]
@@ -56,6 +60,7 @@ def test_debug():
         "Explanation",
         "PlannedCall",
         "cache_stats",
+        "check_rng",
         "explain",
         "visualize_sharding",
     ]

@@ -20,7 +20,9 @@ from shardwise.dtensor.create import (
     full,
     ones,
     rand,
+    randint,
     randn,
+    randperm,
     zeros,
 )
 from shardwise.dtensor.gathered import fallback
@@ -29,6 +31,7 @@ from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
+    CollectiveError,
     LayoutError,
     MixedTensorsError,
     RankMismatchError,
@@ -38,12 +41,14 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
+from shardwise.random.mode import rng
 from shardwise.rules.register import register_rule, register_sharding
 
 __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CollectiveError",
     "DTensor",
     "DeviceMesh",
     "LayoutError",
@@ -71,10 +76,13 @@ __all__ = [
     "local_map",
     "ones",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "reduce_gradients",
     "register_rule",
     "register_sharding",
+    "rng",
     "simulate",
     "zeros",
 ]

@@ -5,8 +5,9 @@
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
+    ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
-    ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+    ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
     ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
@@ -39,12 +40,16 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
     """No rule covers the op or the combination of layouts."""
 
 
+class CollectiveError(ShardwiseError, RuntimeError):
+    """A collective failed: on this rank, or on another for which this one has waited."""
+
+
 class WorldError(ShardwiseError, RuntimeError):
     """A process group, a mesh or a tensor belongs to another world, or to none."""
 
 
 class RankMismatchError(ShardwiseError, RuntimeError):
-    """Ranks of a simulated world hold different values where one value was asked for."""
+    """Ranks hold different values where one value was asked for."""
 
 
 class RedistributionError(ShardwiseError, RuntimeError):

@@ -124,6 +124,156 @@ def test_splits_that_only_one_rank_would_give(mesh):
     )
 
 
+# -- the rest of torch.distributed -------------------------------------------------------------
+
+
+def room(width=1):
+    return LocalTensor.per_rank(lambda rank: torch.zeros(width))
+
+
+ONE_TO_FOUR = [[1, 2, 3, 4]] * 4
+COLUMNS = [[10.0**r * n for n in (1, 2, 3, 4)] for r in range(4)]
+
+
+def gathered_rows(call):
+    rows = [room() for _ in range(4)]
+    call(rows)
+    return [row.on_rank(2).item() for row in rows]
+
+
+def written(call, out):
+    call(out)
+    return per_rank(out)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda: gathered_rows(lambda rows: dist.all_gather(rows, numbers())), [1, 2, 3, 4]),
+        (
+            lambda: gathered_rows(
+                lambda rows: dist.all_gather_coalesced([[row] for row in rows], [numbers()])
+            ),
+            [1, 2, 3, 4],
+        ),
+        (
+            lambda: written(lambda out: dist.all_gather_into_tensor(out, numbers()), room(4)),
+            ONE_TO_FOUR,
+        ),
+        (
+            lambda: written(lambda out: dist.reduce_scatter_tensor(out, numbers(4)), room()),
+            [[10], [100], [1000], [10000]],
+        ),
+        (
+            lambda: written(
+                lambda out: dist.reduce_scatter(out, list(numbers(4).split(1))), room()
+            ),
+            [[10], [100], [1000], [10000]],
+        ),
+        (
+            lambda: written(lambda out: dist.all_to_all_single(out, numbers(4)), room(4)),
+            COLUMNS,
+        ),
+        (
+            lambda: gathered_rows(lambda rows: dist.all_to_all(rows, list(numbers(4).split(1)))),
+            [100, 200, 300, 400],
+        ),
+        (lambda: written(lambda x: dist.reduce(x, 0), numbers()), [[10], [2], [3], [4]]),
+        (lambda: written(lambda x: dist.all_reduce_coalesced([x]), numbers()), [[10]] * 4),
+        (
+            lambda: written(lambda x: dist.all_reduce(x, async_op=True).wait(), numbers()),
+            [[10]] * 4,
+        ),
+        (
+            lambda: written(
+                lambda out: dist.scatter(out, [torch.full((1,), 7.0 * r) for r in range(4)]),
+                room(),
+            ),
+            [[0], [7], [14], [21]],
+        ),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_torch_collectives(mesh, call, expected):
+    assert call() == expected
+
+
+def test_gather_to_the_rank_that_asks(mesh):
+    rows = [torch.zeros(1) for _ in range(4)]
+    dist.gather(numbers(), rows, dst=0)
+    assert [row.item() for row in rows] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: dist.gather(numbers(), None, dst=1),
+        lambda: dist.scatter(numbers(), None, src=1),
+        lambda: dist.send(numbers(), 1),
+        lambda: dist.recv(numbers(), 1),
+    ],
+)
+def test_what_depends_on_the_rank_that_asks_is_refused(mesh, call):
+    with pytest.raises(NotImplementedError, match="simulated world"):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_objects(mesh):
+    found = [None] * 4
+    dist.all_gather_object(found, {"a": 1})
+    assert found == [{"a": 1}] * 4
+    shared = [{"b": 2}]
+    dist.broadcast_object_list(shared, 0)
+    assert shared == [{"b": 2}]
+
+
+@pytest.mark.parametrize(
+    ("reduce_op", "expected"),
+    [(dist.ReduceOp.BAND, 0), (dist.ReduceOp.BOR, 7), (dist.ReduceOp.BXOR, 4)],
+)
+def test_bitwise_reductions(mesh, reduce_op, expected):
+    x = LocalTensor.per_rank(lambda rank: torch.tensor([rank + 1]))
+    dist.all_reduce(x, op=reduce_op)
+    assert per_rank(x) == [[expected]] * 4
+
+
+def test_functional_collectives_that_write(mesh):
+    """What torch.compile's inductor makes of them."""
+    name = mesh.get_group().group_name
+    assert written(lambda x: ops.all_reduce_(x, "sum", name), numbers()) == [[10]] * 4
+    assert written(lambda x: ops.all_reduce_coalesced_([x], "sum", name), numbers()) == [[10]] * 4
+    assert written(lambda x: ops.broadcast_(x, 1, name), numbers()) == [[2]] * 4
+    out = room(4)
+    ops.all_gather_into_tensor_out(numbers(), 4, name, out=out)
+    assert per_rank(out) == ONE_TO_FOUR
+
+
+@pytest.mark.parametrize(
+    ("collective", "width", "gradient"),
+    [
+        # Each rank's loss holds all four: four times the derivative of the square.
+        (lambda x, mesh: functional.all_gather_tensor_autograd(x, 0, mesh), 1, [8]),
+        (
+            lambda x, mesh: functional.reduce_scatter_tensor_autograd(x, "sum", 0, mesh),
+            4,
+            [20, 200, 2000, 20000],
+        ),
+        (
+            lambda x, mesh: functional.all_to_all_single_autograd(x, None, None, mesh),
+            4,
+            [2, 20, 200, 2000],
+        ),
+    ],
+    ids=["gather", "scatter", "exchange"],
+)
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning")
+def test_functional_collectives_with_gradients(mesh, collective, width, gradient):
+    x = numbers(width).requires_grad_()
+    collective(x, mesh).square().sum().backward()
+    assert x.grad.on_rank(0).tolist() == gradient
+
+
 def test_a_plain_tensor_is_the_same_on_every_rank(mesh):
     """So its sum over four ranks is four times its value."""
     name = mesh.get_group().group_name

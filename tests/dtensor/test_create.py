@@ -8,7 +8,7 @@ import shardwise
 from shardwise import LocalTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
-broadcast = torch.ops.c10d_functional.broadcast
+broadcast, scatter = torch.ops.c10d_functional.broadcast, torch.ops.c10d.scatter_
 
 LAYOUTS = [
     [Shard(0), Replicate()],
@@ -51,10 +51,38 @@ def test_without_a_source_nothing_is_communicated(mesh):
     assert x.full_tensor().agreed().tolist() == [0, 11, 22, 33]
 
 
-def test_with_a_source_each_axis_broadcasts_once(square):
+@pytest.mark.parametrize(
+    ("placements", "expected"),
+    [
+        # Half of 4 by 4 floats, then a quarter.
+        ([Shard(0), Shard(1)], [(scatter, "rows", 32), (scatter, "cols", 16)]),
+        # What is replicated is sent after it was cut.
+        ([Replicate(), Shard(0)], [(scatter, "cols", 32), (broadcast, "rows", 32)]),
+        ([Replicate(), Replicate()], [(broadcast, "rows", 64), (broadcast, "cols", 64)]),
+        ([Shard(0, sizes=(1, 3)), Partial()], [(scatter, "rows", 48), (broadcast, "cols", 16)]),
+    ],
+)
+def test_a_rank_receives_no_more_than_its_part(square, placements, expected):
+    whole = torch.arange(16.0).view(4, 4)
     with CommDebugMode() as comm:
-        shardwise.distribute_tensor(torch.ones(4, 4), square, [Shard(0), Shard(1)])
-    assert comm.get_comm_counts() == {broadcast: 2}
+        x = shardwise.distribute_tensor(whole, square, placements)
+    assert [(event.kind, event.axis, event.num_bytes) for event in comm.events] == [
+        (packet.__name__, axis, num_bytes) for packet, axis, num_bytes in expected
+    ]
+    assert not any(event.implicit for event in comm.events)
+    assert torch.equal(value(x), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int16, torch.complex64, torch.float8_e5m2])
+def test_any_dtype_is_laid_out(mesh, dtype):
+    whole = torch.randint(0, 2, (5, 3)).to(dtype)
+    for placement in (Shard(0), Shard(1), Replicate()):
+        x = shardwise.distribute_tensor(whole, mesh, [placement])
+        assert x.dtype == dtype
+        found = torch.cat(
+            [x.redistribute(placements=[Shard(0)]).to_local().on_rank(r) for r in range(4)]
+        )
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
 
 
 def test_a_part_does_not_keep_the_whole_alive(mesh):

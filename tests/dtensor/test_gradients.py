@@ -129,3 +129,104 @@ def test_hooks_see_global_gradients(mesh):
     y.sum().backward()
     assert seen == [(4, 4), (4, 4)]
     assert torch.equal(value(leaf.grad), torch.full((4, 4), 4.0))
+
+
+def test_micro_batches_are_reduced_once(mesh):
+    """Three backward passes into one gradient, which stays Partial until it is used."""
+    whole = torch.randn(4, 4, dtype=torch.float64)
+    leaf, alone = lay(whole, mesh, Replicate()).requires_grad_(), whole.clone().requires_grad_()
+    batches = [torch.randn(8, 4, dtype=torch.float64) for _ in range(3)]
+    placed = [lay(batch, mesh, Shard(0)) for batch in batches]
+    with CommDebugMode() as comm:
+        for batch, x in zip(batches, placed, strict=True):
+            F.linear(x, leaf).exp().sum().backward()
+            F.linear(batch, alone).exp().sum().backward()
+    assert not [event for event in comm.events if event.num_bytes >= whole.nbytes]
+    assert leaf.grad.placements == (Partial(),)
+    momentum = lay(torch.zeros(4, 4, dtype=torch.float64), mesh, Replicate())
+    with CommDebugMode() as comm:
+        momentum.add_(leaf.grad)
+        momentum.addcmul_(leaf.grad, leaf.grad)
+    assert [event.kind for event in comm.events] == ["all_reduce"]
+    torch.testing.assert_close(value(leaf.grad), alone.grad)
+    torch.testing.assert_close(value(momentum), alone.grad + alone.grad**2)
+
+
+def test_autograd_grad_gives_dtensors(mesh):
+    whole = torch.randn(4, 4, dtype=torch.float64)
+    leaf, alone = lay(whole, mesh, Shard(0)).requires_grad_(), whole.clone().requires_grad_()
+    first, second = leaf.exp().sum(), (leaf**3).sum()
+    (one,) = torch.autograd.grad(first, leaf, retain_graph=True)
+    (again,) = torch.autograd.grad(first, leaf)
+    two, none = torch.autograd.grad(
+        second, [leaf, lay(whole, mesh, Shard(0)).requires_grad_()], allow_unused=True
+    )
+    assert none is None
+    assert leaf.grad is None
+    for found, expected in ((one, alone.exp()), (again, alone.exp()), (two, 3 * alone**2)):
+        assert found.placements == (Shard(0),)
+        torch.testing.assert_close(value(found), expected.detach())
+    with pytest.raises(RuntimeError, match="second time"):
+        torch.autograd.grad(first, leaf)
+
+
+@pytest.mark.parametrize("op", [torch.exp, torch.tanh, lambda x: x @ x.t(), lambda x: x.softmax(1)])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_double_backward(mesh, op, placement):
+    whole = torch.randn(4, 6, dtype=torch.float64)
+
+    def twice(x):
+        (grad,) = torch.autograd.grad((op(x) ** 2).sum(), x, create_graph=True)
+        (grad**2).sum().backward()
+        return x.grad
+
+    expected = twice(whole.clone().requires_grad_())
+    found = twice(lay(whole, mesh, placement).requires_grad_())
+    torch.testing.assert_close(value(found), expected)
+
+
+def test_double_backward_through_a_move(mesh):
+    whole = torch.randn(4, 6, dtype=torch.float64)
+
+    def twice(x, move):
+        (grad,) = torch.autograd.grad((move(x) ** 3).sum(), x, create_graph=True)
+        (grad**2).sum().backward()
+        return x.grad
+
+    expected = twice(whole.clone().requires_grad_(), lambda x: x)
+    for async_op in (False, True):
+        found = twice(
+            lay(whole, mesh, Shard(0)).requires_grad_(),
+            lambda x, a=async_op: x.redistribute(placements=[Shard(1)], async_op=a),
+        )
+        torch.testing.assert_close(value(found), expected)
+
+
+def test_hooks_may_change_gradients(mesh):
+    leaf = lay(torch.ones(4, 4), mesh, Shard(0)).requires_grad_()
+    leaf.register_hook(lambda grad: grad * 3)
+    after = []
+    leaf.register_post_accumulate_grad_hook(lambda p: after.append(p.grad.placements))
+    (leaf * 2).sum().backward()
+    assert torch.equal(value(leaf.grad), torch.full((4, 4), 6.0))
+    assert after == [(Shard(0),)]
+
+
+@pytest.mark.parametrize(("bucket_bytes", "expected"), [(1 << 20, 2), (400, 4), (1, 8)])
+def test_gradients_are_bucketed_per_axis_and_dtype(square, bucket_bytes, expected):
+    """Four gradients of 200 bytes, Partial over both axes: as many collectives as buckets."""
+    parameters = [lay(torch.zeros(50), square, Replicate(), Replicate()) for _ in range(4)]
+    for number, parameter in enumerate(parameters):
+        terms = shardwise.LocalTensor.per_rank(
+            lambda rank, n=number: torch.full((50,), rank + n + 0.0)
+        )
+        parameter.requires_grad_()
+        parameter.grad = shardwise.DTensor.from_local(terms, square, [Partial(), Partial()])
+    with CommDebugMode() as comm:
+        shardwise.reduce_gradients(parameters, bucket_bytes=bucket_bytes)
+        shardwise.reduce_gradients(parameters, bucket_bytes=bucket_bytes)
+    assert comm.get_total_counts() == expected
+    assert {event.op for event in comm.events} == {"reduce_gradients"}
+    for number, parameter in enumerate(parameters):
+        assert parameter.grad.placements == (Replicate(), Replicate())
+        assert value(parameter.grad).unique().tolist() == [6 + 4 * number]

@@ -3,7 +3,7 @@
 import programs
 import pytest
 import torch
-from launcher import Failure
+from launcher import Failure, Processes
 from programs import S0, R
 
 import shardwise
@@ -71,3 +71,35 @@ def test_ranks_outside_the_mesh_say_so(processes):
         assert issubclass(result.kind, shardwise.WorldError)
         assert f"Rank {rank} is not in mesh" in result.message
     assert processes(programs.sum_over_ranks) == [[6]] * 4
+
+
+def test_tensors_and_meshes_of_a_world_that_is_gone():
+    """A destroyed process group, a stale mesh and a layout of another world, on every rank."""
+    processes = Processes(4)
+    try:
+        answers = processes(
+            programs.errors_of_a_world_that_is_gone, processes._store.port, timeout_s=90
+        )
+    finally:
+        processes.kill()
+    for errors, values in answers:
+        for name, error in errors.items():
+            assert error is not None, f"{name} did not raise"
+            assert issubclass(error[0], shardwise.ShardwiseError), (name, error)
+            assert "world" in error[1] or "mesh" in error[1] or "process group" in error[1], error
+        assert values == list(range(8))
+
+
+def test_one_rank_that_runs_out_of_memory():
+    """It says so at once; the others give up within the timeout and point at it."""
+    processes = Processes(4, timeout_s=10)
+    try:
+        results = processes.run(programs.one_rank_runs_out_of_memory, 2, timeout_s=60)
+    finally:
+        processes.kill()
+    for rank, result in enumerate(results):
+        assert isinstance(result, Failure)
+        assert issubclass(result.kind, shardwise.CollectiveError)
+        assert "all_gather over axis 'line'" in result.message
+        assert f"failed on rank {rank}" in result.message
+    assert "can't allocate memory" in results[2].message

@@ -3,43 +3,13 @@
 import programs
 import pytest
 import torch
-from programs import S0, S1, R, record
+from both_worlds import assert_bits, assert_close, both
+from programs import S0, S1, R
 
 import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
-
-
-def both(processes, program, *args):
-    """`(events, held by rank)` of the simulated world and of the processes."""
-    with shardwise.simulate(4):
-        events, held = record(program, *args)
-    answers = processes(record, program, *args)
-    # A simulated event counts the bytes of rank 0; other ranks of an uneven grid send less.
-    assert answers[0][0] == events
-    for rank, (real_events, _) in enumerate(answers):
-        assert kinds(real_events) == kinds(events), f"rank {rank} communicated otherwise"
-    real = {name: [answer[1][name][0] for answer in answers] for name in held}
-    return held, real
-
-
-def kinds(events):
-    return [(event.kind, event.axis) for event in events]
-
-
-def assert_bits(held, real):
-    for name, parts in held.items():
-        for rank, part in enumerate(parts):
-            assert torch.equal(part, real[name][rank]), f"{name} on rank {rank}"
-
-
-def assert_close(held, real):
-    for name, parts in held.items():
-        for rank, part in enumerate(parts):
-            torch.testing.assert_close(
-                real[name][rank], part, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
-            )
 
 
 @pytest.mark.parametrize("shape", [(8, 4), (5, 3), (1, 2)], ids=str)
@@ -49,6 +19,20 @@ def test_moves(processes, shape):
 
 def test_moves_on_a_grid(processes):
     assert_bits(*both(processes, programs.moves_on_a_grid))
+
+
+@pytest.mark.parametrize("shape", [(8, 4), (5, 3)], ids=str)
+def test_moves_that_are_awaited_later(processes, shape):
+    assert_bits(*both(processes, programs.moves_apart, shape))
+
+
+@pytest.mark.parametrize("number", range(len(programs.CUBES)))
+def test_moves_on_a_cube(processes, number):
+    assert_bits(*both(processes, programs.moves_on_a_cube, number))
+
+
+def test_every_dtype(processes):
+    assert_bits(*both(processes, programs.moves_of_dtypes))
 
 
 def test_distribute_tensor(processes):
@@ -86,6 +70,20 @@ def test_table_on_a_grid_step(processes):
     assert_close(*both(processes, programs.table_on_a_grid_step))
 
 
+def test_a_step_with_moves_that_are_awaited_later(processes):
+    assert_close(*both(processes, programs.apart_step))
+
+
+@pytest.mark.parametrize("batch", [R, S0], ids=repr)
+def test_block_steps(processes, batch):
+    assert_close(*both(processes, programs.block_steps, batch, "Adam"))
+
+
+@pytest.mark.parametrize("optimizer", [name for name in programs.OPTIMIZERS if name != "Adam"])
+def test_optimizers(processes, optimizer):
+    assert_close(*both(processes, programs.block_steps, R, optimizer))
+
+
 def test_compiled_steps(processes):
     """Every rank compiles for itself; none waits for a graph that another does not have."""
     answers = processes(programs.compiled_steps, timeout_s=120)
@@ -96,3 +94,35 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.convolutional_net,
+        programs.attention_and_recurrence,
+        programs.picked_and_written,
+        programs.mapped_over_parts,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_layers_and_whole_ops(processes, program):
+    assert_close(*both(processes, program))
+
+
+def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):
+    with shardwise.simulate(4):
+        content = programs.saved()
+    for requires_grad, placements, whole, shape in processes(programs.loaded, content):
+        assert requires_grad
+        assert placements == (S0,)
+        assert whole.tolist() == list(range(10))
+        assert shape == (2,)
+
+
+def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
+    contents = processes(programs.saved)
+    for _, _, whole, _ in processes(programs.loaded_mine, contents):
+        assert whole.tolist() == list(range(10))
+    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
+        programs.loaded(contents[0])

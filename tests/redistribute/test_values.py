@@ -7,9 +7,10 @@ import torch
 from by_hand import lay, value
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from programs import DTYPES
 
 import shardwise
-from shardwise import Partial, Replicate, Shard
+from shardwise import LocalTensor, Partial, Replicate, Shard
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -66,7 +67,7 @@ def test_to_and_from_partial(mesh, shape, reduce_op):
 
 @pytest.fixture(scope="module")
 def mesh_of():
-    with shardwise.simulate(6):
+    with shardwise.simulate(12):
         yield lambda shape: shardwise.DeviceMesh(
             "cpu", torch.arange(torch.Size(shape).numel()).view(shape)
         )
@@ -74,14 +75,14 @@ def mesh_of():
 
 @st.composite
 def journeys(draw):
-    """`(mesh shape, tensor shape, (placements, order) before, … after)` on two axes."""
-    mesh_shape = draw(st.sampled_from([(2, 2), (2, 3), (3, 2)]))
+    """`(mesh shape, tensor shape, (placements, order) before, … after)` on two or three axes."""
+    mesh_shape = draw(st.sampled_from([(2, 2), (2, 3), (3, 2), (2, 2, 2), (2, 3, 2), (1, 2, 3)]))
     shape = draw(st.sampled_from([(8, 12), (7, 5), (4, 3), (1, 2), (0, 5), (6,), (5, 2, 3)]))
     reduce_op = draw(st.sampled_from(REDUCE_OPS))
     ends = []
     for _ in range(2):
-        order = tuple(draw(st.permutations([0, 1])))
-        placements = [Replicate()] * 2
+        order = tuple(draw(st.permutations(range(len(mesh_shape)))))
+        placements = [Replicate()] * len(mesh_shape)
         for axis in order:
             kinds = [Replicate(), Partial(reduce_op), *map(Shard, range(len(shape)))]
             placements[axis] = draw(st.sampled_from(kinds))
@@ -89,8 +90,9 @@ def journeys(draw):
         if outer.is_shard() and draw(st.booleans()):
             first = draw(st.integers(0, shape[outer.dim]))
             rest = [0] * (mesh_shape[order[0]] - 2)
-            sizes = (first, *rest, shape[outer.dim] - first)
-            placements[order[0]] = Shard(outer.dim, sizes)
+            if mesh_shape[order[0]] > 1:
+                sizes = (first, *rest, shape[outer.dim] - first)
+                placements[order[0]] = Shard(outer.dim, sizes)
         ends.append((tuple(placements), order))
     return mesh_shape, shape, *ends
 
@@ -103,7 +105,7 @@ def assert_same(found, expected, placements):
 
 @settings(max_examples=300)
 @given(journey=journeys())
-def test_two_axes_in_either_order(mesh_of, journey):
+def test_several_axes_in_any_order(mesh_of, journey):
     mesh_shape, shape, before, after = journey
     torch.manual_seed(0)
     whole = integers(shape)
@@ -122,7 +124,8 @@ def test_the_gradient_is_the_identity_on_global_values(mesh_of, journey):
     x = lay(integers(shape), mesh, *before).requires_grad_()
     moved = x.redistribute(placements=after[0], order=after[1])
     upstream = integers(shape)
-    for placements in ([Replicate()] * 2, [Shard(0), Replicate()]):
+    rest = [Replicate()] * (len(mesh_shape) - 1)
+    for placements in ([Replicate(), *rest], [Shard(0), *rest]):
         (grad,) = torch.autograd.grad(moved, x, lay(upstream, mesh, placements), retain_graph=True)
         assert torch.equal(value(grad), upstream)
 
@@ -182,13 +185,40 @@ def test_an_axis_of_one_rank():
                 assert torch.equal(value(x.redistribute(placements=[after, Shard(0)])), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool])
-def test_other_dtypes(mesh, dtype):
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_moves_to_the_bit(mesh, dtype):
     whole = torch.randint(0, 2, (5, 3)).to(dtype)
-    for before, after in itertools.permutations([Replicate(), Shard(0), Shard(1)], 2):
-        moved = lay(whole, mesh, [before]).redistribute(placements=[after])
+    x = shardwise.distribute_tensor(whole, mesh, [Shard(0)])
+    for after in (Replicate(), Shard(1), Shard(0, (0, 4, 0, 1))):
+        moved = x.redistribute(placements=[after])
         assert moved.dtype == dtype
-        assert torch.equal(value(moved), whole)
+        back = moved.redistribute(placements=[Shard(0)]).to_local()
+        found = torch.cat([back.on_rank(rank) for rank in range(4)])
+        assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
+
+
+def test_reductions_without_a_meaning_are_refused(mesh):
+    for reduce_op, dtype in (("avg", torch.int64), ("max", torch.complex64)):
+        x = shardwise.DTensor.from_local(torch.ones(4).to(dtype), mesh, [Partial(reduce_op)])
+        for after in (Replicate(), Shard(0)):
+            with pytest.raises(ValueError, match=r"Partial\('sum'\)"):
+                x.redistribute(placements=[after])
+
+
+@pytest.mark.parametrize("before", [Shard(0), Shard(1), Replicate(), Partial()], ids=repr)
+@pytest.mark.parametrize("after", [Shard(0), Shard(1), Replicate(), Partial()], ids=repr)
+def test_tensors_that_are_not_contiguous(mesh, before, after):
+    """Columns first in memory, and a view with gaps: the values and the global strides stay."""
+    whole = integers((6, 8)).t()
+    x = shardwise.distribute_tensor(whole, mesh, [Replicate()]).redistribute(placements=[before])
+    assert x.stride() == (1, 8)
+    moved = x.redistribute(placements=[after])
+    assert moved.stride() == (1, 8)
+    assert torch.equal(value(moved), whole)
+    held = [integers((4, 10))[:, ::3] for _ in range(4)]
+    gaps = LocalTensor.per_rank(lambda rank: held[0 if before == Replicate() else rank])
+    y = shardwise.DTensor.from_local(gaps, mesh, [before])
+    assert torch.equal(value(y.redistribute(placements=[after])), value(y))
 
 
 @pytest.mark.parametrize("dtype", [torch.int16, torch.float8_e4m3fn, torch.float8_e5m2], ids=str)

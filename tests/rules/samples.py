@@ -5,14 +5,14 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 
 import torch
 from samples_algebra import algebra_samples
-from samples_image import image_samples
+from samples_image import IMAGE_KERNELS, image_samples
 from samples_indexing import indexing_samples
 from samples_norm import norm_samples
 from samples_product import product_samples
-from samples_recurrent import recurrent_samples
+from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul
+from shardwise.rules import channel_norm, loss, matmul, random
 from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
@@ -45,6 +45,7 @@ def samples() -> list[Sample]:
         *_embedding(),
         *_whole(),
         *algebra_samples(),
+        *_random(),
         *image_samples(),
         *indexing_samples(),
         *norm_samples(),
@@ -88,6 +89,11 @@ def _matmul() -> list[Sample]:
         Sample(aten.addmm.default, (t(4, 1), x, t(6, 5))),
         Sample(aten.addmm.default, (t(), x, t(6, 5))),
         Sample(aten.bmm.default, (t(4, 3, 5), t(4, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 2, 3, 5), t(4, 2, 5, 2))),
+        Sample(aten.matmul.default, (t(4, 3, 5), t(5, 2))),
+        Sample(matmul.matmul_left_grad, (t(4, 2, 3, 5), t(4, 2, 6, 5))),
+        Sample(matmul.matmul_left_grad, (t(4, 3, 5), t(6, 5))),
+        Sample(matmul.matmul_right_grad, (t(4, 2, 3, 5), t(4, 2, 3, 6))),
         Sample(aten.dot.default, (t(5), t(5))),
         Sample(aten.mv.default, (x, t(6))),
         Sample(aten.linear.default, (t(3, 4, 6), t(5, 6), t(5))),
@@ -97,6 +103,8 @@ def _matmul() -> list[Sample]:
         Sample(matmul.linear_input_grad, (t(5), t(5, 6))),
         Sample(matmul.linear_weight_grad, (t(3, 4, 5), t(3, 4, 6))),
         Sample(matmul.linear_weight_grad, (t(5), t(6))),
+        Sample(matmul.linear_bias_grad, (t(3, 4, 5),)),
+        Sample(matmul.linear_bias_grad, (t(5),)),
     ]
 
 
@@ -242,7 +250,11 @@ def _embedding() -> list[Sample]:
 
 
 def _whole() -> list[Sample]:
-    cube, flags = t(2, 3, 5), t(4, 6) > 0
+    cube = t(2, 3, 5)
+    # Rows and columns of which one half decides, in either half, and of which none does.
+    flags = torch.tensor(
+        [[1, 1, 0, 0, 0, 0], [0, 0, 0, 0, 0, 1], [1, 1, 1, 1, 1, 1], [1, 0, 0, 0, 0, 0]]
+    ).bool()
     one = torch.zeros(4, 6, dtype=torch.bool)
     one[0, 0] = True
     return [
@@ -274,6 +286,54 @@ def _whole() -> list[Sample]:
         Sample(aten.triu.default, (x, 1)),
         Sample(aten.constant_pad_nd.default, (cube, [1, 0, 0, 0, 2, 1], 0.5)),
     ]
+
+
+def _random() -> list[Sample]:
+    by_name = (
+        "uniform.default",
+        "normal_functional.default",
+        "normal_.default",
+        "exponential.default",
+        "cauchy.default",
+        "log_normal.default",
+        "random.default",
+        "rand_like.default",
+        "randn_like.default",
+    )
+    named = [getattr(getattr(aten, n), o) for n, o in (each.split(".") for each in by_name)]
+    chances = t(4, 6).sigmoid()
+    samples = [
+        *(Sample(op, (t(4, 6),)) for op in named),
+        *(Sample(op, (t(5, 3, 7).transpose(0, 2),)) for op in named),
+        Sample(aten.bernoulli_.float, (t(4, 6), 0.3)),
+        Sample(aten.bernoulli.p, (t(4, 6), 0.3)),
+        Sample(aten.geometric.default, (t(4, 6), 0.3)),
+        Sample(aten.random.to, (t(4, 6), 9)),
+        Sample(getattr(aten.random, "from"), (t(4, 6), 2, 9)),
+        Sample(aten.randint_like.default, (t(4, 6), 9), {"dtype": torch.int64}),
+        Sample(aten.randint_like.low_dtype, (t(4, 6), 2, 9)),
+        Sample(aten.bernoulli.default, (chances,)),
+        Sample(aten.bernoulli.Tensor, (t(4, 6), chances)),
+        Sample(aten.normal.Tensor_float, (x, 2.0)),
+        Sample(aten.normal.float_Tensor, (2.0, chances)),
+        Sample(aten.normal.Tensor_Tensor, (t(6), chances)),
+        Sample(aten.native_dropout.default, (x, 0.3, True)),
+        Sample(aten.native_dropout.default, (x, 0.3, False)),
+        Sample(aten.poisson.default, (chances,)),
+        Sample(aten._standard_gamma.default, (chances,)),
+        Sample(aten.multinomial.default, (chances, 3)),
+        Sample(random.rrelu_slopes, (x, 0.1, 0.3)),
+    ]
+    for packet, overload, args in (
+        (aten.rand_like, "generator", ()),
+        (aten.randn_like, "generator", ()),
+        (aten.randint_like, "generator", (9,)),
+        (aten.randint_like, "low_generator_dtype", (2, 9)),
+    ):
+        if hasattr(packet, overload):  # newer torch
+            op = getattr(packet, overload)
+            samples.append(Sample(op, (t(4, 6), *args), {"generator": None}))
+    return samples
 
 
 #: Ops whose results have no values to compare.
@@ -311,6 +371,38 @@ UNCHECKED_KERNELS = {
     aten.lu_unpack.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    *IMAGE_KERNELS,
+    *RECURRENT_KERNELS,
+}
+
+#: What is right for the few entries that these samples pick need not be right for others.
+BY_CHANCE = {
+    aten.index_put.default,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.masked_scatter.default,
+    aten.masked_fill.Tensor,
+    aten.as_strided_scatter.default,
+}
+
+#: Kernels that need a GPU: tests/rules/test_gpu_rules.py has their samples.
+ON_GPU = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._fused_rms_norm_backward.default,
+}
+
+#: A hook for other devices, which torch has no kernel for.
+NOT_IN_TORCH = {
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 }
 
 #: Choices with Partial operands that are right and would never be taken: a norm's parameters and
@@ -322,4 +414,10 @@ NEVER_TAKEN = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.nll_loss_forward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten._fused_rms_norm.default,
+    channel_norm.through_statistics,
 }

@@ -2,7 +2,7 @@
 
 import torch
 
-from shardwise.rules.contract import contract
+from shardwise.rules.contract import contract, product
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -25,6 +25,8 @@ def product_samples() -> list[Sample]:
         Sample(matmul, (t(2, 3, 5), t(5))),
         Sample(matmul, (t(3, 5), t(2, 5, 4))),
         Sample(matmul, (t(2, 1, 3, 5), t(6, 5, 4))),
+        Sample(product, (t(2, 3, 5), t(5, 4))),
+        Sample(product, (t(3, 5), t(2, 5, 4))),
         Sample(contract, ("abk,kn->abn", t(2, 3, 5), t(5, 4))),
         Sample(contract, ("ab,ac,ad->bcd", t(3, 2), t(3, 4), t(3, 5))),
         Sample(contract, ("ab->b", t(3, 2))),
@@ -33,6 +35,7 @@ def product_samples() -> list[Sample]:
         Sample(aten.baddbmm.default, (t(4, 1, 2), t(4, 3, 5), t(4, 5, 2))),
         Sample(aten.addbmm.default, (t(3, 2), t(4, 3, 5), t(4, 5, 2)), {"alpha": 2.0}),
         Sample(aten.addmv.default, (t(3), t(3, 5), t(5))),
+        Sample(aten.addmv.default, (t(1), t(3, 5), t(5))),
         Sample(aten.addr.default, (t(3, 5), t(3), t(5))),
         Sample(aten.vdot.default, (t(5), t(5))),
     ]

@@ -8,6 +8,10 @@ from shardwise.testing import Sample
 _generator = torch.Generator().manual_seed(5)
 
 
+#: Too many operands to try everything.
+RECURRENT_KERNELS = {recurrent, recurrent_grads}
+
+
 def t(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=_generator)
 

@@ -6,8 +6,15 @@ that counters, compilers and LocalTensors all see the same call.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import my_coordinate
+from shardwise.comm.simulated_collectives import play_scatter
+from shardwise.comm.watch import watch
+from shardwise.core.chunks import lengths
 from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
 
@@ -18,18 +25,19 @@ _all_gather_into_tensor = _ops.all_gather_into_tensor.default._op
 _reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
 _all_to_all_single = _ops.all_to_all_single.default._op
 _broadcast = _ops.broadcast.default._op
-_wait_tensor = _ops.wait_tensor.default._op
 
 
 def group_name(grid: Grid, axis: int) -> str:
     """The name of the process group along `axis`, as collective ops take it."""
+    if not grid.world.alive:
+        # Not only when the name is unknown: the next world uses the same names again.
+        raise WorldError(
+            f"{grid!r} belongs to {grid.world}, which is not the world of now: its process group "
+            "is gone or set aside. Tensors do not outlive their world: gather them before, or load "
+            "them from a checkpoint after."
+        )
     name = grid.group_names[axis]
     if name is None:
-        if not grid.world.alive:
-            raise WorldError(
-                f"{grid!r} belongs to {grid.world}, whose process group is gone. Tensors do not "
-                "outlive their world: gather them before, or load them from a checkpoint after."
-            )
         # One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
         # stands for all groups along the axis, whether rank 0 is in one of them or not.
         if grid.world.simulated:
@@ -45,6 +53,8 @@ def group_name(grid: Grid, axis: int) -> str:
 #: Dtypes that gloo does not reduce, and the one they are reduced in; the same in both worlds.
 _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
     torch.float8_e4m3fn: torch.float32,
     torch.float8_e5m2: torch.float32,
     torch.float8_e4m3fnuz: torch.float32,
@@ -52,46 +62,124 @@ _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
 }
 
 
-def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    if x.dtype in _REDUCED_AS:
-        return all_reduce(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
-    return _wait(_all_reduce(x.contiguous(), reduce_op, group_name(grid, axis)))
+#: Dtypes that gloo or NCCL do not move: they travel as bytes.
+_MOVED_AS_BYTES = frozenset({*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128})
+
+
+def is_moved_as_bytes(dtype: torch.dtype) -> bool:
+    """Whether `start_all_gather` and `start_all_to_all` give bytes for tensors of this dtype."""
+    return dtype in _MOVED_AS_BYTES
+
+
+def is_widened(dtype: torch.dtype) -> bool:
+    """Whether tensors of this dtype are reduced in a wider one."""
+    return dtype in _REDUCED_AS
+
+
+def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What was reduced in a wider dtype, in its own again."""
+    return x if x.dtype == dtype else x.to(dtype)
+
+
+def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What travelled as bytes, as what it is."""
+    return x if x.dtype == dtype else x.view(dtype)
+
+
+# Note [Started and finished]
+# `start_x` begins a collective, which runs on; its result may be read after `finished`. `x` alone
+# does both.
+
+#: The result of a collective that was started, once it is there.
+finished: Callable[[torch.Tensor], torch.Tensor] = _ops.wait_tensor.default._op
 
 
 def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    """An all-reduce that runs on; its result may be read after `finished`."""
-    return _ops.all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
+    if x.dtype in _REDUCED_AS:
+        x = x.to(_REDUCED_AS[x.dtype])
+    return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
 
 
-def finished(x: torch.Tensor) -> torch.Tensor:
-    """The result of a collective that was started, once it is there."""
-    return _wait(x)
+def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _MOVED_AS_BYTES:
+        x = x.contiguous().view(torch.uint8)
+    return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
+
+
+def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _REDUCED_AS:
+        x = x.to(_REDUCED_AS[x.dtype])
+    name = group_name(grid, axis)
+    return _reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name)
+
+
+def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
+    if x.dtype in _MOVED_AS_BYTES:
+        x = x.contiguous().view(torch.uint8)
+    splits = [1] * grid.shape[axis]
+    return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
+
+
+def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
+    return in_dtype(finished(start_all_reduce(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
-    return _wait(_all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis)))
+    return _viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's equal part of dim 0 of the reduction."""
-    if x.dtype in _REDUCED_AS:
-        return reduce_scatter(x.to(_REDUCED_AS[x.dtype]), reduce_op, grid, axis).to(x.dtype)
-    name = group_name(grid, axis)
-    return _wait(_reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name))
+    return in_dtype(finished(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
-    splits = [1] * grid.shape[axis]
-    name = group_name(grid, axis)
-    return _wait(_all_to_all_single(x.contiguous(), splits, splits, name))
+    return _viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
-    return _wait(_broadcast(x.contiguous(), source, group_name(grid, axis)))
+    sent = x.contiguous()
+    if x.dtype in _MOVED_AS_BYTES:
+        sent = sent.view(-1).view(torch.uint8)
+    arrived = finished(_broadcast(sent, source, group_name(grid, axis)))
+    return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).view(x.shape)
 
 
-def _wait(x: torch.Tensor) -> torch.Tensor:
-    return _wait_tensor(x)
+def scatter(
+    x: torch.Tensor, dim: int, sizes: tuple[int, ...] | None, source: int, grid: Grid, axis: int
+) -> torch.Tensor:
+    """Each coordinate's piece of `dim` of the tensor that coordinate `source` holds.
+
+    No coordinate receives more than its piece. c10d scatters pieces of one length only, so this is
+    an all-to-all in which one rank sends; watchers are told of a scatter of the longest piece.
+    """
+    name = group_name(grid, axis)
+    here = x.on_rank(grid.ranks[0]) if isinstance(x, LocalTensor) else x
+    longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
+    with watch.told("scatter_", longest, name):
+        if isinstance(x, LocalTensor):
+            return play_scatter(x, dim, sizes, source, name)
+        mine = my_coordinate(grid)[axis]
+        pieces = x.split(lengths(x.shape[dim], grid.shape[axis], sizes), dim)
+        return _send_pieces(pieces, source, mine, name)
+
+
+def _send_pieces(pieces: Sequence[torch.Tensor], source: int, mine: int, name: str) -> torch.Tensor:
+    """The piece of coordinate `mine`, in bytes: not every backend exchanges every dtype."""
+    like, nothing = pieces[mine], [0] * len(pieces)
+    received = list(nothing)
+    received[source] = like.numel() * like.element_size()
+    if mine == source:
+        flat = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
+        sent = [piece.numel() * piece.element_size() for piece in pieces]
+    else:
+        flat, sent = torch.empty(0, dtype=torch.uint8, device=like.device), nothing
+    arrived = finished(_all_to_all_single(flat, received, sent, name))
+    return arrived.view(like.dtype).view(like.shape)
+
+
+def _numel(x: torch.Tensor) -> int:
+    return x.numel()

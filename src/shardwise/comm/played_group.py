@@ -14,11 +14,16 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster
-from shardwise.comm.simulated_collectives import Exchange, reduce_parts, run_groups
+from shardwise.comm.local_tensor import LocalTensor, from_ranks
+from shardwise.comm.simulated_collectives import (
+    Exchange,
+    as_local,
+    reduce_parts,
+    run_groups,
+    write,
+)
 from shardwise.comm.watch import watch
-from shardwise.core.world import current_world
-from shardwise.errors import RankMismatchError, UnsupportedError
+from shardwise.errors import UnsupportedError
 
 # The stubs of torch describe neither what a Python group may leave out nor its newer names.
 _native: Any = _distributed_c10d
@@ -30,6 +35,9 @@ _REDUCE_OPS = {
     dist.ReduceOp.PRODUCT: "product",
     dist.ReduceOp.MAX: "max",
     dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
 }
 
 
@@ -76,17 +84,19 @@ class PlayedGroup(_Group):
             "broadcast_", tensors, lambda parts: [parts[root].clone()] * len(parts)
         )
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, kind: str = "allgather_"
+    ) -> Any:
         for targets, x in zip(outputs, inputs, strict=True):
-            rows = self._run("allgather_", _as_local(x), lambda p: [torch.stack(list(p))] * len(p))
+            rows = self._run(kind, as_local(x), lambda p: [torch.stack(list(p))] * len(p))
             _write_rows(targets, rows)
         return _native.FakeWork()
 
     def _allgather_base(self, output: Any, x: Any, opts: Any = None) -> Any:
         gathered = self._run(
-            "_allgather_base_", _as_local(x), lambda parts: [torch.cat(list(parts))] * len(parts)
+            "_allgather_base_", as_local(x), lambda parts: [torch.cat(list(parts))] * len(parts)
         )
-        _write(output, gathered)
+        write(output, gathered)
         return _native.FakeWork()
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -95,15 +105,15 @@ class PlayedGroup(_Group):
             found = self._run(
                 "reduce_scatter_", _stacked(tensors), lambda p: reduce_parts(p, name).unbind(0)
             )
-            _write(target, found)
+            write(target, found)
         return _native.FakeWork()
 
     def _reduce_scatter_base(self, output: Any, x: Any, opts: Any = None) -> Any:
         name = _reduce_op(opts)
         found = self._run(
-            "_reduce_scatter_base_", _as_local(x), lambda p: reduce_parts(p, name).chunk(len(p))
+            "_reduce_scatter_base_", as_local(x), lambda p: reduce_parts(p, name).chunk(len(p))
         )
-        _write(output, found)
+        write(output, found)
         return _native.FakeWork()
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -126,30 +136,65 @@ class PlayedGroup(_Group):
             pieces = [part.chunk(len(parts)) for part in parts]
             return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
-        _write(output, self._run("alltoall_base_", _as_local(x), exchange))
+        write(output, self._run("alltoall_base_", as_local(x), exchange))
         return _native.FakeWork()
 
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        # One list per rank here, where allgather takes one per tensor.
+        return self.allgather(zip(*outputs, strict=True), inputs, opts, kind="allgather_coalesced_")
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, x in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, x, opts)
+        return _native.FakeWork()
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, x in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, x, opts)
+        return _native.FakeWork()
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """This process speaks for the root, so what it received is what the root received."""
+        self._check_root("gather", "dst", outputs, opts)
+        return self.allgather(outputs, inputs, opts, kind="gather_")
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._check_root("scatter", "src", inputs, opts)
+        for target, tensors in zip(outputs, inputs, strict=True):
+            found = self._run("scatter_", _stacked(tensors), lambda p: p[opts.rootRank].unbind(0))
+            write(target, found)
+        return _native.FakeWork()
+
+    def _check_root(self, name: str, argument: str, lists: Any, opts: Any) -> None:
+        if not lists or opts.rootRank != self.rank():
+            raise UnsupportedError(
+                f"{name}({argument}={opts.rootRank}) in a simulated world: only the root gives a "
+                f"list, and this process asks as rank {self.rank()}. Use {argument}={self.rank()}, "
+                "or a collective that is the same on every rank (all_gather, all_to_all)."
+            )
+
     # The names that torch 2.13 gives them.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_gather_single = _allgather_base
     reduce_scatter_single = _reduce_scatter_base
     all_to_all_single = alltoall_base
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            "This collective is not played in a simulated world: what a rank does in it depends on "
-            "which rank it is. Use all_reduce, all_gather, reduce_scatter or all_to_all."
+            "Messages between two ranks are not played in a simulated world: one process cannot "
+            "both send and wait. Use all_to_all, all_gather or broadcast."
         )
 
-    gather = scatter = send = recv = recv_anysource = _refuse
+    send = recv = recv_anysource = _refuse
 
     def _rewrite(self, kind: str, tensors: Any, exchange: Exchange) -> Any:
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
-            _write(tensor, self._run(kind, _as_local(tensor), exchange))
+            write(tensor, self._run(kind, as_local(tensor), exchange))
         return _native.FakeWork()
 
     def _run(self, kind: str, x: LocalTensor, exchange: Exchange) -> LocalTensor:
-        for listener in watch.listeners:
-            listener(kind, x, self._name)
+        watch.tell(kind, x, self._name)
         return run_groups(x, self, exchange)
 
 
@@ -158,41 +203,21 @@ def _reduce_op(opts: Any) -> str:
     for op, name in _REDUCE_OPS.items():
         if asked == op:
             return name
-    raise UnsupportedError(f"{asked} is not played in a simulated world; use sum, avg, max or min.")
-
-
-def _as_local(x: torch.Tensor) -> LocalTensor:
-    if isinstance(x, LocalTensor):
-        return x
-    world = current_world()
-    return LocalTensor((x,), shared_roster(world, tuple(range(world.size))))
-
-
-def _write(target: torch.Tensor, value: LocalTensor) -> None:
-    """Write each rank's value into the tensor that it holds as `target`."""
-    local = _as_local(target)
-    for part, tensor in enumerate(local._parts):
-        ranks = local._roster.ranks_of(part)
-        values = [value.on_rank(rank) for rank in ranks]
-        for rank, other in zip(ranks[1:], values[1:], strict=True):
-            if other is not values[0] and not torch.equal(other, values[0]):
-                raise RankMismatchError(
-                    f"The collective gives rank {rank} another value than rank {ranks[0]}, but "
-                    "both hold one tensor to receive it. Give each rank its own: "
-                    "LocalTensor.per_rank(lambda rank: torch.empty(...))."
-                )
-        tensor.copy_(values[0].view_as(tensor))
+    raise UnsupportedError(
+        f"{asked} is not played in a simulated world; use sum, avg, product, "
+        "max, min or a bitwise one."
+    )
 
 
 def _write_rows(targets: Sequence[torch.Tensor], rows: LocalTensor) -> None:
     for number, target in enumerate(targets):
         row = rows.select(0, number)
         assert isinstance(row, LocalTensor), "a row of a LocalTensor is one"
-        _write(target, row)
+        write(target, row)
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> LocalTensor:
     """A list of tensors per rank as one tensor per rank."""
-    locals_ = [_as_local(t) for t in tensors]
+    locals_ = [as_local(t) for t in tensors]
     ranks, world = locals_[0].ranks, locals_[0]._roster.world
     return from_ranks(world, ranks, [torch.stack([t.on_rank(r) for t in locals_]) for r in ranks])

@@ -6,16 +6,23 @@ Sums are taken in the order of ranks. Ranks that end with the same value share o
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.comm.local_tensor import LocalTensor, collective_handlers, from_ranks
-from shardwise.core.world import World
-from shardwise.errors import UnsupportedError, WorldError
+from shardwise.comm.compiled_events import mark
+from shardwise.comm.local_tensor import (
+    LocalTensor,
+    collective_handlers,
+    from_ranks,
+    shared_roster,
+)
+from shardwise.core.chunks import lengths
+from shardwise.core.world import World, current_world
+from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
 
 _ops = torch.ops._c10d_functional
 c10d: Any = distributed_c10d  # private names, unknown to its stubs
@@ -29,6 +36,9 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "product": torch.mul,
     "max": torch.maximum,
     "min": torch.minimum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
 }
 
 
@@ -132,7 +142,22 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
 
 
-def _each(handler: Callable[..., LocalTensor]) -> Callable[..., list[LocalTensor]]:
+def play_scatter(
+    x: LocalTensor, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
+) -> LocalTensor:
+    """What `collectives.scatter` gives each rank."""
+
+    def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        whole = parts[source]
+        return [
+            piece.clone()
+            for piece in whole.split(lengths(whole.shape[dim], len(parts), sizes), dim)
+        ]
+
+    return run_groups(x, group, exchange)
+
+
+def _each(handler: Callable[..., torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
     """The collective on a list of tensors, one after another."""
     return lambda func, args, kwargs: [handler(func, (x, *args[1:]), kwargs) for x in args[0]]
 
@@ -141,16 +166,86 @@ def _wait(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return args[0]
 
 
-collective_handlers.update(
-    {
-        _ops.all_reduce.default: _all_reduce,
-        _ops.all_gather_into_tensor.default: _all_gather,
-        _ops.reduce_scatter_tensor.default: _reduce_scatter,
-        _ops.all_to_all_single.default: _all_to_all,
-        _ops.all_reduce_coalesced.default: _each(_all_reduce),
-        _ops.all_gather_into_tensor_coalesced.default: _each(_all_gather),
-        _ops.reduce_scatter_tensor_coalesced.default: _each(_reduce_scatter),
-        _ops.broadcast.default: _broadcast,
-        _ops.wait_tensor.default: _wait,
-    }
-)
+def as_local(x: torch.Tensor) -> LocalTensor:
+    """A plain tensor counts as the same on every rank."""
+    if isinstance(x, LocalTensor):
+        return x
+    world = current_world()
+    return LocalTensor((x,), shared_roster(world, tuple(range(world.size))))
+
+
+def write(target: torch.Tensor, value: LocalTensor) -> None:
+    """Write each rank's value into the tensor that it holds as `target`."""
+    local = as_local(target)
+    for part, tensor in enumerate(local._parts):
+        ranks = local._roster.ranks_of(part)
+        values = [value.on_rank(rank) for rank in ranks]
+        for rank, other in zip(ranks[1:], values[1:], strict=True):
+            if other is not values[0] and not torch.equal(other, values[0]):
+                raise RankMismatchError(
+                    f"The collective gives rank {rank} another value than rank {ranks[0]}, but "
+                    "both hold one tensor to receive it. Give each rank its own: "
+                    "LocalTensor.per_rank(lambda rank: torch.empty(...))."
+                )
+        tensor.copy_(values[0].view_as(tensor))
+
+
+def _in_place(handler: Callable[..., LocalTensor]) -> Callable[..., torch.Tensor]:
+    """The collective that writes its result to its input, or to `out`."""
+
+    def run(func: Any, args: Any, kwargs: Any) -> torch.Tensor:
+        target = kwargs.get("out", args[0])
+        write(target, handler(func, (as_local(args[0]), *args[1:]), {}))
+        return target
+
+    return run
+
+
+def _seen_when_compiled(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """`handler`, which leaves a mark in the graph when it is traced; see comm.compiled_events."""
+
+    def run(func: Any, args: Any, kwargs: Any) -> Any:
+        several = isinstance(args[0], (list, tuple))
+        sent = list(args[0]) if several else [args[0]]
+        if all(isinstance(x, LocalTensor) and not is_plain(x._parts[0]) for x in sent):
+            marks = mark([x._parts[0] for x in sent], kind, args[-1])
+            sent = [
+                LocalTensor([first, *x._parts[1:]], x._roster, x._sized)
+                for first, x in zip(marks, sent, strict=True)
+            ]
+            args = (sent if several else sent[0], *args[1:])
+        return handler(func, args, kwargs)
+
+    return run
+
+
+def is_plain(part: torch.Tensor) -> bool:
+    """Whether a part holds values; what torch.compile traces does not."""
+    return type(part) is torch.Tensor or type(part) is torch.nn.Parameter
+
+
+_RESULTS = {
+    "all_reduce": _all_reduce,
+    "all_gather_into_tensor": _all_gather,
+    "reduce_scatter_tensor": _reduce_scatter,
+    "all_to_all_single": _all_to_all,
+    "broadcast": _broadcast,
+}
+
+
+def _handlers() -> Iterator[tuple[Any, Callable[..., Any]]]:
+    """Each collective as it is, of several tensors, and writing to a tensor that is there."""
+    for name, handler in _RESULTS.items():
+        for variant, adapted in (
+            (name, _seen_when_compiled(name, handler)),
+            (f"{name}_coalesced", _seen_when_compiled(f"{name}_coalesced", _each(handler))),
+            (f"{name}_", _in_place(handler)),
+            (f"{name}_coalesced_", _each(_in_place(handler))),
+            (f"{name}_out", _in_place(handler)),
+        ):
+            if hasattr(_ops, variant):
+                yield getattr(_ops, variant).default, adapted
+    yield _ops.wait_tensor.default, _wait
+
+
+collective_handlers.update(_handlers())

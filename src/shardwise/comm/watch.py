@@ -24,6 +24,7 @@ class Watch:
     """`on` is the one flag to look at; the rest says what it is on for."""
 
     __slots__ = (
+        "announced",
         "cause",
         "gather_unknown",
         "listeners",
@@ -40,14 +41,31 @@ class Watch:
         self.watchers = 0
         #: The cause of the collectives that run now.
         self.cause: Cause | None = None
-        #: Told of collectives that a simulated process group runs: `(c10d op, tensor, group name)`.
+        #: Told of collectives that no op stands for: `(c10d op, tensor, group name)`.
         self.listeners: list[Callable[[str, Any, str], None]] = []
+        #: Whether the collective ops that run now belong to one that listeners were told of.
+        self.announced = False
         #: Where planned calls are noted down for `explain`.
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.
         self.replicate_plain = 0
         #: Whether an op without a rule gathers its operands; not part of `on`.
         self.gather_unknown = 0
+
+    def tell(self, kind: str, sent: Any, group_name: str) -> None:
+        """A collective runs that no op stands for."""
+        for listener in self.listeners:
+            listener(kind, sent, group_name)
+
+    @contextlib.contextmanager
+    def told(self, kind: str, sent: Any, group_name: str) -> Iterator[None]:
+        """`tell`, once: the ops that run inside are no collectives of their own."""
+        self.tell(kind, sent, group_name)
+        before, self.announced = self.announced, True
+        try:
+            yield
+        finally:
+            self.announced = before
 
     def update(self) -> None:
         self.on = bool(self.strict or self.watchers or self.notes is not None)

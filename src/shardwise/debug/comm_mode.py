@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise.comm.compiled_events import COLLECTIVE
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement
@@ -95,13 +96,16 @@ class CommDebugMode(TorchDispatchMode):
     ) -> Any:
         self._places.mark()
         packet = getattr(func, "_overloadpacket", None)
-        if packet in COUNTED and DTensor not in types:
+        if packet in COUNTED and DTensor not in types and not watch.announced:
             self._note(event_of_call(packet, args, kwargs or {}, self._places.now()))
             self._counting = True
             try:
                 return func(*args, **(kwargs or {}))
             finally:
                 self._counting = False
+        if packet is COLLECTIVE:
+            sent, kind, group_name = args
+            self._note(make_event(kind, sent, group_name, self._places.now()))
         if any(map(_is_made_of_others, types)):
             # Its own dispatch comes next, with this mode still on.
             return NotImplemented

@@ -143,7 +143,9 @@ def _running_modules(frame: FrameType | None) -> list[nn.Module]:
     while frame is not None:
         name = frame.f_code.co_name
         if name == "_wrapped_call_impl" and frame.f_code.co_filename == _MODULE_FILE:
-            found.append(frame.f_locals["self"])
+            module = frame.f_locals["self"]
+            if not type(module).__module__.startswith("torch.fx"):  # a graph of torch.compile
+                found.append(module)
         elif name == "_engine_run_backward":
             break
         frame = frame.f_back

@@ -19,13 +19,15 @@ from typing import Any
 import torch
 
 from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.world import world_caches
+from shardwise.dtensor.strict import forbid_leaf_move
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.execute import Run, prepare, prepare_apart
 from shardwise.redistribute.search import find_steps
 
 
@@ -67,8 +69,13 @@ def whole_layout(layout: Layout) -> Layout:
     return placed(layout, (REPLICATE,) * len(layout.placements))
 
 
-def move(x: Any, target: Layout, *, own: bool = False) -> Any:
-    """`x` in another layout, below autograd. With `own`, never sharing memory with `x`."""
+def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -> Any:
+    """`x` in another layout, below autograd. With `own`, never sharing memory with `x`.
+
+    With `async_op`, the last collective may still run; see comm.pending.
+    """
+    if async_op and type(x._local) is torch.Tensor:
+        return _move_apart(x, target, own=own)
     symbolic = target.symbolic or x._layout.symbolic
     travel, stays = (_route if symbolic else _cached_route)(x._layout, target)
     if watch.on:
@@ -77,6 +84,25 @@ def move(x: Any, target: Layout, *, own: bool = False) -> Any:
     else:
         local = travel(x._local)
     return type(x).wrap(local.clone() if own and stays else local, target)
+
+
+def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
+    if not any(step.communicates for step in find_steps(x._layout, target)):
+        return move(x, target, own=own)
+    start, finish = _cached_halves(x._layout, target)
+    with because("redistribute", implicit=False):
+        local = Pending(start(x._local), finish)
+    moved = type(x).wrap(local, target)
+    local.held_by(moved)
+    return moved
+
+
+def _halves(source: Layout, target: Layout) -> tuple[Run, Run]:
+    return prepare_apart(find_steps(source, target))
+
+
+_cached_halves = functools.lru_cache(maxsize=4096)(_halves)
+world_caches.append(_cached_halves.cache_clear)
 
 
 def _route(source: Layout, target: Layout) -> tuple[Run, bool]:
@@ -96,23 +122,23 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
 
 class Redistribute(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, target: Layout) -> Any:
-        ctx.layout = x._layout
-        return move(x, target, own=True)
+    def forward(ctx: Any, x: Any, target: Layout, async_op: bool) -> Any:
+        ctx.layout, ctx.async_op = x._layout, async_op
+        return move(x, target, own=True, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         target = _like_tensor(gradient_layout(ctx.layout), grad._layout)
-        return redistribute(grad, target), None
+        return redistribute(grad, target, ctx.async_op), None, None
 
 
-def redistribute(x: Any, target: Layout) -> Any:
+def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
     """`x` in layout `target`, differentiable; `x` itself when it lies there already."""
     if x._layout is target:
         return x
     if torch.is_grad_enabled() and x.requires_grad:
-        return _apply_redistribute(x, target)
-    return move(x, target, own=True)
+        return _apply_redistribute(x, target, async_op)
+    return move(x, target, own=True, async_op=async_op)
 
 
 def in_formula() -> bool:
@@ -140,13 +166,16 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     if grad._layout is layout:
         return None
     target = tuple(
-        found if wanted.is_replicate() and found.is_partial() else wanted
-        for found, wanted in zip(grad.placements, layout.placements, strict=True)
+        found if own.is_replicate() and found.is_partial() else own
+        for found, own in zip(grad.placements, layout.placements, strict=True)
     )
     if grad.placements == target and grad._layout.order == layout.order:
         return None
+    wanted = grad._layout.with_placements(target, layout.order)
+    if watch.strict:
+        forbid_leaf_move(grad._layout, wanted)
     with because("the gradient of a leaf", implicit=True):
-        return redistribute(grad, grad._layout.with_placements(target, layout.order))
+        return redistribute(grad, wanted)
 
 
 _apply_redistribute = direct_apply(Redistribute)

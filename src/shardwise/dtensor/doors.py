@@ -9,7 +9,7 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, rank_values
+from shardwise.comm.ranks import each_rank, my_coordinate, rank_values
 from shardwise.comm.roster import make_roster
 from shardwise.comm.watch import because
 from shardwise.core.chunks import Size
@@ -223,16 +223,21 @@ def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:
 
 
 def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]:
+    """The tensor in the world of now. What was played has every rank's part; a process only one."""
     world = current_world()
     device_type, shape, ranks, axis_names = mesh
-    if world.simulated != (tensor[0] == "simulated"):
+    if world.simulated and tensor[0] == "real":
         raise WorldError(
-            f"The tensor was saved in a {tensor[0]} world and cannot be loaded in {world}. Save "
-            "full_tensor() to move values between worlds."
+            f"The tensor was saved by one process, which holds its own part only, and cannot be "
+            f"loaded in {world}, which plays all ranks. Save full_tensor() instead."
         )
     grid = grid_like(device_type, shape, ranks, axis_names)
     placements, order, global_shape, stride, dtype = layout
     found = make_layout(grid, placements, global_shape, stride, dtype, order)
     if tensor[0] == "real":
         return tensor[1], found
-    return LocalTensor(tensor[1], make_roster(world, tensor[2], tensor[3])), found
+    _, parts, held_by, index = tensor
+    if world.simulated:
+        return LocalTensor(parts, make_roster(world, held_by, index)), found
+    my_coordinate(grid)  # a rank outside the mesh has no part
+    return parts[index[held_by.index(world.rank)]].clone(), found

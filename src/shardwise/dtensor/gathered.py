@@ -121,7 +121,7 @@ def run_gathered(
     for position in written:
         value = entry.finish(operands[position], args, wrap)
         torch.ops.aten.copy_.default(args[position], value)
-    return args[written[0]]
+    return args[written[0]] if plain_op(op)._schema.returns else None
 
 
 def _tell(op: Any, entry: Entry) -> None:

@@ -11,12 +11,19 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import composites, norms, products, recurrent
+from shardwise.dtensor import attention, composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
-from shardwise.rules.matmul import linear_input_grad, linear_weight_grad
+from shardwise.rules.matmul import (
+    linear_bias_grad,
+    linear_input_grad,
+    linear_weight_grad,
+    matmul_left_grad,
+    matmul_right_grad,
+)
+from shardwise.rules.random import rrelu_slopes
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
@@ -126,7 +133,7 @@ class Linear(torch.autograd.Function):
         if for_weight:
             grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
         if for_bias:
-            grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            grad_bias = _linear_bias_grad(grad)
         return grad_x, grad_weight, grad_bias
 
 
@@ -140,6 +147,12 @@ def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
     if _needs_grad(grad, x):  # double backward
         return LinearWeightGrad.apply(grad, x, wish)
     return run(linear_weight_grad, grad, x, wish=wish)
+
+
+def _linear_bias_grad(grad: Any) -> Any:
+    if torch.is_grad_enabled():  # double backward
+        return grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+    return run(linear_bias_grad, grad)
 
 
 class LinearWeightGrad(torch.autograd.Function):
@@ -172,6 +185,51 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
     op = aten.linear.default
     return run(op, x, weight) if bias is None else run(op, x, weight, bias)
+
+
+# -- matmul ----------------------------------------------------------------------------------
+
+
+class Matmul(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        ctx.save_for_backward(left, right)
+        return run(_matmul, left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        left, right = ctx.saved_tensors
+        for_left, for_right = ctx.needs_input_grad
+        grad_left = grad_right = None
+        if torch.is_grad_enabled():  # double backward
+            if for_left:
+                grad_left = grad @ right.mT
+            if for_right:
+                grad_right = (left.mT @ grad).sum_to_size(right.shape)
+            return grad_left, grad_right
+        if for_left:
+            grad_left = run(matmul_left_grad, grad, right)
+        if for_right:
+            op = matmul_right_grad if right.dim() == left.dim() else linear_weight_grad
+            grad_right = run(op, left, grad, wish=gradient_layout(right._layout))
+        return grad_left, grad_right
+
+
+_matmul = aten.matmul.default
+_apply_matmul = direct_apply(Matmul)
+
+
+def matmul(left: Any, right: Any) -> Any:
+    """A batched product as one op: torch would fold the batch dims, which cannot stay sharded."""
+    whole = type(left) is DTensor and type(right) is DTensor and left.dim() > 2
+    if whole:
+        batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
+        whole = batch == others or right.dim() == 2
+    if not whole or left.dtype.is_complex:
+        return products.matmul(left, right)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return _apply_matmul(left, right)
+    return run(_matmul, left, right)
 
 
 # -- cross entropy ---------------------------------------------------------------------------
@@ -278,6 +336,38 @@ def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -
     op(*hollow, *options)
 
 
+# -- rrelu -----------------------------------------------------------------------------------
+
+
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Not torch's own: that one writes the slopes to a second tensor besides its result."""
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu(x, (lower + upper) / 2) if slopes is None else x * slopes
+
+
+def rrelu_(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+
+
+def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+    if not lower <= upper:
+        torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
+    return run(rrelu_slopes, x.detach(), lower, upper, generator) if training else None
+
+
 # -- registration ----------------------------------------------------------------------------
 
 _library = torch.library.Library("aten", "IMPL")
@@ -288,11 +378,15 @@ def register() -> None:
     for name, kernel in (
         ("embedding", embedding),
         ("linear", linear),
+        ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
+        ("rrelu", rrelu),
+        ("rrelu_", rrelu_),
         ("nll_loss_nd", nll_loss),
         *norms.KERNELS,
         *products.KERNELS,
         *recurrent.KERNELS,
+        *attention.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)

@@ -165,6 +165,21 @@ def batch_norm(
     return native_batch_norm(*args)[0]
 
 
+def batch_norm_with_update(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any, Any]:
+    """In training; the last result is what some kernels keep for their backward, here nothing."""
+    args = (x, weight, bias, running_mean, running_var, True, momentum, eps)
+    out, mean, deviation = native_batch_norm(*args)
+    return out, mean, deviation, mean.new_empty((0,), dtype=torch.uint8)
+
+
 def instance_norm(
     x: Any,
     weight: Any,
@@ -213,6 +228,7 @@ KERNELS = (
     ("batch_norm", batch_norm),
     ("native_batch_norm", native_batch_norm),
     ("_native_batch_norm_legit", native_batch_norm),
+    ("_batch_norm_with_update", batch_norm_with_update),
     ("instance_norm", instance_norm),
     ("rms_norm", rms_norm),
 )

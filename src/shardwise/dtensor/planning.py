@@ -16,10 +16,11 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import REPLICATE, short
-from shardwise.errors import LayoutError, RedistributionError, UnsupportedError
+from shardwise.core.placements import REPLICATE
+from shardwise.dtensor.strict import forbid_move
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
-from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, outputs_of
 from shardwise.rules.positional import Positional, in_order, plain_op
@@ -87,7 +88,7 @@ def make_entry(
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _returns_argument(written[0])
+        entry.finish = _returns_argument(written[0]) if op._schema.returns else _returns_nothing
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -188,20 +189,7 @@ def _forbid(
     plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
 ) -> None:
     for path, steps, target, _, _ in moving:
-        talking = [step for step in steps if step.communicates]
-        if talking:
-            source = steps[0].source
-            num_bytes = int(
-                local_bytes(
-                    source.shape, source.dtype.itemsize, source.placements, source.grid.shape
-                )
-            )
-            raise RedistributionError(
-                f"{plan.op} needs argument {path[0]}, {source!r}, in {short(target.placements)}: "
-                f"{'; '.join(map(str, talking))} of about {num_bytes:,} bytes per rank, and "
-                "communication must be explicit here. Write "
-                f"x.redistribute(placements={list(target.placements)!r}) before the call."
-            )
+        forbid_move(plan.op, path[0], steps, target)
 
 
 def local_call(
@@ -213,6 +201,8 @@ def local_call(
     where torch or a Python function would read the sizes of a LocalTensor.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
+    if plan.local is not None and plan.local.together:
+        return functools.partial(fn, (*plan.inputs, *plan.outputs))
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):
@@ -322,6 +312,10 @@ def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]
 
 def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
+
+
+def _returns_nothing(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> None:
+    return None
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:

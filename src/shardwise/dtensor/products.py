@@ -12,7 +12,7 @@ import torch
 
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.rules.contract import contract, matmul_letters, spelled, split_equation
+from shardwise.rules.contract import contract, matmul_letters, product, spelled, split_equation
 
 aten = torch.ops.aten
 
@@ -80,7 +80,7 @@ class Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
         ctx.save_for_backward(left, right)
-        return run(aten.matmul.default, left, right)
+        return run(product, left, right)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -97,12 +97,20 @@ _apply_matmul = direct_apply(Matmul)
 
 
 def matmul(left: Any, right: Any) -> Any:
+    """Any shapes; `kernels.matmul` has a shorter way for a batch without broadcasting."""
+    if max(left.dim(), right.dim()) <= 2:  # a product of matrices or vectors: nothing is merged
+        return aten.matmul.default.decompose(left, right)
     if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
         # The ordinary path says which operand is plain, or what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.matmul.default, None, (left, right))
     if _needs_grad(left, right):
         return _apply_matmul(left, right)
-    return run(aten.matmul.default, left, right)
+    return run(product, left, right)
 
 
-KERNELS = (("einsum", einsum), ("matmul", matmul))
+def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
+    out = einsum("...i,oij,...j->...o", [left, weight, right])
+    return out if bias is None else out + bias
+
+
+KERNELS = (("einsum", einsum), ("bilinear", bilinear))

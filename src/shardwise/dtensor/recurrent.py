@@ -28,6 +28,8 @@ class Layer(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
+        like = ctx.saved_tensors[0]
+        grads = tuple(_distributed(grad, like) for grad in grads)  # of a state nobody used: zeros
         return None, *run(recurrent_grads, *ctx.options, *grads, *ctx.saved_tensors)
 
 
@@ -68,7 +70,7 @@ def _run(options: tuple[Any, ...], *operands: Any) -> Any:
 
 
 def _distributed(state: Any, x: Any) -> Any:
-    """A module that is given no state makes zeros: the same on every rank."""
+    """Zeros that a module or autograd makes are the same on every rank."""
     if isinstance(state, DTensor) or not isinstance(x, DTensor) or bool(state.any()):
         return state  # the call says that it is plain
     return DTensor.from_local(state, x.device_mesh, [REPLICATE] * x._layout.grid.num_axes)

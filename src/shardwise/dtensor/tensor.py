@@ -24,11 +24,12 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
-from shardwise.core.layout import Layout, normalize
-from shardwise.core.placements import Placement, short
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
@@ -37,6 +38,7 @@ from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
     ArgumentError,
@@ -208,6 +210,26 @@ class DTensor(torch.Tensor):
     def device_mesh(self) -> DeviceMesh:
         return self._layout.grid.mesh
 
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> DTensor:
+        """`data` as a tensor of this dtype and device, replicated over the mesh."""
+        plain = torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device if device is not None else self.device,
+            pin_memory=pin_memory,
+        )
+        grid = self._layout.grid
+        whole = (REPLICATE,) * grid.num_axes
+        layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
+        return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -270,12 +292,14 @@ class DTensor(torch.Tensor):
         device_mesh: DeviceMesh | None = None,
         placements: Sequence[Placement] | None = None,
         *,
+        async_op: bool = False,
         order: Sequence[int] | None = None,
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim. Where nothing changes, the tensor itself is returned.
+        same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
+        collective runs on, here and in backward, until the first op that reads the result.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -285,7 +309,7 @@ class DTensor(torch.Tensor):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        return autograd.redistribute(self, autograd.placed(layout, placements, order))
+        return autograd.redistribute(self, autograd.placed(layout, placements, order), async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
@@ -296,6 +320,8 @@ class DTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         layout = self._layout
+        if type(self._local) is Pending:
+            self._local = self._local.result()
         return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
 
     @staticmethod
@@ -382,8 +408,13 @@ class _Flag:
 _TRUE, _FALSE = _Flag(), _Flag()
 
 
-def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+def _add_static(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
     kind = type(value)
     if kind is float:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
@@ -401,7 +432,8 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
                 parts.append(item._layout)
                 inner.append(item._local)
             else:
-                _add_static(op, item, parts, None if operands is None else inner)
+                place = None if operands is None else len(operands)
+                _add_static(op, item, parts, None if operands is None else inner, place)
         key.append(tuple(parts))
         value = inner
     elif isinstance(value, DTensor):
@@ -410,22 +442,16 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        check_plain(op, value)
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
     else:
         key.append(value)
     if operands is not None:
         operands.append(value)
-
-
-def check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
-        raise MixedTensorsError(
-            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
-            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
-            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
-        )
 
 
 def as_layouts(value: Any) -> Any:

@@ -8,19 +8,38 @@ compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 
 from shardwise.comm import collectives
+from shardwise.comm.collectives import (
+    finished,
+    start_all_gather,
+    start_all_reduce,
+    start_all_to_all,
+    start_reduce_scatter,
+)
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial, Shard
-from shardwise.errors import LayoutError
-from shardwise.redistribute.steps import Step, longest
+from shardwise.errors import CollectiveError, LayoutError
+from shardwise.redistribute.steps import Step, local_bytes, longest
 
 Run = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Move(NamedTuple):
+    """How a step runs: `start` up to its collective, and `finish` from when that is awaited.
+
+    A step that sends nothing has no `finish`.
+    """
+
+    start: Run
+    finish: Run | None = None
 
 
 def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
@@ -30,9 +49,34 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 def prepare(steps: Sequence[Step]) -> Run:
     """`execute` for these steps: what the layouts decide is decided here, once."""
-    runs = [_PREPARE[step.kind](step) for step in steps]
+    return _chain(_runs(steps))
+
+
+def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
+    """`execute` in two: up to the last collective, which runs on, and the rest."""
+    last = max(number for number, step in enumerate(steps) if step.communicates)
+    move = _PREPARE[steps[last].kind](steps[last])
+    assert move.finish is not None, "what communicates is awaited"
+    start = [*_runs(steps[:last], ends=False), _named(steps[last], move.start)]
+    finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :], ends=False)]
+    return _chain(start), _chain([*finish, *_ending(steps)])
+
+
+def _runs(steps: Sequence[Step], *, ends: bool = True) -> list[Run]:
+    runs = []
+    for step in steps:
+        start, finish = _PREPARE[step.kind](step)
+        runs.append(start if finish is None else _named(step, start, finish))
+    return [*runs, *_ending(steps)] if ends else runs
+
+
+def _ending(steps: Sequence[Step]) -> list[Run]:
     if steps and steps[-1].target.memory_order is not None:
-        runs.append(_reorder(steps[-1].target))
+        return [_reorder(steps[-1].target)]
+    return []
+
+
+def _chain(runs: Sequence[Run]) -> Run:
     if len(runs) == 1:
         return runs[0]
 
@@ -42,6 +86,32 @@ def prepare(steps: Sequence[Step]) -> Run:
         return local
 
     return run
+
+
+def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
+    """One after the other; a failure of the backend names the step."""
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return start(x) if finish is None else finish(start(x))
+        except RuntimeError as error:
+            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+                raise CollectiveError(_failure(step, error)) from error
+            raise
+
+    return run
+
+
+def _failure(step: Step, error: Exception) -> str:
+    source = step.source
+    grid, placements = source.grid, source.placements
+    num_bytes = int(local_bytes(source.shape, source.dtype.itemsize, placements, grid.shape))
+    return (
+        f"{step} of {source!r}, about {num_bytes:,} bytes per rank, failed on rank "
+        f"{grid.world.rank}: {error} If this rank has run out of memory, it was the first to fail; "
+        "if it has waited in vain, another one was, and its error says why. The ranks are out of "
+        "step: end all processes, and start again from a checkpoint."
+    )
 
 
 def _reorder(layout: Layout) -> Run:
@@ -75,14 +145,15 @@ def is_even(layout: Layout, axis: int) -> bool:
     return True
 
 
-def _all_gather(step: Step) -> Run:
+def _all_gather(step: Step) -> Move:
     grid, axis, source = step.source.grid, step.axis, step.source
-    dim = _dim(source, axis)
+    dim, arrived = _dim(source, axis), _arrived(source.dtype)
     if is_even(source, axis):
         if dim == 0:
-            return lambda x: collectives.all_gather(x, grid, axis)
-        return lambda x: torch.cat(
-            collectives.all_gather(x.unsqueeze(0), grid, axis).unbind(0), dim
+            return Move(lambda x: start_all_gather(x, grid, axis), arrived)
+        return Move(
+            lambda x: start_all_gather(x.unsqueeze(0), grid, axis),
+            lambda x: torch.cat(arrived(x).unbind(0), dim),
         )
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
@@ -92,22 +163,23 @@ def _all_gather(step: Step) -> Run:
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _join_cut(t, dim, _lengths(source, axis, coordinate))
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        gathered = collectives.all_gather(each_rank(grid, pad, x, axes=()), grid, axis)
-        return each_rank(grid, cut, gathered, axes=outside)
+    return Move(
+        lambda x: start_all_gather(each_rank(grid, pad, x, axes=()), grid, axis),
+        lambda x: each_rank(grid, cut, arrived(x), axes=outside),
+    )
 
-    return run
 
-
-def _reduce_scatter(step: Step) -> Run:
+def _reduce_scatter(step: Step) -> Move:
     grid, axis, target = step.source.grid, step.axis, step.target
     dim, parts = _dim(target, axis), grid.shape[axis]
     reduce_op = _reduce_op(step.source, axis)
+    finish = _finished_in(step.source.dtype)
     if is_even(target, axis):
         if dim == 0:
-            return lambda x: collectives.reduce_scatter(x, reduce_op, grid, axis)
-        return lambda x: collectives.reduce_scatter(
-            torch.cat(x.chunk(parts, dim)), reduce_op, grid, axis
+            return Move(lambda x: start_reduce_scatter(x, reduce_op, grid, axis), finish)
+        return Move(
+            lambda x: start_reduce_scatter(torch.cat(x.chunk(parts, dim)), reduce_op, grid, axis),
+            finish,
         )
     length, outside = longest(target, axis, dim), _outside(target, axis, dim)
 
@@ -118,19 +190,18 @@ def _reduce_scatter(step: Step) -> Run:
         length = _lengths(target, axis, coordinate)[coordinate[axis]]
         return t.squeeze(0).narrow(dim, 0, length).contiguous()
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        stacked = each_rank(grid, stack, x, axes=outside)
-        scattered = collectives.reduce_scatter(stacked, reduce_op, grid, axis)
-        return each_rank(grid, cut, scattered, axes=(*outside, axis))
+    def start(x: torch.Tensor) -> torch.Tensor:
+        return start_reduce_scatter(each_rank(grid, stack, x, axes=outside), reduce_op, grid, axis)
 
-    return run
+    return Move(start, lambda x: each_rank(grid, cut, finish(x), axes=(*outside, axis)))
 
 
-def _all_to_all(step: Step) -> Run:
+def _all_to_all(step: Step) -> Move:
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim_in, dim_out = _dim(source, axis), _dim(target, axis)
     if is_even(source, axis) and is_even(target, axis):
-        return _even_all_to_all(grid, axis, dim_in, dim_out)
+        return _even_all_to_all(step, dim_in, dim_out)
+    arrived = _arrived(source.dtype)
     length_in, length_out = longest(source, axis, dim_in), longest(target, axis, dim_out)
     outside = (*_outside(source, axis, dim_in), *_outside(target, axis, dim_out))
 
@@ -143,15 +214,15 @@ def _all_to_all(step: Step) -> Run:
         length = _lengths(target, axis, coordinate)[coordinate[axis]]
         return joined.narrow(dim_out, 0, length).contiguous()
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        received = collectives.all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis)
-        return each_rank(grid, cut, received, axes=(*outside, axis))
+    return Move(
+        lambda x: start_all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis),
+        lambda x: each_rank(grid, cut, arrived(x), axes=(*outside, axis)),
+    )
 
-    return run
 
-
-def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Run:
+def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
     """One copy on each side, where the padded form takes one per piece."""
+    grid, axis, arrived = step.source.grid, step.axis, _arrived(step.source.dtype)
     parts = grid.shape[axis]
 
     def split(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
@@ -163,20 +234,35 @@ def _even_all_to_all(grid: Grid, axis: int, dim_in: int, dim_out: int) -> Run:
         # A view where pieces have length 1; the layout promises dense parts.
         return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1).contiguous()
 
-    def run(x: torch.Tensor) -> torch.Tensor:
-        received = collectives.all_to_all(each_rank(grid, split, x, axes=()), grid, axis)
-        return each_rank(grid, join, received, axes=())
+    return Move(
+        lambda x: start_all_to_all(each_rank(grid, split, x, axes=()), grid, axis),
+        lambda x: each_rank(grid, join, arrived(x), axes=()),
+    )
 
-    return run
 
-
-def _all_reduce(step: Step) -> Run:
+def _all_reduce(step: Step) -> Move:
     grid, axis = step.source.grid, step.axis
     reduce_op = _reduce_op(step.source, axis)
-    return lambda x: collectives.all_reduce(x, reduce_op, grid, axis)
+    return Move(
+        lambda x: start_all_reduce(x, reduce_op, grid, axis), _finished_in(step.source.dtype)
+    )
 
 
-def _slice(step: Step) -> Run:
+def _arrived(dtype: torch.dtype) -> Run:
+    """What awaits a tensor of this dtype that was moved."""
+    if not collectives.is_moved_as_bytes(dtype):
+        return finished
+    return lambda x: finished(x).view(dtype)
+
+
+def _finished_in(dtype: torch.dtype) -> Run:
+    """What awaits a tensor of this dtype that was reduced."""
+    if not collectives.is_widened(dtype):
+        return finished
+    return lambda x: finished(x).to(dtype)
+
+
+def _slice(step: Step) -> Move:
     axis, target = step.axis, step.target
     shard, grid = target.placements[axis], target.grid
     assert isinstance(shard, Shard), "a slice ends in a shard"
@@ -189,13 +275,13 @@ def _slice(step: Step) -> Run:
     # Dense, as the layout's strides say: some kernels read past the strides of a view.
     if not grid.world.simulated:
         start, length = place(my_coordinate(grid))
-        return lambda x: x.narrow(dim, start, length).contiguous()
+        return Move(lambda x: x.narrow(dim, start, length).contiguous())
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t.narrow(dim, *place(coordinate)).contiguous()
 
     axes = (*_outside(target, axis, dim), axis)
-    return lambda x: each_rank(grid, cut, x, axes=axes)
+    return Move(lambda x: each_rank(grid, cut, x, axes=axes))
 
 
 #: What a coordinate adds that must not change the reduction.
@@ -205,22 +291,22 @@ _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-def _to_partial(step: Step) -> Run:
+def _to_partial(step: Step) -> Move:
     """Coordinate 0 keeps the value; the others hold what does not change it.
 
     An average, maximum or minimum of equal values is that value, so there all keep it.
     """
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
     if neutral is None:
-        return lambda x: x
+        return Move(lambda x: x)
 
     def keep(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t if coordinate[step.axis] == 0 else neutral(t)
 
-    return lambda x: each_rank(step.source.grid, keep, x, axes=(step.axis,))
+    return Move(lambda x: each_rank(step.source.grid, keep, x, axes=(step.axis,)))
 
 
-_PREPARE: dict[str, Callable[[Step], Run]] = {
+_PREPARE: dict[str, Callable[[Step], Move]] = {
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
@@ -245,6 +331,11 @@ def _reduce_op(layout: Layout, axis: int) -> str:
         raise LayoutError(
             f"{layout!r} is an average of integers, which has no integer value. Use Partial('sum') "
             "and divide, or convert the tensor to a floating dtype first."
+        )
+    if partial.reduce_op in ("product", "max", "min") and layout.dtype.is_complex:
+        raise LayoutError(
+            f"{layout!r} is a {partial.reduce_op} of complex numbers, which no backend reduces. "
+            "Use Partial('sum'), or gather the terms and reduce them yourself."
         )
     return partial.reduce_op
 

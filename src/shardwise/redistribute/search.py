@@ -1,21 +1,27 @@
 """The cheapest sequence of steps between two layouts: a shortest path over placements.
 
 A state is one placement per axis and the order of axes. Only the innermost axis of a dim may stop
-sharding it, and an axis that starts sharding a dim becomes its innermost. Ties are broken by the
-states themselves, so every rank finds the same path.
+sharding it, and an axis that starts sharding a dim becomes its innermost. Moves are tried in a
+fixed order and ties go to what was found first, so every rank finds the same path.
 """
 
 from __future__ import annotations
 
 import functools
 import heapq
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
 
+from shardwise.comm.cost import LATENCY_S, local_s
 from shardwise.core.layout import Layout, canonical_order
 from shardwise.core.placements import Placement, Replicate, Shard, plain
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, local_bytes, step_cost_s, step_kind
+
+#: A step that sends nothing, at least.
+_LOCAL_S = local_s(0)
 
 State = tuple[tuple[Placement, ...], tuple[int, ...]]
 
@@ -43,33 +49,48 @@ world_caches.append(_cached_search.cache_clear)
 
 
 def _step_cost(step: Step) -> float:
-    return _move_cost(
-        step.source, step.kind, step.axis, step.source.placements, step.target.placements
+    return _prices(step.source)(
+        step.kind, step.axis, step.source.placements, step.target.placements
     )
 
 
 def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source.grid is not target.grid or len(source.shape) != len(target.shape):
         raise LayoutError(f"{source!r} cannot become {target!r}: other mesh, or another tensor.")
-    start = _state(source)
-    goal = _state(target)
-    wanted = _candidates(start, goal)
+    start, goal = _state(source), _state(target)
+    wanted, price = _candidates(start, goal), _prices(source)
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, int, str]] = {}
-    queue: list[tuple[float, int, str, State]] = [(0.0, 0, "", start)]
+    # Sorted by what a way through a state costs at least; ties by which was found first.
+    numbers = itertools.count()
+    queue = [(least_s(start[0], goal[0]), next(numbers), 0.0, start)]
     while queue:
-        spent, hops, _, state = heapq.heappop(queue)
+        _, _, spent, state = heapq.heappop(queue)
         if state == goal:
             return _path(source, target, came, start, goal)
         if spent > best[state]:
             continue
         for axis, kind, after in _moves(state, wanted):
-            cost = spent + _move_cost(source, kind, axis, state[0], after[0])
+            cost = spent + price(kind, axis, state[0], after[0])
             if cost < best.get(after, float("inf")) - 1e-15:
                 best[after] = cost
                 came[after] = (state, axis, kind)
-                heapq.heappush(queue, (cost, hops + 1, repr(after), after))
+                left = least_s(after[0], goal[0])
+                heapq.heappush(queue, (cost + left, next(numbers), cost, after))
     raise LayoutError(f"No sequence of steps leads from {source!r} to {target!r}.")
+
+
+def least_s(before: Sequence[Placement], after: Sequence[Placement]) -> float:
+    """What getting from one to the other costs at least: a step for each axis that changes.
+
+    >>> least_s((Shard(0), Replicate()), (Replicate(), Replicate())) >= LATENCY_S
+    True
+    """
+    least = 0.0
+    for one, other in zip(before, after, strict=True):
+        if one is not other and one != other:
+            least += _LOCAL_S if type(one) is Replicate else LATENCY_S
+    return least
 
 
 def _state(layout: Layout) -> State:
@@ -111,21 +132,24 @@ def _fits(placements: tuple[Placement, ...], axis: int, after: Placement) -> boo
     return not any(p.is_shard(after.dim) for a, p in enumerate(placements) if a != axis)
 
 
-def _move_cost(
-    layout: Layout,
-    kind: str,
-    axis: int,
-    before: tuple[Placement, ...],
-    after: tuple[Placement, ...],
-) -> float:
+def _prices(layout: Layout) -> Callable[..., float]:
+    """What a move of the tensor of `layout` costs: `(kind, axis, placements before and after)`."""
     sizes = layout.grid.shape
-    itemsize = layout.dtype.itemsize
-    return step_cost_s(
-        kind,
-        sizes[axis],
-        local_bytes(layout.shape, itemsize, before, sizes),
-        local_bytes(layout.shape, itemsize, after, sizes),
-    )
+    whole = local_bytes(layout.shape, layout.dtype.itemsize, (), ())
+    held: dict[tuple[Placement, ...], float] = {}
+
+    def num_bytes(placements: tuple[Placement, ...]) -> float:
+        if placements not in held:
+            parts = [n for p, n in zip(placements, sizes, strict=True) if isinstance(p, Shard)]
+            held[placements] = whole / math.prod(parts)
+        return held[placements]
+
+    def price(
+        kind: str, axis: int, before: tuple[Placement, ...], after: tuple[Placement, ...]
+    ) -> float:
+        return step_cost_s(kind, sizes[axis], num_bytes(before), num_bytes(after))
+
+    return price
 
 
 def _path(

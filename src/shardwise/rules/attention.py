@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.nn.attention import SDPBackend
 
 from shardwise.core.chunks import lengths
 from shardwise.core.layout import Layout
@@ -37,11 +38,13 @@ class Attention:
     def choices(self, call: Call) -> Iterator[Choice]:
         """Batch or heads are sharded in all operands and results alike.
 
-        With fewer heads for keys than for queries, only where both divide evenly. Dropped entries
-        are drawn for whole tensors.
+        With fewer heads for keys than for queries, only where both divide evenly. A kernel that
+        drops entries draws them itself, so not for parts.
         """
-        yield call.replicated()
-        if call.argument("dropout_p"):
+        drops = bool(call.argument("dropout_p"))
+        if not drops or all(p.is_replicate() for p in call.placed):
+            yield call.replicated()
+        if drops:
             return
         names = _tensor_names(call)
         query = names.index("query")
@@ -117,6 +120,9 @@ class WholeTensorChoice:
     shapes: tuple[tuple[int, ...], ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if dropout_p:
+            return _MATH  # a fused kernel draws its mask in an order that parts cannot follow
         shapes = iter(self.shapes)
         models = [
             # One example is enough to tell; its memory is never touched.
@@ -126,6 +132,9 @@ class WholeTensorChoice:
             for arg in args
         ]
         return aten._fused_sdp_choice.default(*models, **kwargs)
+
+
+_MATH = int(SDPBackend.MATH.value)
 
 
 def kernel_choices(call: Call) -> Iterator[Choice]:

@@ -16,7 +16,7 @@ import torch
 from shardwise.core.chunks import lengths
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
-from shardwise.rules.notation import rule
+from shardwise.rules.notation import linear_choices, rule
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -57,7 +57,8 @@ def group_norm_choices(call: Call) -> Iterator[Choice]:
     """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
     num = len(call.inputs) - 1
     local = LocalCall(group_norm_of_parts, per_rank=True)
-    yield call.replicated()
+    # Torch asks for dense operands, and a part of a dense tensor need not be dense.
+    yield replace(call.replicated(), local=local)
     for sizes in call.splits([(0, 0)]):
         cut = Shard(0, sizes)
         yield Choice((cut, *[REPLICATE] * num), (cut,) * 3, local)
@@ -86,7 +87,9 @@ def group_norm_of_parts(
             torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=x.device) for o in outputs
         )
     rows, channels = x.shape[:2]
-    return aten.native_group_norm.default(x, weight, bias, rows, channels, hxw, groups, eps)
+    return aten.native_group_norm.default(
+        x.contiguous(), weight, bias, rows, channels, hxw, groups, eps
+    )
 
 
 def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
@@ -98,7 +101,7 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
     def kept(*grads: Placement) -> tuple[Placement, ...]:
         return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
 
-    yield call.replicated()
+    yield replace(call.replicated(), local=local)
     for sizes in call.splits([(i, 0) for i in range(4)]):
         cut = Shard(0, sizes)
         yield Choice((*[cut] * 4, *[REPLICATE] * num), kept(cut, SUM, SUM), local)
@@ -106,6 +109,7 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
         channels, each, groups = group_cut.channels, group_cut.per_channel, group_cut.groups
         inputs = (channels, channels, groups, groups, *[each] * num)
         yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
+    yield from linear_choices(call, ((0,),))
 
 
 def group_norm_grad_of_parts(
@@ -219,6 +223,7 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
             grads = (cut, each, each)
             outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
             yield Choice((cut, cut, *[other] * num), outputs, local)
+    yield from linear_choices(call, ((0,),))
 
 
 def normalised_grad_part(

@@ -15,8 +15,11 @@ aten = torch.ops.aten
 
 
 def contract(equation: str, *operands: Any) -> Any:
-    """`torch.einsum` of an equation without `...`, broadcasting or repeated letters."""
-    return torch.einsum(equation, *operands)
+    """`torch.einsum` of an equation without `...`, broadcasting or repeated letters.
+
+    Dense: how torch leaves the dims in memory depends on sizes, which parts have of their own.
+    """
+    return torch.einsum(equation, *operands).contiguous()
 
 
 def contract_choices(call: Call) -> Iterator[Choice]:
@@ -91,6 +94,11 @@ _MATMUL = {
 }
 
 
+def product(left: Any, right: Any) -> Any:
+    """`torch.matmul`, dense as `contract` is."""
+    return torch.matmul(left, right).contiguous()
+
+
 def matmul_choices(call: Call) -> Iterator[Choice]:
     """All shapes that `torch.matmul` takes, as one product: nothing is merged into rows."""
     left, right = call.inputs
@@ -123,5 +131,5 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
 
 RULES: Table = table(
     ((contract,), Rule(contract_choices, "einsum")),
-    ((aten.matmul.default,), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
+    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
 )

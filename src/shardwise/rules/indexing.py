@@ -8,7 +8,6 @@ what another rank owns and the results add up, and a write keeps what falls to t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ from shardwise.rules.owned import (
     owned_put,
     owned_take,
 )
-from shardwise.rules.parts import OwnedSelectScatter, OwnedSliceScatter
+from shardwise.rules.parts import OwnedSelectScatter, OwnedSliceScatter, functional
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
 from shardwise.rules.views import slice_cut
@@ -156,7 +155,7 @@ def _mask_put_choices(call: Call) -> Iterator[Choice]:
     if any(s != 1 for s in call.inputs[-1].shape):
         return
     # A local call of its own: on another axis, the one above would find a part of the mask.
-    local = LocalCall(_functional(call.op))
+    local = LocalCall(functional(call.op))
     for dim in range(call.inputs[0].ndim):
         inside = dim < metas[0].ndim
         for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
@@ -215,22 +214,13 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
 
 def _owned_write_choices(call: Call, at: int, cut_dim: int) -> Iterator[Choice]:
     """The tensor is cut along `cut_dim`, which may be the dim `at` that is indexed."""
-    functional = _functional(call.op)
-    local = LocalCall(OwnedWrite(functional, at), per_rank=True)
+    local = LocalCall(OwnedWrite(functional(call.op), at), per_rank=True)
     others = (REPLICATE,) * (len(call.inputs) - 1)
     # Index and source would be cut otherwise than the tensor where another axis cuts them too.
     alone = () if cut_dim == at else ((0, cut_dim),)
     for sizes in call.splits([(0, cut_dim)]):
         cut = Shard(cut_dim, sizes)
         yield Choice((cut, *others), (cut,), local, alone=alone)
-
-
-def _functional(op: Any) -> Any:
-    """The op that returns a new tensor; planning writes that back for an op in place."""
-    if not op._schema.is_mutable:
-        return op
-    name = op._schema.name.partition("::")[2].removesuffix("_")
-    return getattr(getattr(aten, name), op._schema.overload_name or "default")
 
 
 def scatter_src_choices(call: Call) -> Iterator[Choice]:
@@ -418,6 +408,12 @@ def whole_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
 
 
+def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
+    """The entries that the mask names, in order: only the whole mask has an order."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
+
+
 RULES: Table = table(
     ((aten.index.Tensor, aten._unsafe_index.Tensor), Rule(index_choices, "x[i, j] -> n ...")),
     (
@@ -444,6 +440,10 @@ RULES: Table = table(
     ((aten.select_scatter.default,), Rule(select_scatter_choices, "... n, ... -> ... n")),
     ((aten.slice_scatter.default,), Rule(slice_scatter_choices, "... n, ... m -> ... n")),
     ((aten.diagonal_scatter.default,), Rule(diagonal_scatter_choices, "... [n] [m], ... -> ...")),
+    (
+        (aten.masked_scatter_backward.default,),
+        Rule(masked_scatter_grad_choices, "[...], [...] -> [n]"),
+    ),
     ((aten.masked_scatter.default,), Rule(masked_scatter_choices, "..., [...], [n] -> ...")),
     (
         (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
@@ -451,7 +451,6 @@ RULES: Table = table(
     ),
     (
         (
-            aten.masked_scatter_backward.default,
             aten.as_strided_scatter.default,
             aten.nonzero_static.default,
         ),

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from shardwise.rules.notation import (
     rule,
     sharded_choices,
 )
+from shardwise.rules.parts import functional
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -31,6 +32,21 @@ def linear_weight_grad(grad: Any, x: Any) -> Any:
     return torch.mm(_as_matrix(grad).t(), _as_matrix(x))
 
 
+def linear_bias_grad(grad: Any) -> Any:
+    """The gradient of `linear(x, weight, bias)` for `bias`."""
+    return _as_matrix(grad).sum(0)
+
+
+def matmul_left_grad(grad: Any, right: Any) -> Any:
+    """The gradient of `left @ right` for `left`, of the same batch dims."""
+    return grad @ right.mT
+
+
+def matmul_right_grad(left: Any, grad: Any) -> Any:
+    """The gradient of `left @ right` for `right`, of the same batch dims."""
+    return left.mT @ grad
+
+
 def _as_matrix(x: Any) -> Any:
     # Not reshape(-1, n): of an empty shard that would be ambiguous.
     if x.dim() == 2:
@@ -41,14 +57,23 @@ def _as_matrix(x: Any) -> Any:
 EACH = ((0,), (1,))
 
 
-def addmv(added: Any, matrix: Any, vector: Any, **scales: Any) -> Any:
-    """Torch's own does not stretch what is added where a rank has no rows."""
-    added = added.expand(matrix.shape[0])
-    return aten.addmv.default(added, matrix, vector, **scales)
+@dataclass(frozen=True, slots=True)
+class AddedInFull:
+    """The op, with what is added in the shape of this rank's result."""
+
+    op: Any
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], added: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return self.op(added.expand(layouts[-1].local_shape(coordinate)), *rest, **named)
 
 
-def adding(*ops: Any, product: str, local: LocalCall | None = None) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table: a product to which the first operand is added, broadcast."""
+def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table: a product to which the first operand is added, broadcast.
+
+    A `guarded` op would give a product of empty parts the shape of what is added.
+    """
     result = product.partition("->")[2].split()
     # By the number of dims that the added tensor has.
     patterns = {
@@ -58,8 +83,9 @@ def adding(*ops: Any, product: str, local: LocalCall | None = None) -> tuple[tup
 
     def choices(call: Call) -> Iterator[Choice]:
         pattern = patterns[call.inputs[0].ndim]
-        found = pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
-        yield from (replace(choice, local=local) for choice in found)
+        local = LocalCall(AddedInFull(functional(call.op)), per_rank=True) if guarded else None
+        for choice in pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,)):
+            yield replace(choice, local=local)
 
     return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
@@ -86,10 +112,12 @@ RULES: Table = table(
     adding(aten.addmm.default, product="m k, k n -> m n"),
     adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
     adding(aten.addbmm.default, product="b m k, b k n -> m n"),
-    adding(aten.addmv.default, product="m k, k -> m", local=LocalCall(addmv)),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
     adding(aten.addr.default, product="m, n -> m n"),
     ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
+    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
     rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),
     rule(
@@ -99,5 +127,6 @@ RULES: Table = table(
         added=(2,),
     ),
     rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
     rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
 )

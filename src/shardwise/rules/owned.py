@@ -87,7 +87,8 @@ class OwnedWrite:
     ) -> torch.Tensor:
         check_bounds(index, layouts[0].shape[self.dim], RuntimeError)
         if index.dim() == x.dim():
-            index, *rest = _facing(coordinate, layouts, self.dim, (index, *rest))
+            index, *others = _facing(coordinate, layouts, self.dim, (index, *rest))
+            rest = tuple(others)
         row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
         length = x.shape[self.dim]
         spare = x.new_zeros((*x.shape[: self.dim], 1, *x.shape[self.dim + 1 :]))

@@ -12,6 +12,15 @@ import torch
 from shardwise.rules.views import Cut
 
 
+def functional(op: Any) -> Any:
+    """The op that returns a new tensor; planning writes that back for an op in place."""
+    if not op._schema.is_mutable:
+        return op
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
+    return getattr(packet, op._schema.overload_name or "default")
+
+
 @dataclass(frozen=True, slots=True)
 class UnlessEmpty:
     """The op on a rank's planes; results without elements where it has none.

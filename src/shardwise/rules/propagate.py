@@ -18,7 +18,7 @@ from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.search import cost_s, find_steps
+from shardwise.redistribute.search import cost_s, find_steps, least_s
 from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import is_view
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule
@@ -68,12 +68,19 @@ def propagate(
     """
     grid = layouts[0].grid
     best: tuple[tuple[float, int, int, int], Combination] | None = None
-    for number, combination in enumerate(_combinations(rule, call, layouts, grid, wish)):
+    combinations = list(enumerate(_combinations(rule, call, layouts, grid, wish)))
+    # What might be cheap comes first, and spares the search for what cannot be cheaper.
+    current = [tuple(map(plain, layout.placements)) for layout in layouts]
+    combinations.sort(key=lambda each: _least_s(each[1], current))
+    for number, combination in combinations:
         if any(not _stays(combination, i, layouts[i]) for i in fixed):
             continue
         if wish is not None and not _meets(combination, wish):
             continue
-        cost = _pending_s(combination) + sum(
+        pending = _pending_s(combination)
+        if best is not None and pending + _least_s(combination, current) > best[0][0]:
+            continue
+        cost = pending + sum(
             cost_s(layout, _place(layout, combination.input(i), combination.order))
             for i, layout in enumerate(layouts)
         )
@@ -83,6 +90,11 @@ def propagate(
     if best is None:
         raise UnsupportedError(unsupported(call.op, layouts, fixed))
     return _plan(rule, call, layouts, best[1], grid)
+
+
+def _least_s(combination: Combination, current: Sequence[tuple[Placement, ...]]) -> float:
+    """What bringing the inputs together costs at least."""
+    return sum(least_s(here, combination.input(i)) for i, here in enumerate(current))
 
 
 def every_plan(

@@ -31,12 +31,15 @@ class LocalCall:
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
     of all inputs and then of all outputs; otherwise with the op's own arguments. `copies` says that
-    it returns a copy where the op would return a view.
+    it returns a copy where the op would return a view. With `together`, it is called once for all
+    ranks present, as `fn(layouts, *args, **kwargs)` with what DTensors hold: it maps over the ranks
+    itself.
     """
 
     fn: Callable[..., Any]
     per_rank: bool = False
     copies: bool = False
+    together: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,166 @@
+"""Fused embedding kernels on one GPU, beside the copy bandwidth and torch's own lookups.
+
+    python -m benchmarks.gpu_embedding [--tables 26 --rows 1000000 --dim 128 --batch 16384 --ids 20]
+
+Forward, and the whole training step (forward, backward, update), with uniform and with power-law
+ids; medians of device events, all in one run. Bytes are those of the rows, the ids and the output.
+Without a GPU it says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+
+def median_ms(action: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> float:
+    """Median milliseconds of device time."""
+    for _ in range(warm_up):
+        action()
+    spans = []
+    for _ in range(repeats):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        action()
+        end.record()
+        spans.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in spans)
+
+
+def draw_ids(count: int, rows: int, law: str) -> torch.Tensor:
+    """Uniform ids, or ids of which the k-th most frequent has a share of about 1/k."""
+    u = torch.rand(count, device="cuda", dtype=torch.float64)
+    if law == "uniform":
+        return (u * rows).long().clamp_(max=rows - 1)
+    exponent = 1.05
+    rank = ((rows ** (1 - exponent) - 1) * u + 1) ** (1 / (1 - exponent))
+    # Frequent rows are scattered over the table, as hashed ids are.
+    return rank.long().clamp_(1, rows) * 2654435761 % rows
+
+
+class Problem:
+    """Tables in one buffer, and one batch of ids for each."""
+
+    def __init__(self, options: argparse.Namespace, law: str, batch: int) -> None:
+        from shardwise.kernels.tables import TableSet, side_by_side
+
+        count, rows, dim = options.tables, options.rows, options.dim
+        self.buffer = torch.randn(count * rows, dim, device="cuda") / dim
+        self.tables = list(self.buffer.split(rows))
+        self.set = TableSet(self.tables, range(count))
+        self.batch, self.per_bag = batch, options.ids
+        num_ids = count * batch * options.ids
+        self.ids = draw_ids(num_ids, rows, law)
+        self.offsets = torch.arange(count * batch + 1, device="cuda") * options.ids
+        self.first_bag = torch.arange(count + 1, device="cuda") * batch
+        self.rows = side_by_side(self.set, batch)
+        self.grad = torch.randn(self.rows.num_elements, device="cuda") / batch
+        self.read_bytes = num_ids * (dim * 4 + 8) + self.rows.num_elements * 4
+
+    def forward(self, trace: bool = False) -> Any:
+        from shardwise.kernels.lookup import pooled_lookup
+
+        return pooled_lookup(
+            self.set, self.ids, self.offsets, self.first_bag, self.batch, self.rows, trace=trace
+        )
+
+    def step(self, optimizer: str, states: Any) -> None:
+        from shardwise.kernels.update import update
+
+        _, trace = self.forward(trace=True)
+        update(self.set, trace, self.grad, optimizer, states, lr=0.01, eps=1e-8)
+
+    def torch_forward(self) -> list[torch.Tensor]:
+        count = self.batch * self.per_bag
+        offsets = self.offsets[: self.batch]
+        return [
+            F.embedding_bag(self.ids[n * count : (n + 1) * count], table, offsets, mode="sum")
+            for n, table in enumerate(self.tables)
+        ]
+
+    def torch_step(self) -> None:
+        """Forward, sparse backward and sparse SGD with torch's kernels."""
+        count, dim = self.batch * self.per_bag, self.tables[0].shape[1]
+        offsets = self.offsets[: self.batch]
+        grads = self.grad.view(self.batch, -1).split(dim, 1)
+        for n, table in enumerate(self.tables):
+            weight = table.detach().requires_grad_()
+            ids = self.ids[n * count : (n + 1) * count]
+            out = F.embedding_bag(ids, weight, offsets, mode="sum", sparse=True)
+            out.backward(grads[n])
+            with torch.no_grad():
+                weight.add_(weight.grad, alpha=-0.01)
+
+
+def copy_tb_s() -> float:
+    """Bandwidth of a large copy on the device, read plus written."""
+    source = torch.empty(2**30, dtype=torch.float32, device="cuda").normal_()
+    target = torch.empty_like(source)
+    ms = median_ms(lambda: target.copy_(source))
+    return 2 * source.numel() * 4 / ms / 1e9
+
+
+def _of_law(options: argparse.Namespace, law: str, bandwidth: float) -> dict[str, float]:
+    problem = Problem(options, law, options.batch)
+    states = [list(torch.zeros(len(problem.buffer), device="cuda").split(options.rows))]
+    _, trace = problem.forward(trace=True)
+    found = {
+        "forward": median_ms(problem.forward),
+        "forward, traced": median_ms(lambda: problem.forward(trace=True)),
+        "torch forward": median_ms(problem.torch_forward),
+        "step, SGD": median_ms(lambda: problem.step("sgd", [])),
+        "step, row-wise Adagrad": median_ms(lambda: problem.step("rowwise_adagrad", states)),
+        "torch step, sparse SGD": median_ms(problem.torch_step, repeats=5, warm_up=2),
+        "of a step: sorting": median_ms(lambda: torch.sort(trace.keys)),
+    }
+    share = problem.read_bytes / found["forward"] / 1e9 / bandwidth
+    touched = torch.unique(trace.keys).numel()
+    print(f"{law} ids: forward at {share:.0%} of the copy, {touched:,} rows touched")
+    for name, ms in found.items():
+        print(f"  {name:25} {ms:8.3f} ms")
+    return {**found, "forward / copy": share, "rows touched": touched}
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    bandwidth = copy_tb_s()
+    print(f"copy: {bandwidth:.2f} TB/s")
+    results: dict[str, Any] = {"copy_tb_s": bandwidth}
+    for law in ("uniform", "power law"):
+        results[law] = _of_law(options, law, bandwidth)
+    small = Problem(options, "power law", 256)
+    nothing = torch.zeros((), device="cuda")
+    results["batch 256"] = {
+        "forward": median_ms(small.forward, 50),
+        "step, SGD": median_ms(lambda: small.step("sgd", []), 50),
+        "one launch": median_ms(lambda: nothing.add_(1), 50),
+    }
+    print("batch 256:", {name: round(ms, 4) for name, ms in results["batch 256"].items()})
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name, value in (("tables", 26), ("rows", 10**6), ("dim", 128), ("batch", 16384)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--ids", type=int, default=20, help="ids per bag")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("No GPU is to be seen here; this benchmark needs one (CUDA, with Triton).")
+        return
+    torch.manual_seed(0)
+    results = measure(options)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""How collectives of a simulated world are seen in compiled code.
+
+The compiler traces through a LocalTensor into its parts, where a collective is an addition or a
+concatenation like any other. `mark` puts an op into the graph that says what it was; whoever counts
+collectives sees that op when the compiled code runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_library = torch.library.Library("shardwise", "DEF")
+_library.define("collective(Tensor[] sent, str kind, str group_name) -> Tensor[]")
+
+
+def _copied(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
+    return [x.clone() for x in sent]  # the result of an op may not share memory with its input
+
+
+_library.impl("collective", _copied, "CompositeExplicitAutograd")
+
+#: The op packet; its arguments are what a rank sends, the kind, and the name of the group.
+COLLECTIVE = torch.ops.shardwise.collective
+
+
+def mark(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
+    """What one rank sends, to be used in its place."""
+    return COLLECTIVE(sent, kind, group_name)

@@ -1,0 +1,51 @@
+"""What strict mode forbids, and the call that it asks for instead."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, Partial, short
+from shardwise.errors import RedistributionError
+from shardwise.redistribute.search import find_steps
+from shardwise.redistribute.steps import Step, local_bytes
+
+
+def forbid_move(op: Any, position: int, steps: Sequence[Step], target: Layout) -> None:
+    """Raise if bringing an argument of `op` to `target` sends anything."""
+    if any(step.communicates for step in steps):
+        source = steps[0].source
+        raise RedistributionError(
+            f"{op} needs argument {position}, {source!r}, in {short(target.placements)}: "
+            f"{_sent(steps)}, and communication must be explicit here. Write "
+            f"x.redistribute({_placed(target)}) before the call."
+        )
+
+
+def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
+    """Raise if bringing the gradient of a leaf to where the leaf lies sends anything."""
+    steps = find_steps(found, wanted)
+    if any(step.communicates for step in steps):
+        placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in found.placements)
+        used = found.with_placements(placements)
+        raise RedistributionError(
+            f"The gradient of a leaf arrives as {found!r}, but the leaf lies in "
+            f"{short(wanted.placements)}: {_sent(steps)}, and communication must be explicit "
+            f"here. Use leaf.redistribute({_placed(used)}) in the forward pass, whose gradient is "
+            "brought back to the leaf."
+        )
+
+
+def _sent(steps: Sequence[Step]) -> str:
+    source = steps[0].source
+    sizes = source.grid.shape
+    num_bytes = int(local_bytes(source.shape, source.dtype.itemsize, source.placements, sizes))
+    talking = "; ".join(str(step) for step in steps if step.communicates)
+    return f"{talking} of about {num_bytes:,} bytes per rank"
+
+
+def _placed(layout: Layout) -> str:
+    """The arguments of the redistribute call that leads to `layout`."""
+    order = "" if layout.order == tuple(range(layout.grid.num_axes)) else f", order={layout.order}"
+    return f"placements={list(layout.placements)!r}{order}"

@@ -1,0 +1,425 @@
+"""Update kernels: the gradient of every touched row, and the optimizer's step, in one pass.
+
+Note [Sorted segments]
+The keys of all ids are sorted; equal keys form a segment, whose ids touch one row. Each touched row
+is read and written once, and no gradient of a table is stored. A program takes SPAN sorted ids,
+four at a time: it asks for their bags' gradients and for the rows that end a segment at once, so
+that those reads overlap, then adds in order and steps at each segment's last id. Sums are always
+taken in the same order, so that two runs agree in every bit.
+
+Note [Segments that cross programs]
+What a program has of a segment that goes on in the next one is its tail; what it has of one that
+began earlier and ends here is its head. A second launch finds, for each head, where its segment
+began (the keys are sorted: by bisection), adds the tails in order and the head, and updates the
+row. A row with a million ids is thus summed by all programs that hold them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+from shardwise.kernels.lookup import Trace, _last_at_most, _next_power, load_rows
+from shardwise.kernels.tables import TableSet
+
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, GRADIENT = 0, 1, 2, 3, 4
+OPTIMIZERS = {
+    "sgd": SGD,
+    "adagrad": ADAGRAD,
+    "rowwise_adagrad": ROWWISE_ADAGRAD,
+    "adam": ADAM,
+    #: No step: the gradient is added to a buffer of the table's shape.
+    "gradient": GRADIENT,
+}
+SPAN = 128
+
+
+@triton.jit
+def _store_rows(address, at, values, mask, dtype, DTYPES: tl.constexpr):
+    if DTYPES == 1:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+    elif DTYPES == 2:
+        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + at, values.to(tl.bfloat16), mask=mask)
+    elif DTYPES == 4:
+        tl.store(address.to(tl.pointer_type(tl.float16)) + at, values.to(tl.float16), mask=mask)
+    else:
+        wide = address.to(tl.pointer_type(tl.float32))
+        brain = address.to(tl.pointer_type(tl.bfloat16))
+        half = address.to(tl.pointer_type(tl.float16))
+        tl.store(wide + at, values, mask=mask & (dtype == 0))
+        tl.store(brain + at, values.to(tl.bfloat16), mask=mask & (dtype == 1))
+        tl.store(half + at, values.to(tl.float16), mask=mask & (dtype == 2))
+
+
+@triton.jit
+def _locate(
+    tables, num_tables, key, ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
+):
+    """The line of the table that a key belongs to, and the row within that table."""
+    if ONE_SHAPE:
+        # All tables lie one after another in one buffer: a key is a row of it.
+        return tables, key.to(tl.int64)
+    low = key.to(tl.int32) * 0
+    high = low + num_tables
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        below = tl.load(tables + middle * COLUMNS + 1) <= key
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    line = tables + low * COLUMNS
+    return line, key.to(tl.int64) - tl.load(line + 1)
+
+
+@triton.jit
+def _fetch(
+    tables,
+    num_tables,
+    key,
+    done,
+    d,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """What the step of a row reads: the row, and its optimizer state."""
+    line, row = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)
+    dim = tl.load(line + 2)
+    mask = d < tl.where(done, dim, 0)
+    at = row * dim + d
+    if OPTIMIZER == 4:
+        weight = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    else:
+        weight = load_rows(tl.load(line), at, mask, tl.load(line + 3), DTYPES)
+    state, second = weight, weight
+    if (OPTIMIZER == 1) | (OPTIMIZER == 3):
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    if OPTIMIZER == 2:
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + row, mask=done, other=0.0
+        )
+    if OPTIMIZER == 3:
+        second = tl.load(
+            tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    return line, row, weight, state, second
+
+
+@triton.jit
+def _step(
+    line,
+    row,
+    weight,
+    state,
+    second,
+    grad,
+    d,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+):
+    """One optimizer step of one row, whose values and state were fetched."""
+    dim = tl.load(line + 2)
+    mask = d < dim
+    at = row * dim + d
+    beside = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+    if OPTIMIZER == 4:
+        tl.store(beside + at, weight + grad, mask=mask)
+    else:
+        grad = tl.where(mask, grad + decay * weight, 0.0)
+        if OPTIMIZER == 0:
+            change = lr * grad
+        if OPTIMIZER == 1:
+            state += grad * grad
+            tl.store(beside + at, state, mask=mask)
+            change = lr * grad / (tl.sqrt(state) + eps)
+        if OPTIMIZER == 2:
+            state += tl.sum(grad * grad, 0) / dim.to(tl.float32)
+            tl.store(beside + row, state)
+            change = grad * (lr / (tl.sqrt(state) + eps))
+        if OPTIMIZER == 3:
+            state = beta1 * state + (1 - beta1) * grad
+            second = beta2 * second + (1 - beta2) * grad * grad
+            tl.store(beside + at, state, mask=mask)
+            tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
+            change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
+        _store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
+
+
+@triton.jit
+def _term(
+    order, out_at, scale, argmax, grad, at, live, width, d, SCALED: tl.constexpr, MAX: tl.constexpr
+):
+    """What the sorted id number `at` adds to the gradient of its row."""
+    which = tl.load(order + at, mask=live, other=0)
+    place = tl.load(out_at + which, mask=live, other=0).to(tl.int64) + d
+    mask = d < tl.where(live, width, 0)
+    if MAX:
+        mask = mask & (tl.load(argmax + place, mask=mask, other=-1) == which)
+    found = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        found *= tl.load(scale + which, mask=live, other=0.0)
+    return found
+
+
+@triton.jit
+def update_rows(
+    tables,
+    num_tables,
+    keys,
+    order,
+    out_at,
+    scale,
+    argmax,
+    grad,
+    heads,
+    tails,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    SCALED: tl.constexpr,
+    MAX: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Sum up and update the rows of the segments within SPAN sorted ids, four ids at a time.
+
+    Written out four times rather than as a tile, so that the decisions of each id are scalars:
+    what is not the end of a segment reads and writes no row.
+    """
+    block = tl.program_id(0)
+    low = block * SPAN
+    d = tl.arange(0, DIM)
+    total = tl.zeros([DIM], tl.float32)
+    # Whether the segment that is being summed began in this program.
+    began = low < 0
+    before = tl.load(keys + low - 1, mask=low > 0, other=-2)
+    key = tl.load(keys + low)
+    for at in range(low, low + SPAN, 4):
+        k0 = key
+        k1 = tl.load(keys + at + 1, mask=at + 1 < num_ids, other=-1)
+        k2 = tl.load(keys + at + 2, mask=at + 2 < num_ids, other=-1)
+        k3 = tl.load(keys + at + 3, mask=at + 3 < num_ids, other=-1)
+        key = tl.load(keys + at + 4, mask=at + 4 < num_ids, other=-1)
+        # Keys beyond the last belong to other shards' rows.
+        live0 = (k0 >= 0) & (k0 < num_keys)
+        live1 = (k1 >= 0) & (k1 < num_keys)
+        live2 = (k2 >= 0) & (k2 < num_keys)
+        live3 = (k3 >= 0) & (k3 < num_keys)
+        if ONE_SHAPE:
+            width = tl.load(tables + 2)
+            w0, w1, w2, w3 = width, width, width, width
+        else:
+            w0 = tl.load(_locate(tables, num_tables, k0, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
+            w1 = tl.load(_locate(tables, num_tables, k1, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
+            w2 = tl.load(_locate(tables, num_tables, k2, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
+            w3 = tl.load(_locate(tables, num_tables, k3, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
+        g0 = _term(order, out_at, scale, argmax, grad, at, live0, w0, d, SCALED, MAX)
+        g1 = _term(order, out_at, scale, argmax, grad, at + 1, live1, w1, d, SCALED, MAX)
+        g2 = _term(order, out_at, scale, argmax, grad, at + 2, live2, w2, d, SCALED, MAX)
+        g3 = _term(order, out_at, scale, argmax, grad, at + 3, live3, w3, d, SCALED, MAX)
+        began0 = began | (k0 != before)
+        began1 = began0 | (k1 != k0)
+        began2 = began1 | (k2 != k1)
+        began3 = began2 | (k3 != k2)
+        ends0, ends1 = live0 & (k0 != k1), live1 & (k1 != k2)
+        ends2, ends3 = live2 & (k2 != k3), live3 & (k3 != key)
+        l0, r0, v0, s0, t0 = _fetch(
+            tables, num_tables, k0, ends0 & began0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        l1, r1, v1, s1, t1 = _fetch(
+            tables, num_tables, k1, ends1 & began1, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        l2, r2, v2, s2, t2 = _fetch(
+            tables, num_tables, k2, ends2 & began2, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        l3, r3, v3, s3, t3 = _fetch(
+            tables, num_tables, k3, ends3 & began3, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        total = tl.where(k0 != before, g0, total + g0)
+        if ends0:
+            if began0:
+                _step(
+                    l0, r0, v0, s0, t0, total, d, lr, eps, decay, beta1, beta2, correction1,
+                    correction2, OPTIMIZER, DTYPES,
+                )  # fmt: skip
+            else:
+                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        total = tl.where(k1 != k0, g1, total + g1)
+        if ends1:
+            if began1:
+                _step(
+                    l1, r1, v1, s1, t1, total, d, lr, eps, decay, beta1, beta2, correction1,
+                    correction2, OPTIMIZER, DTYPES,
+                )  # fmt: skip
+            else:
+                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        total = tl.where(k2 != k1, g2, total + g2)
+        if ends2:
+            if began2:
+                _step(
+                    l2, r2, v2, s2, t2, total, d, lr, eps, decay, beta1, beta2, correction1,
+                    correction2, OPTIMIZER, DTYPES,
+                )  # fmt: skip
+            else:
+                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        total = tl.where(k3 != k2, g3, total + g3)
+        if ends3:
+            if began3:
+                _step(
+                    l3, r3, v3, s3, t3, total, d, lr, eps, decay, beta1, beta2, correction1,
+                    correction2, OPTIMIZER, DTYPES,
+                )  # fmt: skip
+            else:
+                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        before = k3
+        began = began3
+    # `key` is the first of the next program, `before` this one's last.
+    if (key == before) & (key >= 0) & (key < num_keys):
+        tl.store(tails + block.to(tl.int64) * DIM + d, total)
+
+
+@triton.jit
+def update_split_rows(
+    tables,
+    num_tables,
+    keys,
+    heads,
+    tails,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Update the row whose segment began in an earlier program and ends in this one."""
+    block = tl.program_id(0) + 1
+    low = block * SPAN
+    key = tl.load(keys + low)
+    end = low + SPAN
+    goes_on = tl.load(keys + end, mask=end < num_ids, other=-1) == key
+    if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key < num_keys):
+        # Where the segment began: behind the last key that is smaller.
+        begin = low * 0
+        if tl.load(keys) < key:
+            begin = _last_at_most(keys, low, key - 1) + 1
+        d = tl.arange(0, DIM)
+        many = tl.zeros([ROWS, DIM], tl.float32)
+        for b in range(begin // SPAN, block, ROWS):
+            which = b + tl.arange(0, ROWS)
+            at = which.to(tl.int64)[:, None] * DIM + d[None, :]
+            many += tl.load(tails + at, mask=(which < block)[:, None], other=0.0)
+        total = tl.sum(many, 0) + tl.load(heads + block.to(tl.int64) * DIM + d)
+        line, row, weight, state, second = _fetch(
+            tables, num_tables, key, key >= 0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        _step(
+            line, row, weight, state, second, total, d, lr, eps, decay, beta1, beta2, correction1,
+            correction2, OPTIMIZER, DTYPES,
+        )  # fmt: skip
+
+
+def update(
+    tables: TableSet,
+    trace: Trace,
+    grad: torch.Tensor,
+    optimizer: str,
+    states: Sequence[Sequence[torch.Tensor]] = (),
+    *,
+    lr: float = 0.0,
+    eps: float = 0.0,
+    weight_decay: float = 0.0,
+    betas: tuple[float, float] = (0.0, 0.0),
+    step: int = 1,
+) -> None:
+    """One step of `optimizer` on every row that was looked up.
+
+    `grad` is the gradient of the lookup's flat output. `states` holds for each of the optimizer's
+    states one tensor per table, float32: of the table's shape, or one number per row for row-wise
+    Adagrad; for "gradient", the buffer that the gradient is added to.
+    """
+    num_ids = trace.keys.numel()
+    if not num_ids:
+        return
+    keys, order = torch.sort(trace.keys)
+    dim = _next_power(tables.max_dim)
+    num_blocks = triton.cdiv(num_ids, SPAN)
+    heads = torch.empty(num_blocks, dim, device=tables.device)
+    tails = torch.empty_like(heads)
+    lines = tables.table_rows(*states)
+    beta1, beta2 = betas
+    numbers = (lr, eps, weight_decay, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+    counts = (num_ids, tables.num_keys)
+    options = {
+        "OPTIMIZER": OPTIMIZERS[optimizer],
+        "DTYPES": tables.dtypes,
+        "ONE_SHAPE": _in_one_buffer(tables, states),
+        "COLUMNS": lines.shape[1],
+        "SEARCH": max(1, len(tables.tables).bit_length()),
+        "SPAN": SPAN,
+        "DIM": dim,
+    }
+    update_rows[(num_blocks,)](
+        lines, len(tables.tables), keys, order, trace.out_at, trace.scale, trace.argmax, grad,
+        heads, tails, *counts, *numbers, SCALED=trace.scale is not None,
+        MAX=trace.argmax is not None, **options, num_warps=1,
+    )  # fmt: skip
+    if num_blocks > 1:
+        update_split_rows[(num_blocks - 1,)](
+            lines, len(tables.tables), keys, heads, tails, *counts, *numbers, **options,
+            ROWS=max(2, min(64, 8192 // dim)), num_warps=4,
+        )  # fmt: skip
+
+
+def _in_one_buffer(tables: TableSet, states: Sequence[Sequence[torch.Tensor]]) -> bool:
+    """Whether tables and states each lie one after another, so that a key is a row."""
+    first = tables.tables[0]
+    if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] for t in tables.tables):
+        return False
+    return all(_adjoin(each) for each in (tables.tables, *states))
+
+
+def _adjoin(tensors: Sequence[torch.Tensor]) -> bool:
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True

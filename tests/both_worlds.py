@@ -1,0 +1,37 @@
+"""Run a program in a simulated world and in real processes, and compare what they do and hold."""
+
+import torch
+from programs import record
+
+import shardwise
+
+
+def both(processes, program, *args):
+    """`(events, held by rank)` of the simulated world and of the processes."""
+    with shardwise.simulate(4):
+        events, held = record(program, *args)
+    answers = processes(record, program, *args)
+    # A simulated event counts the bytes of rank 0; other ranks of an uneven grid send less.
+    assert answers[0][0] == events
+    for rank, (real_events, _) in enumerate(answers):
+        assert kinds(real_events) == kinds(events), f"rank {rank} communicated otherwise"
+    real = {name: [answer[1][name][0] for answer in answers] for name in held}
+    return held, real
+
+
+def kinds(events):
+    return [(event.kind, event.axis) for event in events]
+
+
+def assert_bits(held, real):
+    for name, parts in held.items():
+        for rank, part in enumerate(parts):
+            assert torch.equal(part, real[name][rank]), f"{name} on rank {rank}"
+
+
+def assert_close(held, real):
+    for name, parts in held.items():
+        for rank, part in enumerate(parts):
+            torch.testing.assert_close(
+                real[name][rank], part, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
+            )

@@ -1,0 +1,80 @@
+"""Batched products are one op: batch dims are not folded, so that any may be sharded."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.testing import assert_close
+
+import shardwise
+from shardwise import Partial, Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+
+SHAPES = [
+    ((2, 6, 5, 3), (2, 6, 3, 4)),
+    ((2, 6, 5, 3), (3, 4)),
+    ((6, 5, 3), (3,)),
+    ((5, 3), (2, 3, 4)),
+    ((2, 1, 5, 3), (6, 3, 4)),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES)
+@pytest.mark.parametrize("dim", [-1, 0, 1, 2])
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_values_and_gradients_are_one_devices(left, right, dim, num_ranks):
+    a = torch.randn(left, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(right, dtype=torch.float64, requires_grad=True)
+    expected = a @ b
+    seed = torch.randn_like(expected)
+    expected.backward(seed)
+    with shardwise.simulate(num_ranks):
+        mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
+        a_placed = Shard(dim) if 0 <= dim < len(left) else Replicate()
+        b_placed = Shard(dim) if 0 <= dim < len(right) else Replicate()
+        da = distribute_tensor(a.detach(), mesh, [a_placed]).requires_grad_()
+        db = distribute_tensor(b.detach(), mesh, [b_placed]).requires_grad_()
+        out = da @ db
+        assert_close(out.full_tensor(), expected.detach())
+        out.backward(distribute_tensor(seed, mesh, [Replicate()]))
+        assert_close(da.grad.full_tensor(), a.grad)
+        assert_close(db.grad.full_tensor(), b.grad)
+
+
+def test_a_product_per_head_does_not_communicate():
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        q = shardwise.randn(2, 8, 5, 3, device_mesh=mesh, placements=[Shard(1)]).requires_grad_()
+        k = shardwise.randn(2, 8, 5, 3, device_mesh=mesh, placements=[Shard(1)]).requires_grad_()
+        with CommDebugMode() as comm:
+            scores = q @ k.transpose(-1, -2)
+            scores.backward(torch.ones_like(scores))
+        assert comm.get_total_counts() == 0
+        assert scores.placements == (Shard(1),)
+        assert q.grad.placements == k.grad.placements == (Shard(1),)
+
+
+def test_a_sharded_inner_dim_leaves_a_sum_to_be_made():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        a = shardwise.randn(2, 3, 4, 6, device_mesh=mesh, placements=[Shard(3)])
+        b = shardwise.randn(2, 3, 6, 5, device_mesh=mesh, placements=[Shard(2)])
+        assert (a @ b).placements == (Partial(),)
+
+
+def test_it_can_be_differentiated_twice():
+    def penalty(a, b):
+        out = (a @ b).square().sum()
+        (grad,) = torch.autograd.grad(out, a, create_graph=True)
+        return grad.square().sum()
+
+    a, b = torch.randn(2, 4, 3), torch.randn(3, 5)
+    plain = a.clone().requires_grad_(), b.clone().requires_grad_()
+    penalty(*plain).backward()
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        da = distribute_tensor(a, mesh, [Shard(1)]).requires_grad_()
+        db = distribute_tensor(b, mesh, [Shard(1)]).requires_grad_()
+        penalty(da, db).backward()
+        assert_close(da.grad.full_tensor(), plain[0].grad)
+        assert_close(db.grad.full_tensor(), plain[1].grad)
