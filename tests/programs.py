@@ -476,6 +476,76 @@ def one_rank_runs_out_of_memory(failing):
     return x.full_tensor()
 
 
+# -- tables ----------------------------------------------------------------------------------
+
+
+def exchanged_table_steps(sparse):
+    """Two steps of a row-wise table with ids that are sharded, many of them equal."""
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(500, 64), mesh, [S0]))
+    optimizer = (torch.optim.SparseAdam if sparse else torch.optim.SGD)([weight], lr=0.1)
+    found = {}
+    for step in range(2):
+        ids = torch.randint(0, 500, (1600, 2))
+        ids[:700] = 3
+        laid = shardwise.distribute_tensor(ids, mesh, [S0])
+        rows = F.embedding(laid, weight, padding_idx=4, sparse=sparse)
+        rows.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"rows {step}": rows, f"table {step}": weight}
+    return found
+
+
+def bag_steps(mode, placement, ids_placement):
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(11, 6), mesh, [placement]))
+    ids = shardwise.distribute_tensor(torch.randint(0, 11, (6, 3)), mesh, [ids_placement])
+    starts = shardwise.distribute_tensor(torch.tensor([0, 2, 2, 15]), mesh, [R])
+    flat = ids.redistribute(placements=[R]).view(18)
+    loss = F.embedding_bag(ids, weight, mode=mode).pow(2).sum()
+    loss = loss + F.embedding_bag(flat, weight, starts, mode=mode, padding_idx=3).pow(2).sum()
+    return _step(loss, {"table": weight})
+
+
+def one_bad_id_of_many(placement):
+    """Rank 3 alone holds an id out of range, among enough ids to be exchanged."""
+    mesh = line()
+    weight = shardwise.distribute_tensor(torch.randn(500, 64), mesh, [placement])
+    ids = torch.zeros(4000, dtype=torch.long)
+    ids[-1] = 500
+    F.embedding(shardwise.distribute_tensor(ids, mesh, [S0]), weight)
+
+
+def one_bad_id_on_a_grid():
+    """The ids are sharded over both axes, the rows over one."""
+    mesh = square()
+    weight = shardwise.distribute_tensor(torch.randn(500, 512), mesh, [R, S0])
+    ids = torch.zeros(4000, dtype=torch.long)
+    ids[-1] = -1
+    F.embedding(shardwise.distribute_tensor(ids, mesh, [S0, S0]), weight)
+
+
+def peak_of_a_table_step(ids_placement):
+    """By how much memory grows at most, in bytes, in a step of a table of 256 MB on four ranks."""
+    rows, columns = 1_000_000, 64
+    mesh = line()
+    weight = shardwise.zeros(rows, columns, device_mesh=mesh, placements=[S0]).requires_grad_()
+    ids = shardwise.distribute_tensor(torch.randint(0, rows, (4096,)), mesh, [ids_placement])
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # the peak starts here
+    before = _memory("VmRSS")
+    F.embedding(ids, weight).sum().backward()
+    assert weight.grad.to_local().shape[0] == rows // 4
+    return _memory("VmHWM") - before
+
+
+def _memory(name):
+    with open("/proc/self/status") as status:
+        (line,) = (line for line in status if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
 # -- layers and ops that run whole -----------------------------------------------------------
 
 

@@ -7,6 +7,8 @@
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
+    ├── PlanError          (RuntimeError)         entries of a plan that contradict each other
+    ├── PathError          (KeyError)             a path of a plan that is empty or leads nowhere
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
@@ -46,6 +48,17 @@ class CollectiveError(ShardwiseError, RuntimeError):
 
 class WorldError(ShardwiseError, RuntimeError):
     """A process group, a mesh or a tensor belongs to another world, or to none."""
+
+
+class PlanError(ShardwiseError, RuntimeError):
+    """Entries of a plan contradict each other."""
+
+
+class PathError(ShardwiseError, KeyError):
+    """A path of a plan is empty or leads nowhere."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the message in quotes
 
 
 class RankMismatchError(ShardwiseError, RuntimeError):

@@ -12,7 +12,7 @@ from samples_product import product_samples
 from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import channel_norm, loss, matmul, random
+from shardwise.rules import bag_grads, bags, channel_norm, loss, matmul, random, routed, row_sparse
 from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
@@ -43,6 +43,7 @@ def samples() -> list[Sample]:
         *_norm(),
         *_attention(),
         *_embedding(),
+        *_bags(),
         *_whole(),
         *algebra_samples(),
         *_random(),
@@ -246,7 +247,53 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, False)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, True)),
+        Sample(routed.returned_grad, (rows, ids, 7, 5), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
     ]
+
+
+def _bags() -> list[Sample]:
+    # Three bags of two, one of them of one id; and ragged ones, two of them empty.
+    square = torch.tensor([[5, 0], [2, 2], [3, 1]])
+    ragged, offsets = torch.tensor([5, 0, 2, 2, 5, 1, 3]), torch.tensor([0, 2, 2, 6, 7, 7])
+    weight = t(7, 4)
+    samples = []
+    for i, o in ((square, None), (ragged, offsets)):
+        num_bags = 3 if o is None else 5
+        for mode in (bags.MODE_SUM, bags.MODE_MEAN):
+            for padding_idx in (-1, 5):
+                samples.append(Sample(bags.pooled, (weight, i, o, None, mode, padding_idx)))
+                options = (7, mode, padding_idx, padding_idx < 0, False)
+                grad = (t(num_bags, 4), i, o, None, *options)
+                samples.append(Sample(bag_grads.pooled_grad, grad, wish=any_table))
+        weights, up = t(*i.shape), t(num_bags, 4)
+        samples += [
+            Sample(bags.pooled, (weight, i, o, weights, bags.MODE_SUM, 2)),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, 2, False, False),
+                wish=any_table,
+            ),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, -1, False, True),
+                wish=any_table,
+            ),
+            Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
+            Sample(bags.largest, (weight, i, o, -1)),
+            Sample(bags.largest, (weight, i, o, 5)),
+            Sample(
+                bag_grads.largest_grad,
+                (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
+                wish=any_table,
+            ),
+        ]
+    return samples
 
 
 def _whole() -> list[Sample]:

@@ -124,7 +124,6 @@ def test_in_place_ops_share_the_rule_of_their_twin():
     assert functional_twin(aten.add_.Tensor) is aten.add.Tensor
     assert functional_twin(aten.add.Tensor) is None
     assert find_rule(aten.add_.Tensor) is find_rule(aten.add.Tensor)
-    assert find_rule(aten.embedding_renorm_.default) is None
 
 
 def test_an_op_in_two_tables_raises():

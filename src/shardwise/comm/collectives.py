@@ -7,6 +7,7 @@ that counters, compilers and LocalTensors all see the same call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -137,6 +138,17 @@ def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> to
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
     return _viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
+
+
+def all_to_all_uneven(
+    x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
+) -> torch.Tensor:
+    """Send `num_sent[i]` entries of dim 0 to coordinate i; join what arrives in that order.
+
+    In a simulated world a count that differs between ranks is a RankInt.
+    """
+    name = group_name(grid, axis)
+    return finished(_all_to_all_single(x.contiguous(), num_received, num_sent, name))
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ class LocalTensor(torch.Tensor):
     ) -> LocalTensor:
         first = parts[0]
         shape: Any = first.shape
-        stride: Any = first.stride()
+        stride: Any = first.stride() if first.layout is torch.strided else None
         if sized and len(parts) > 1 and type(first) is torch.Tensor:
             if any(part.shape != shape for part in parts):
                 shape = _per_rank(roster, [part.shape for part in parts])

@@ -75,10 +75,13 @@ watch = Watch()
 
 
 @contextlib.contextmanager
-def because(op: Any, *, implicit: bool) -> Iterator[None]:
-    """Collectives inside are caused by `op`, unless something around it caused them already."""
+def because(op: Any, *, implicit: bool, always: bool = False) -> Iterator[None]:
+    """Collectives inside are caused by `op`, unless something around it caused them already.
+
+    With `always` they are in any case.
+    """
     before = watch.cause
-    if before is None:
+    if before is None or always:
         watch.cause = Cause(_name(op), implicit)
     try:
         yield

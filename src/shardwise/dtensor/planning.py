@@ -17,7 +17,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
-from shardwise.dtensor.strict import forbid_move
+from shardwise.dtensor.strict import forbid_move, forbid_sent
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import Run, prepare
 from shardwise.redistribute.steps import Step
@@ -202,7 +202,7 @@ def local_call(
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
     if plan.local is not None and plan.local.together:
-        return functools.partial(fn, (*plan.inputs, *plan.outputs))
+        return _together(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):
@@ -234,6 +234,22 @@ def local_call(
     return mapped
 
 
+def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present, whose collectives are caused by the call."""
+    layouts = (*plan.inputs, *plan.outputs)
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        if not watch.on:
+            return fn(layouts, *operands, **kwargs)
+        if watch.strict and plan.sent:
+            forbid_sent(plan.op, plan.inputs, plan.sent)
+        # A local function that only compares notes (are all ids in range?) moves nothing.
+        with because(plan.op, implicit=bool(plan.sent)):
+            return fn(layouts, *operands, **kwargs)
+
+    return call
+
+
 def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
     """A local function that takes what the op takes, called with all of it by position."""
     if not per_rank:
@@ -253,8 +269,8 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
 
     def write(*operands: Any, **kwargs: Any) -> Any:
         target = operands[position]
-        target.copy_(call(*operands, **kwargs))
-        return target
+        result = call(*operands, **kwargs)
+        return target if result is target else target.copy_(result)
 
     return write
 

@@ -10,6 +10,8 @@ import torch
 
 from shardwise.rules import (
     attention,
+    bag_grads,
+    bags,
     channel_norm,
     contract,
     conv,
@@ -31,6 +33,8 @@ from shardwise.rules import (
     random,
     recurrent,
     reduce,
+    routed,
+    row_sparse,
     search,
     views,
     whole,
@@ -54,6 +58,10 @@ CATALOG: Table = merge(
     indexing.RULES,
     planes.RULES,
     embedding.RULES,
+    routed.RULES,
+    row_sparse.RULES,
+    bags.RULES,
+    bag_grads.RULES,
     whole.RULES,
     random.RULES,
     diagonal.RULES,
@@ -109,8 +117,14 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # the twin would draw other numbers
     twin = functional_twin(op)
-    # `copy_` is what writes back; the others do not read what they write to.
-    if twin is None or twin in (torch.ops.aten.copy.default, torch.ops.aten.set.default):
+    # `copy_` is what writes back; the others do not read what they write to. A table is never
+    # gathered, not even to scale its rows down.
+    aten = torch.ops.aten
+    if twin is None or twin in (
+        aten.copy.default,
+        aten.set.default,
+        aten.embedding_renorm.default,
+    ):
         return None
     return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
 

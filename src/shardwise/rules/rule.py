@@ -30,16 +30,16 @@ class LocalCall:
     """What runs on each rank when it is not the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs; otherwise with the op's own arguments. `copies` says that
-    it returns a copy where the op would return a view. With `together`, it is called once for all
-    ranks present, as `fn(layouts, *args, **kwargs)` with what DTensors hold: it maps over the ranks
-    itself.
+    of all inputs and then of all outputs. With `together` it is called once for all ranks present,
+    as `fn(layouts, *args, **kwargs)`, and may run collectives; its choices say which, in `sent`.
+    Otherwise it is called with the op's own arguments. `copies` says that it returns a copy where
+    the op would return a view.
     """
 
     fn: Callable[..., Any]
     per_rank: bool = False
-    copies: bool = False
     together: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,23 @@ def empty_safe(op: Any) -> LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective that a local function runs along the axis of its choice.
+
+    `kind` is one of `comm.cost`; `num_bytes` is about what its larger side holds on each rank.
+    """
+
+    kind: str
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One right way to run an op, for one mesh axis.
 
     `even` names `(input, dim)` pairs that must divide by the product of all axes that shard them;
-    `alone` names pairs that no other axis may shard.
+    `alone` names pairs that no other axis may shard. `sent` lists the collectives that the local
+    function runs along this axis.
     """
 
     inputs: tuple[Placement, ...]
@@ -76,6 +88,7 @@ class Choice:
     local: LocalCall | None = None
     even: tuple[tuple[int, int], ...] = ()
     alone: tuple[tuple[int, int], ...] = ()
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,6 +32,7 @@ from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import CallPlan, every_plan
+from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Rule, TensorMeta
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
@@ -188,13 +189,12 @@ def _wishes(sample: Sample, call: Call, grid: Grid) -> Iterator[Layout | None]:
 def _why_wrong(plan: CallPlan, sample: Sample, grid: Grid) -> str:
     """Empty when the plan gives one device's result."""
     tensors = _tensors(sample.args)
-    parts = iter([scattered(t, lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
+    parts = iter([scattered(t.clone(), lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
     args = [_replace(arg, parts) for arg in sample.args]
     spelled = sample.op if isinstance(sample.op, Positional) else None
     with _same_seed():
         found = local_call(plain_op(sample.op), plan, spelled)(*args, **sample.kwargs)
-    with _same_seed():
-        expected = sample.op(*sample.args, **sample.kwargs)
+    expected = _on_one_device(sample)
     if not plan.outputs:
         return "" if found == expected else f"{found} instead of {expected}"
     return _difference(_asked(found, sample), _asked(expected, sample), plan.outputs, grid)
@@ -205,14 +205,25 @@ def _asked(result: Any, sample: Sample) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     _, shape = _outputs(sample)
-    return [r for r, meta in zip(result, shape, strict=True) if isinstance(meta, TensorMeta)]
+    asked = [r for r, meta in zip(result, shape, strict=True) if isinstance(meta, TensorMeta)]
+    return [r.dense() if isinstance(r, SparseRows) else r for r in asked]
+
+
+def _on_one_device(sample: Sample) -> Any:
+    """The op on copies: it may write to them."""
+    copies = iter([t.clone() for t in _tensors(sample.args)])
+    with _same_seed():
+        return sample.op(*[_replace(arg, copies) for arg in sample.args], **sample.kwargs)
 
 
 @contextlib.contextmanager
 def _same_seed() -> Iterator[None]:
     """Draws inside take the same random numbers every time, and none from outside."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # Not torch.manual_seed: without a GPU it formats a stack for every kind of device.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
         yield
 
 
@@ -317,7 +328,7 @@ def missing_choices(sample: Sample, rule: Rule | None = None, ranks: int = 2) ->
             if all(isinstance(p, Replicate) for p in placements):
                 continue
             layouts = [_layout(m, (p,), grid) for m, p in zip(call.inputs, placements, strict=True)]
-            parts = [scattered(t, lo) for t, lo in zip(tensors, layouts, strict=True)]
+            parts = [scattered(t.clone(), lo) for t, lo in zip(tensors, layouts, strict=True)]
             for outputs in _right_outputs(sample, call, parts, grid):
                 if (_spelled(layouts), _spelled(outputs)) not in offered:
                     missing.append(
@@ -342,8 +353,7 @@ def _right_outputs(
             found = sample.op(*args, **sample.kwargs)
     except Exception:
         return  # the op itself does not run on such parts
-    with _same_seed():
-        expected = sample.op(*sample.args, **sample.kwargs)
+    expected = _on_one_device(sample)
     pairs = zip(_asked(found, sample), _asked(expected, sample), strict=True)
     # Outputs do not depend on one another: each has its right placements.
     right = [
