@@ -159,7 +159,8 @@ def _all_gather(step: Step) -> Move:
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return _pad(t, dim, length).unsqueeze(0)
+        # Dense on every rank: a padded part is, and the others must look like it.
+        return _pad(t, dim, length).unsqueeze(0).contiguous()
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _join_cut(t, dim, _lengths(source, axis, coordinate))
@@ -268,7 +269,7 @@ def _arrived(dtype: torch.dtype) -> Run:
     """What awaits a tensor of this dtype that was moved."""
     if not collectives.is_moved_as_bytes(dtype):
         return finished
-    return lambda x: finished(x).view(dtype)
+    return lambda x: collectives.viewed(finished(x), dtype)
 
 
 def _finished_in(dtype: torch.dtype) -> Run:
