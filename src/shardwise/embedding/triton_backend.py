@@ -66,9 +66,8 @@ class TritonBackend:
         if isinstance(optimizer, SGD):
             update(tables, trace, grads, "sgd", lr=optimizer.lr)
         elif isinstance(optimizer, RowWiseAdagrad):
-            sums = [[state["sum"]]]
-            settings = {"lr": optimizer.lr, "eps": optimizer.eps}
-            update(tables, trace, grads, "rowwise_adagrad", sums, **settings)
+            sums, lr, eps = [[state["sum"]]], optimizer.lr, optimizer.eps
+            update(tables, trace, grads, "rowwise_adagrad", sums, lr=lr, eps=eps)
         elif isinstance(optimizer, Adagrad):
             sums = [[state["sum"]]]
             update(tables, trace, grads, "adagrad", sums, lr=optimizer.lr, eps=optimizer.eps)
@@ -76,9 +75,8 @@ class TritonBackend:
             moments = [[state["exp_avg"]], [state["exp_avg_sq"]]]
             # SparseAdam adds eps before it corrects the second moment, the kernel after.
             eps = optimizer.eps / math.sqrt(1 - optimizer.betas[1] ** rule.step)
-            settings = {"lr": optimizer.lr, "eps": eps}
-            betas, step = optimizer.betas, rule.step
-            update(tables, trace, grads, "adam", moments, betas=betas, step=step, **settings)
+            lr, betas, step = optimizer.lr, optimizer.betas, rule.step
+            update(tables, trace, grads, "adam", moments, lr=lr, eps=eps, betas=betas, step=step)
         else:
             raise UnsupportedError(
                 f"backend='triton' has no kernel for {type(optimizer).__name__}: use one of SGD, "
