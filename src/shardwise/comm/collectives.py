@@ -114,7 +114,10 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     if type(x.numel()) is int and x.numel() == 0:
         shape = (*x.shape[:-1], x.shape[-1] * x.dtype.itemsize) if x.dim() else (0,)
         return x.new_empty(shape, dtype=torch.uint8)
-    return x.contiguous().view(torch.uint8)
+    x = x.contiguous()
+    if x.dim() and x.stride(-1) != 1:  # a last dim of size 1 may have any stride
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
 
 
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
