@@ -12,9 +12,11 @@ import shardwise.debug
 def test_shardwise():
     assert shardwise.__all__ == [
         "ArgumentError",
+        "CheckpointError",
         "CollectiveError",
         "DTensor",
         "DeviceMesh",
+        "LaunchError",
         "LayoutError",
         "LocalTensor",
         "MaskPartial",

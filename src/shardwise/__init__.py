@@ -29,7 +29,9 @@ from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
+    CheckpointError,
     CollectiveError,
+    LaunchError,
     LayoutError,
     MixedTensorsError,
     RankMismatchError,
@@ -44,9 +46,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CheckpointError",
     "CollectiveError",
     "DTensor",
     "DeviceMesh",
+    "LaunchError",
     "LayoutError",
     "LocalTensor",
     "MaskPartial",

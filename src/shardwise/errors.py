@@ -8,7 +8,9 @@
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
-    └── RedistributionError (RuntimeError)        communication that strict mode does not allow
+    ├── RedistributionError (RuntimeError)        communication that strict mode does not allow
+    ├── CheckpointError    (RuntimeError)         a checkpoint that is damaged or unfit
+    └── LaunchError        (RuntimeError)         a process of a launched job that ended or hangs
 
 Every one derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
@@ -52,3 +54,11 @@ class RankMismatchError(ShardwiseError, RuntimeError):
 
 class RedistributionError(ShardwiseError, RuntimeError):
     """Strict mode is on, and an op would have to communicate what nobody asked for."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint cannot be written, is damaged or foreign, or does not fit the state."""
+
+
+class LaunchError(ShardwiseError, RuntimeError):
+    """A process of a launched job failed, died or did not answer in time."""
