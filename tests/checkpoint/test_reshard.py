@@ -1,5 +1,7 @@
 """What was saved in one layout, mesh and world is loaded in any other."""
 
+import itertools
+
 import hypothesis
 import pytest
 import torch
@@ -27,9 +29,7 @@ def laid_out(draw, shape):
                 draw(st.lists(st.integers(0, shape[dim]), min_size=extent - 1, max_size=extent - 1))
             )
             ends = [0, *cuts, shape[dim]]
-            placements.append(
-                Shard(dim, tuple(b - a for a, b in zip(ends, ends[1:], strict=False)))
-            )
+            placements.append(Shard(dim, tuple(b - a for a, b in itertools.pairwise(ends))))
             explicit.add(dim)
         else:
             placements.append(Shard(dim))

@@ -8,12 +8,12 @@ A checkpoint is a folder of safetensors files and a JSON index, in the layout of
 sharded checkpoints. Nothing in it is executed.
 """
 
-from shardwise.checkpoint.convert import convert
-from shardwise.checkpoint.inspect import CheckpointReport, TensorReport, Verdict, inspect, verify
-from shardwise.checkpoint.load import load
+from shardwise.checkpoint.loading import load
 from shardwise.checkpoint.pieces import Piece, Pieces
-from shardwise.checkpoint.save import Saving, save, save_async
+from shardwise.checkpoint.report import CheckpointReport, TensorReport, Verdict, inspect, verify
+from shardwise.checkpoint.saving import Saving, save, save_async
 from shardwise.checkpoint.series import Checkpoints
+from shardwise.checkpoint.whole import convert
 
 __all__ = [
     "CheckpointReport",

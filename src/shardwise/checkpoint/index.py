@@ -219,7 +219,8 @@ def _saved_file(path: Path, name: str, row: Any) -> SavedFile:
 def _saved_tensor(path: Path, name: str, row: Any, files: Mapping[str, Any]) -> SavedTensor:
     if not isinstance(row, dict) or set(row) != {"dtype", "shape", "pieces"}:
         raise _damaged(path, f"{name!r} does not have a dtype, a shape and pieces")
-    if row["dtype"] not in DTYPES or not natural_numbers(row["shape"]):
+    known = isinstance(row["dtype"], str) and row["dtype"] in DTYPES
+    if not known or not natural_numbers(row["shape"]):
         raise _damaged(path, f"the dtype or the shape of {name!r} is none")
     if not isinstance(row["pieces"], list) or not row["pieces"]:
         raise _damaged(path, f"{name!r} has no pieces")

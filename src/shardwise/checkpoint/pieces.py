@@ -18,7 +18,7 @@ import torch
 from shardwise.checkpoint.boxes import Box
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import rank_values
-from shardwise.core.placements import short
+from shardwise.core.placements import Replicate, short
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
 
@@ -62,6 +62,19 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
         raise CheckpointError(f"{name} is no dense tensor with memory: {plain.layout}, meta or so.")
     start = (0,) * plain.dim()
     return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])
+
+
+def is_partial(value: Any) -> bool:
+    """Whether ranks hold terms of a tensor, not parts of it."""
+    return type(value) is DTensor and any(p.is_partial() for p in value.placements)
+
+
+def reduced(value: Any) -> Any:
+    """The tensor without terms: state that an optimizer took over from a Partial gradient."""
+    if not is_partial(value):
+        return value
+    placements = [Replicate() if p.is_partial() else p for p in value.placements]
+    return value.detach().redistribute(placements=placements)
 
 
 def _of_dtensor(value: DTensor, name: str) -> Pieces:

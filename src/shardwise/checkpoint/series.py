@@ -10,8 +10,8 @@ from typing import Any
 
 from shardwise.checkpoint.crew import current_crew
 from shardwise.checkpoint.index import INDEX_NAME
-from shardwise.checkpoint.load import load
-from shardwise.checkpoint.save import COPY_BYTES, Saving, save, save_async, wait_for_saves
+from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.saving import COPY_BYTES, Saving, save, save_async, wait_for_saves
 from shardwise.errors import CheckpointError
 
 _STEP = re.compile(r"step-(\d{8,})")

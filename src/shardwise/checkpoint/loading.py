@@ -17,9 +17,9 @@ from torch import nn
 
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import Index, read_index
-from shardwise.checkpoint.pieces import pieces_of
+from shardwise.checkpoint.pieces import is_partial, pieces_of
 from shardwise.checkpoint.read import Reader, Wish
-from shardwise.checkpoint.save import wait_for_saves
+from shardwise.checkpoint.saving import wait_for_saves
 from shardwise.checkpoint.templates import tensor_like
 from shardwise.checkpoint.tree import (
     Node,
@@ -224,7 +224,8 @@ class _Matching:
             name = node["tensor"]
             saved = self.index.tensor(name)
             assert saved is not None, "the index was checked"
-            target = now if is_tensor(now) else tensor_like(owner, path, saved)
+            usable = is_tensor(now) and not is_partial(now)
+            target = now if usable else tensor_like(owner, path, saved)
             self._want(name, target)
             return target
         rows = children(node)

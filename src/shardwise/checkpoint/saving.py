@@ -30,7 +30,7 @@ from shardwise.checkpoint.index import (
     half_name,
     pack_index,
 )
-from shardwise.checkpoint.pieces import pieces_of
+from shardwise.checkpoint.pieces import pieces_of, reduced
 from shardwise.checkpoint.shares import Held, Share, share_out
 from shardwise.checkpoint.tree import Node, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
@@ -156,7 +156,7 @@ class _Job:
         tree = make_tree(state)
         held: list[dict[str, Held]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
-            pieces = pieces_of(value, name, self.crew.present)
+            pieces = pieces_of(reduced(value), name, self.crew.present)
             boxes: dict[int, list[Box]] = {rank: [] for rank in self.crew.present}
             for piece in pieces.pieces:
                 if piece.rank in boxes:
