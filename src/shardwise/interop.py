@@ -9,9 +9,11 @@ that is in it. Whoever loads such a checkpoint says so with `trusted=True`.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ def to_torch(tensor: DTensor) -> Any:
     layout, local = tensor._layout, tensor.detach()._local  # type: ignore[attr-defined]
     if isinstance(local, LocalTensor):
         raise UnsupportedError(
-            "A tensor of a simulated world holds the parts of all ranks; torch's DTensor holds one. "
+            "A tensor of a simulated world holds the parts of all ranks, torch's DTensor one. "
             "Convert in real processes, or convert full_tensor()."
         )
     made = TorchDTensor.from_local(
@@ -90,7 +92,8 @@ def save_torch_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]
     """Write a state dict as torch.distributed.checkpoint does, for others to load. All ranks."""
     from torch.distributed import checkpoint
 
-    checkpoint.save(dict(state), checkpoint_id=str(path), no_dist=_alone())
+    with _without_the_warning_of_one_process():
+        checkpoint.save(dict(state), checkpoint_id=str(path), no_dist=_alone())
 
 
 def load_torch_checkpoint(
@@ -107,12 +110,21 @@ def load_torch_checkpoint(
         )
     from torch.distributed import checkpoint
 
-    checkpoint.load(state, checkpoint_id=str(path), no_dist=_alone())
+    with _without_the_warning_of_one_process():
+        checkpoint.load(state, checkpoint_id=str(path), no_dist=_alone())
 
 
 def _alone() -> bool:
     """Whether this process holds all there is: it plays all ranks, or it is the only one."""
     return not dist.is_initialized() or current_world().simulated
+
+
+@contextlib.contextmanager
+def _without_the_warning_of_one_process() -> Iterator[None]:
+    """torch warns whenever it is told that there are no other processes."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
