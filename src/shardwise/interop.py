@@ -10,6 +10,7 @@ that is in it. Whoever loads such a checkpoint says so with `trusted=True`.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import math
 import os
 import warnings
@@ -65,7 +66,8 @@ def from_torch(tensor: Any) -> DTensor:
     if not isinstance(tensor, TorchDTensor):
         raise ArgumentError(f"from_torch() takes torch's DTensor, found {type(tensor).__name__}.")
     grid = grid_of(tensor.device_mesh)
-    local: Any = tensor.detach().to_local()
+    detached: Any = tensor.detach()
+    local: Any = detached.to_local()
     if not isinstance(local, torch.Tensor):
         raise UnsupportedError(f"The local part is a {type(local).__name__}, not a tensor.")
     placements, order = _placements_from_torch(tensor.placements, grid)
@@ -90,8 +92,7 @@ def state_dict_from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
 
 def save_torch_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
     """Write a state dict as torch.distributed.checkpoint does, for others to load. All ranks."""
-    from torch.distributed import checkpoint
-
+    checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
     with _without_the_warning_of_one_process():
         checkpoint.save(dict(state), checkpoint_id=str(path), no_dist=_alone())
 
@@ -108,8 +109,7 @@ def load_torch_checkpoint(
             f"{path} is a checkpoint with a pickle in it, and reading that can run code. Pass "
             "trusted=True if you know who wrote it."
         )
-    from torch.distributed import checkpoint
-
+    checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
     with _without_the_warning_of_one_process():
         checkpoint.load(state, checkpoint_id=str(path), no_dist=_alone())
 

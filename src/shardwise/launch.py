@@ -29,6 +29,7 @@ from shardwise.errors import ArgumentError, LaunchError
 #: How long a process may take to end by itself before it is killed.
 GRACE_S = 5.0
 _PR_SET_PDEATHSIG = 1
+distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 
 def launch(
@@ -52,7 +53,7 @@ def launch(
     if num_ranks < 1:
         raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks}.")
     try:
-        store = dist.TCPStore(host, port, is_master=True, wait_for_workers=False)
+        store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise LaunchError(
@@ -194,7 +195,7 @@ def _work(
         torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
         dist.init_process_group(
             backend,
-            store=dist.TCPStore(host, port, is_master=False),
+            store=distributed.TCPStore(host, port, is_master=False),
             rank=rank,
             world_size=num_ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
