@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import tempfile
@@ -29,10 +30,12 @@ import shardwise.checkpoint
 from shardwise.launch import launch
 
 NUM_TENSORS = 16
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_statm = os.open("/proc/self/statm", os.O_RDONLY)
 
 
 class Peak:
-    """The most resident memory while it is open, sampled every few milliseconds."""
+    """The most resident memory while it is open, sampled every 10 ms."""
 
     def __enter__(self) -> Peak:
         self.before = self.peak = _resident()
@@ -42,7 +45,7 @@ class Peak:
         return self
 
     def _sample(self) -> None:
-        while not self._stop.wait(0.004):
+        while not self._stop.wait(0.01):
             self.peak = max(self.peak, _resident())
 
     def __exit__(self, *error: Any) -> None:
@@ -55,11 +58,9 @@ class Peak:
 
 
 def _resident() -> int:
-    """Anonymous memory: the page cache of files is the kernel's, not the process's."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("no RssAnon in /proc/self/status")
+    """Memory without that of mapped files: the page cache is the kernel's, not the process's."""
+    _, resident, shared, *_ = map(int, os.pread(_statm, 128, 0).split())
+    return (resident - shared) * _PAGE_BYTES
 
 
 def _state(size: int, fill: float) -> tuple[dict[str, Any], dict[str, Any]]:
