@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 LAYERS = [
     {"errors"},
     {"core"},
-    {"comm", "random", "kernels"},
+    {"comm", "random", "kernels", "launch"},
     {"redistribute"},
     {"rules"},
     {"dtensor"},

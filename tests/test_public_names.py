@@ -13,9 +13,11 @@ import shardwise.shard
 def test_shardwise():
     assert shardwise.__all__ == [
         "ArgumentError",
+        "CheckpointError",
         "CollectiveError",
         "DTensor",
         "DeviceMesh",
+        "LaunchError",
         "LayoutError",
         "LocalTensor",
         "MaskPartial",

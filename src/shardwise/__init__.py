@@ -31,7 +31,9 @@ from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
+    CheckpointError,
     CollectiveError,
+    LaunchError,
     LayoutError,
     MixedTensorsError,
     RankMismatchError,
@@ -48,9 +50,11 @@ __version__ = "0.1.0"
 
 __all__ = [
     "ArgumentError",
+    "CheckpointError",
     "CollectiveError",
     "DTensor",
     "DeviceMesh",
+    "LaunchError",
     "LayoutError",
     "LocalTensor",
     "MaskPartial",

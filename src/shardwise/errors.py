@@ -12,7 +12,9 @@
     ├── PlanError          (RuntimeError)         entries of a plan that contradict each other
     ├── PathError          (KeyError)             a path of a plan that is empty or leads nowhere
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
-    └── RedistributionError (RuntimeError)        communication that strict mode does not allow
+    ├── RedistributionError (RuntimeError)        communication that strict mode does not allow
+    ├── CheckpointError    (RuntimeError)         a checkpoint that is damaged or unfit
+    └── LaunchError        (RuntimeError)         a process of a launched job that ended or hangs
 
     ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
 
@@ -77,6 +79,14 @@ class RankMismatchError(ShardwiseError, RuntimeError):
 
 class RedistributionError(ShardwiseError, RuntimeError):
     """Strict mode is on, and an op would have to communicate what nobody asked for."""
+
+
+class CheckpointError(ShardwiseError, RuntimeError):
+    """A checkpoint cannot be written, is damaged or foreign, or does not fit the state."""
+
+
+class LaunchError(ShardwiseError, RuntimeError):
+    """A process of a launched job failed, died or did not answer in time."""
 
 
 class ReplicationWarning(UserWarning):

@@ -31,7 +31,7 @@ from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.world import world_caches
-from shardwise.dtensor import autograd, doors
+from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
@@ -376,6 +376,17 @@ class DTensor(torch.Tensor):
                 source_digest(),
             )
         )
+
+    # -- torch.distributed.checkpoint --------------------------------------------------------
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
+        return torch_checkpoint.write_items(fqn, self._local.detach(), self._layout)
+
+    def __create_chunk_list__(self) -> list[Any]:
+        return torch_checkpoint.chunk_list(self._local.detach(), self._layout)
+
+    def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
+        return torch_checkpoint.chunk_memory(self._local.detach(), self._layout, index)
 
     # -- copies ------------------------------------------------------------------------------
 
