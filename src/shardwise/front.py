@@ -1,0 +1,71 @@
+"""The public names: what `import shardwise` offers, each from the room that defines it."""
+
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.simulate import simulate
+from shardwise.comm.watch import explicit_redistribution, implicit_replication
+from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.dtensor.create import (
+    distribute_module,
+    distribute_tensor,
+    empty,
+    full,
+    ones,
+    rand,
+    randint,
+    randn,
+    randperm,
+    zeros,
+)
+from shardwise.dtensor.gradients import reduce_gradients
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import (
+    ArgumentError,
+    CollectiveError,
+    LayoutError,
+    MixedTensorsError,
+    RankMismatchError,
+    RedistributionError,
+    ShardwiseError,
+    UnsupportedError,
+    WorldError,
+)
+from shardwise.random.mode import rng
+
+__all__ = [
+    "ArgumentError",
+    "CollectiveError",
+    "DTensor",
+    "DeviceMesh",
+    "LayoutError",
+    "LocalTensor",
+    "MaskPartial",
+    "MixedTensorsError",
+    "Partial",
+    "Placement",
+    "RankMismatchError",
+    "RedistributionError",
+    "Replicate",
+    "Shard",
+    "ShardwiseError",
+    "UnsupportedError",
+    "WorldError",
+    "distribute_module",
+    "distribute_tensor",
+    "empty",
+    "explicit_redistribution",
+    "full",
+    "implicit_replication",
+    "init_device_mesh",
+    "ones",
+    "rand",
+    "randint",
+    "randn",
+    "randperm",
+    "reduce_gradients",
+    "rng",
+    "simulate",
+    "zeros",
+]
