@@ -12,7 +12,9 @@
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
-Every one derives from the builtin that ordinary code would catch. A message says what was asked,
+    ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
+
+Every error derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
 """
 
@@ -65,3 +67,7 @@ class RankMismatchError(ShardwiseError, RuntimeError):
 
 class RedistributionError(ShardwiseError, RuntimeError):
     """Strict mode is on, and an op would have to communicate what nobody asked for."""
+
+
+class ReplicationWarning(UserWarning):
+    """Under `fallback("replicate")`, an op without a rule gathered its operands."""

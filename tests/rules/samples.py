@@ -4,11 +4,16 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
-from samples_image import image_samples
+from samples_algebra import algebra_samples
+from samples_image import IMAGE_KERNELS, image_samples
 from samples_indexing import indexing_samples
+from samples_norm import norm_samples
+from samples_product import product_samples
+from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import bag_grads, bags, loss, matmul, random, routed, row_sparse
+from shardwise.rules import bag_grads, bags, channel_norm, loss, matmul, random, routed, row_sparse
+from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -40,9 +45,13 @@ def samples() -> list[Sample]:
         *_embedding(),
         *_bags(),
         *_whole(),
+        *algebra_samples(),
         *_random(),
         *image_samples(),
         *indexing_samples(),
+        *norm_samples(),
+        *product_samples(),
+        *recurrent_samples(),
     ]
 
 
@@ -189,7 +198,21 @@ def _attention() -> list[Sample]:
         Sample(forward, (q, k, v), {"attn_mask": None, "scale": 0.3}),
         Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False)),
         Sample(aten._fused_sdp_choice.default, (q, k, v)),
+        *_masked_attention(q, k, v, grad),
     ]
+
+
+def _masked_attention(q, k, v, grad) -> list[Sample]:
+    forward = positional(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    backward = positional(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    found = []
+    for mask in (t(5, 6), t(1, 4, 5, 6), t(2, 1, 5, 6)):
+        out, logsumexp = forward(q, k, v, 0.0, False, mask, None)
+        found += [
+            Sample(forward, (q, k, v, 0.0, False, mask, None)),
+            Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False, mask, None)),
+        ]
+    return found
 
 
 def _create() -> list[Sample]:
@@ -383,8 +406,43 @@ OF_NO_USE = {
 
 #: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
 UNCHECKED_KERNELS = {
+    aten.linalg_ldl_solve.default,
+    aten.linalg_lu_solve.default,
+    aten.lu_unpack.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    *IMAGE_KERNELS,
+    *RECURRENT_KERNELS,
+}
+
+#: What is right for the few entries that these samples pick need not be right for others.
+BY_CHANCE = {
+    aten.index_put.default,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.masked_scatter.default,
+    aten.masked_fill.Tensor,
+    aten.as_strided_scatter.default,
+}
+
+#: Kernels that need a GPU: tests/rules/test_gpu_rules.py has their samples.
+ON_GPU = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._fused_rms_norm_backward.default,
+}
+
+#: A hook for other devices, which torch has no kernel for.
+NOT_IN_TORCH = {
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 }
 
 #: Choices with Partial operands that are right and would never be taken: a norm's parameters are
@@ -393,4 +451,10 @@ NEVER_TAKEN = {
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.nll_loss_forward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten._fused_rms_norm.default,
+    channel_norm.through_statistics,
 }

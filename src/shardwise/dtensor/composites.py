@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
+from shardwise.dtensor.keywords import run_by_keyword, without_out, written_keywords
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, as_layouts
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten
@@ -82,14 +83,29 @@ def stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
-def register(library: torch.library.Library) -> None:
-    for op in _MAKE_TENSORS:
-        name = op._schema.name.partition("::")[2]
-        overload = op._schema.overload_name
-        library.impl(
-            f"{name}.{overload}" if overload else name,
-            functools.partial(_put_together, op),
-            "AutogradPrivateUse3",
+def _into_out(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{op}: functions with out=... arguments don't support automatic differentiation, but "
+            "one of the arguments requires grad."
         )
-    library.impl("stft", stft, "AutogradPrivateUse3")
-    library.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradPrivateUse3")
+    return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__, as_layouts)
+
+
+def register(library: torch.library.Library) -> None:
+    """Give torch these kernels for DTensors, with the forms that write to `out`."""
+    for op in _MAKE_TENSORS:
+        _implement(library, op, functools.partial(_put_together, op))
+        for name in op.overloadpacket.overloads():
+            other = getattr(op.overloadpacket, name)
+            if written_keywords(other) and without_out(other) is op:
+                _implement(library, other, functools.partial(_into_out, other))
+    _implement(library, aten.stft.default, stft)
+    _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
+
+
+def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:
+    name = op._schema.name.partition("::")[2]
+    overload = op._schema.overload_name
+    library.impl(f"{name}.{overload}" if overload else name, kernel, "AutogradPrivateUse3")

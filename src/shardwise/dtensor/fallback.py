@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.foreach import is_foreach
+from shardwise.rules.catalog import rule_caches
 
 aten = torch.ops.aten
 
@@ -31,6 +32,9 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     from torch._decomp import decomposition_table
 
     return decomposition_table.get(op)
+
+
+rule_caches.append(parts_of.cache_clear)
 
 
 def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -35,10 +35,11 @@ from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
 from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.planning import Entry, make_entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -46,7 +47,13 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -58,6 +65,8 @@ _strided = torch.strided
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -66,9 +75,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -149,7 +160,7 @@ class DTensor(torch.Tensor):
             entry = None
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -443,11 +454,11 @@ def _add_static(
         operands.append(value)
 
 
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
 
 
@@ -460,13 +471,30 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -480,7 +508,8 @@ def _miss(
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -512,11 +541,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,8 @@ from shardwise.rules import (
     attention,
     bag_grads,
     bags,
+    channel_norm,
+    contract,
     conv,
     create,
     diagonal,
@@ -29,6 +31,7 @@ from shardwise.rules import (
     planes,
     pointwise,
     random,
+    recurrent,
     reduce,
     routed,
     row_sparse,
@@ -41,14 +44,17 @@ from shardwise.rules.rule import Rule, Table, merge
 CATALOG: Table = merge(
     pointwise.RULES,
     matmul.RULES,
+    contract.RULES,
     reduce.RULES,
     views.RULES,
     create.RULES,
     join.RULES,
     loss.RULES,
     norm.RULES,
+    channel_norm.RULES,
     attention.RULES,
     conv.RULES,
+    recurrent.RULES,
     indexing.RULES,
     planes.RULES,
     embedding.RULES,
@@ -67,17 +73,26 @@ CATALOG: Table = merge(
     gathered.RULES,
 )
 
+#: Rules that a program added (rules.register); they come before those of the catalog.
+REGISTERED: Table = {}
+
+#: Emptied when a rule is added: what was planned without it may be planned otherwise now.
+rule_caches: list[Callable[[], None]] = []
+
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op; one that writes in place or copies a view has that of its twin."""
-    rule = CATALOG.get(op)
+    rule = REGISTERED.get(op) or CATALOG.get(op)
     if rule is not None or not isinstance(op, torch._ops.OpOverload):
         return rule
     twin = functional_twin(op) or view_twin(op)
     if twin is not None:
         return find_rule(twin)
     return pointwise.pointwise_rule(op)
+
+
+rule_caches.append(find_rule.cache_clear)
 
 
 def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
