@@ -3,6 +3,8 @@
     ShardwiseError
     ├── LayoutError        (ValueError)           a placement, mesh or shape that does not fit
     ├── ArgumentError      (TypeError)            a value of the wrong kind
+    ├── BatchError         (ValueError)           a batch that does not fit the tables it is for
+    ├── IdRangeError       (IndexError)           an id that is no row of its table
     ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
@@ -29,6 +31,14 @@ class LayoutError(ShardwiseError, ValueError):
 
 class ArgumentError(ShardwiseError, TypeError):
     """A value of the wrong kind was given."""
+
+
+class BatchError(ShardwiseError, ValueError):
+    """A batch of ids does not fit the tables that it is meant for."""
+
+
+class IdRangeError(ShardwiseError, IndexError):
+    """An id is no row of its table."""
 
 
 class MixedTensorsError(ShardwiseError, RuntimeError):

@@ -147,8 +147,15 @@ def all_to_all_uneven(
 
     In a simulated world a count that differs between ranks is a RankInt.
     """
+    return finished(start_all_to_all_uneven(x, num_sent, num_received, grid, axis))
+
+
+def start_all_to_all_uneven(
+    x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
+) -> torch.Tensor:
+    """As `all_to_all_uneven`, running on; its result may be read after `finished`."""
     name = group_name(grid, axis)
-    return finished(_all_to_all_single(x.contiguous(), num_received, num_sent, name))
+    return _all_to_all_single(x.contiguous(), num_received, num_sent, name)
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
