@@ -13,8 +13,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from shardwise.front import *
-    from shardwise.front import __all__
+    from shardwise.front import *  # noqa: F403
+    from shardwise.front import __all__  # noqa: F401
 
 __version__ = "0.1.0"
 

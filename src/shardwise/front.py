@@ -1,6 +1,5 @@
 """The public names: what `import shardwise` offers, each from the room that defines it."""
 
-
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.local_tensor import LocalTensor

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import TCPStore
 
 from shardwise.errors import ShardwiseError, WorldError
 
@@ -65,7 +66,7 @@ def run_processes(
     """
     if num_ranks < 1:
         raise WorldError(f"At least one process is needed, found {num_ranks}.")
-    store = dist.TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
+    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False)
     context = multiprocessing.get_context("spawn")
     pipes: list[Connection] = []
     processes = []
@@ -86,9 +87,7 @@ def run_processes(
             process.join()
 
 
-def _collect(
-    pipes: Sequence[Connection], on_note: Callable[[int, Any], None] | None
-) -> list[Any]:
+def _collect(pipes: Sequence[Connection], on_note: Callable[[int, Any], None] | None) -> list[Any]:
     results: dict[int, Any] = {}
     ranks = {id(pipe): rank for rank, pipe in enumerate(pipes)}
     open_pipes = list(pipes)
@@ -134,7 +133,7 @@ def _work(
     os.environ["GLOO_SOCKET_IFNAME"] = _loopback_interface()
     torch.set_num_threads(1)
     try:
-        store = dist.TCPStore(LOOPBACK, port, is_master=False)
+        store = TCPStore(LOOPBACK, port, is_master=False)
         dist.init_process_group(
             "gloo",
             store=store,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+from dataclasses import replace
+from pathlib import Path
+
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -14,6 +18,7 @@ from shardwise.report import Case, Mesh, StepReport, report_step, write_html
 from shardwise.report.batches import call, per_rank, split_batch
 from shardwise.report.memory import optimizer_tensors
 from shardwise.report.parity import loss_of
+from shardwise.report.step import Collective
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
@@ -67,6 +72,7 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
         report = report_step(
             case.target, sharded.module, sharded.mesh, forward, updated.step, state
         )
+    report.collectives = [_without_own_line(each) for each in report.collectives]
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",
         "plan": case.plan or "none: data parallel",
@@ -74,6 +80,12 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
         "optimizer": optimizer,
     }
     return report
+
+
+def _without_own_line(each: Collective) -> Collective:
+    """Backward is called by this command, whose line nobody asks for."""
+    own = each.line is not None and each.line.startswith(f"{Path(sys.argv[0]).name}:")
+    return replace(each, line=None) if own else each
 
 
 def _updates(module: torch.nn.Module, name: str) -> torch.optim.Optimizer:

@@ -42,7 +42,9 @@ class Commands(click.Group):
             ctx.exit(2)
 
 
-@click.group(cls=Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(
+    cls=Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]}
+)
 @click.version_option(__version__, prog_name="shardwise")
 @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
 def main(debug: bool) -> None:
@@ -61,10 +63,12 @@ def _plan_option(command: Any) -> Any:
 @click.option("--steps", type=click.IntRange(1), help="Training steps.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @_plan_option
-@click.option("--data", metavar="FILE", type=click.Path(), help="Train on a file in Criteo's format.")
+@click.option(
+    "--data", metavar="FILE", type=click.Path(), help="Train on a file in Criteo's format."
+)
 @click.option("--report", metavar="FILE", default="report.html", show_default=True)
 @click.pass_context
-def demo(ctx: click.Context, **options: Any) -> None:
+def demo(ctx: click.Context, /, **options: Any) -> None:
     """Train a small model on one device and sharded, and compare.
 
     dlrm is a recommender whose tables are sharded by a mixed plan, on a click log with a planted
@@ -76,7 +80,9 @@ def demo(ctx: click.Context, **options: Any) -> None:
     ctx.exit(run_demo(Options(**options), console()))
 
 
-@main.command(epilog="\b\nExample:\n  shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4\n")
+@main.command(
+    epilog="\b\nExample:\n  shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4\n"
+)
 @click.argument("target")
 @_plan_option
 @click.option("--mesh", default="tp=4", show_default=True, help="Axes and their sizes.")
@@ -91,17 +97,23 @@ def explain(**options: Any) -> None:
     run_explain(**options)
 
 
-@main.command(epilog="\b\nExample:\n  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8\n")
+@main.command(
+    epilog="\b\nExample:\n  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8\n"
+)
 @click.argument("target")
 @_plan_option
-@click.option("--ranks", default="1,2,4", show_default=True, help="Numbers of ranks, or meshes as "
-              "dp=2,tp=2 separated by semicolons.")
+@click.option(
+    "--ranks",
+    default="1,2,4",
+    show_default=True,
+    help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
+)
 @click.option("--processes", is_flag=True, help="In real processes instead of simulated ranks.")
 @click.option("--tolerance", type=float, default=1e-4, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.pass_context
-def check(ctx: click.Context, **options: Any) -> None:
+def check(ctx: click.Context, /, **options: Any) -> None:
     """Compare a sharded model with one device: outputs, gradients, updates, random numbers.
 
     Exit status 1 when something differs.

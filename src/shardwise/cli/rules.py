@@ -58,7 +58,9 @@ def how(op: Any) -> str:
         return "a rule of its own"
     if find_rule(op) is not None:
         return "the rule of its kind"
-    return "taken apart" if parts_of(op) is not None else "no rule"
+    # A few that TorchScript alone uses are unknown to the dispatcher.
+    known = torch._C._dispatch_has_kernel(op.name())
+    return "taken apart" if known and parts_of(op) is not None else "no rule"
 
 
 def _coverage() -> None:

@@ -55,8 +55,8 @@ def collectives_table(report: StepReport) -> Table:
     for each in report.collectives:
         because = each.op or "a direct call"
         written = "implicit" if each.implicit else "explicit"
-        key = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
-        rows.setdefault((*key, written), []).append(each.num_bytes)
+        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
+        rows.setdefault((*row, written), []).append(each.num_bytes)
     for key, sizes in rows.items():
         style = "yellow" if key[-1] == "implicit" else None
         table.add_row(*map(Text, key), f"{len(sizes):,}", f"{sum(sizes):,}", style=style)

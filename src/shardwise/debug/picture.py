@@ -23,8 +23,9 @@ class Block(Protocol):
     def ranks(self) -> tuple[int, ...]: ...
 
 
-def colour(rank: int) -> str:
-    return COLOURS[rank % len(COLOURS)]
+def colour(*ranks: int) -> str:
+    """That of a rank; what several hold is grey."""
+    return COLOURS[ranks[0] % (len(COLOURS) - 1)] if len(ranks) == 1 else COLOURS[-1]
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
@@ -83,7 +84,7 @@ def _rect(
         f'<g data-box="{where}" data-ranks="{" ".join(map(str, block.ranks))}">'
         f"<title>{escape(where)}: {held}</title>"
         f'<rect x="{left:.2f}" y="{top:.2f}" width="{wide:.2f}" height="{high:.2f}" '
-        f'fill="{colour(block.ranks[0])}" stroke="#fff" stroke-width="0.8"/>{text}</g>'
+        f'fill="{colour(*block.ranks)}" stroke="#fff" stroke-width="0.8"/>{text}</g>'
     )
 
 

@@ -105,7 +105,8 @@ def _fields(line: str) -> tuple[int, list[int], list[int]]:
         raise ValueError(f"{len(fields)} fields, not {wanted}")
     if fields[0] not in ("0", "1"):
         raise ValueError(f"the label is {fields[0]!r}, not 0 or 1")
-    counts, names = [], []
+    counts: list[int] = []
+    names: list[int] = []
     for place, text in enumerate(fields[1:], start=2):
         integer = place <= 1 + NUM_DENSE
         try:

@@ -47,11 +47,11 @@ class Block(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = self.norm_1(x)
         # Each rank has some of the heads, so their number is found, not written down.
-        heads = [
+        q, k, v = (
             layer(seen).unflatten(-1, (-1, WIDTH // NUM_HEADS)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
-        ]
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(-2))
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 

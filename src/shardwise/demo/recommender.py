@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import torch
@@ -16,13 +17,15 @@ TABLE_RATE = 0.1
 
 def mlp(*widths: int) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for number, (before, after) in enumerate(zip(widths, widths[1:], strict=False)):
+    for number, (before, after) in enumerate(itertools.pairwise(widths)):
         layers += [nn.ReLU()] * (number > 0) + [nn.Linear(before, after)]
     return nn.Sequential(*layers)
 
 
 class Recommender(nn.Module):
     """Predicts the log-odds of a click."""
+
+    pairs: torch.Tensor
 
     def __init__(self, tables: Sequence[Table]) -> None:
         super().__init__()

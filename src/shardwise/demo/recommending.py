@@ -14,7 +14,7 @@ from shardwise.demo.clicks import Batch, ClickLog, best_loss
 from shardwise.demo.clicks import tables as planted_tables
 from shardwise.demo.criteo import ClickFile
 from shardwise.demo.recommender import Recommender
-from shardwise.embedding import Plan
+from shardwise.embedding import Plan, Table
 from shardwise.parallel import data_parallel
 from shardwise.report.batches import per_rank, split_batch
 
@@ -45,9 +45,12 @@ class Recommending:
     size: int = EXAMPLES_PER_STEP
     title: str = "A recommender"
 
+    def tables(self) -> list[Table]:
+        return self.data.tables() if self.data is not None else planted_tables()
+
     def model(self) -> nn.Module:
         torch.manual_seed(self.seed)
-        return Recommender(self.data.tables() if self.data is not None else planted_tables())
+        return Recommender(self.tables())
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
         dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
@@ -60,7 +63,7 @@ class Recommending:
         model.tables.shard(mesh, self.plan)
         for part in (model.bottom, model.top):
             data_parallel(part, mesh)
-        return model  # type: ignore[no-any-return]
+        return model
 
     def batches(self) -> Iterator[Batch]:
         if self.data is not None:
@@ -70,9 +73,9 @@ class Recommending:
     def loss(self, model: Any, batch: Batch, num_ranks: int) -> torch.Tensor:
         whole = (batch.dense, batch.ids, batch.clicks)
         if not num_ranks:
-            return model.loss(*whole)  # type: ignore[no-any-return]
+            return model.loss(*whole)
         parts = split_batch(whole, num_ranks)
-        return model.loss(*per_rank(parts, lambda rank: rank))  # type: ignore[no-any-return]
+        return model.loss(*per_rank(parts, lambda rank: rank))
 
     def num_examples(self, batch: Batch) -> int:
         return len(batch)

@@ -82,12 +82,12 @@ def _task(options: Options, console: Console) -> Task:
     plan = MIXED_PLAN if options.plan is None else Plan.load(options.plan)
     if data is not None and options.plan is None:
         plan = _plan_for(data)
-    task = Recommending(num_steps, options.seed, plan, data)
     if options.plan is None and data is None and num_ranks < 2:
-        task.plan = Plan.of("row_wise")
+        plan = Plan.of("row_wise")  # the mixed plan names two ranks
+    task = Recommending(num_steps, options.seed, plan, data)
     if task.size % num_ranks:
         raise LayoutError(f"{task.size} examples per step do not divide among {num_ranks} ranks.")
-    plan.tiling(task.model().tables.tables, num_ranks)  # type: ignore[union-attr,operator,arg-type]
+    plan.cuts(task.tables(), num_ranks)  # or the mistake would be found after a training
     return task
 
 

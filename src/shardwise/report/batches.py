@@ -20,7 +20,11 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     >>> split_batch({"x": torch.arange(4), "scale": 2}, 2)
     [{'x': tensor([0, 1]), 'scale': 2}, {'x': tensor([2, 3]), 'scale': 2}]
     """
-    return [_map(batch, lambda value: _part(value, index, num_parts)) for index in range(num_parts)]
+
+    def part(index: int) -> Any:
+        return _map(batch, lambda value: _part(value, index, num_parts))
+
+    return [part(index) for index in range(num_parts)]
 
 
 def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:

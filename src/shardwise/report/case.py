@@ -131,7 +131,7 @@ def load_target(target: str) -> Callable[[], Any]:
         raise ArgumentError(
             f"{where} has no callable {name!r}; it has {', '.join(known[:8]) or 'none'}."
         )
-    return factory  # type: ignore[no-any-return]
+    return factory
 
 
 def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: str | None) -> Sharded:
@@ -162,7 +162,7 @@ def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: str | None) -> Sharded
         if not collections:
             raise LayoutError(
                 f"{plan} is a plan of tables, but {type(module).__name__} has no collection of "
-                "tables. A plan of modules begins with format = \"shardwise plan 1\"."
+                'tables. A plan of modules begins with format = "shardwise plan 1".'
             )
         for collection in collections:
             collection.shard(mesh, Plan.load(plan))

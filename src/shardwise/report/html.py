@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
 
+from shardwise.debug.picture import COLOURS, colour, parts_svg
 from shardwise.report.flame import Flame, flame
 from shardwise.report.memory import RankMemory
-from shardwise.debug.picture import COLOURS, colour, parts_svg
 from shardwise.report.step import Collective, ParameterReport, StepReport
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
@@ -83,7 +83,9 @@ def _sections(report: StepReport) -> Iterator[str]:
     yield f"<dl>{''.join(_row(n, t) for n, t in report.facts.items())}</dl>"
     yield _section("The mesh", _mesh_text(report), _mesh(report))
     yield _section("Memory of each rank", "What is held after backward.", _memory(report))
-    text = "Each picture is a parameter; a block has the colour of the first rank that holds it."
+    text = (
+        "A picture for each parameter. A block has the colour of its rank; grey, several hold it."
+    )
     cards = "".join(map(_card, report.parameters))
     yield _section("Who holds what", text, f'<div class="cards">{cards}</div>')
     text = (
@@ -155,8 +157,9 @@ def _card(parameter: ParameterReport) -> str:
     sizes = sorted(set(parameter.bytes_per_rank))
     held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
     return (
-        f'<div class="card" data-parameter="{escape(parameter.name)}"><b>{escape(parameter.name)}'
-        f"</b><span>{size} {parameter.dtype}, {escape(parameter.placements)}</span>"
+        f'<div class="card" data-parameter="{escape(parameter.name)}"><b>'
+        f"{escape(parameter.name).replace('.', '.<wbr>')}</b>"
+        f"<span>{size} {parameter.dtype}, {escape(parameter.placements)}</span>"
         f"<span>{held} bytes a rank</span>{parts_svg(parameter.shape, parameter.parts)}</div>"
     )
 
@@ -204,7 +207,7 @@ def _timeline(report: StepReport) -> str:
         boxes = "".join(
             f'<div title="{escape(span.module or "outside modules")}: '
             f'{1e6 * (span.stop_s - span.start_s):.0f} µs" '
-            f"style=\"left:{100 * span.start_s / whole:.3f}%;"
+            f'style="left:{100 * span.start_s / whole:.3f}%;'
             f"width:{100 * (span.stop_s - span.start_s) / whole:.3f}%;"
             f'background:var(--{phase})"></div>'
             for span in spans
@@ -213,8 +216,8 @@ def _timeline(report: StepReport) -> str:
     ticks = "".join(
         f'<div class="tick" title="{each.kind}, {escape(each.module or "outside modules")}: '
         f'{each.num_bytes:,} bytes, about {1e6 * each.expected_s:.0f} µs" '
-        f"style=\"left:{min(99.8, 100 * each.start_s / whole):.3f}%;"
-        f"width:{100 * each.expected_s / whole:.3f}%;background:var(--gradients)\"></div>"
+        f'style="left:{min(99.8, 100 * each.start_s / whole):.3f}%;'
+        f'width:{100 * each.expected_s / whole:.3f}%;background:var(--gradients)"></div>'
         for each in report.collectives
     )
     lanes.append(("collectives", len(report.collectives), ticks))
@@ -231,8 +234,8 @@ def _collectives(collectives: Sequence[Collective]) -> str:
     rows: dict[tuple[str, ...], list[Collective]] = {}
     for each in collectives:
         because = (each.op or "a direct call") + (" (implicit)" if each.implicit else "")
-        key = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
-        rows.setdefault(key, []).append(each)
+        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
+        rows.setdefault(row, []).append(each)
     lines = []
     for key, alike in rows.items():
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in key)
@@ -253,5 +256,3 @@ def _outputs(report: StepReport) -> str:
     )
     head = "<tr><th>module</th><th>kind</th><th>output</th></tr>"
     return f'<div class="scroll"><table>{head}{rows}</table></div>'
-
-

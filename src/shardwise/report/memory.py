@@ -42,7 +42,7 @@ def bytes_on(tensor: torch.Tensor, rank: int) -> int:
     return part.numel() * part.element_size()
 
 
-def _inside(tensor: torch.Tensor) -> list[torch.Tensor]:
+def _inside(tensor: Any) -> list[torch.Tensor]:
     """The plain tensors that a sparse or jagged one is made of."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]

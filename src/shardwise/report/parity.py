@@ -1,12 +1,12 @@
 """Parity: whether a sharded model computes what one device does, tensor by tensor.
 
 Note [What is compared]
-The batch is cut into as many parts as there are data-parallel ranks. One device computes the mean of
-the parts' losses; the sharded model has each rank compute its own, as in training. Compared are the
-outputs for each part, the gradients, the parameters after a step of SGD, and the numbers that the
-generator would draw next. A difference counts against the largest entry of the tensor on one device,
-or a thousandth of the largest of its kind where that is more: a gradient that is zero in theory is
-rounding on both sides.
+The batch is cut into as many parts as there are data-parallel ranks. One device computes the mean
+of the parts' losses; the sharded model has each rank compute its own, as in training. Compared are
+the outputs on each rank, the gradients, the parameters after a step of SGD, and the numbers that
+the generator would draw next. A difference counts against the largest entry of the tensor on one
+device, or a thousandth of the largest of its kind where that is more: a gradient that is zero in
+theory is rounding on both sides.
 """
 
 from __future__ import annotations
@@ -79,21 +79,23 @@ class Outcome:
 def check_simulated(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Parity:
     """Compare in one process that plays all ranks."""
     with simulate(mesh.num_ranks):
-        outcome, num_parts = play_sharded(case, mesh)
-    return _compare(case, mesh, outcome, num_parts, tolerance)
+        outcome, parts = play_sharded(case, mesh)
+    return _compare(case, mesh, outcome, parts, tolerance)
 
 
 def check_in_processes(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Parity:
     """Compare in processes that talk through gloo."""
     answers = run_processes(play_sharded, mesh.num_ranks, case, mesh)
-    outcome, num_parts = answers[0]
+    outcome, parts = answers[0]
     for other, _ in answers[1:]:
         outcome.outputs.update(other.outputs)
-    return _compare(case, mesh, outcome, num_parts, tolerance)
+    return _compare(case, mesh, outcome, parts, tolerance)
 
 
-def _compare(case: Case, mesh: Mesh, many: Outcome, num_parts: int, tolerance: float) -> Parity:
-    one = play_alone(case, num_parts)
+def _compare(
+    case: Case, mesh: Mesh, many: Outcome, parts: tuple[int, ...], tolerance: float
+) -> Parity:
+    one = play_alone(case, parts)
     found: list[Difference] = []
     for what in ("outputs", "gradients", "parameters", "random"):
         found += _differences(what, getattr(one, what), getattr(many, what))
@@ -103,15 +105,16 @@ def _compare(case: Case, mesh: Mesh, many: Outcome, num_parts: int, tolerance: f
 # -- both sides ------------------------------------------------------------------------------
 
 
-def play_alone(case: Case, num_parts: int) -> Outcome:
-    """One step on one device."""
+def play_alone(case: Case, parts: tuple[int, ...]) -> Outcome:
+    """One step on one device; `parts` tells for each rank which part of the batch it brings."""
     module, batch = case.build()
     torch.manual_seed(case.seed)
     outputs: Values = {}
     losses = []
-    for index, part in enumerate(split_batch(batch, num_parts)):
+    for index, part in enumerate(split_batch(batch, 1 + max(parts))):
         output = call(module, part)
-        outputs |= _named(output, index)
+        for rank in (rank for rank, brought in enumerate(parts) if brought == index):
+            outputs |= _named(output, rank)
         losses.append(loss_of(output))
     total = torch.stack(losses).mean()
     with _updates_together(module):
@@ -119,8 +122,8 @@ def play_alone(case: Case, num_parts: int) -> Outcome:
     return _finish(module, outputs)
 
 
-def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, int]:
-    """One step in the world that is there, and in how many parts the batch went."""
+def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, tuple[int, ...]]:
+    """One step in the world that is there, and which part of the batch each rank brought."""
     module, batch = case.build()
     sharded = case.shard(module, mesh.make())
     parts = split_batch(batch, sharded.num_parts)
@@ -130,9 +133,10 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, int]:
     world = current_world()
     for rank in range(world.size) if world.simulated else (world.rank,):
         mine = [_on_rank(leaf, rank) for leaf in _tensors(output)]
-        outputs |= _named(mine, sharded.part_of(rank))
+        outputs |= _named(mine, rank)
     loss_of(output).backward()
-    return _finish(sharded.module, outputs), sharded.num_parts
+    brought = tuple(sharded.part_of(rank) for rank in range(world.size))
+    return _finish(sharded.module, outputs), brought
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -152,7 +156,9 @@ def _finish(module: nn.Module, outputs: Values) -> Outcome:
     gradients = {
         name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None
     }
-    torch.optim.SGD([p for p in module.parameters() if p.grad is not None] or [_NOTHING], RATE).step()
+    torch.optim.SGD(
+        [p for p in module.parameters() if p.grad is not None] or [_NOTHING], RATE
+    ).step()
     parameters = {name: _whole(p.detach()) for name, p in module.named_parameters()}
     return Outcome(outputs, gradients, parameters, {"the next draws": torch.rand(4)})
 
@@ -161,10 +167,10 @@ _NOTHING = torch.zeros(1, requires_grad=True)
 
 
 class _updates_together:
-    """Collections that update in backward: what the parts say becomes one update, as when sharded."""
+    """Collections that update in backward: all parts make one update, as when sharded."""
 
     def __init__(self, module: nn.Module) -> None:
-        found = [getattr(inner, "optimizer", None) for inner in module.modules()]
+        found: list[Any] = [getattr(inner, "optimizer", None) for inner in module.modules()]
         self._optimizers = [each for each in found if hasattr(each, "hold")]
         self._held: list[Any] = []
 
@@ -189,9 +195,9 @@ def _tensors(output: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
-def _named(output: Any, part: int) -> Values:
+def _named(output: Any, rank: int) -> Values:
     leaves = _tensors(output)
-    label = f"part {part}"
+    label = f"on rank {rank}"
     return {
         f"{label}, tensor {number}" if len(leaves) > 1 else label: leaf.detach()
         for number, leaf in enumerate(leaves)

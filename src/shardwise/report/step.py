@@ -15,18 +15,11 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short
-from shardwise.debug.visualize import tiling
+from shardwise.debug.visualize import Part, tiling
 from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
 from shardwise.report.timeline import Span, Timeline, expected_s
-
-
-@dataclass(frozen=True)
-class Part:
-    """A block of a parameter and the ranks that hold it; `box` has (start, stop) per dim."""
-
-    box: tuple[tuple[int, int], ...]
-    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -184,9 +177,7 @@ def report_step(
     report.seconds = max((span.stop_s for span in timeline.spans), default=0.0)
     report.spans = timeline.spans
     report.outputs = list(outputs.found.values())
-    report.parameters = [
-        parameter_report(name, p, ranks) for name, p in module.named_parameters()
-    ]
+    report.parameters = [parameter_report(name, p, ranks) for name, p in module.named_parameters()]
     sizes = dict(report.axes)
     for event, start in zip(timeline.events, timeline.times, strict=True):
         num_ranks = sizes.get(event.axis or "", len(ranks))
@@ -202,7 +193,7 @@ def report_step(
 
 def _total(loss: torch.Tensor) -> torch.Tensor:
     if loss.dim():
-        raise ValueError(f"A loss is one number, found a tensor of shape {tuple(loss.shape)}.")
+        raise LayoutError(f"A loss is one number, found a tensor of shape {tuple(loss.shape)}.")
     return loss
 
 
