@@ -83,7 +83,7 @@ def test_nothing_is_loaded_from_elsewhere(page):
     elements = Elements(page.read_text())
     for tag, attributes in elements.found:
         assert tag not in ("link", "img", "iframe")
-        assert "src" not in attributes and "href" not in attributes, (tag, attributes)
+        assert not {"src", "href"} & attributes.keys(), (tag, attributes)
     assert "url(" not in page.read_text()
 
 
