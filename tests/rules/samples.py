@@ -390,8 +390,14 @@ WITHOUT_VALUES = {
     aten.new_empty_strided.default,
 }
 
-#: Choices that are right and of no use: these ops do not read the values of their first operand.
+#: Choices that are right and of no use: these ops do not read the values of one operand.
 OF_NO_USE = {
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
     aten.copy.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
@@ -406,6 +412,7 @@ OF_NO_USE = {
 
 #: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
 UNCHECKED_KERNELS = {
+    aten._segment_reduce_backward.default,
     aten.linalg_ldl_solve.default,
     aten.linalg_lu_solve.default,
     aten.lu_unpack.default,
@@ -445,9 +452,12 @@ NOT_IN_TORCH = {
     aten._scaled_dot_product_fused_attention_overrideable_backward.default,
 }
 
-#: Choices with Partial operands that are right and would never be taken: a norm's parameters are
-#: not Partial, and torch's own loss runs in inference mode alone.
+#: Choices with Partial operands that are right and would never be taken: a norm's parameters and
+#: class weights are not Partial, torch's own loss runs in inference mode alone, and a distance is
+#: linear in two points that are both Partial only where all its results are known.
 NEVER_TAKEN = {
+    aten._cdist_backward.default,
+    aten.multi_margin_loss.default,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.nll_loss_forward.default,

@@ -93,7 +93,7 @@ def _distances() -> list[Sample]:
     between = aten._cdist_forward.default(x1, x2, 2.0, None)
     return [
         Sample(aten.linalg_cross.default, (t(5, 3), t(5, 3))),
-        Sample(aten.linalg_cross.default, (t(3, 4, 5), t(3, 1, 5), 0)),
+        Sample(aten.linalg_cross.default, (t(3, 4, 5), t(3, 1, 5)), {"dim": 0}),
         Sample(aten._cdist_forward.default, (x1, x2, 2.0, None)),
         Sample(aten._cdist_backward.default, (t(2, 5, 4), x1, x2, 2.0, between)),
         Sample(
@@ -163,7 +163,7 @@ def _searches() -> list[Sample]:
             positional(aten.searchsorted.Tensor),
             (edges[order].clone(), t(5), False, False, None, order.argsort()),
         ),
-        Sample(aten.isin.Tensor_Tensor, (torch.arange(10).view(2, 5), torch.tensor([1, 4, 8]))),
+        Sample(aten.isin.Tensor_Tensor, (torch.arange(10).view(2, 5), torch.tensor([8, 1, 4]))),
         Sample(aten.isin.Tensor_Scalar, (torch.arange(10).view(2, 5), 4)),
     ]
 
@@ -202,7 +202,7 @@ def _running_whole() -> list[Sample]:
     data, lengths = t(5, 2), torch.tensor([2, 3])
     reduced = aten.segment_reduce.default(data, "sum", lengths=lengths)
     steps, labels = t(6, 2, 4).log_softmax(-1), torch.tensor([[1, 2, 3], [1, 1, 2]])
-    lengths_in, lengths_out = torch.tensor([6, 5]), torch.tensor([3, 2])
+    lengths_in, lengths_out = torch.tensor([6, 6]), torch.tensor([3, 3])
     loss, alpha = aten._ctc_loss.Tensor(steps, labels, lengths_in, lengths_out)
     as_lists = (lengths_in.tolist(), lengths_out.tolist())
     return [

@@ -95,7 +95,7 @@ class LocalTensor(torch.Tensor):
         """The plain tensor that all ranks hold, or an error that says which differ."""
         first = self._parts[0]
         for part in self._parts[1:]:
-            if part.shape != first.shape or not torch.equal(part, first):
+            if part.shape != first.shape or not same_values(part, first):
                 raise self._mismatch("one tensor", self._parts)
         return first
 
@@ -298,7 +298,7 @@ def _check_same_write(
     func: Any, before: list[Any], here: list[Any], roster: Roster, part: int
 ) -> None:
     for old, new in zip(before, here, strict=True):
-        if isinstance(new, torch.Tensor) and old is not new and not torch.equal(old, new):
+        if isinstance(new, torch.Tensor) and old is not new and not same_values(old, new):
             raise RankMismatchError(
                 f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
                 "earlier rank into a tensor that these ranks share (a plain tensor, or a "
@@ -329,6 +329,15 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
         whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two ranks hold the same; a NaN is the same as a NaN."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+        return False
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:

@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
-from shardwise.dtensor.keywords import run_by_keyword, without_out, written_keywords
+from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.tensor import DTensor, as_layouts
 from shardwise.rules.infer import hollowed
@@ -30,6 +30,7 @@ _MAKE_TENSORS = (
     aten.linalg_matrix_rank.atol_rtol_float,
     aten.linalg_matrix_rank.atol_rtol_tensor,
     aten.linalg_matrix_rank.tol_tensor,
+    aten._scaled_dot_product_attention_math.default,
 )
 
 
@@ -83,7 +84,10 @@ def stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
-def _into_out(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(aten, packet), overload)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
     if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
         raise RuntimeError(
@@ -94,15 +98,34 @@ def _into_out(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def register(library: torch.library.Library) -> None:
-    """Give torch these kernels for DTensors, with the forms that write to `out`."""
+    """Give torch these kernels for DTensors."""
     for op in _MAKE_TENSORS:
         _implement(library, op, functools.partial(_put_together, op))
-        for name in op.overloadpacket.overloads():
-            other = getattr(op.overloadpacket, name)
-            if written_keywords(other) and without_out(other) is op:
-                _implement(library, other, functools.partial(_into_out, other))
     _implement(library, aten.stft.default, stft)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
+    for name in _composite_out_forms():
+        library.impl(name, functools.partial(_into_out, name), "AutogradPrivateUse3")
+
+
+#: Forms for `out=` whose names do not say so.
+_OTHER_OUT_FORMS = (
+    "divide.out_mode",
+    "linalg_eigh.eigvals",
+    "linalg_matrix_rank.out_tol_tensor",
+    "linalg_pinv.out_rcond_tensor",
+    "linalg_svd.U",
+    "qr.Q",
+    "svd.U",
+)
+
+
+def _composite_out_forms() -> list[str]:
+    """The composite ops with `out=`, but for those that make tensors out of nothing."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
+    found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
+    made = ("empty.", "rand.", "randn.")
+    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith(made)]
 
 
 def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:

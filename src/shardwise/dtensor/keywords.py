@@ -52,6 +52,8 @@ def run_by_keyword(
         targets = list(targets[0])
     for target, value in zip(targets, results, strict=True):
         torch.ops.aten.copy_.default(target, value)
+    if not op._schema.returns:
+        return None
     return targets[0] if isinstance(result, torch.Tensor) else tuple(targets)
 
 

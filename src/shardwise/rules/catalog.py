@@ -105,10 +105,8 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    same_name = getattr(packet, op._schema.overload_name or "default", None)
-    return same_name or with_arguments(
-        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
-    )
+    # Not by the overload's name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar is another op.
+    return with_arguments(packet, [(a.name, str(a.type)) for a in op._schema.arguments])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -116,6 +114,8 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
     if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
         return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # the twin would draw other numbers
     twin = functional_twin(op)
     # `copy_` is what writes back; the others do not read what they write to. A table is never
     # gathered, not even to scale its rows down.

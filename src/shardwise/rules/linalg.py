@@ -66,7 +66,7 @@ RULES: Table = table(
     rule(aten._cdist_forward.default, like="... p [m], ... r [m] -> ... p r"),
     rule(
         aten._cdist_backward.default,
-        like="... p r, ... p [m], ... r [m], ... p r -> ... p [m]",
+        like="... p r, ... p m, ... r m, ... p r -> ... p m",
         linear=((0,),),
     ),
 )

@@ -220,7 +220,10 @@ def _on_one_device(sample: Sample) -> Any:
 def _same_seed() -> Iterator[None]:
     """Draws inside take the same random numbers every time, and none from outside."""
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
+        # Not torch.manual_seed: without a GPU it formats a stack for every kind of device.
+        torch.default_generator.manual_seed(0)
+        if torch.cuda.is_initialized():
+            torch.cuda.manual_seed_all(0)
         yield
 
 

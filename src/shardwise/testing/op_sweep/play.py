@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank
@@ -152,6 +152,8 @@ class Alone:
         args, kwargs, leaves = placed(sample, lambda t: t.detach().clone())
         torch.default_generator.manual_seed(seed)
         result = self.entry(*args, **kwargs)
+        #: The result as the op returns it, in its tuples and lists.
+        self.whole = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         grads = None
         if self.entry.supports_autograd and leaves:
             with contextlib.suppress(Exception):
@@ -293,7 +295,7 @@ def _cases(
         yield "backward", backward
     if entry.get_inplace() is not None and _can_write(entry, sample, alone):
         yield "inplace", inplace
-    if entry.supports_out and "out" not in sample.kwargs and not alone.random:
+    if entry.supports_out and not alone.random and _takes_out(entry, sample, alone):
         yield "out", out
 
 
@@ -304,6 +306,17 @@ def _blank(leaf: Any) -> Any:
     layout = gradient_layout(leaf._layout)
     blank = torch.zeros(leaf.shape, dtype=leaf.dtype)
     return distribute_tensor(blank, layout.grid.mesh, layout.placements, src_data_rank=None)
+
+
+def _takes_out(entry: Any, sample: Sample, alone: Alone) -> bool:
+    args, kwargs, _ = placed(sample, lambda t: t.detach().clone())
+    try:
+        with torch.no_grad():
+            targets = tree_map(torch.zeros_like, alone.whole)
+            entry(*args, **kwargs, out=targets)
+    except Exception:
+        return False
+    return True
 
 
 def _can_write(entry: Any, sample: Sample, alone: Alone) -> bool:
