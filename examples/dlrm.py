@@ -44,11 +44,11 @@ def main():
         model.tables.shard(mesh, PLAN)
         data_parallel(model.top, mesh)
         optimizer = torch.optim.SGD(model.top.parameters(), lr=0.1)
+        one_each = own(lambda rank: torch.ones(SIZE * len(TABLES), dtype=torch.int64))
         for step in range(20):
             ids = own(lambda rank, step=step: examples(step, rank)[0].flatten())
             clicks = own(lambda rank, step=step: examples(step, rank)[1])
-            lengths = torch.ones(SIZE * len(TABLES), dtype=torch.int64)
-            batch = Jagged(["user", "item", "hour"], ids, lengths=own(lambda rank: lengths.clone()))
+            batch = Jagged(["user", "item", "hour"], ids, lengths=one_each)
             loss = nn.functional.binary_cross_entropy_with_logits(model(batch), clicks)
             optimizer.zero_grad()
             loss.backward()  # tables are updated on the way
