@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 LAYERS = [
     {"errors"},
     {"core"},
-    {"comm", "random", "kernels", "launch"},
+    {"comm", "random", "kernels"},
     {"redistribute"},
     {"rules"},
     {"dtensor"},

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.cli.console import console
-from shardwise.launch import LOOPBACK, run_processes
+from shardwise.report.processes import LOOPBACK, run_processes
 
 OLDEST, NEWEST = (2, 11), (2, 13)
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
 from shardwise.dtensor.tensor import DTensor
-from shardwise.launch import Reporter, run_processes
 from shardwise.report import Mesh, StepReport, report_step
+from shardwise.report.processes import Reporter, run_processes
 
 #: Called after each step with its number, loss and examples per second.
 Progress = Callable[[int, float, float], None]

@@ -24,9 +24,9 @@ from shardwise.comm.simulate import simulate
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
-from shardwise.launch import run_processes
 from shardwise.report.batches import call, per_rank, split_batch
 from shardwise.report.case import Case, Mesh
+from shardwise.report.processes import run_processes
 
 RATE = 0.1
 TOLERANCE = 1e-4
