@@ -47,7 +47,7 @@ def run_demo(options: Options, console: Console) -> int:
     task = _task(options, console)
     num_ranks = options.processes or options.ranks
     world = f"{num_ranks} gloo processes" if options.processes else f"{num_ranks} simulated ranks"
-    torch.set_num_threads(min(2, torch.get_num_threads()))
+    torch.set_num_threads(1)  # the model is small: more threads wait for each other
     with bar(console, "one device", task.num_steps) as progress:
         one = train_alone(task, progress)
     with bar(console, world, task.num_steps) as progress:
