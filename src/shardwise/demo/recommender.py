@@ -16,9 +16,14 @@ TABLE_RATE = 0.1
 
 
 def mlp(*widths: int) -> nn.Sequential:
+    """Linear layers with a smooth function between them.
+
+    With ReLU, rounding decides whether a value near its kink passes a gradient, and two trainings
+    that differ by rounding alone drift apart by whole updates.
+    """
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(itertools.pairwise(widths)):
-        layers += [nn.ReLU()] * (number > 0) + [nn.Linear(before, after)]
+        layers += [nn.GELU()] * (number > 0) + [nn.Linear(before, after)]
     return nn.Sequential(*layers)
 
 
