@@ -6,6 +6,7 @@ Gloo processes on this machine, one thread each. The sides of a case take turns,
 phase of the machine hits all of them, and ratios are medians of the turns' own ratios. CPU seconds
 are summed over ranks (all threads of the processes); bytes are what the processes' sockets sent, as
 the kernel counts them; memory is the peak of a rank above what it had before its tables were made.
+The floor reads the rows, sends the bytes and adds to the rows, with all else done beforehand.
 torchrec's rows need `torchrec` and `fbgemm-gpu-cpu`; they are left out where these are missing.
 """
 
@@ -68,10 +69,12 @@ class Turn:
 def cases(wanted: Sequence[str]) -> list[list[Side]]:
     """Groups of sides that take turns with each other."""
     rival = ["torchrec"] if importlib.util.find_spec("torchrec") else []
+    fbgemm = ["shardwise, fbgemm"] if importlib.util.find_spec("fbgemm_gpu") else []
     found: dict[str, list[Side]] = {}
     for kind in ("table_wise", "column_wise", "row_wise"):
         for optimizer in ("sgd", "row-wise adagrad"):
-            sides = [Side(name, kind, optimizer) for name in ["shardwise", *rival]]
+            names = ["shardwise", *rival, *fbgemm, *(["floor"] if optimizer == "sgd" else [])]
+            sides = [Side(name, kind, optimizer) for name in names]
             found[f"{kind}/{optimizer}"] = sides
     found["ordinary"] = [
         *(Side("shardwise", k, "torch SGD") for k in ("table_wise", "column_wise", "row_wise")),
@@ -270,6 +273,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--worlds", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--cases", nargs="*", default=[], help="parts of names; all without")
+    parser.add_argument("--sides", nargs="*", default=[], help="names; all without")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--rows", type=int, default=Sizes().rows)
     parser.add_argument("--json", type=Path, metavar="PATH")
@@ -278,6 +282,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results: list[Result] = []
     for world in options.worlds:
         for sides in cases(options.cases):
+            sides = [s for s in sides if not options.sides or s.name in options.sides]
             found = measure(sides, world, sizes, options.repeats)
             show(found)
             results += found

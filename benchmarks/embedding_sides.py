@@ -229,12 +229,63 @@ def dtensor(sizes: Sizes, kind: str, optimizer: str) -> Step:
     return lambda ids, target: step(ids, target) * mesh.size()
 
 
+# -- the floor -------------------------------------------------------------------------------
+
+
+def floor(sizes: Sizes, kind: str, optimizer: str) -> Step:
+    """What cannot be left out, and nothing else: read the rows, send the bytes, add to the rows.
+
+    Everything that depends on the ids alone is done beforehand, and the loss is not computed.
+    """
+    world = dist.get_world_size()
+    tables, bags_per_source = sizes.tables, sizes.tables * sizes.batch
+    rows, width, num_bags, ids_per_bag = sizes.rows, sizes.dim, bags_per_source, sizes.ids
+    if kind == "table_wise":
+        tables = -(-tables // world)
+        num_bags = tables * sizes.batch * world
+    else:
+        num_bags *= world
+    if kind == "column_wise":
+        width //= world
+    if kind == "row_wise":
+        rows, ids_per_bag = -(-rows // world), max(1, round(sizes.ids / world))
+    num_rows = tables * rows
+    weight = torch.randn(num_rows, width)
+    table = torch.arange(num_bags) % tables
+    ids = torch.randint(rows, (num_bags, ids_per_bag)) + table.unsqueeze(1) * rows
+    ids = ids.flatten().int()
+    offsets = torch.arange(0, len(ids) + 1, ids_per_bag, dtype=torch.int32)
+    order = torch.argsort(ids, stable=True)
+    bags = (order // ids_per_bag).int()
+    edges = torch.zeros(num_rows + 1, dtype=torch.int32)
+    edges[1:] = torch.bincount(ids, minlength=num_rows).cumsum(0)
+    matrix = torch.sparse_csr_tensor(edges, bags, torch.ones(len(ids)), (num_rows, num_bags))
+    num_ints = -(-(len(ids) + num_bags) // world) * world
+    message = torch.zeros(num_ints, dtype=torch.int32)
+    num_numbers = -(-num_bags * width // world) * world
+
+    def exchange(sent: torch.Tensor, num: int) -> None:
+        even = F.pad(sent, (0, num - len(sent)))
+        dist.all_to_all_single(torch.empty_like(even), even)
+
+    def step(_: torch.Tensor, target: torch.Tensor) -> float:
+        exchange(message, num_ints)
+        found = F.embedding_bag(ids, weight, offsets, mode="sum", include_last_offset=True)
+        exchange(found.view(-1), num_numbers)
+        exchange(found.view(-1), num_numbers)
+        torch.addmm(weight, matrix, found, alpha=-1e-9, out=weight)
+        return 0.0
+
+    return step
+
+
 SIDES: dict[str, Callable[..., Step]] = {
     "shardwise": ours,
     "shardwise, fbgemm": functools.partial(ours, backend="fbgemm"),
     "torchrec": torchrec,
     "DDP": ddp,
     "torch DTensor": dtensor,
+    "floor": floor,
 }
 
 

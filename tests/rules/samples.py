@@ -117,6 +117,12 @@ def _reduce() -> list[Sample]:
         Sample(aten.sum.dim_IntList, (x, [])),
         Sample(aten.sum.default, (torch.arange(5),)),
         Sample(aten.mean.default, (x,)),
+        *(
+            Sample(aten.linalg_vector_norm.default, (t(5, 3), order, *rest))
+            for order in (2, 1.0, 3.5, 0, float("inf"), -1, float("-inf"))
+            for rest in ((), ([1],), ([-2], True))
+        ),
+        Sample(aten.linalg_vector_norm.default, (t(5),), {"dtype": torch.float64}),
         Sample(aten.mean.dim, (x, [0])),
         Sample(aten.mean.dim, (t(2, 3, 5), [1, -1], True)),
         Sample(aten._local_scalar_dense.default, (torch.tensor(3.0),)),

@@ -156,15 +156,21 @@ class LocalTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
-        if self._roster is meta:
+        return self.held_like(meta)
+
+    def held_like(self, roster: Roster) -> LocalTensor:
+        """The same values, held as `roster` says; ranks that share a part there must agree.
+
+        A gradient may be held rank by rank where the value was held once.
+        """
+        if self._roster is roster:
             return self
-        # A gradient may be held rank by rank where the value was held once.
         first: dict[int, torch.Tensor] = {}
-        for place, part in enumerate(meta.index):
+        for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
-            if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
+            if value is not first.setdefault(part, value) and not _same(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
-        return LocalTensor([first[part] for part in range(meta.num_parts)], meta)
+        return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:
@@ -194,6 +200,13 @@ class LocalTensor(torch.Tensor):
         if isinstance(results[0], torch.Tensor):
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is the same as NaN."""
+    return torch.equal(a, b) or (
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:

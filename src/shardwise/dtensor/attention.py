@@ -29,7 +29,14 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
 ) -> Any:
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
-    if is_causal and attn_mask is None and all(type(t) is DTensor for t in (query, key, value)):
+    distributed = all(type(t) is DTensor for t in (query, key, value))
+    if distributed and dropout_p > 0 and query.is_cuda:
+        # Fused kernels draw inside, in their own order: no part can draw what the whole would.
+        if is_causal and attn_mask is None:
+            attn_mask, is_causal = _causal_mask(query, key), False
+        math = aten._scaled_dot_product_attention_math.default
+        return math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    if is_causal and attn_mask is None and distributed:
         operands = (query, key, value, None, dropout_p, True)
         if torch._fused_sdp_choice(*operands, **options) == _NO_KERNEL:
             attn_mask, is_causal = _causal_mask(query, key), False

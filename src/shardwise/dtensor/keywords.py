@@ -9,6 +9,7 @@ the op itself, run without data.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -93,7 +94,8 @@ def _check_targets(
     hollow_args, hollow_kwargs = hollowed(
         as_layouts(list(args)), tree_map(as_layouts, dict(kwargs))
     )
-    with torch.no_grad():
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that a target is resized: it is refused below
         op(*hollow_args, **hollow_kwargs)
     for name, target in zip(names, targets, strict=True):
         pairs = zip(_listed(target), _listed(hollow_kwargs[name]), strict=True)

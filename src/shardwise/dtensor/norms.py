@@ -211,13 +211,22 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     num = len(normalized_shape)
     if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
-    aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
+    if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
+        aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
     if eps is None:
         eps = torch.finfo(x.dtype).eps
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
     normal = wide * torch.rsqrt(mean + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)
+
+
+def _fits(x: Any, normalized_shape: Any, weight: Any) -> bool:
+    """Whether there is nothing for torch to check, which takes longer than the norm itself."""
+    shape = tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        return False
+    return weight is None or (tuple(weight.shape) == shape and weight.dtype == x.dtype)
 
 
 def _shards_last(x: DTensor, num: int) -> bool:

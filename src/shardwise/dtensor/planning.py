@@ -17,9 +17,10 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
+from shardwise.dtensor.reduced import reduced_once
 from shardwise.dtensor.strict import forbid_move, forbid_sent
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.redistribute.execute import Run, prepare
+from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, outputs_of
@@ -163,26 +164,6 @@ def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequenc
 
 def _reduces(steps: Sequence[Step]) -> bool:
     return all(step.kind == "all_reduce" for step in steps)
-
-
-def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
-    """Reduce a Partial tensor; one without history remembers its reduction until it is written to.
-
-    A replicated parameter's gradient may be Partial, and an optimizer reads it several times: it is
-    reduced once. What torch.compile traces is left alone.
-    """
-    parts = getattr(local, "_parts", (local,))
-    part = parts[0]
-    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
-        return reduce(local)
-    # Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
-    versions = [tensor._version, *(part._version for part in parts)]
-    known = tensor.__dict__.get("_reduced")
-    if known is not None and known[0] is local and known[1] is target and known[2] == versions:
-        return known[3]
-    reduced = reduce(local)
-    tensor.__dict__["_reduced"] = (local, target, versions, reduced)
-    return reduced
 
 
 def _forbid(

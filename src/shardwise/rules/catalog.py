@@ -36,6 +36,7 @@ from shardwise.rules import (
     routed,
     row_sparse,
     search,
+    vector_norm,
     views,
     whole,
 )
@@ -63,6 +64,7 @@ CATALOG: Table = merge(
     bags.RULES,
     bag_grads.RULES,
     whole.RULES,
+    vector_norm.RULES,
     random.RULES,
     diagonal.RULES,
     fft.RULES,
