@@ -62,6 +62,7 @@ def test_debug():
         "CommEvent",
         "Explanation",
         "PlannedCall",
+        "ShardingPicture",
         "cache_stats",
         "check_rng",
         "explain",
