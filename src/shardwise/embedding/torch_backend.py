@@ -118,7 +118,7 @@ def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: R
 
 def _squares(weight: torch.Tensor, grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
     """The mean square of the gradient of each row."""
-    rows, bags, weights, starts = looked_up
+    _, bags, weights, starts = looked_up
     if weights is not None or weight.shape[1] < _WIDE:
         return torch.cat([mean_squares(sums) for _, sums in _chunks(weight, grad, looked_up)])
     # Most rows are in one bag, and have its gradient: only those of several are added up.
