@@ -16,7 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 LAYERS = [
     {"errors"},
     {"core"},
-    {"comm", "rng", "kernels"},
+    {"comm", "random", "kernels"},
     {"redistribute"},
     {"rules"},
     {"dtensor"},
@@ -268,8 +268,8 @@ def test_lawful_imports_pass(tmp_path):
 
 
 def test_siblings_of_one_layer_stay_apart(tmp_path):
-    house = play(tmp_path, {"comm.py": "", "rng.py": "import os\nfrom .comm import Comm"})
-    assert [fault.partition(" ")[0] for fault in layer_faults(*house)] == ["shardwise/rng.py:2:"]
+    house = play(tmp_path, {"comm.py": "", "random.py": "import os\nfrom .comm import Comm"})
+    assert [fault.partition(" ")[0] for fault in layer_faults(*house)] == ["shardwise/random.py:2:"]
 
 
 def test_unknown_room_is_named(tmp_path):

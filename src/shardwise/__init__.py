@@ -20,10 +20,14 @@ from shardwise.dtensor.create import (
     full,
     ones,
     rand,
+    randint,
     randn,
+    randperm,
     zeros,
 )
+from shardwise.dtensor.gathered import fallback
 from shardwise.dtensor.gradients import reduce_gradients
+from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
@@ -32,10 +36,13 @@ from shardwise.errors import (
     MixedTensorsError,
     RankMismatchError,
     RedistributionError,
+    ReplicationWarning,
     ShardwiseError,
     UnsupportedError,
     WorldError,
 )
+from shardwise.random.mode import rng
+from shardwise.rules.register import register_rule, register_sharding
 
 __version__ = "0.1.0"
 
@@ -53,6 +60,7 @@ __all__ = [
     "RankMismatchError",
     "RedistributionError",
     "Replicate",
+    "ReplicationWarning",
     "Shard",
     "ShardwiseError",
     "UnsupportedError",
@@ -61,13 +69,20 @@ __all__ = [
     "distribute_tensor",
     "empty",
     "explicit_redistribution",
+    "fallback",
     "full",
     "implicit_replication",
     "init_device_mesh",
+    "local_map",
     "ones",
     "rand",
+    "randint",
     "randn",
+    "randperm",
     "reduce_gradients",
+    "register_rule",
+    "register_sharding",
+    "rng",
     "simulate",
     "zeros",
 ]

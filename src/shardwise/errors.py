@@ -9,10 +9,14 @@
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
-    ├── RankMismatchError  (RuntimeError)         ranks of a simulated world that disagree
+    ├── PlanError          (RuntimeError)         entries of a plan that contradict each other
+    ├── PathError          (KeyError)             a path of a plan that is empty or leads nowhere
+    ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     └── RedistributionError (RuntimeError)        communication that strict mode does not allow
 
-Every one derives from the builtin that ordinary code would catch. A message says what was asked,
+    ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
+
+Every error derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
 """
 
@@ -56,9 +60,24 @@ class WorldError(ShardwiseError, RuntimeError):
     """A process group, a mesh or a tensor belongs to another world, or to none."""
 
 
+class PlanError(ShardwiseError, RuntimeError):
+    """Entries of a plan contradict each other."""
+
+
+class PathError(ShardwiseError, KeyError):
+    """A path of a plan is empty or leads nowhere."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the message in quotes
+
+
 class RankMismatchError(ShardwiseError, RuntimeError):
-    """Ranks of a simulated world hold different values where one value was asked for."""
+    """Ranks hold different values where one value was asked for."""
 
 
 class RedistributionError(ShardwiseError, RuntimeError):
     """Strict mode is on, and an op would have to communicate what nobody asked for."""
+
+
+class ReplicationWarning(UserWarning):
+    """Under `fallback("replicate")`, an op without a rule gathered its operands."""

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
+from shardwise.dtensor.mixing import check_plain
 
 
 def lay(tensor, mesh, *placements):
@@ -79,6 +80,26 @@ def test_plain_tensors_are_refused_unless_asked_for(mesh):
         y = x + plain
     assert y.placements == (Shard(0),)
     assert torch.equal(y.full_tensor().agreed(), torch.ones(4, 2) + plain)
+
+
+def test_the_error_names_the_argument(mesh):
+    x, plain = lay(torch.ones(4, 2), mesh, Shard(0)), torch.ones(2)
+    for call, name in (
+        (lambda: x + plain, r"argument 1 \(other\)"),
+        (lambda: plain + x, r"argument 0 \(self\)"),
+        (lambda: torch.cat([x, plain[None]]), r"argument 0 \(tensors\)"),
+        (lambda: torch.addmm(plain, x, x.t()), r"argument 0 \(self\)"),
+    ):
+        with pytest.raises(shardwise.MixedTensorsError, match=name):
+            call()
+
+
+def test_offsets_that_torch_makes_need_no_wrapping():
+    """`F.embedding_bag` makes them out of the shape of 2-D ids."""
+    offsets, op = torch.arange(0, 6, 2), torch.ops.aten._embedding_bag.default
+    check_plain(op, offsets, 2)
+    with pytest.raises(shardwise.MixedTensorsError, match=r"argument 1 \(indices\)"):
+        check_plain(op, offsets, 1)
 
 
 def test_numbers_and_scalar_tensors_need_no_wrapping(mesh):

@@ -10,7 +10,8 @@ from by_hand import lay, value
 from torch import nn
 
 import shardwise
-from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode
 
 
 def sharded_linear(mesh, placement=Shard(0)):  # noqa: B008 (a value, never changed)
@@ -235,3 +236,34 @@ def test_a_saved_tensor_is_loaded_without_running_code(square, tmp_path):
     assert state["x"].placements == x.placements
     assert torch.equal(state["x"].full_tensor().agreed(), x.full_tensor().agreed())
     layer.load_state_dict(state["layer"])
+
+
+def test_printing_shows_the_layout_and_sends_nothing(square):
+    for placements in ([Shard(0), Shard(1)], [Partial(), Replicate()], [Shard(0), Partial()]):
+        local = LocalTensor.per_rank(lambda rank: torch.full((2, 2), float(rank)))
+        if placements[1] == Replicate():
+            local = LocalTensor.per_rank(lambda rank: torch.full((2, 2), float(rank // 2)))
+        x = shardwise.DTensor.from_local(local, square, placements)
+        with CommDebugMode() as comm:
+            for text in (repr(x), str(x), f"{x}"):
+                assert "placements=" in text
+                assert "rank 0" in text
+                assert "shape=" in text
+        assert comm.get_total_counts() == 0
+
+
+def test_data_and_detach_share_values_and_forget_history(mesh):
+    x = shardwise.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    for alias in (x.detach(), x.data):
+        assert isinstance(alias, shardwise.DTensor)
+        assert not alias.requires_grad
+        assert alias.placements == (Shard(0),)
+        alias.mul_(2)
+    assert torch.equal(x.detach().full_tensor().agreed(), torch.full((4, 2), 4.0))
+
+
+def test_a_given_stride_is_kept(mesh):
+    local = LocalTensor.per_rank(lambda rank: torch.arange(6.0).view(3, 2).t())
+    x = shardwise.DTensor.from_local(local, mesh, [Shard(1)], shape=(2, 12), stride=(1, 2))
+    assert (x.shape, x.stride()) == ((2, 12), (1, 2))
+    assert x.full_tensor().agreed().shape == (2, 12)

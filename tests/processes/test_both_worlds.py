@@ -3,9 +3,10 @@
 import programs
 import pytest
 import torch
+from both_worlds import assert_bits, assert_close, both
 from programs import S0, S1, R
-from worlds import assert_bits, assert_close, both
 
+import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
@@ -93,3 +94,35 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.convolutional_net,
+        programs.attention_and_recurrence,
+        programs.picked_and_written,
+        programs.mapped_over_parts,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_layers_and_whole_ops(processes, program):
+    assert_close(*both(processes, program))
+
+
+def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):
+    with shardwise.simulate(4):
+        content = programs.saved()
+    for requires_grad, placements, whole, shape in processes(programs.loaded, content):
+        assert requires_grad
+        assert placements == (S0,)
+        assert whole.tolist() == list(range(10))
+        assert shape == (2,)
+
+
+def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
+    contents = processes(programs.saved)
+    for _, _, whole, _ in processes(programs.loaded_mine, contents):
+        assert whole.tolist() == list(range(10))
+    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
+        programs.loaded(contents[0])

@@ -2,9 +2,9 @@
 
 import programs
 import pytest
+from both_worlds import assert_close, both
 from launcher import Failure
 from programs import S0, S1, R
-from worlds import assert_close, both
 
 from shardwise import Shard
 

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.local_tensor import (
+    LocalTensor,
+    from_ranks,
+    same_values,
+    shared_roster,
+    wrap_results,
+)
 from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.errors import ArgumentError, WorldError
@@ -54,7 +60,7 @@ def one_for_all(tensor: torch.Tensor) -> torch.Tensor:
     parts = getattr(tensor, "_parts", None)
     if parts is None or type(parts[0]) is not torch.Tensor:  # traced by torch.compile: no values
         return tensor
-    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+    if any(not same_values(part, parts[0]) for part in parts[1:]):
         return tensor
     return parts[0]
 

@@ -4,6 +4,7 @@ from shardwise.debug.cache import CacheStats, cache_stats
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.explain import Explanation, PlannedCall, explain
+from shardwise.debug.rng import check_rng
 from shardwise.debug.visualize import visualize_sharding
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Explanation",
     "PlannedCall",
     "cache_stats",
+    "check_rng",
     "explain",
     "visualize_sharding",
 ]

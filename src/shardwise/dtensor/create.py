@@ -19,8 +19,12 @@ from shardwise.dtensor.doors import stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
+from shardwise.rules.random import draw_of, draw_parts, new_parts
+
+aten = torch.ops.aten
 
 
 def distribute_tensor(
@@ -34,7 +38,8 @@ def distribute_tensor(
 
     Every rank gets its part of the values of coordinate `src_data_rank` of each mesh axis, and no
     more than that part is sent to it. With None, each rank takes its part of its own values and
-    nothing is communicated.
+    nothing is communicated. A tensor on the meta device stays there: `Module.to_empty` and
+    `reset_parameters` give it memory and values.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(2):
@@ -62,6 +67,10 @@ def distribute_tensor(
             f"src_data_rank={src_data_rank} is not a coordinate on every axis of {grid!r}."
         )
     requires_grad = tensor.requires_grad
+    if tensor.is_meta:
+        dense = stride_like(tensor, tensor.shape)
+        layout = make_layout(grid, normal, tensor.shape, dense, tensor.dtype)
+        return DTensor.wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
@@ -160,13 +169,38 @@ def full(size: Sequence[int], fill_value: float, **options: Any) -> DTensor:
 
 
 def rand(*size: Any, **options: Any) -> DTensor:
-    """Uniform random numbers, the ones that one device would draw; options as for `zeros`."""
-    return _draw(torch.rand, size, **options)
+    """Uniform random numbers, the ones that one device would draw.
+
+    Options as for `zeros`, and `generator`.
+    """
+    return _draw(draw_of(aten.uniform_.default, (), options.pop("generator", None)), size, options)
 
 
 def randn(*size: Any, **options: Any) -> DTensor:
-    """Normal random numbers, the ones that one device would draw; options as for `zeros`."""
-    return _draw(torch.randn, size, **options)
+    """Normal random numbers, the ones that one device would draw; options as for `rand`."""
+    return _draw(draw_of(aten.normal_.default, (), options.pop("generator", None)), size, options)
+
+
+def randint(low: int, high: int, size: Sequence[int], **options: Any) -> DTensor:
+    """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
+    options.setdefault("dtype", torch.int64)
+    random_from = getattr(aten.random_, "from")
+    draw = draw_of(random_from, (low, high), options.pop("generator", None))
+    return _draw(draw, (size,), options)
+
+
+def randperm(n: int, **options: Any) -> DTensor:
+    """A random order of the integers from 0 to `n` - 1; options as for `rand`.
+
+    Each rank draws all of it.
+    """
+    options.setdefault("dtype", torch.int64)
+    generator = options.pop("generator", None)
+
+    def write(tensor: torch.Tensor, _: Any) -> None:
+        torch.randperm(n, generator=generator, out=tensor)
+
+    return _draw(Draw(write, name=None, generator=generator), (n,), options)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -211,17 +245,16 @@ def _create(
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
 
 
-def _draw(
-    make: Callable[..., torch.Tensor],
-    size: tuple[Any, ...],
-    *,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    device_mesh: DeviceMesh | None = None,
-    placements: Sequence[Placement] | None = None,
-) -> DTensor:
-    """Every rank draws the whole tensor, as one device would, and keeps its part."""
-    grid, layout = _layout_for(size, dtype, device_mesh, placements)
-    whole = make(layout.shape, dtype=layout.dtype, device=grid.device_type)
-    drawn = distribute_tensor(whole, grid.mesh, layout.placements, src_data_rank=None)
-    return drawn.requires_grad_(requires_grad)
+def _draw(draw: Draw, size: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
+    requires_grad = options.pop("requires_grad", False)
+    grid, layout = _layout_for(
+        size,
+        options.pop("dtype", None),
+        options.pop("device_mesh", None),
+        options.pop("placements", None),
+    )
+    if options:
+        raise ArgumentError(f"Unknown options: {', '.join(options)}.")
+    held = new_parts(layout, torch.device(grid.device_type))
+    draw_parts(layout, held, draw)
+    return DTensor.wrap(held, layout).requires_grad_(requires_grad)

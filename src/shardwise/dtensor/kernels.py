@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import composites
+from shardwise.dtensor import attention, composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.bags import embedding_bag
 from shardwise.dtensor.row_sparse import RowSparse
@@ -26,6 +26,7 @@ from shardwise.rules.matmul import (
     matmul_left_grad,
     matmul_right_grad,
 )
+from shardwise.rules.random import rrelu_slopes
 from shardwise.rules.routed import Parcel, both_sharded, returned_grad, routed_lookup
 from shardwise.rules.row_sparse import sparse_grad
 
@@ -250,7 +251,7 @@ def matmul(left: Any, right: Any) -> Any:
         batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
         whole = batch == others or right.dim() == 2
     if not whole or left.dtype.is_complex:
-        return _matmul.decompose(left, right)
+        return products.matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _apply_matmul(left, right)
     return run(_matmul, left, right)
@@ -360,6 +361,38 @@ def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -
     op(*hollow, *options)
 
 
+# -- rrelu -----------------------------------------------------------------------------------
+
+
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    """Not torch's own: that one writes the slopes to a second tensor besides its result."""
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu(x, (lower + upper) / 2) if slopes is None else x * slopes
+
+
+def rrelu_(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+
+
+def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+    if not lower <= upper:
+        torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
+    return run(rrelu_slopes, x.detach(), lower, upper, generator) if training else None
+
+
 # -- registration ----------------------------------------------------------------------------
 
 _library = torch.library.Library("aten", "IMPL")
@@ -374,7 +407,13 @@ def register() -> None:
         ("linear", linear),
         ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
+        ("rrelu", rrelu),
+        ("rrelu_", rrelu_),
         ("nll_loss_nd", nll_loss),
+        *norms.KERNELS,
+        *products.KERNELS,
+        *recurrent.KERNELS,
+        *attention.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)

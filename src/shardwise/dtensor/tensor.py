@@ -28,16 +28,20 @@ from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
-from shardwise.core.layout import Layout, normalize
-from shardwise.core.placements import Placement, short
+from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
 from shardwise.dtensor.flat import FlatContext, source_digest
-from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.foreach import foreach_entry, is_foreach
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.numbers import beside_plain, numbers_as_plain
+from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.planning import Entry
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -45,18 +49,32 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    CATALOG,
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 aten = torch.ops.aten
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+# The keys of autocast too: torch would give a tensor of that backend none.
+_KEYS = functools.reduce(
+    lambda keys, key: keys.add(key),
+    (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3),
+)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -65,9 +83,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -125,30 +145,33 @@ class DTensor(torch.Tensor):
         # By id: an OpOverload hashes in Python. Its entry keeps it alive, so no id comes twice.
         key: list[Any] = [id(func), wish]
         operands: list[Any] = []
-        for arg in args:
-            kind = type(arg)
-            if kind is DTensor:
-                key.append(arg._layout)
-                operands.append(arg._local)
-            elif kind is int or arg is None:
-                key.append(arg)
-                operands.append(arg)
-            elif kind is float:
-                key.append(float)  # as _add_static does
-                operands.append(arg)
-            else:
-                _add_static(func, arg, key, operands)
         try:
+            for arg in args:
+                kind = type(arg)
+                if kind is DTensor:
+                    key.append(arg._layout)
+                    operands.append(arg._local)
+                elif kind is int or arg is None:
+                    key.append(arg)
+                    operands.append(arg)
+                elif kind is float:
+                    key.append(float)  # as _add_static does
+                    operands.append(arg)
+                else:
+                    _add_static(func, arg, key, operands)
             if kwargs:
                 for name, value in kwargs.items():
                     key.append(name)
                     _add_static(func, value, key, None)
+        except TensorByKeyword:
+            run_it = DTensor.__torch_dispatch__
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
+        except MixedTensorsError as error:
+            return beside_plain(func, args, kwargs or {}, error)
+        try:
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
-        except TensorByKeyword:
-            run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -198,6 +221,26 @@ class DTensor(torch.Tensor):
     def device_mesh(self) -> DeviceMesh:
         return self._layout.grid.mesh
 
+    def new_tensor(
+        self,
+        data: Any,
+        dtype: torch.dtype | None = None,
+        device: Any = None,
+        requires_grad: bool = False,
+        pin_memory: bool = False,
+    ) -> DTensor:
+        """`data` as a tensor of this dtype and device, replicated over the mesh."""
+        plain = torch.tensor(
+            data,
+            dtype=dtype or self.dtype,
+            device=device if device is not None else self.device,
+            pin_memory=pin_memory,
+        )
+        grid = self._layout.grid
+        whole = (REPLICATE,) * grid.num_axes
+        layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
+        return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -219,11 +262,14 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        async_op: bool = False,
     ) -> DTensor:
         """The global tensor whose local part is `local_tensor` on every rank.
 
         Without `shape`, all ranks are taken to hold parts of equal shape: uneven shards need
-        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks.
+        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks. With
+        `async_op`, a collective that brings the gradient back runs on until the first op that
+        reads the gradient.
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
         local = localize(grid, local_tensor)
@@ -237,7 +283,7 @@ class DTensor(torch.Tensor):
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor)
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
@@ -376,8 +422,13 @@ class _Flag:
 _TRUE, _FALSE = _Flag(), _Flag()
 
 
-def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands."""
+def _add_static(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
     kind = type(value)
     if kind is float:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
@@ -385,49 +436,63 @@ def _add_static(op: Any, value: Any, key: list[Any], operands: list[Any] | None)
     elif kind is bool:
         key.append(_TRUE if value else _FALSE)
     elif kind is list or kind is tuple:
-        inner: list[Any] = []
-        parts: list[Any] = []
-        for item in value:
-            if type(item) is int:
-                parts.append(item)
-                inner.append(item)
-            elif type(item) is DTensor and operands is not None:
-                parts.append(item._layout)
-                inner.append(item._local)
-            else:
-                _add_static(op, item, parts, None if operands is None else inner)
-        key.append(tuple(parts))
-        value = inner
+        part, value = _list_key(op, value, None if operands is None else len(operands))
+        key.append(part)
     elif isinstance(value, DTensor):
         if operands is None:
             raise TensorByKeyword
         key.append(value._layout)
         value = value._local
     elif isinstance(value, torch.Tensor):
-        check_plain(op, value)
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
     else:
         key.append(value)
     if operands is not None:
         operands.append(value)
 
 
-def check_plain(op: Any, value: torch.Tensor) -> None:
-    if value.dim() and not watch.replicate_plain and not autograd.in_formula():
-        raise MixedTensorsError(
-            f"{op} got a DTensor and a {type(value).__name__} of shape {tuple(value.shape)}. Wrap "
-            "it: DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values, "
-            "or distribute_tensor(x, mesh, placements) to lay it out; or put the call under `with "
-            "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
-        )
+def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any, list[Any]]:
+    """What a list adds to the key, and its items as local operands.
+
+    `position` is that of the argument, or None for a keyword.
+    """
+    first = type(items[0]) if items else None
+    if first is DTensor and position is not None:
+        try:  # the lists of a foreach op are long, and of tensors only
+            return tuple([x._layout for x in items]), [x._local for x in items]
+        except AttributeError:
+            pass
+    elif first is float and set(map(type, items)) == {float}:
+        return (float, len(items)), list(items)
+    key: list[Any] = []
+    operands: list[Any] = []
+    for item in items:
+        if type(item) is int:
+            key.append(item)
+            operands.append(item)
+        elif isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and is_foreach(op):
+            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
+            operands.append(item)
+        else:
+            _add_static(op, item, key, None if position is None else operands, position)
+    return tuple(key), operands
 
 
-def _as_layouts(value: Any) -> Any:
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
+
+
+#: Ids of ops whose plans depend on floats among their arguments: the key of a hit has none.
+_by_value = {id(op) for op, rule in CATALOG.items() if rule.by_value}
 
 
 def _miss(
@@ -439,13 +504,37 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
+    if key[0] in _by_value:
+        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
+        if (known := _entries.get(tuple(key))) is not None:
+            known.hits += 1
+            return _run_entry(known, operands, args, kwargs)
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
+    if not is_foreach(op) and (on_one := numbers_as_plain(args)) is not None:
+        return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -454,12 +543,13 @@ def _miss(
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
         try:
-            entry = make_entry(op, layouts, kwargs, wish)
+            entry = entry_of_call(op, layouts, kwargs, wish)
         except UnsupportedError:
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -470,6 +560,12 @@ def _miss(
             _forget_entries()
         with contextlib.suppress(TypeError):
             _entries[tuple(key)] = entry
+    return _run_entry(entry, operands, args, kwargs)
+
+
+def _run_entry(
+    entry: Entry, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     if entry.move is not None:
         entry.move(operands, args)
     local = entry.call(*operands, **kwargs)
@@ -491,11 +587,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:

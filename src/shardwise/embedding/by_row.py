@@ -54,7 +54,8 @@ def _all_at_once(query: Query, num_rows: int) -> ByRow:
         what = torch.arange(num, device=bags.device)
     bits = max(1, (num - 1).bit_length())
     assert num_rows.bit_length() + bits < 64, "rows and bags of a stack fit one number"
-    keys = sorted_in_place(query.ids.to(torch.int64).bitwise_left_shift_(bits).bitwise_or_(what))
+    keys = query.ids.to(torch.int64, copy=True).bitwise_left_shift_(bits).bitwise_or_(what)
+    keys = sorted_in_place(keys)
     rows = keys >> bits
     packed = keys.bitwise_and_((1 << bits) - 1)
     starts = starts_of_runs(rows)

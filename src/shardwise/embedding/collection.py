@@ -59,7 +59,7 @@ class _Collection(nn.Module):
         *,
         optimizer: FusedOptimizer | None = None,
         sparse: bool = True,
-        backend: str | Backend = "torch",
+        backend: str | Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:

@@ -56,6 +56,22 @@ class Jagged:
                     f"Jagged: {what} are int32 or int64, found {tensor.dtype}. Convert them first."
                 )
 
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
+        """The same batch on another device; how many bags each feature has is not moved."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        copied = Jagged(
+            self.features,
+            self.values.to(device, non_blocking=non_blocking),
+            lengths=moved(self.lengths),
+            weights=moved(self.weights),
+            batch_sizes=self.batch_sizes,
+        )
+        copied.first = moved(self.first)
+        return copied
+
     # -- other spellings ---------------------------------------------------------------------
 
     @staticmethod

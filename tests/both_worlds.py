@@ -1,4 +1,4 @@
-"""One program in both worlds: in four real processes, and in one that plays them."""
+"""Run a program in a simulated world and in real processes, and compare what they do and hold."""
 
 import torch
 from programs import record

@@ -1,0 +1,49 @@
+"""Plain tensors among DTensors: which are fine, and what is said of the others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.comm.watch import watch
+from shardwise.dtensor import autograd
+from shardwise.errors import MixedTensorsError
+
+aten = torch.ops.aten
+
+#: Arguments, by position, that torch makes itself out of sizes and numbers. They are the same on
+#: every rank, so they count as replicated: the offsets of bags of equal length.
+_MADE_BY_TORCH: dict[Any, int] = {
+    aten.embedding_bag.default: 2,
+    aten.embedding_bag.padding_idx: 2,
+    aten._embedding_bag.default: 2,
+    aten._embedding_bag_forward_only.default: 2,
+}
+
+
+def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
+    """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
+
+    `position` is that of the argument, or None for a keyword.
+    """
+    if not value.dim() or watch.replicate_plain or autograd.in_formula():
+        return
+    if position is not None and _MADE_BY_TORCH.get(op) == position:
+        return
+    raise MixedTensorsError(
+        f"{op} got a DTensor, and a plain {type(value).__name__} of shape {tuple(value.shape)} as "
+        f"{_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) where each "
+        "rank holds the same values, or distribute_tensor(x, mesh, placements) to lay it out; or "
+        "put the call under `with shardwise.implicit_replication():`. (Numbers and 0-dim tensors "
+        "need no wrapping.)"
+    )
+
+
+def _named(op: Any, position: int | None) -> str:
+    if position is None:
+        return "a keyword argument"
+    schema = getattr(op, "_schema", None)
+    if schema is None or position >= len(schema.arguments):
+        return f"argument {position}"
+    return f"argument {position} ({schema.arguments[position].name})"
