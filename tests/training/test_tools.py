@@ -119,8 +119,11 @@ def test_transformed_functions(pair):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"avg_fn": swa_utils.get_ema_avg_fn(0.9)}]
-    + [{"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)}],
+    [
+        {},
+        {"avg_fn": swa_utils.get_ema_avg_fn(0.9)},
+        {"multi_avg_fn": swa_utils.get_ema_multi_avg_fn(0.9)},
+    ],
     ids=["equal", "one by one", "together"],
 )
 def test_averaged_weights(pair, options):
