@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
 
@@ -156,15 +157,16 @@ class LocalTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
-        if self._roster is meta:
-            return self
-        # A gradient may be held rank by rank where the value was held once.
+        return self if self._roster is meta else self.held_like(meta)
+
+    def held_like(self, roster: Roster) -> LocalTensor:
+        """A gradient with other ranks sharing parts: it may be held rank by rank, or once."""
         first: dict[int, torch.Tensor] = {}
-        for place, part in enumerate(meta.index):
+        for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
             if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
-        return LocalTensor([first[part] for part in range(meta.num_parts)], meta)
+        return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:
@@ -176,6 +178,7 @@ class LocalTensor(torch.Tensor):
     # -- the op call -------------------------------------------------------------------------
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -279,7 +282,7 @@ def _run_in_place(
             )
         before = done.get(target)
         if before is not None:
-            _check_same_write(func, before[0], here, roster, part)
+            _check_same_write(func, before[0], here, roster, part, trusted=not _any_sized(leaves))
             results.append(before[1])
             continue
         part_args, part_kwargs = tree_unflatten(here, spec)
@@ -295,10 +298,15 @@ def _run_in_place(
 
 
 def _check_same_write(
-    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int
+    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int, *, trusted: bool
 ) -> None:
+    """`trusted`: a layout says that these ranks hold the same, so what is traced may pass."""
     for old, new in zip(before, here, strict=True):
-        if isinstance(new, torch.Tensor) and old is not new and not torch.equal(old, new):
+        if not isinstance(new, torch.Tensor) or old is new:
+            continue
+        if type(new) is not torch.Tensor and trusted:  # traced by torch.compile: no values
+            continue
+        if not torch.equal(old, new):
             raise RankMismatchError(
                 f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
                 "earlier rank into a tensor that these ranks share (a plain tensor, or a "

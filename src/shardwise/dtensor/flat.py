@@ -1,4 +1,11 @@
-"""What torch.compile is told of a DTensor besides its local tensor."""
+"""How torch.compile takes a DTensor apart: plain tensors, and a value that says what they are.
+
+Note [Part names]
+In a simulated world a DTensor is taken apart down to the parts of its LocalTensor, which halves the
+sizes that the compiler has to track. The names of the parts carry their number, `_part0of2`: torch
+describes a parameter and its `.grad` by one set of names when the names of one are all among those
+of the other, but a gradient that is Partial has more parts than a replicated parameter.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,8 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.roster import Roster
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement
@@ -17,7 +26,7 @@ from shardwise.core.placements import Placement
 
 @dataclass(frozen=True, slots=True)
 class FlatContext:
-    """What a compiled graph knows of a DTensor besides its local tensor: all but the sizes.
+    """What a compiled graph knows of a DTensor besides its tensors: all but the sizes.
 
     Sizes come separately, so that a new batch size does not mean a new graph.
     """
@@ -26,9 +35,36 @@ class FlatContext:
     placements: tuple[Placement, ...]
     order: tuple[int, ...]
     dtype: torch.dtype
+    #: Which rank holds which part; None in a real process.
+    roster: Roster | None
 
     def layout(self, shape: Any, stride: Any) -> Layout:
         return make_layout(self.grid, self.placements, shape, stride, self.dtype, self.order)
+
+    def local(self, inner: dict[str, torch.Tensor]) -> torch.Tensor:
+        """The local tensor out of its parts."""
+        parts = tuple(inner.values())
+        return parts[0] if self.roster is None else LocalTensor(parts, self.roster)
+
+
+def flattened(local: torch.Tensor, layout: Layout) -> tuple[list[str], FlatContext]:
+    """The names under which `part_named` gives the plain tensors of `local`, and all else."""
+    roster = None
+    names = ["_local"]
+    if isinstance(local, LocalTensor):
+        roster, num = local._roster, len(local._parts)
+        names = [f"_part{number}of{num}" for number in range(num)]
+    return names, FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
+
+
+def part_named(local: torch.Tensor, name: str) -> torch.Tensor | None:
+    """The part of a LocalTensor that goes by this name; see Note [Part names]."""
+    if not name.startswith("_part") or not isinstance(local, LocalTensor):
+        return None
+    number, _, num = name[5:].partition("of")
+    if not number.isdigit() or num != str(len(local._parts)):
+        return None
+    return local._parts[int(number)]
 
 
 @functools.cache

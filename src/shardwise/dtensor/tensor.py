@@ -30,10 +30,11 @@ from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
+from shardwise.core.untraced import untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
-from shardwise.dtensor.flat import FlatContext, source_digest
+from shardwise.dtensor.flat import FlatContext, flattened, part_named, source_digest
 from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
@@ -115,6 +116,7 @@ class DTensor(torch.Tensor):
         return out
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -308,16 +310,21 @@ class DTensor(torch.Tensor):
     # -- torch.compile -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        layout = self._layout
         if type(self._local) is Pending:
             self._local = self._local.result()
-        return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
+        return flattened(self._local, self._layout)
+
+    def __getattr__(self, name: str) -> torch.Tensor:
+        part = part_named(self._local, name) if name.startswith("_part") else None
+        if part is None:
+            raise AttributeError(f"DTensor has no attribute {name!r}")
+        return part
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        return DTensor.wrap(inner["_local"], context.layout(outer_size, outer_stride))
+        return DTensor.wrap(context.local(inner), context.layout(outer_size, outer_stride))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """As a gradient it is never Partial; see Note [Gradients are global]."""
@@ -327,7 +334,10 @@ class DTensor(torch.Tensor):
         self, context: FlatContext, expected_type: type | None = None
     ) -> DTensor:
         layout = self._layout.with_placements(context.placements, context.order)
-        return autograd.redistribute(self, layout)
+        moved = autograd.redistribute(self, layout)
+        if context.roster is None or moved._local._roster is context.roster:
+            return moved
+        return DTensor.wrap(moved._local.held_like(context.roster), layout)
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""
