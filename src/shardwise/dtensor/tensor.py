@@ -52,7 +52,12 @@ from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 aten = torch.ops.aten
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+# Keys that are given replace those of autocast, which the device would bring along.
+_KEYS = (
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+    .add(torch._C.DispatchKey.AutocastCPU)
+    .add(torch._C.DispatchKey.AutocastCUDA)
+)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 
