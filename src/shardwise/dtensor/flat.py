@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import rank_values
 from shardwise.comm.roster import Roster
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
@@ -41,10 +42,30 @@ class FlatContext:
     def layout(self, shape: Any, stride: Any) -> Layout:
         return make_layout(self.grid, self.placements, shape, stride, self.dtype, self.order)
 
-    def local(self, inner: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The local tensor out of its parts."""
+    def restored(
+        self, inner: dict[str, torch.Tensor], shape: Any, stride: Any
+    ) -> tuple[torch.Tensor, Layout]:
+        """The local tensor out of its parts, and its layout."""
         parts = tuple(inner.values())
-        return parts[0] if self.roster is None else LocalTensor(parts, self.roster)
+        local = parts[0] if self.roster is None else LocalTensor(parts, self.roster)
+        layout = self.layout(shape, stride)
+        if layout.symbolic and _ties_sizes(local, layout):
+            layout = self.layout(shape, stride)
+        return local, layout
+
+
+def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
+    """Tell the compiler what pieces of known size say about a symbolic whole; whether they did.
+
+    A piece of size 0 or 1 has no symbol. What follows for the whole must be known before the first
+    op: torch loses the size of an output that turns out to be constant later on.
+    """
+    tied = False
+    for coordinate, part in rank_values(layout.grid, local):
+        for expected, found in zip(layout.local_shape(coordinate), part.shape, strict=True):
+            if type(expected) is not int and type(found) is int:
+                tied = bool(expected == found) or tied
+    return tied
 
 
 def flattened(local: torch.Tensor, layout: Layout) -> tuple[list[str], FlatContext]:

@@ -329,7 +329,7 @@ class DTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        return DTensor.wrap(context.local(inner), context.layout(outer_size, outer_stride))
+        return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """As a gradient it is never Partial; see Note [Gradients are global]."""
