@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
@@ -201,7 +201,7 @@ class FromLocal(torch.autograd.Function):
         ctx: Any, local: torch.Tensor, layout: Layout, grad_layout: Layout, cls: Any
     ) -> Any:
         ctx.grad_layout, ctx.share = grad_layout, _share(layout)
-        ctx.plain = type(local) is torch.Tensor
+        ctx.plain = not isinstance(local, LocalTensor)
         return cls.wrap(localize(layout.grid, local).detach(), layout)
 
     @staticmethod
@@ -209,7 +209,7 @@ class FromLocal(torch.autograd.Function):
         moved = redistribute(grad, _like_tensor(ctx.grad_layout, grad._layout))
         local = sized_copy(moved._local, True)
         if ctx.plain:
-            local = one_for_all(local)
+            local = one_for_all(local, equal=all(p.is_replicate() for p in moved.placements))
         return local if ctx.share == 1 else local * ctx.share, None, None, None
 
 

@@ -68,24 +68,25 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
     return tied
 
 
-def flattened(local: torch.Tensor, layout: Layout) -> tuple[list[str], FlatContext]:
-    """The names under which `part_named` gives the plain tensors of `local`, and all else."""
-    roster = None
-    names = ["_local"]
+def flattened(x: Any) -> tuple[list[str], FlatContext]:
+    """The names of attributes of a DTensor that hold its plain tensors, and all else."""
+    local, layout = x._local, x._layout
+    names, roster = ["_local"], None
     if isinstance(local, LocalTensor):
-        roster, num = local._roster, len(local._parts)
-        names = [f"_part{number}of{num}" for number in range(num)]
+        names, roster = _part_names(type(x), len(local._parts)), local._roster
     return names, FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
 
 
-def part_named(local: torch.Tensor, name: str) -> torch.Tensor | None:
-    """The part of a LocalTensor that goes by this name; see Note [Part names]."""
-    if not name.startswith("_part") or not isinstance(local, LocalTensor):
-        return None
-    number, _, num = name[5:].partition("of")
-    if not number.isdigit() or num != str(len(local._parts)):
-        return None
-    return local._parts[int(number)]
+@functools.cache
+def _part_names(cls: type, num_parts: int) -> list[str]:
+    """See Note [Part names]. Each is a property of `cls` from now on.
+
+    A `__getattr__` would do, but torch.compile does not read other attributes of such a class.
+    """
+    names = [f"_part{number}of{num_parts}" for number in range(num_parts)]
+    for number, name in enumerate(names):
+        setattr(cls, name, property(lambda x, number=number: x._local._parts[number]))
+    return names
 
 
 @functools.cache

@@ -34,12 +34,13 @@ from shardwise.core.untraced import untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors
 from shardwise.dtensor.fallback import parts_of
-from shardwise.dtensor.flat import FlatContext, flattened, part_named, source_digest
+from shardwise.dtensor.flat import FlatContext, flattened, source_digest
 from shardwise.dtensor.foreach import foreach_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -254,6 +255,10 @@ class DTensor(torch.Tensor):
         `shape`. Nothing is communicated unless `run_check` asks to compare the ranks.
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+        if torch.compiler.is_dynamo_compiling():
+            return traced_from_local(
+                local_tensor, grid.number, placements, run_check, shape, stride, grad_placements
+            )
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
@@ -317,13 +322,7 @@ class DTensor(torch.Tensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         if type(self._local) is Pending:
             self._local = self._local.result()
-        return flattened(self._local, self._layout)
-
-    def __getattr__(self, name: str) -> torch.Tensor:
-        part = part_named(self._local, name) if name.startswith("_part") else None
-        if part is None:
-            raise AttributeError(f"DTensor has no attribute {name!r}")
-        return part
+        return flattened(self)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -387,6 +386,9 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = doors.packed(self._local.detach(), self._layout)
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
+
+
+install(DTensor.from_local)
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
