@@ -23,6 +23,7 @@ from shardwise.comm.roster import Roster
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement
+from shardwise.core.world import world_caches
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,16 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     names, roster = ["_local"], None
     if isinstance(local, LocalTensor):
         names, roster = _part_names(type(x), len(local._parts)), local._roster
-    return names, FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
+    return names, (_context if layout.symbolic else _cached_context)(layout, roster)
+
+
+def _context(layout: Layout, roster: Roster | None) -> FlatContext:
+    return FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
+
+
+#: Every call of compiled code takes each of its DTensors apart, several times.
+_cached_context = functools.lru_cache(maxsize=4096)(_context)
+world_caches.append(_cached_context.cache_clear)
 
 
 @functools.cache
@@ -85,8 +95,21 @@ def _part_names(cls: type, num_parts: int) -> list[str]:
     """
     names = [f"_part{number}of{num_parts}" for number in range(num_parts)]
     for number, name in enumerate(names):
-        setattr(cls, name, property(lambda x, number=number: x._local._parts[number]))
+        setattr(cls, name, _part(number))
     return names
+
+
+def _part(number: int) -> property:
+    def read(x: Any) -> torch.Tensor:
+        return x._local._parts[number]
+
+    def write(x: Any, part: torch.Tensor) -> None:
+        """torch puts a copy in place of a gradient's part that lies otherwise than it expected."""
+        parts = list(x._local._parts)
+        parts[number] = part
+        x._local = LocalTensor(parts, x._local._roster)
+
+    return property(read, write)
 
 
 @functools.cache
