@@ -544,3 +544,57 @@ def _memory(name):
     with open("/proc/self/status") as status:
         (line,) = (line for line in status if line.startswith(name))
     return int(line.split()[1]) * 1024
+
+
+# -- layers and ops that run whole -----------------------------------------------------------
+
+
+def _placed(mesh, tensor, *placements):
+    return shardwise.distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)
+
+
+def convolutional_net():
+    """A convolution, batch norm in training, pooling: five examples on four ranks."""
+    mesh = square()
+    x = _placed(mesh, torch.randn(5, 4, 6, 6), S0, S1).requires_grad_()
+    weight = _placed(mesh, torch.randn(6, 4, 3, 3), R, S0).requires_grad_()
+    scale = _placed(mesh, torch.randn(6), R, R).requires_grad_()
+    mean, var = _placed(mesh, torch.zeros(6), R, R), _placed(mesh, torch.ones(6), R, R)
+    hidden = F.batch_norm(F.conv2d(x, weight), mean, var, scale, training=True)
+    out = F.max_pool2d(hidden, 2)
+    out.square().sum().backward()
+    grads = {"x grad": x.grad, "weight grad": weight.grad, "scale grad": scale.grad}
+    return {"out": out, "mean": mean, "var": var, **grads}
+
+
+def attention_and_recurrence():
+    mesh = line()
+    q = _placed(mesh, torch.randn(2, 4, 5, 8), S1).requires_grad_()
+    mask = _placed(mesh, torch.randn(2, 1, 5, 5), R)
+    out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    net = nn.LSTM(8, 6)
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(_placed(mesh, parameter.detach(), R)))
+    steps, _ = net(_placed(mesh, torch.randn(3, 5, 8), S1))
+    (out.square().sum() + steps.square().sum()).backward()
+    return {"out": out, "steps": steps, "q grad": q.grad, "net grad": net.weight_hh_l0.grad}
+
+
+def picked_and_written():
+    mesh = line()
+    x = _placed(mesh, torch.randn(7, 3), S0).requires_grad_()
+    rows = _placed(mesh, torch.tensor([6, 0, 6, 2]), R)
+    picked = x[rows]
+    (picked.square().sum() + (x @ _placed(mesh, torch.randn(3, 2), R)).sum()).backward()
+    y = x.detach().clone()
+    y.index_add_(0, rows, picked.detach())
+    y.masked_fill_(y > 1, 7.0)
+    return {"picked": picked, "grad": x.grad, "y": y, "large": y[y > 0], "places": y.nonzero()}
+
+
+def mapped_over_parts():
+    mesh = line()
+    x = _placed(mesh, torch.randn(5, 3), S0).requires_grad_()
+    out = shardwise.local_map(lambda part: part * 2, out_placements=[S0])(x)
+    out.sum().backward()
+    return {"out": out, "grad": x.grad}

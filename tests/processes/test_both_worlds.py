@@ -96,6 +96,20 @@ def test_compiled_steps(processes):
             )
 
 
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.convolutional_net,
+        programs.attention_and_recurrence,
+        programs.picked_and_written,
+        programs.mapped_over_parts,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_layers_and_whole_ops(processes, program):
+    assert_close(*both(processes, program))
+
+
 def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):
     with shardwise.simulate(4):
         content = programs.saved()

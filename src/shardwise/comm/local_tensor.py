@@ -96,7 +96,7 @@ class LocalTensor(torch.Tensor):
         """The plain tensor that all ranks hold, or an error that says which differ."""
         first = self._parts[0]
         for part in self._parts[1:]:
-            if part.shape != first.shape or not torch.equal(part, first):
+            if part.shape != first.shape or not same_values(part, first):
                 raise self._mismatch("one tensor", self._parts)
         return first
 
@@ -157,14 +157,19 @@ class LocalTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
-        return self if self._roster is meta else self.held_like(meta)
+        return self.held_like(meta)
 
     def held_like(self, roster: Roster) -> LocalTensor:
-        """A gradient with other ranks sharing parts: it may be held rank by rank, or once."""
+        """The same values, held as `roster` says; ranks that share a part there must agree.
+
+        A gradient may be held rank by rank where the value was held once.
+        """
+        if self._roster is roster:
+            return self
         first: dict[int, torch.Tensor] = {}
         for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
-            if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
+            if value is not first.setdefault(part, value) and not _same(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
         return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
@@ -197,6 +202,13 @@ class LocalTensor(torch.Tensor):
         if isinstance(results[0], torch.Tensor):
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is the same as NaN."""
+    return torch.equal(a, b) or (
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:
@@ -306,7 +318,7 @@ def _check_same_write(
             continue
         if type(new) is not torch.Tensor and trusted:  # traced by torch.compile: no values
             continue
-        if not torch.equal(old, new):
+        if not same_values(old, new):
             raise RankMismatchError(
                 f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
                 "earlier rank into a tensor that these ranks share (a plain tensor, or a "
@@ -337,6 +349,15 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
         whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two ranks hold the same; a NaN is the same as a NaN."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+        return False
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:

@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.local_tensor import (
+    LocalTensor,
+    from_ranks,
+    same_values,
+    shared_roster,
+    wrap_results,
+)
 from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
@@ -64,7 +70,7 @@ def one_for_all(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
             "The gradient of a plain tensor differs between the ranks of a simulated world, and "
             "compiled code cannot return it. Give from_local() a LocalTensor, one tensor per rank."
         )
-    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+    if any(not same_values(part, parts[0]) for part in parts[1:]):
         return tensor
     return parts[0]
 

@@ -20,7 +20,7 @@ import torch
 
 from shardwise.core.chunks import Size, lengths, piece, settled
 from shardwise.core.grid import Coordinate, Grid
-from shardwise.core.placements import Partial, Placement, Replicate, Shard, short
+from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -222,8 +222,9 @@ def check_partials(placements: Sequence[Placement]) -> None:
 
 
 def partials_commute(placements: Sequence[Placement]) -> bool:
+    norms = {p for p in placements if isinstance(p, NormPartial)}
     ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    return len(ops) < 2 or ops == {"sum", "avg"}
+    return len(norms) < 2 and (len(ops) < 2 or ops == {"sum", "avg"})
 
 
 def _with_dim_from_zero(

@@ -127,6 +127,29 @@ class MaskPartial(Partial):
         return f"MaskPartial(logical_shape={self.logical_shape}, logical_dim={self.logical_dim})"
 
 
+@dataclass(frozen=True, slots=True, repr=False)
+class NormPartial(Partial):
+    """Each coordinate holds the norm of its part; the tensor is the norm of all of them.
+
+    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`; no term is negative.
+    Norms of sharded tensors are such, and so are stacks and norms of these: only the last has to
+    be reduced.
+    """
+
+    reduce_op: str = "norm"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.reduce_op != "norm" or not self.norm_type > 0:
+            raise LayoutError(
+                f"A NormPartial has reduce_op='norm' and a positive norm_type, found "
+                f"reduce_op={self.reduce_op!r}, norm_type={self.norm_type!r}."
+            )
+
+    def __repr__(self) -> str:
+        return f"NormPartial(norm_type={self.norm_type:g})"
+
+
 REPLICATE: Final = Replicate()
 SUM: Final = Partial("sum")
 
@@ -153,6 +176,8 @@ def _short(placement: Placement) -> str:
             return f"S({dim}, {sizes})"
         case Replicate():
             return "R"
+        case NormPartial():
+            return f"P(norm {placement.norm_type:g})"
         case Partial(reduce_op):
             return f"P({reduce_op})"
     return repr(placement)

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import composites
+from shardwise.dtensor import attention, composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.bags import embedding_bag
 from shardwise.dtensor.row_sparse import RowSparse
@@ -251,7 +251,7 @@ def matmul(left: Any, right: Any) -> Any:
         batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
         whole = batch == others or right.dim() == 2
     if not whole or left.dtype.is_complex:
-        return _matmul.decompose(left, right)
+        return products.matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _apply_matmul(left, right)
     return run(_matmul, left, right)
@@ -410,6 +410,10 @@ def register() -> None:
         ("rrelu", rrelu),
         ("rrelu_", rrelu_),
         ("nll_loss_nd", nll_loss),
+        *norms.KERNELS,
+        *products.KERNELS,
+        *recurrent.KERNELS,
+        *attention.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)

@@ -161,7 +161,11 @@ def _masked_grad(
         counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
     # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
-    return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
+    if not grad.is_cuda:
+        return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
+    # On CUDA the padding index has to be a row: one more than there are.
+    row = row.masked_fill(skipped, shape[0])
+    return _dense_backward(grad, row, shape[0] + 1, shape[0], False)[: shape[0]]
 
 
 def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:

@@ -146,6 +146,8 @@ class Rule:
     whose local shape they must hold on each rank. With `found_shapes` all operands and results are
     whole, and only the results themselves tell their number and shapes. `shaped_like` names the
     input whose shape and type the one output has, where torch cannot tell without data.
+    With `by_value`, choices depend on floats among the arguments, whose values plans otherwise
+    ignore.
     """
 
     choices: Callable[[Call], Iterable[Choice]]
@@ -153,6 +155,7 @@ class Rule:
     local_shape: Mapping[str, int] = field(default_factory=dict)
     found_shapes: bool = False
     shaped_like: int | None = None
+    by_value: bool = False
 
 
 Table = dict[Any, Rule]

@@ -1,0 +1,286 @@
+"""The index of a checkpoint: which tensors there are, and where their pieces lie.
+
+`model.safetensors.index.json` has what Hugging Face's sharded checkpoints have: a `weight_map` from
+tensors to files, and `metadata`. Under `shardwise` it adds the pieces with their offsets, their
+checksums, and the state that the tensors belong to. A folder or a file without that part is read
+too: its tensors are whole, and there is nothing to check them with.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.boxes import Box, fills
+from shardwise.checkpoint.safetensors import (
+    DTYPES,
+    bounded_json,
+    dtype_name,
+    natural_numbers,
+    read_header,
+)
+from shardwise.checkpoint.sums import BLOCK_BYTES
+from shardwise.checkpoint.tree import Node, check_node
+from shardwise.errors import CheckpointError
+
+FORMAT = "shardwise checkpoint 1"
+INDEX_NAME = "model.safetensors.index.json"
+WHOLE_NAME = "model.safetensors"
+MAX_INDEX_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class SavedPiece:
+    """A block of a tensor: its file, its key there, and its checksums (None: there are none)."""
+
+    file: str
+    key: str
+    box: Box
+    sums: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class SavedTensor:
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    pieces: tuple[SavedPiece, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class SavedFile:
+    """The size of a file and the checksum of its header."""
+
+    num_bytes: int
+    header_sum: int
+
+
+@dataclass(frozen=True, slots=True)
+class Index:
+    """What a checkpoint holds. `files` is empty where nothing is known but the tensors."""
+
+    folder: Path
+    tensors: dict[str, SavedTensor]
+    node: Node
+    ties: dict[str, str] = field(default_factory=dict)
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    num_ranks: int | None = None
+    #: Of the whole index; ranks that load together compare it.
+    digest: int = 0
+
+    def tensor(self, name: str) -> SavedTensor | None:
+        return self.tensors.get(self.ties.get(name, name))
+
+
+def pack_index(
+    tensors: Mapping[str, SavedTensor],
+    node: Node,
+    ties: Mapping[str, str],
+    files: Mapping[str, SavedFile],
+    num_ranks: int,
+) -> bytes:
+    """The bytes of an index."""
+    content: dict[str, Any] = {
+        "metadata": {"total_size": sum(t.num_bytes for t in tensors.values())},
+        "weight_map": {name: t.pieces[0].file for name, t in tensors.items()},
+        "shardwise": {
+            "format": FORMAT,
+            "ranks": num_ranks,
+            "files": {n: [f.num_bytes, f"{f.header_sum:08x}"] for n, f in files.items()},
+            "tensors": {name: _packed(name, t) for name, t in tensors.items()},
+            "ties": dict(ties),
+            "state": node,
+        },
+    }
+    content["shardwise"]["checksum"] = f"{_checksum(content):08x}"
+    return json.dumps(content, separators=(",", ":"), allow_nan=False).encode()
+
+
+def _packed(name: str, tensor: SavedTensor) -> dict[str, Any]:
+    pieces = [[p.file, p.key, p.box.offset, p.box.shape, p.sums] for p in tensor.pieces]
+    return {
+        "dtype": dtype_name(tensor.dtype, name),
+        "shape": tensor.shape,
+        "pieces": pieces,
+    }
+
+
+def _checksum(content: Any) -> int:
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"))
+    return zlib.crc32(text.encode())
+
+
+def read_index(path: Path) -> Index:
+    """The index of a checkpoint: a folder of ours or of Hugging Face's, or one safetensors file."""
+    if path.is_dir():
+        index = path / INDEX_NAME
+        if index.exists():
+            return _read_index_file(index)
+        if (path / WHOLE_NAME).exists():
+            return _index_of_file(path / WHOLE_NAME)
+        half = path.parent / half_name(path.name)
+        hint = f" {half} is left of a save that did not finish." if half.exists() else ""
+        raise CheckpointError(
+            f"{path} is no checkpoint: it has neither {INDEX_NAME} nor {WHOLE_NAME}.{hint}"
+        )
+    if path.name.endswith(".index.json") and path.exists():
+        return _read_index_file(path)
+    if path.exists():
+        return _index_of_file(path)
+    raise CheckpointError(f"There is no checkpoint at {path}.")
+
+
+def half_name(name: str) -> str:
+    """What a checkpoint is called until it is whole."""
+    return f".{name}.half"
+
+
+def _index_of_file(path: Path) -> Index:
+    header = read_header(path)
+    tensors = {
+        name: SavedTensor(
+            entry.dtype,
+            entry.shape,
+            (SavedPiece(path.name, name, Box((0,) * len(entry.shape), entry.shape), None),),
+        )
+        for name, entry in header.entries.items()
+    }
+    return Index(path.parent, tensors, _flat_node(tensors), digest=zlib.crc32(header.raw))
+
+
+def _flat_node(tensors: Mapping[str, Any]) -> Node:
+    return {"dict": [[name, {"tensor": name}] for name in tensors]}
+
+
+def _read_index_file(path: Path) -> Index:
+    try:
+        num_bytes = path.stat().st_size
+        if num_bytes > MAX_INDEX_BYTES:
+            raise _damaged(path, f"it has {num_bytes} bytes, at most {MAX_INDEX_BYTES} are read")
+        raw = path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    content = bounded_json(raw, str(path))
+    digest = zlib.crc32(raw)
+    if "shardwise" not in content:
+        return _foreign_index(path, content, digest)
+    ours = content["shardwise"]
+    if not isinstance(ours, dict) or ours.get("format") != FORMAT:
+        found = str(ours.get("format") if isinstance(ours, dict) else ours)[:60]
+        raise CheckpointError(f"{path} is in the format {found!r}; this version reads {FORMAT!r}.")
+    told = ours.pop("checksum", None)
+    try:
+        right = told == f"{_checksum(content):08x}"
+    except RecursionError as error:
+        raise _damaged(path, "it is nested too deeply") from error
+    if not right:
+        raise _damaged(path, "its checksum does not fit its content")
+    return _our_index(path, ours, digest)
+
+
+def _our_index(path: Path, ours: dict[str, Any], digest: int) -> Index:
+    tables = [ours.get(key) for key in ("files", "tensors", "ties")]
+    ranks = ours.get("ranks")
+    if (
+        not all(isinstance(t, dict) for t in tables)
+        or type(ranks) is not int
+        or "state" not in ours
+    ):
+        raise _damaged(path, "it lacks one of files, tensors, ties, ranks and state")
+    files = {name: _saved_file(path, name, row) for name, row in ours["files"].items()}
+    tensors = {name: _saved_tensor(path, name, row, files) for name, row in ours["tensors"].items()}
+    for name, other in ours["ties"].items():
+        if not isinstance(other, str) or other not in tensors:
+            raise _damaged(path, f"{name!r} is tied to {str(other)[:60]!r}, which is not there")
+    try:
+        check_node(ours["state"], str(path), tensors.keys() | ours["ties"].keys())
+    except RecursionError as error:
+        raise _damaged(path, "it is nested too deeply") from error
+    return Index(path.parent, tensors, ours["state"], ours["ties"], files, ranks, digest)
+
+
+def _saved_file(path: Path, name: str, row: Any) -> SavedFile:
+    _check_file_name(path, name)
+    if not (isinstance(row, list) and len(row) == 2 and natural_numbers(row[:1])):
+        raise _damaged(path, f"the entry of file {name!r} is not [bytes, checksum]")
+    return SavedFile(row[0], _hexadecimal(path, row[1], 1)[0])
+
+
+def _saved_tensor(path: Path, name: str, row: Any, files: Mapping[str, Any]) -> SavedTensor:
+    if not isinstance(row, dict) or set(row) != {"dtype", "shape", "pieces"}:
+        raise _damaged(path, f"{name!r} does not have a dtype, a shape and pieces")
+    known = isinstance(row["dtype"], str) and row["dtype"] in DTYPES
+    if not known or not natural_numbers(row["shape"]):
+        raise _damaged(path, f"the dtype or the shape of {name!r} is none")
+    if not isinstance(row["pieces"], list) or not row["pieces"]:
+        raise _damaged(path, f"{name!r} has no pieces")
+    dtype, shape = DTYPES[row["dtype"]], tuple(row["shape"])
+    pieces = tuple(_saved_piece(path, name, dtype, len(shape), p, files) for p in row["pieces"])
+    why = fills([piece.box for piece in pieces], shape)
+    if why is not None:
+        raise _damaged(path, f"the pieces of {name!r} do not make it up: {why}")
+    return SavedTensor(dtype, shape, pieces)
+
+
+def _saved_piece(
+    path: Path, name: str, dtype: torch.dtype, ndim: int, row: Any, files: Mapping[str, Any]
+) -> SavedPiece:
+    if not isinstance(row, list) or len(row) != 5:
+        raise _damaged(path, f"a piece of {name!r} is not [file, key, offset, shape, sums]")
+    file, key, offset, shape, sums = row
+    sizes_fit = all(natural_numbers(sizes) and len(sizes) == ndim for sizes in (offset, shape))
+    if not (isinstance(key, str) and isinstance(file, str) and file in files and sizes_fit):
+        raise _damaged(path, f"a piece of {name!r} is {str(row)[:80]}")
+    box = Box(tuple(offset), tuple(shape))
+    num_blocks = -(-box.numel * dtype.itemsize // BLOCK_BYTES)
+    _hexadecimal(path, sums, num_blocks)
+    return SavedPiece(file, key, box, sums)
+
+
+def _hexadecimal(path: Path, text: Any, count: int) -> list[int]:
+    try:
+        if isinstance(text, str) and len(text) == 8 * count:
+            return [int(text[i : i + 8], 16) for i in range(0, len(text), 8)]
+    except ValueError:
+        pass
+    raise _damaged(path, f"{str(text)[:60]!r} is no {count} checksums")
+
+
+def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
+    """An index without our part: the files' own headers say what there is."""
+    weight_map = content.get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise CheckpointError(f"{path} is no index of a checkpoint: it has no weight_map of files.")
+    headers = {}
+    for file in sorted(set(weight_map.values())):
+        _check_file_name(path, file)
+        headers[file] = read_header(path.parent / file).entries
+    tensors = {}
+    for name, file in weight_map.items():
+        entry = headers[file].get(name)
+        if entry is None:
+            raise _damaged(path, f"it says that {name!r} is in {file!r}, which does not have it")
+        whole = Box((0,) * len(entry.shape), entry.shape)
+        pieces = (SavedPiece(file, name, whole, None),)
+        tensors[name] = SavedTensor(entry.dtype, entry.shape, pieces)
+    return Index(path.parent, tensors, _flat_node(tensors), digest=digest)
+
+
+def _check_file_name(path: Path, name: str) -> None:
+    """A file of a checkpoint lies in its folder, whatever the index says."""
+    if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise _damaged(path, f"it names the file {name[:60]!r}, which is not in its folder")
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged: {why}.")

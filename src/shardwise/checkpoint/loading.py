@@ -1,0 +1,268 @@
+"""Loading: what a state needs is looked up in the index, checked on all ranks, then copied.
+
+Note [Nothing is half loaded]
+Names, shapes and the checksums of all bytes that are needed are checked on every rank before the
+first value is written, and a fault that one rank finds is raised on all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.checkpoint.crew import Crew, current_crew
+from shardwise.checkpoint.index import Index, read_index
+from shardwise.checkpoint.pieces import is_partial, pieces_of
+from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.saving import wait_for_saves
+from shardwise.checkpoint.templates import tensor_like
+from shardwise.checkpoint.tree import (
+    Node,
+    children,
+    decode,
+    is_stateful,
+    is_tensor,
+    joined,
+    module_state,
+)
+from shardwise.errors import CheckpointError
+
+Finish = Callable[[], Any]
+
+
+def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> Any:
+    """Read a checkpoint into a state, and return the state with the plain values that were saved.
+
+    Tensors are written in place, in whatever layout, mesh and world they have now; objects get
+    their `load_state_dict`. Every rank calls it and reads what its own pieces need. A table may ask
+    for a part of what was saved; within a module, names must be the same unless `strict` is False.
+    Hugging Face's folders and single safetensors files are read too.
+    """
+    wait_for_saves()
+    crew = current_crew()
+    matching = _Matching(strict)
+    index: list[Index] = []
+
+    def look_up() -> list[int]:
+        index.append(read_index(Path(path).absolute()))
+        matching.index = index[0]
+        matching.finish = matching.match(state, index[0].node, "")
+        matching.raise_faults()
+        return [index[0].digest] * len(crew.present)
+
+    digests = crew.together(look_up)
+    for rank, digest in enumerate(digests):
+        if digest != digests[0]:
+            raise CheckpointError(f"Ranks 0 and {rank} see different checkpoints at {path}.")
+    with Reader(index[0]) as reader:
+        wishes: list[Wish] = []
+
+        def check() -> list[None]:
+            wishes.extend(matching.wishes(crew))
+            reader.check(wishes)
+            return [None] * len(crew.present)
+
+        def fill() -> list[None]:
+            with torch.no_grad():
+                reader.fill(wishes)
+            return [None] * len(crew.present)
+
+        crew.together(check)
+        crew.together(fill)
+    return matching.finish()
+
+
+class _Matching:
+    """A state beside the tree that was saved: which tensor goes where."""
+
+    index: Index
+    finish: Finish
+
+    def __init__(self, strict: bool) -> None:
+        self.strict = strict
+        self._targets: list[tuple[str, Any]] = []
+        self._faults: list[str] = []
+
+    def raise_faults(self) -> None:
+        if self._faults:
+            shown = "\n".join(self._faults[:12])
+            more = f"\n… and {len(self._faults) - 12} more" if len(self._faults) > 12 else ""
+            raise CheckpointError(
+                f"The state does not fit the checkpoint in {self.index.folder}:\n{shown}{more}"
+            )
+
+    def wishes(self, crew: Crew) -> list[Wish]:
+        """The blocks that the ranks present need, each memory once."""
+        wishes: list[Wish] = []
+        seen: set[tuple[Any, ...]] = set()
+        for name, target in self._targets:
+            saved = self.index.tensor(name)
+            assert saved is not None, "a target without a saved tensor is a fault"
+            for piece in pieces_of(target, name, crew.present).pieces:
+                memory = piece.tensor
+                key = (
+                    memory.device,
+                    memory.data_ptr(),
+                    memory.shape,
+                    memory.stride(),
+                    piece.offset,
+                )
+                if piece.rank not in crew.present or not memory.numel() or key in seen:
+                    continue
+                seen.add(key)
+                wishes.append(Wish(name, saved, piece.box, memory))
+        return wishes
+
+    # -- walking -----------------------------------------------------------------------------
+
+    def match(self, state: Any, node: Node, name: str) -> Finish:
+        """Collect the tensors of `state`; the result gives what it is after they are filled."""
+        if isinstance(state, nn.Module):
+            return self._match_module(state, node, name)
+        if is_tensor(state):
+            return self._match_tensor(state, node, name)
+        if is_stateful(state):
+            return self._match_stateful(state, node, name)
+        if isinstance(state, Mapping):
+            return self._match_table(state, node, name)
+        if isinstance(state, (list, tuple)) and any(map(_has_targets, state)):
+            return self._match_list(state, node, name)
+        values = self._restored(None, state, node)
+        return lambda: values
+
+    def _match_tensor(self, state: Any, node: Node, name: str) -> Finish:
+        if not (isinstance(node, dict) and "tensor" in node):
+            self._faults.append(f"{name or 'The state'} is a tensor here, but not as saved.")
+        else:
+            self._want(node["tensor"], state)
+        return lambda: state
+
+    def _want(self, saved_name: str, target: Any) -> None:
+        saved = self.index.tensor(saved_name)
+        assert saved is not None, "the index was checked"
+        shape = tuple(target.shape)
+        if shape != saved.shape:
+            self._faults.append(f"{saved_name} has shape {saved.shape}, asked for {shape}.")
+        elif not _converts(saved.dtype, target.dtype):
+            self._faults.append(f"{saved_name} is {saved.dtype}, asked for {target.dtype}.")
+        else:
+            self._targets.append((saved_name, target))
+
+    def _match_table(self, state: Mapping[Any, Any], node: Node, name: str) -> Finish:
+        rows = children(node)
+        if rows is None:
+            self._faults.append(f"{name or 'The state'} is a table here, but not as saved.")
+            return lambda: state
+        finishes = {}
+        for key, value in state.items():
+            if key in rows:
+                finishes[key] = self.match(value, rows[key], joined(name, key))
+            elif self.strict:
+                self._faults.append(f"{joined(name, key)} was not saved.")
+        return lambda: {k: finishes[k]() if k in finishes else v for k, v in state.items()}
+
+    def _match_list(self, state: Any, node: Node, name: str) -> Finish:
+        items = (node.get("list") or node.get("tuple")) if isinstance(node, dict) else None
+        if items is None or len(items) != len(state):
+            self._faults.append(f"{name} is a list of {len(state)} here, but not as saved.")
+            return lambda: state
+        finishes = [self.match(v, items[i], joined(name, i)) for i, v in enumerate(state)]
+        return lambda: type(state)([finish() for finish in finishes])
+
+    def _match_module(self, module: nn.Module, node: Node, name: str) -> Finish:
+        rows = children(node)
+        if rows is None:
+            self._faults.append(f"{name or 'The state'} is a module here, but not as saved.")
+            return lambda: module
+        mine = module_state(module)
+        if self.strict:
+            tied = _tied(mine)
+            missing = [k for k in mine if k not in rows and tied[k] not in rows]
+            self._faults += [f"{joined(name, k)} was not saved." for k in missing]
+            odd = [k for k in rows if k not in mine]
+            self._faults += [f"{joined(name, k)} was saved and is not in the module." for k in odd]
+        own = {id(t) for t in (*module.parameters(), *module.buffers())}
+        filled: dict[str, Any] = {}
+        in_place = True
+        for key, value in mine.items():
+            if key not in rows:
+                continue
+            if is_tensor(value) and isinstance(rows[key], dict) and "tensor" in rows[key]:
+                self._want(rows[key]["tensor"], value)
+                filled[key] = value.detach() if isinstance(value, torch.Tensor) else value
+                in_place &= id(value) in own
+            else:
+                filled[key] = self._restored(None, value, rows[key])
+                in_place = False
+
+        def finish() -> nn.Module:
+            # What the module holds itself is filled already; extra state and what a hook of the
+            # module made go the way that the module knows.
+            if not in_place:
+                module.load_state_dict(filled, strict=self.strict)
+            return module
+
+        return finish
+
+    def _match_stateful(self, state: Any, node: Node, name: str) -> Finish:
+        tree = self._restored(state, state.state_dict(), node)
+
+        def finish() -> Any:
+            state.load_state_dict(tree)
+            return state
+
+        return finish
+
+    def _restored(self, owner: Any, now: Any, node: Node, path: tuple[Any, ...] = ()) -> Any:
+        """The saved tree of an object, its tensors where `now` has them or `owner` needs them."""
+        if isinstance(node, dict) and "tensor" in node:
+            name = node["tensor"]
+            saved = self.index.tensor(name)
+            assert saved is not None, "the index was checked"
+            usable = is_tensor(now) and not is_partial(now)
+            target = now if usable else tensor_like(owner, path, saved)
+            self._want(name, target)
+            return target
+        rows = children(node)
+        if rows is not None:
+            items = now if isinstance(now, Mapping) else {}
+            return {
+                key: self._restored(owner, items.get(key), row, (*path, key))
+                for key, row in rows.items()
+            }
+        if isinstance(node, dict) and ("list" in node or "tuple" in node):
+            kind = list if "list" in node else tuple
+            items_now = now if isinstance(now, (list, tuple)) else ()
+            return kind(
+                self._restored(
+                    owner, items_now[i] if i < len(items_now) else None, item, (*path, i)
+                )
+                for i, item in enumerate(next(iter(node.values())))
+            )
+        return decode(node, _no_tensor)
+
+
+def _no_tensor(name: str) -> Any:
+    raise AssertionError(f"{name} was taken for a plain value")
+
+
+def _has_targets(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_targets, value))
+    return is_tensor(value) or is_stateful(value) or isinstance(value, Mapping)
+
+
+def _tied(state: Mapping[str, Any]) -> dict[str, str]:
+    """Per name, the first name of the same tensor."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(value), name) for name, value in state.items()}
+
+
+def _converts(saved: torch.dtype, asked: torch.dtype) -> bool:
+    """Floating-point numbers may change their precision; nothing else may change."""
+    return saved == asked or (saved.is_floating_point and asked.is_floating_point)

@@ -1,0 +1,102 @@
+"""Which pieces of a tensor the ranks present hold.
+
+Note [Pieces]
+A checkpoint knows a tensor as pieces: a rank, an offset in the global tensor, and a plain tensor
+whose memory is the tensor's own. An object that is not a DTensor or a plain tensor takes part by a
+method `__checkpoint_pieces__()` that returns a `Pieces`; it may have any number of pieces per rank
+and any tiling. In a simulated world the pieces of all ranks are present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.boxes import Box
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import rank_values
+from shardwise.core.placements import Replicate, short
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A block of a tensor on one rank. What is written to `tensor` is written to the whole."""
+
+    rank: int
+    offset: tuple[int, ...]
+    tensor: torch.Tensor
+
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.tensor.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A global tensor, and the pieces of it that ranks of this process hold."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    pieces: Sequence[Piece]
+
+
+def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
+    """The pieces of a tensor on the ranks present; a plain tensor is whole on each of them."""
+    told = getattr(value, "__checkpoint_pieces__", None)
+    if told is not None:
+        return told()
+    if isinstance(value, DTensor):
+        return _of_dtensor(value, name)
+    plain = value.detach()
+    if isinstance(plain, LocalTensor):
+        held = [(rank, plain.on_rank(rank)) for rank in plain.ranks]
+        plain = plain.agreed()
+    else:
+        held = [(rank, plain) for rank in present]
+    if plain.layout is not torch.strided or plain.is_meta:
+        raise CheckpointError(f"{name} is no dense tensor with memory: {plain.layout}, meta or so.")
+    start = (0,) * plain.dim()
+    return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])
+
+
+def is_partial(value: Any) -> bool:
+    """Whether ranks hold terms of a tensor, not parts of it."""
+    return type(value) is DTensor and any(p.is_partial() for p in value.placements)
+
+
+def reduced(value: Any) -> Any:
+    """The tensor without terms: state that an optimizer took over from a Partial gradient."""
+    if not is_partial(value):
+        return value
+    placements = [Replicate() if p.is_partial() else p for p in value.placements]
+    return value.detach().redistribute(placements=placements)
+
+
+def _of_dtensor(value: DTensor, name: str) -> Pieces:
+    layout = value._layout
+    if any(p.is_partial() for p in layout.placements):
+        raise CheckpointError(
+            f"{name} is {short(layout.placements)}: its ranks hold terms of a sum, not parts. "
+            "redistribute() it to Shard or Replicate first."
+        )
+    if value.is_meta:
+        raise CheckpointError(f"{name} is on the meta device and has no values.")
+    whole: Any = value.detach()
+    local = whole.to_local()
+    found = []
+    for coordinate, part in rank_values(layout.grid, local):
+        rank = _rank_at(layout.grid, coordinate)
+        found.append(Piece(rank, layout.box(coordinate)[0], part))
+    return Pieces(layout.shape, layout.dtype, found)
+
+
+def _rank_at(grid: Any, coordinate: tuple[int, ...]) -> int:
+    number = 0
+    for place, size in zip(coordinate, grid.shape, strict=True):
+        number = number * size + place
+    return grid.ranks[number]

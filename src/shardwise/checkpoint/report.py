@@ -1,0 +1,107 @@
+"""What a checkpoint holds, and whether all of it is sound."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.index import Index, SavedTensor, read_index
+from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.tree import decode
+from shardwise.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True)
+class TensorReport:
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    num_bytes: int
+    #: The file, the offset and the shape of each piece.
+    pieces: tuple[tuple[str, tuple[int, ...], tuple[int, ...]], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointReport:
+    """What `inspect` finds."""
+
+    path: str
+    #: How many ranks saved it; None for a checkpoint that is not of shardwise.
+    num_ranks: int | None
+    num_bytes: int
+    #: Bytes of each file.
+    files: dict[str, int]
+    tensors: tuple[TensorReport, ...]
+    #: Names that stand for the tensor of another name.
+    ties: dict[str, str]
+    #: The saved state, with the name of each tensor in its place.
+    state: Any
+    has_checksums: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What `verify` finds: how much was read, and what is damaged (nothing, when all is well)."""
+
+    num_bytes: int
+    faults: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return not self.faults
+
+
+def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
+    """What a checkpoint holds. Reads the index and the headers, no tensor."""
+    index = read_index(Path(path))
+    names = sorted({piece.file for t in index.tensors.values() for piece in t.pieces})
+    return CheckpointReport(
+        path=str(path),
+        num_ranks=index.num_ranks,
+        num_bytes=sum(t.num_bytes for t in index.tensors.values()),
+        files={name: _size(index, name) for name in names},
+        tensors=tuple(_report(name, t) for name, t in index.tensors.items()),
+        ties=dict(index.ties),
+        state=decode(index.node, lambda name: f"<tensor {name}>"),
+        has_checksums=bool(index.files),
+    )
+
+
+def _size(index: Index, name: str) -> int:
+    try:
+        return (index.folder / name).stat().st_size
+    except OSError as error:
+        raise CheckpointError(
+            f"{index.folder / name} cannot be read: {error.strerror or error}."
+        ) from error
+
+
+def _report(name: str, tensor: SavedTensor) -> TensorReport:
+    pieces = tuple((p.file, p.box.offset, p.box.shape) for p in tensor.pieces)
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return TensorReport(name, dtype, tensor.shape, tensor.num_bytes, pieces)
+
+
+def verify(path: str | os.PathLike[str]) -> Verdict:
+    """Read every byte of a checkpoint and name everything that is damaged; raises nothing."""
+    faults: dict[str, None] = {}
+    try:
+        index = read_index(Path(path))
+    except CheckpointError as error:
+        return Verdict(0, (str(error),))
+    with Reader(index) as reader:
+        for name, tensor in index.tensors.items():
+            for piece in tensor.pieces:
+                one = SavedTensor(tensor.dtype, tensor.shape, (piece,))
+                # A check looks at boxes only; no memory is needed.
+                wish = Wish(name, one, Box(piece.box.offset, piece.box.shape), torch.empty(0))
+                try:
+                    reader.check([wish])
+                except CheckpointError as error:
+                    faults[str(error)] = None
+        return Verdict(reader.num_bytes, tuple(faults))

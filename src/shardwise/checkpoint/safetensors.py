@@ -1,0 +1,198 @@
+"""The safetensors format: eight bytes of length, a JSON header, and the raw bytes of tensors.
+
+Note [Bounded headers]
+A header is read before anything in it is believed, so its length is held to `MAX_HEADER_BYTES` and
+to the size of the file, its density of brackets to what tables of tensors have, and every number in
+it to the bytes that are there. Nothing is allocated by what a header claims.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.errors import CheckpointError
+
+MAX_HEADER_BYTES = 16 << 20
+#: Tensors may begin where any dtype can; readers that map the file rely on it.
+_ALIGNMENT = 8
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One tensor of a file; `start` counts from the beginning of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """The table of a file, and the bytes it was read from."""
+
+    entries: dict[str, Entry]
+    metadata: dict[str, str]
+    raw: bytes
+    file_bytes: int
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """How the format spells a dtype."""
+    if dtype not in DTYPE_NAMES:
+        raise CheckpointError(
+            f"{what} is {dtype}, which safetensors files cannot hold; convert it to one of "
+            f"{', '.join(sorted(str(d) for d in DTYPE_NAMES))}."
+        )
+    return DTYPE_NAMES[dtype]
+
+
+def pack_header(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
+) -> tuple[bytes, dict[str, Entry]]:
+    """The bytes before the data, and where each tensor goes, in the given order."""
+    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    relative: dict[str, int] = {}
+    position = 0
+    # Wide dtypes first: then every tensor is aligned without gaps, which the format forbids.
+    for name in sorted(tensors, key=lambda n: -tensors[n][0].itemsize):
+        dtype, shape = tensors[name]
+        num_bytes = math.prod(shape) * dtype.itemsize
+        offsets = [position, position + num_bytes]
+        table[name] = {
+            "dtype": dtype_name(dtype, name),
+            "shape": list(shape),
+            "data_offsets": offsets,
+        }
+        relative[name] = position
+        position += num_bytes
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _ALIGNMENT)
+    if len(text) > MAX_HEADER_BYTES:
+        raise CheckpointError(
+            f"A file of {len(tensors)} tensors would have a header of {len(text)} bytes; at most "
+            f"{MAX_HEADER_BYTES} are read. Save fewer, larger tensors."
+        )
+    first = 8 + len(text)
+    entries = {n: Entry(*tensors[n], first + relative[n]) for n in tensors}
+    return struct.pack("<Q", len(text)) + text, entries
+
+
+def read_header(path: Path) -> Header:
+    """The table of a file, checked against the file's size."""
+    try:
+        with path.open("rb") as file:
+            file_bytes = os.fstat(file.fileno()).st_size
+            length_bytes = file.read(8)
+            if len(length_bytes) < 8:
+                raise _damaged(path, f"it has {file_bytes} bytes, too few for a header")
+            (length,) = struct.unpack("<Q", length_bytes)
+            if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+                raise _damaged(
+                    path,
+                    f"its header claims {length} bytes, the file has {file_bytes} and at most "
+                    f"{MAX_HEADER_BYTES} are read",
+                )
+            raw = file.read(length)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if len(raw) != length:
+        raise _damaged(path, "it ends inside its header")
+    table = bounded_json(raw, str(path))
+    metadata = table.pop("__metadata__", {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise _damaged(path, "its metadata is not a table of texts")
+    entries = {name: _entry(path, name, spec, 8 + length) for name, spec in table.items()}
+    _check_cover(path, entries, 8 + length, file_bytes)
+    return Header(entries, metadata, length_bytes + raw, file_bytes)
+
+
+def bounded_json(raw: bytes, what: str) -> dict[str, Any]:
+    """The JSON object in `raw`; see Note [Bounded headers]."""
+    # A list costs 20 times its two letters: what is mostly brackets is no table of tensors.
+    if raw.count(b"[") + raw.count(b"{") > 64 + len(raw) // 8:
+        raise CheckpointError(f"{what} is damaged or foreign: it is no table of tensors.")
+    try:
+        content = json.loads(raw, object_pairs_hook=_without_repeats)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{what} is damaged or foreign: {str(error)[:200]}.") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{what} is damaged or foreign: it holds no JSON object.")
+    return content
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise ValueError("a name occurs twice in one table")
+    return table
+
+
+def _entry(path: Path, name: str, spec: Any, first: int) -> Entry:
+    if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
+        raise _damaged(path, f"{name!r} does not have a dtype, a shape and data_offsets")
+    offsets = spec["data_offsets"]
+    if not (natural_numbers(spec["shape"]) and natural_numbers(offsets) and len(offsets) == 2):
+        raise _damaged(path, f"the shape or the offsets of {name!r} are no lists of sizes")
+    if not isinstance(spec["dtype"], str) or spec["dtype"] not in DTYPES:
+        raise _damaged(path, f"{name!r} has the unknown dtype {str(spec['dtype'])[:40]!r}")
+    entry = Entry(DTYPES[spec["dtype"]], tuple(spec["shape"]), first + offsets[0])
+    if entry.num_bytes != offsets[1] - offsets[0]:
+        raise _damaged(path, f"{name!r} has bytes {offsets} for shape {entry.shape}")
+    return entry
+
+
+def natural_numbers(value: Any) -> bool:
+    """Whether it is a list of ints that can be sizes: none negative, none beyond 63 bits."""
+    return (
+        isinstance(value, list)
+        and len(value) <= 64
+        and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
+    )
+
+
+def _check_cover(path: Path, entries: Mapping[str, Entry], first: int, file_bytes: int) -> None:
+    """Tensors lie one after the other and fill the file."""
+    position = first
+    for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):
+        if entry.start != position:
+            raise _damaged(path, "its tensors overlap or leave gaps")
+        position += entry.num_bytes
+    if position != file_bytes:
+        raise _damaged(path, f"its tensors end at byte {position}, the file at {file_bytes}")
+
+
+def _damaged(path: Path, why: str) -> CheckpointError:
+    return CheckpointError(f"{path} is damaged or no safetensors file: {why}.")

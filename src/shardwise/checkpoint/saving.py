@@ -1,0 +1,306 @@
+"""Saving: every rank writes the pieces that fell to it, and rank 0 makes the checkpoint appear.
+
+Note [Whole or not at all]
+A checkpoint is written to a folder with another name. When the files of all ranks are synced, rank
+0 adds the index and renames the folder; until then there is no checkpoint of that name. A save that
+fails on one rank fails on all, and its folder is removed; what a killed save leaves is removed by
+the next save of that name.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.crew import Crew, current_crew
+from shardwise.checkpoint.index import (
+    INDEX_NAME,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    half_name,
+    pack_index,
+)
+from shardwise.checkpoint.pieces import pieces_of, reduced
+from shardwise.checkpoint.shares import Held, Share, share_out
+from shardwise.checkpoint.tree import Node, make_tree, merge
+from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
+from shardwise.errors import CheckpointError
+
+#: How much of its pieces a rank copies, at most, before an asynchronous save goes on without it.
+COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class _Told:
+    """What a rank tells the others before anything is written."""
+
+    held: dict[str, Held]
+    node: Node
+    ties: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank tells of its file: None where it had nothing to write."""
+
+    file: str | None
+    saved: SavedFile | None
+    pieces: list[tuple[str, SavedPiece]]
+
+
+def save(state: Any, path: str | os.PathLike[str]) -> None:
+    """Save a module, an optimizer, a tensor, or a table of them and of plain values, to a folder.
+
+    Every rank calls it. Each piece is written by one of the ranks that hold it, into one
+    safetensors file per rank; plain tensors and values must be the same on all ranks. The folder
+    must not exist.
+
+    >>> import shardwise, shardwise.checkpoint, tempfile, torch
+    >>> with shardwise.simulate(2), tempfile.TemporaryDirectory() as folder:
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     x = shardwise.distribute_tensor(torch.arange(6), mesh, [shardwise.Shard(0)])
+    ...     shardwise.checkpoint.save({"x": x, "step": 3}, f"{folder}/first")
+    ...     y = shardwise.zeros(6, dtype=torch.int64, device_mesh=mesh)
+    ...     shardwise.checkpoint.load({"x": y, "step": 0}, f"{folder}/first")["step"]
+    ...     y.to_local().agreed()
+    3
+    tensor([0, 1, 2, 3, 4, 5])
+    """
+    _Job(state, Path(path)).run()
+
+
+def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = COPY_BYTES) -> Saving:
+    """Like `save`, but return as soon as the state may change again.
+
+    A rank copies at most `copy_bytes` of the pieces that it writes. What is beyond that is written
+    before this returns. One save runs at a time: the next save or load waits for it.
+    """
+    if copy_bytes < 0:
+        raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
+    job = _Job(state, Path(path))
+    return Saving(job, copy_bytes)
+
+
+class Saving:
+    """A save that goes on in the background."""
+
+    def __init__(self, job: _Job, copy_bytes: int) -> None:
+        self._job = job
+        self._error: BaseException | None = None
+        job.start(copy_bytes)
+        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+        _in_flight.append(self)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._job.finish()
+        except BaseException as error:
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def result(self) -> None:
+        """Wait until the checkpoint is there, or raise what went wrong."""
+        self._thread.join()
+        if self in _in_flight:
+            _in_flight.remove(self)
+        if self._error is not None:
+            raise self._error
+
+
+_in_flight: list[Saving] = []
+
+
+def wait_for_saves() -> None:
+    """Wait for a save in the background, and raise what went wrong there if nobody asked."""
+    while _in_flight:
+        _in_flight[0].result()
+
+
+class _Job:
+    """One save of the ranks of this process."""
+
+    def __init__(self, state: Any, path: Path) -> None:
+        wait_for_saves()
+        # A name that is given from another folder later is the same name.
+        self.path = path.absolute()
+        self.half = self.path.parent / half_name(self.path.name)
+        self.crew: Crew = current_crew()
+        self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
+        told = self.crew.together(lambda: self._tell(state))
+        self._node, self._ties = told[0].node, told[0].ties
+        self._wholes: dict[str, Held] = {}
+        for one in told:
+            self._node = merge(self._node, one.node)
+            self._ties = {**self._ties, **one.ties}
+            self._wholes.update(one.held)
+        self.shares = share_out([one.held for one in told])
+        self.crew.once(self._make_folder)
+
+    # -- before writing ----------------------------------------------------------------------
+
+    def _tell(self, state: Any) -> list[_Told]:
+        tree = make_tree(state)
+        held: list[dict[str, Held]] = [{} for _ in self.crew.present]
+        for name, value in tree.tensors.items():
+            pieces = pieces_of(reduced(value), name, self.crew.present)
+            boxes: dict[int, list[Box]] = {rank: [] for rank in self.crew.present}
+            for piece in pieces.pieces:
+                if piece.rank in boxes:
+                    boxes[piece.rank].append(piece.box)
+                    self._values[piece.rank, name, piece.box] = piece.tensor
+            for place, mine in enumerate(boxes.values()):
+                held[place][name] = Held(pieces.shape, pieces.dtype, tuple(mine))
+        return [_Told(table, tree.node, tree.ties) for table in held]
+
+    def _make_folder(self) -> None:
+        if self.path.exists():
+            raise CheckpointError(
+                f"{self.path} exists already: remove it, or save under another name."
+            )
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if self.half.exists():
+            shutil.rmtree(self.half)
+        self.half.mkdir()
+
+    # -- writing -----------------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._finish([None] * len(self.crew.present))
+
+    def start(self, copy_bytes: int) -> None:
+        """Write what is beyond `copy_bytes` and copy the rest, so that the state may change."""
+        self._begun: list[_RankFile | None] = []
+
+        def begin() -> list[None]:
+            left = copy_bytes
+            for rank in self.crew.present:
+                begun = _RankFile(self, rank)
+                self._begun.append(begun)
+                left -= begun.write_beyond(left)
+            return [None] * len(self.crew.present)
+
+        try:
+            self.crew.together(begin)
+        except BaseException:
+            self._drop()
+            raise
+        self._values.clear()
+
+    def finish(self) -> None:
+        self._finish(self._begun)
+
+    def _finish(self, begun: Sequence[_RankFile | None]) -> None:
+        try:
+            written = self.crew.together(lambda: self._write(begun))
+            self.crew.once(lambda: self._appear(written))
+        except BaseException:
+            self._drop()
+            raise
+
+    def _write(self, begun: Sequence[_RankFile | None]) -> list[_Written]:
+        return [
+            (one or _RankFile(self, rank)).write_rest()
+            for rank, one in zip(self.crew.present, begun, strict=True)
+        ]
+
+    def _drop(self) -> None:
+        for begun in getattr(self, "_begun", ()):
+            if begun is not None:
+                begun.close()
+        if self.crew.leads:
+            shutil.rmtree(self.half, ignore_errors=True)
+
+    def _appear(self, written: Sequence[_Written]) -> None:
+        files = {w.file: w.saved for w in written if w.file is not None and w.saved is not None}
+        pieces: dict[str, list[SavedPiece]] = {}
+        for one in written:
+            for name, piece in one.pieces:
+                pieces.setdefault(name, []).append(piece)
+        tensors = {
+            name: SavedTensor(whole.dtype, whole.shape, tuple(pieces[name]))
+            for name, whole in self._wholes.items()
+        }
+        data = pack_index(tensors, self._node, self._ties, files, self.crew.size)
+        write_synced(self.half / INDEX_NAME, data)
+        sync_folder(self.half)
+        if self.path.exists():
+            raise CheckpointError(f"{self.path} came to be while it was saved.")
+        self.half.rename(self.path)
+        sync_folder(self.path.parent)
+
+
+class _RankFile:
+    """The file of one rank: some pieces may be written before others."""
+
+    def __init__(self, job: _Job, rank: int) -> None:
+        self._shares = job.shares[rank]
+        writers = [r for r, shares in enumerate(job.shares) if shares]
+        self._file: TensorFile | None = None
+        self._done: list[tuple[str, SavedPiece]] = []
+        if not self._shares:
+            return
+        number = f"{writers.index(rank) + 1:05d}-of-{len(writers):05d}"
+        self._name = f"model-{number}.safetensors"
+        self._keys = _keys(self._shares)
+        table = {k: (s.dtype, s.box.shape) for k, s in zip(self._keys, self._shares, strict=True)}
+        self._values = [job._values[rank, s.name, s.box] for s in self._shares]
+        self._file = TensorFile(job.half / self._name, table, {"format": "pt"})
+
+    def write_beyond(self, copy_bytes: int) -> int:
+        """Write pieces until at most `copy_bytes` are left, and copy those; how many are copied."""
+        left = sum(share.num_bytes for share in self._shares)
+        while left > copy_bytes:
+            left -= self._shares[len(self._done)].num_bytes
+            self._write_next()
+        for place in range(len(self._done), len(self._shares)):
+            self._values[place] = torch.clone(self._values[place].to("cpu"))
+        return left
+
+    def _write_next(self) -> None:
+        place = len(self._done)
+        share, key = self._shares[place], self._keys[place]
+        assert self._file is not None, "a rank with pieces has a file"
+        sums = self._file.write(key, slabs_of(self._values[place]))
+        self._values[place] = torch.empty(0)  # a copy is not needed any more
+        self._done.append((share.name, SavedPiece(self._name, key, share.box, sums)))
+
+    def write_rest(self) -> _Written:
+        if self._file is None:
+            return _Written(None, None, [])
+        with self._file as file:
+            while len(self._done) < len(self._shares):
+                self._write_next()
+            file.sync()
+        saved = SavedFile(file.num_bytes, zlib.crc32(file.header))
+        return _Written(self._name, saved, self._done)
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+def _keys(shares: Sequence[Share]) -> list[str]:
+    """The keys of pieces in one file: the name, with the offset where a file has several."""
+    names = [share.name for share in shares]
+    keys = []
+    for share in shares:
+        several = names.count(share.name) > 1
+        offset = ",".join(map(str, share.box.offset))
+        keys.append(f"{share.name}[{offset}]" if several else share.name)
+    if len(set(keys)) != len(keys):
+        raise CheckpointError("Two pieces of a file have one key: a name ends like an offset.")
+    return keys

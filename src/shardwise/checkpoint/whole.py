@@ -1,0 +1,159 @@
+"""Checkpoints made whole: every tensor in one piece, as other tools read them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from shardwise.checkpoint.boxes import Box
+from shardwise.checkpoint.index import (
+    INDEX_NAME,
+    Index,
+    SavedFile,
+    SavedPiece,
+    SavedTensor,
+    half_name,
+    pack_index,
+    read_index,
+)
+from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.write import (
+    SLAB_BYTES,
+    TensorFile,
+    bytes_of,
+    sync_folder,
+    write_synced,
+)
+from shardwise.errors import CheckpointError
+
+MAX_FILE_BYTES = 5 << 30
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    prefix: str = "",
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Rewrite a checkpoint with every tensor whole, in one process and in little memory.
+
+    `source` is a checkpoint of shardwise, a folder of Hugging Face's, or one safetensors file.
+    A `target` that ends in `.safetensors` is one file, which holds tensors only; anything else is
+    a folder of files of at most `max_file_bytes` (or one tensor) each, with an index that keeps
+    plain values and adds checksums. `prefix` picks the tensors whose names begin so and cuts it
+    off, such as `"model."` of a checkpoint that holds an optimizer too; plain values then go.
+    """
+    index = _picked(read_index(Path(source).absolute()), prefix)
+    path = Path(target).absolute()
+    if path.exists():
+        raise CheckpointError(f"{path} exists already: remove it, or choose another name.")
+    half = path.parent / half_name(path.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with Reader(index) as reader:
+            if path.suffix == ".safetensors":
+                half.unlink(missing_ok=True)
+                _write_file(reader, half, list(index.tensors))
+            else:
+                shutil.rmtree(half, ignore_errors=True)
+                _write_folder(reader, half, max_file_bytes)
+        half.rename(path)
+        sync_folder(path.parent)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
+    finally:
+        if half.is_dir():
+            shutil.rmtree(half, ignore_errors=True)
+        else:
+            half.unlink(missing_ok=True)
+
+
+def _picked(index: Index, prefix: str) -> Index:
+    if not prefix:
+        return index
+    names = [n for n in (*index.tensors, *index.ties) if n.startswith(prefix) and n != prefix]
+    if not names:
+        raise CheckpointError(
+            f"No tensor in {index.folder} has a name that begins with {prefix!r}."
+        )
+    # A tie may lead outside of what is picked: then the tensor comes along under this name.
+    cut = {n: n[len(prefix) :] for n in names}
+    tensors: dict[str, SavedTensor] = {}
+    ties: dict[str, str] = {}
+    for name in names:
+        owner = index.ties.get(name, name)
+        if owner != name and owner in cut:
+            ties[cut[name]] = cut[owner]
+        else:
+            tensors[cut[name]] = index.tensors[owner]
+    node = {"dict": [[n, {"tensor": n}] for n in cut.values()]}
+    return Index(index.folder, tensors, node, ties, index.files)
+
+
+def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
+    half.mkdir()
+    index = reader.index
+    groups = _grouped(index, max_file_bytes)
+    tensors, files = {}, {}
+    for number, names in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+        sums, files[file] = _write_file(reader, half / file, names)
+        for name in names:
+            saved = index.tensors[name]
+            whole = Box((0,) * len(saved.shape), saved.shape)
+            piece = SavedPiece(file, name, whole, sums[name])
+            tensors[name] = SavedTensor(saved.dtype, saved.shape, (piece,))
+    data = pack_index(tensors, index.node, index.ties, files, 1)
+    write_synced(half / INDEX_NAME, data)
+    sync_folder(half)
+
+
+def _grouped(index: Index, max_file_bytes: int) -> list[list[str]]:
+    groups: list[list[str]] = []
+    room = 0
+    for name, tensor in index.tensors.items():
+        if not groups or tensor.num_bytes > room:
+            groups.append([])
+            room = max_file_bytes
+        groups[-1].append(name)
+        room -= tensor.num_bytes
+    return groups
+
+
+def _write_file(
+    reader: Reader, path: Path, names: Sequence[str]
+) -> tuple[dict[str, str], SavedFile]:
+    saved = reader.index.tensors
+    table = {name: (saved[name].dtype, saved[name].shape) for name in names}
+    with TensorFile(path, table, {"format": "pt"}) as file:
+        sums = {name: file.write(name, _whole_rows(reader, name)) for name in names}
+        file.sync()
+        return sums, SavedFile(file.num_bytes, zlib.crc32(file.header))
+
+
+def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order, some rows at a time, checked."""
+    saved = reader.index.tensors[name]
+    for box in _slabs(Box((0,) * len(saved.shape), saved.shape), saved.dtype.itemsize):
+        rows = torch.empty(box.shape, dtype=saved.dtype)
+        wish = [Wish(name, saved, box, rows)]
+        reader.check(wish)
+        reader.fill(wish)
+        yield bytes_of(rows)
+
+
+def _slabs(whole: Box, itemsize: int) -> Iterator[Box]:
+    """Blocks of whole rows that follow each other in memory."""
+    if not whole.shape or whole.numel * itemsize <= SLAB_BYTES:
+        yield whole
+        return
+    num_rows = max(SLAB_BYTES * whole.shape[0] // (whole.numel * itemsize), 1)
+    for start in range(0, whole.shape[0], num_rows):
+        count = min(num_rows, whole.shape[0] - start)
+        yield Box((start, *whole.offset[1:]), (count, *whole.shape[1:]))
