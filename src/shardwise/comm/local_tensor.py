@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
 
@@ -182,6 +183,7 @@ class LocalTensor(torch.Tensor):
     # -- the op call -------------------------------------------------------------------------
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -292,7 +294,7 @@ def _run_in_place(
             )
         before = done.get(target)
         if before is not None:
-            _check_same_write(func, before[0], here, roster, part)
+            _check_same_write(func, before[0], here, roster, part, trusted=not _any_sized(leaves))
             results.append(before[1])
             continue
         part_args, part_kwargs = tree_unflatten(here, spec)
@@ -308,10 +310,15 @@ def _run_in_place(
 
 
 def _check_same_write(
-    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int
+    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int, *, trusted: bool
 ) -> None:
+    """`trusted`: a layout says that these ranks hold the same, so what is traced may pass."""
     for old, new in zip(before, here, strict=True):
-        if isinstance(new, torch.Tensor) and old is not new and not same_values(old, new):
+        if not isinstance(new, torch.Tensor) or old is new:
+            continue
+        if type(new) is not torch.Tensor and trusted:  # traced by torch.compile: no values
+            continue
+        if not same_values(old, new):
             raise RankMismatchError(
                 f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
                 "earlier rank into a tensor that these ranks share (a plain tensor, or a "

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size, lengths, piece
+from shardwise.core.chunks import Size, lengths, piece, settled
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
 from shardwise.errors import ArgumentError, LayoutError
@@ -134,6 +134,9 @@ def make_layout(
     """The one layout with these values. `placements` must be normalised for `shape`."""
     shape, stride = tuple(shape), tuple(stride)
     symbolic = any(type(s) is not int for s in shape) or any(type(s) is not int for s in stride)
+    if symbolic:
+        shape, stride = tuple(map(settled, shape)), tuple(map(settled, stride))
+        symbolic = any(type(s) is not int for s in (*shape, *stride))
     order = canonical_order(placements, order)
     key = None if symbolic else (grid, placements, order, shape, stride, dtype, snapshot)
     if key is not None and (found := _interned.get(key)) is not None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from shardwise.core.opaque import graph_constant
 from shardwise.errors import ArgumentError, LayoutError
 
 REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
@@ -29,6 +30,7 @@ class Placement:
         return False
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
     """Each coordinate holds one piece of `dim`.
@@ -66,6 +68,7 @@ class Shard(Placement):
         )
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Replicate(Placement):
     """Each coordinate holds the whole tensor."""
@@ -77,6 +80,7 @@ class Replicate(Placement):
         return "Replicate()"
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
     """Each coordinate holds a term; the tensor is the reduction of the terms.
@@ -103,6 +107,7 @@ class Partial(Placement):
         return f"Partial({self.reduce_op})"
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class MaskPartial(Partial):
     """The `Partial("sum")` of a lookup in a table whose rows are sharded.

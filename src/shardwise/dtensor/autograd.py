@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
@@ -212,7 +212,7 @@ class FromLocal(torch.autograd.Function):
         async_op: bool = False,
     ) -> Any:
         ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
-        ctx.plain = type(local) is torch.Tensor
+        ctx.plain = not isinstance(local, LocalTensor)
         return cls.wrap(localize(layout.grid, local).detach(), layout)
 
     @staticmethod
@@ -221,7 +221,7 @@ class FromLocal(torch.autograd.Function):
         moved = redistribute(grad, target, ctx.async_op)
         local = later(moved._local) if ctx.async_op else sized_copy(moved._local, True)
         if ctx.plain:
-            local = one_for_all(local)
+            local = one_for_all(local, equal=all(p.is_replicate() for p in moved.placements))
         return local if ctx.share == 1 else local * ctx.share, None, None, None, None
 
 

@@ -30,10 +30,11 @@ from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
+from shardwise.core.untraced import untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.fallback import parts_of
-from shardwise.dtensor.flat import FlatContext, source_digest
+from shardwise.dtensor.flat import FlatContext, flattened, source_digest
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
@@ -42,6 +43,7 @@ from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.numbers import beside_plain, numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.planning import Entry
+from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -134,6 +136,7 @@ class DTensor(torch.Tensor):
         return out
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -272,6 +275,10 @@ class DTensor(torch.Tensor):
         reads the gradient.
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+        if torch.compiler.is_dynamo_compiling():  # which decides itself how late to wait
+            return traced_from_local(
+                local_tensor, grid.number, placements, run_check, shape, stride, grad_placements
+            )
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
@@ -333,16 +340,15 @@ class DTensor(torch.Tensor):
     # -- torch.compile -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        layout = self._layout
         if type(self._local) is Pending:
             self._local = self._local.result()
-        return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
+        return flattened(self)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        return DTensor.wrap(inner["_local"], context.layout(outer_size, outer_stride))
+        return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """As a gradient it is never Partial; see Note [Gradients are global]."""
@@ -352,7 +358,10 @@ class DTensor(torch.Tensor):
         self, context: FlatContext, expected_type: type | None = None
     ) -> DTensor:
         layout = self._layout.with_placements(context.placements, context.order)
-        return autograd.redistribute(self, layout)
+        moved = autograd.redistribute(self, layout)
+        if context.roster is None or moved._local._roster is context.roster:
+            return moved
+        return DTensor.wrap(moved._local.held_like(context.roster), layout)
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""
@@ -408,6 +417,9 @@ class DTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = doors.packed(self._local.detach(), self._layout)
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
+
+
+install(DTensor.from_local)
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
