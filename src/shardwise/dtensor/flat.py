@@ -74,7 +74,7 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     local, layout = x._local, x._layout
     names, roster = ["_local"], None
     if isinstance(local, LocalTensor):
-        names, roster = _part_names(type(x), len(local._parts)), local._roster
+        names, roster = _part_names(x.__class__, len(local._parts)), local._roster
     return names, (_context if layout.symbolic else _cached_context)(layout, roster)
 
 
