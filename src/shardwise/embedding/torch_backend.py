@@ -34,6 +34,9 @@ _CHUNK_NUMBERS = 1 << 20
 #: Rows of a stack per id of a batch, up to which a product that walks over all rows is faster.
 _ROWS_PER_ID = 8
 
+#: Columns from which on picking the rows of several bags costs less than adding up all rows.
+_WIDE = 32
+
 
 class TorchBackend:
     """Lookups through `embedding_bag`, updates through sorted ids."""
@@ -95,10 +98,7 @@ def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: R
     """See Note [An update is a product]."""
     looked_up = by_row(query, weight.shape[0])
     rows, bags, weights, starts = looked_up
-    squares = None
-    if rule.optimizer.needs_squares:
-        found = [mean_squares(sums) for _, sums in _chunks(weight, grad, looked_up)]
-        squares = torch.cat(found)
+    squares = _squares(weight, grad, looked_up) if rule.optimizer.needs_squares else None
     factors = rule.optimizer.row_factors(rows, squares, rule.state)
     counts = starts.diff()
     if weights is not None:
@@ -114,6 +114,25 @@ def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: R
     edges = edges.cumsum(0, dtype=torch.int32)
     matrix = _compressed(edges, bags, values, (weight.shape[0], grad.shape[0]))
     torch.addmm(weight, matrix, grad, alpha=alpha, out=weight)
+
+
+def _squares(weight: torch.Tensor, grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
+    """The mean square of the gradient of each row."""
+    _, bags, weights, starts = looked_up
+    if weights is not None or weight.shape[1] < _WIDE:
+        return torch.cat([mean_squares(sums) for _, sums in _chunks(weight, grad, looked_up)])
+    # Most rows are in one bag, and have its gradient: only those of several are added up.
+    squares = mean_squares(grad).index_select(0, bags.index_select(0, starts[:-1]))
+    counts = starts.diff()
+    several = counts > 1
+    which = several.nonzero().view(-1)
+    if which.numel():
+        kept = bags[spread(several, counts, bags.shape[0])]
+        edges = starts.new_zeros(which.shape[0] + 1)
+        torch.cumsum(counts.index_select(0, which), 0, out=edges[1:])
+        chunks = _chunks(weight, grad, ByRow(which, kept, None, edges))
+        squares.index_copy_(0, which, torch.cat([mean_squares(sums) for _, sums in chunks]))
+    return squares
 
 
 def _compressed(
