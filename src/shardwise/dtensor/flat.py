@@ -74,7 +74,8 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     local, layout = x._local, x._layout
     names, roster = ["_local"], None
     if isinstance(local, LocalTensor):
-        names, roster = _part_names(len(local._parts), type(x)), local._roster
+        cls: Any = type(x)
+        names, roster = _part_names(len(local._parts), cls), local._roster
     return names, (_context if layout.symbolic else _cached_context)(layout, roster)
 
 
