@@ -2,8 +2,7 @@
 
 What runs inside a compiled graph is traced below Python, op by op. But where a graph breaks
 (torch's optimizers do that in `step`), torch would look at every Python frame that runs in between
-and try to compile it by itself: the bodies of `__torch_dispatch__`, of hooks and of backward
-formulas.
+and try to compile it by itself: `__torch_dispatch__`, and all that it calls.
 """
 
 from __future__ import annotations

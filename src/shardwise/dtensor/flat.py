@@ -74,7 +74,8 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     local, layout = x._local, x._layout
     names, roster = ["_local"], None
     if isinstance(local, LocalTensor):
-        names, roster = _part_names(x.__class__, len(local._parts)), local._roster
+        cls: Any = type(x)
+        names, roster = _part_names(len(local._parts), cls), local._roster
     return names, (_context if layout.symbolic else _cached_context)(layout, roster)
 
 
@@ -88,7 +89,7 @@ world_caches.append(_cached_context.cache_clear)
 
 
 @functools.cache
-def _part_names(cls: type, num_parts: int) -> list[str]:
+def _part_names(num_parts: int, cls: Any) -> list[str]:
     """See Note [Part names]. Each is a property of `cls` from now on.
 
     A `__getattr__` would do, but torch.compile does not read other attributes of such a class.

@@ -146,7 +146,8 @@ class Spot:
 
 def _later(x: DTensor) -> torch.Tensor:
     """`x.to_local()`, which may be on its way; see Note [Branches overlap]."""
-    if type(x._local) is not Pending:
+    # Compiled code decides itself how late to wait, and does not look inside a DTensor.
+    if torch.compiler.is_dynamo_compiling() or type(x._local) is not Pending:
         return x.to_local()
     if torch.is_grad_enabled() and x.requires_grad:
         return autograd.to_local(x, autograd.gradient_layout(x._layout), True)
