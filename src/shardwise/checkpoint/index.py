@@ -26,8 +26,8 @@ from shardwise.checkpoint.safetensors import (
     natural_numbers,
     read_header,
 )
+from shardwise.checkpoint.sums import BLOCK_BYTES
 from shardwise.checkpoint.tree import Node, check_node
-from shardwise.checkpoint.write import BLOCK_BYTES
 from shardwise.errors import CheckpointError
 
 FORMAT = "shardwise checkpoint 1"

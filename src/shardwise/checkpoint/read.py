@@ -16,7 +16,8 @@ import torch
 from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import Index, SavedPiece, SavedTensor
 from shardwise.checkpoint.safetensors import Entry, read_header
-from shardwise.checkpoint.write import BLOCK_BYTES, SLAB_BYTES, bytes_of
+from shardwise.checkpoint.sums import BLOCK_BYTES, block_sum
+from shardwise.checkpoint.write import SLAB_BYTES, bytes_of
 from shardwise.errors import CheckpointError
 
 #: Rows up to this length are read whole although only a part is needed: fewer, longer reads.
@@ -129,7 +130,7 @@ class Reader:
             start = block * BLOCK_BYTES
             view = bytes_of(self._buffer(min(BLOCK_BYTES, entry.num_bytes - start)))
             self._read(piece.file, entry.start + start, view)
-            if zlib.crc32(view) != int(piece.sums[8 * block : 8 * block + 8], 16):
+            if block_sum(view) != int(piece.sums[8 * block : 8 * block + 8], 16):
                 raise CheckpointError(
                     f"{self.path(piece.file)} is damaged: bytes {entry.start + start} to "
                     f"{entry.start + start + view.nbytes}, of {name}, do not fit their checksum."

@@ -1,14 +1,8 @@
-"""Writing one rank's file, block by block, with a checksum per block.
-
-Note [Checksums by block]
-Every piece has a CRC-32 per `BLOCK_BYTES` of it. A reader that needs a part of a piece reads and
-checks the blocks around that part only. The sums are in the index, so a file is plain safetensors.
-"""
+"""Writing one rank's file, block by block; see Note [Checksums by block]."""
 
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,37 +11,10 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.safetensors import Entry, pack_header
+from shardwise.checkpoint.sums import BLOCK_BYTES, Sums
 
-BLOCK_BYTES = 1 << 20
 #: The most that is copied at a time: to the CPU, or into one stretch of memory.
 SLAB_BYTES = 4 << 20
-
-
-class Sums:
-    """The checksums of a stream of bytes, one per block."""
-
-    def __init__(self) -> None:
-        self._done: list[int] = []
-        self._sum, self._num_bytes = 0, 0
-
-    def add(self, data: memoryview) -> None:
-        while data.nbytes:
-            part = data[: BLOCK_BYTES - self._num_bytes]
-            self._sum = zlib.crc32(part, self._sum)
-            self._num_bytes += part.nbytes
-            data = data[part.nbytes :]
-            if self._num_bytes == BLOCK_BYTES:
-                self._close()
-
-    def _close(self) -> None:
-        self._done.append(self._sum)
-        self._sum, self._num_bytes = 0, 0
-
-    def text(self) -> str:
-        """Eight hexadecimal digits per block."""
-        if self._num_bytes:
-            self._close()
-        return "".join(f"{number:08x}" for number in self._done)
 
 
 class TensorFile:
