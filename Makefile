@@ -2,10 +2,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test venv lint types fast bench clean
+.PHONY: run test venv lint types fast docs bench clean
 
 run: $(VENV)/.installed
-	$(BIN)/python -m shardwise.demo
+	$(BIN)/shardwise demo
 
 test: venv
 	bash scripts/check
@@ -21,6 +21,9 @@ types: venv
 
 fast: venv
 	$(BIN)/pytest -m "not processes and not gpu"
+
+docs: venv
+	$(BIN)/mkdocs build --strict --quiet
 
 bench: $(VENV)/.installed
 	$(BIN)/python -m benchmarks

@@ -474,3 +474,127 @@ def one_rank_runs_out_of_memory(failing):
 
         collectives._all_gather_into_tensor = no_memory
     return x.full_tensor()
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def exchanged_table_steps(sparse):
+    """Two steps of a row-wise table with ids that are sharded, many of them equal."""
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(500, 64), mesh, [S0]))
+    optimizer = (torch.optim.SparseAdam if sparse else torch.optim.SGD)([weight], lr=0.1)
+    found = {}
+    for step in range(2):
+        ids = torch.randint(0, 500, (1600, 2))
+        ids[:700] = 3
+        laid = shardwise.distribute_tensor(ids, mesh, [S0])
+        rows = F.embedding(laid, weight, padding_idx=4, sparse=sparse)
+        rows.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found |= {f"rows {step}": rows, f"table {step}": weight}
+    return found
+
+
+def bag_steps(mode, placement, ids_placement):
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(11, 6), mesh, [placement]))
+    ids = shardwise.distribute_tensor(torch.randint(0, 11, (6, 3)), mesh, [ids_placement])
+    starts = shardwise.distribute_tensor(torch.tensor([0, 2, 2, 15]), mesh, [R])
+    flat = ids.redistribute(placements=[R]).view(18)
+    loss = F.embedding_bag(ids, weight, mode=mode).pow(2).sum()
+    loss = loss + F.embedding_bag(flat, weight, starts, mode=mode, padding_idx=3).pow(2).sum()
+    return _step(loss, {"table": weight})
+
+
+def one_bad_id_of_many(placement):
+    """Rank 3 alone holds an id out of range, among enough ids to be exchanged."""
+    mesh = line()
+    weight = shardwise.distribute_tensor(torch.randn(500, 64), mesh, [placement])
+    ids = torch.zeros(4000, dtype=torch.long)
+    ids[-1] = 500
+    F.embedding(shardwise.distribute_tensor(ids, mesh, [S0]), weight)
+
+
+def one_bad_id_on_a_grid():
+    """The ids are sharded over both axes, the rows over one."""
+    mesh = square()
+    weight = shardwise.distribute_tensor(torch.randn(500, 512), mesh, [R, S0])
+    ids = torch.zeros(4000, dtype=torch.long)
+    ids[-1] = -1
+    F.embedding(shardwise.distribute_tensor(ids, mesh, [S0, S0]), weight)
+
+
+def peak_of_a_table_step(ids_placement):
+    """By how much memory grows at most, in bytes, in a step of a table of 256 MB on four ranks."""
+    rows, columns = 1_000_000, 64
+    mesh = line()
+    weight = shardwise.zeros(rows, columns, device_mesh=mesh, placements=[S0]).requires_grad_()
+    ids = shardwise.distribute_tensor(torch.randint(0, rows, (4096,)), mesh, [ids_placement])
+    with open("/proc/self/clear_refs", "w") as refs:
+        refs.write("5")  # the peak starts here
+    before = _memory("VmRSS")
+    F.embedding(ids, weight).sum().backward()
+    assert weight.grad.to_local().shape[0] == rows // 4
+    return _memory("VmHWM") - before
+
+
+def _memory(name):
+    with open("/proc/self/status") as status:
+        (line,) = (line for line in status if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+# -- layers and ops that run whole -----------------------------------------------------------
+
+
+def _placed(mesh, tensor, *placements):
+    return shardwise.distribute_tensor(tensor, mesh, list(placements), src_data_rank=None)
+
+
+def convolutional_net():
+    """A convolution, batch norm in training, pooling: five examples on four ranks."""
+    mesh = square()
+    x = _placed(mesh, torch.randn(5, 4, 6, 6), S0, S1).requires_grad_()
+    weight = _placed(mesh, torch.randn(6, 4, 3, 3), R, S0).requires_grad_()
+    scale = _placed(mesh, torch.randn(6), R, R).requires_grad_()
+    mean, var = _placed(mesh, torch.zeros(6), R, R), _placed(mesh, torch.ones(6), R, R)
+    hidden = F.batch_norm(F.conv2d(x, weight), mean, var, scale, training=True)
+    out = F.max_pool2d(hidden, 2)
+    out.square().sum().backward()
+    grads = {"x grad": x.grad, "weight grad": weight.grad, "scale grad": scale.grad}
+    return {"out": out, "mean": mean, "var": var, **grads}
+
+
+def attention_and_recurrence():
+    mesh = line()
+    q = _placed(mesh, torch.randn(2, 4, 5, 8), S1).requires_grad_()
+    mask = _placed(mesh, torch.randn(2, 1, 5, 5), R)
+    out = F.scaled_dot_product_attention(q, q, q, attn_mask=mask)
+    net = nn.LSTM(8, 6)
+    for name, parameter in list(net.named_parameters()):
+        setattr(net, name, nn.Parameter(_placed(mesh, parameter.detach(), R)))
+    steps, _ = net(_placed(mesh, torch.randn(3, 5, 8), S1))
+    (out.square().sum() + steps.square().sum()).backward()
+    return {"out": out, "steps": steps, "q grad": q.grad, "net grad": net.weight_hh_l0.grad}
+
+
+def picked_and_written():
+    mesh = line()
+    x = _placed(mesh, torch.randn(7, 3), S0).requires_grad_()
+    rows = _placed(mesh, torch.tensor([6, 0, 6, 2]), R)
+    picked = x[rows]
+    (picked.square().sum() + (x @ _placed(mesh, torch.randn(3, 2), R)).sum()).backward()
+    y = x.detach().clone()
+    y.index_add_(0, rows, picked.detach())
+    y.masked_fill_(y > 1, 7.0)
+    return {"picked": picked, "grad": x.grad, "y": y, "large": y[y > 0], "places": y.nonzero()}
+
+
+def mapped_over_parts():
+    mesh = line()
+    x = _placed(mesh, torch.randn(5, 3), S0).requires_grad_()
+    out = shardwise.local_map(lambda part: part * 2, out_placements=[S0])(x)
+    out.sum().backward()
+    return {"out": out, "grad": x.grad}

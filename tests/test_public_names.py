@@ -7,6 +7,7 @@ import pytest
 
 import shardwise
 import shardwise.debug
+import shardwise.shard
 
 
 def test_shardwise():
@@ -26,6 +27,7 @@ def test_shardwise():
         "RankMismatchError",
         "RedistributionError",
         "Replicate",
+        "ReplicationWarning",
         "Shard",
         "ShardwiseError",
         "UnsupportedError",
@@ -34,15 +36,19 @@ def test_shardwise():
         "distribute_tensor",
         "empty",
         "explicit_redistribution",
+        "fallback",
         "full",
         "implicit_replication",
         "init_device_mesh",
+        "local_map",
         "ones",
         "rand",
         "randint",
         "randn",
         "randperm",
         "reduce_gradients",
+        "register_rule",
+        "register_sharding",
         "rng",
         "simulate",
         "zeros",
@@ -56,6 +62,7 @@ def test_debug():
         "CommEvent",
         "Explanation",
         "PlannedCall",
+        "ShardingPicture",
         "cache_stats",
         "check_rng",
         "explain",
@@ -63,7 +70,43 @@ def test_debug():
     ]
 
 
-@pytest.mark.parametrize("module", [shardwise, shardwise.debug], ids=lambda m: m.__name__)
+def test_shard():
+    assert shardwise.shard.__all__ == [
+        "ChunkShardingSpec",
+        "EnumerableShardingSpec",
+        "PlanReport",
+        "Shard",
+        "ShardMetadata",
+        "ShardedOptimizer",
+        "ShardedTensor",
+        "ShardedTensorMetadata",
+        "Sharder",
+        "ShardingPlan",
+        "ShardingPlanner",
+        "ShardingSpec",
+        "TensorProperties",
+        "custom_sharded_op_impl",
+        "empty",
+        "full",
+        "init_from_local_shards",
+        "load_plan",
+        "load_with_process_group",
+        "ones",
+        "pre_load_state_dict_hook",
+        "rand",
+        "randn",
+        "save_plan",
+        "shard_module",
+        "shard_parameter",
+        "shard_tensor",
+        "state_dict_hook",
+        "zeros",
+    ]
+
+
+@pytest.mark.parametrize(
+    "module", [shardwise, shardwise.debug, shardwise.shard], ids=lambda m: m.__name__
+)
 def test_every_name_is_there(module):
     for name in module.__all__:
         assert getattr(module, name, None) is not None, name
@@ -92,7 +135,7 @@ def test_errors_are_caught_as_the_builtins_that_ordinary_code_names():
 def test_what_shardwise_replaces_is_not_imported():
     """Nor torch's compiler, which takes longer to import than all the rest."""
     program = """
-import sys, shardwise, shardwise.debug
+import sys, shardwise, shardwise.debug, shardwise.shard
 for name in ("torch.distributed.tensor", "torch.distributed._shard", "torch._dynamo"):
     assert name not in sys.modules, name
 """

@@ -7,77 +7,31 @@ with shardwise.simulate(4):                     # or torchrun, and nothing else 
     table = shardwise.distribute_tensor(torch.randn(1000, 64), mesh, [shardwise.Shard(0)])
 """
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from __future__ import annotations
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
-from shardwise.comm.watch import explicit_redistribution, implicit_replication
-from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
-from shardwise.dtensor.create import (
-    distribute_module,
-    distribute_tensor,
-    empty,
-    full,
-    ones,
-    rand,
-    randint,
-    randn,
-    randperm,
-    zeros,
-)
-from shardwise.dtensor.gradients import reduce_gradients
-from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import (
-    ArgumentError,
-    CheckpointError,
-    CollectiveError,
-    LaunchError,
-    LayoutError,
-    MixedTensorsError,
-    RankMismatchError,
-    RedistributionError,
-    ShardwiseError,
-    UnsupportedError,
-    WorldError,
-)
-from shardwise.random.mode import rng
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from shardwise.front import *  # noqa: F403
+    from shardwise.front import __all__  # noqa: F401
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ArgumentError",
-    "CheckpointError",
-    "CollectiveError",
-    "DTensor",
-    "DeviceMesh",
-    "LaunchError",
-    "LayoutError",
-    "LocalTensor",
-    "MaskPartial",
-    "MixedTensorsError",
-    "Partial",
-    "Placement",
-    "RankMismatchError",
-    "RedistributionError",
-    "Replicate",
-    "Shard",
-    "ShardwiseError",
-    "UnsupportedError",
-    "WorldError",
-    "distribute_module",
-    "distribute_tensor",
-    "empty",
-    "explicit_redistribution",
-    "full",
-    "implicit_replication",
-    "init_device_mesh",
-    "ones",
-    "rand",
-    "randint",
-    "randn",
-    "randperm",
-    "reduce_gradients",
-    "rng",
-    "simulate",
-    "zeros",
-]
+
+def __getattr__(name: str) -> Any:
+    """The public names are looked up when first asked for.
+
+    They need torch, which takes seconds to import; `shardwise --help` and `--version` do not.
+    """
+    if name.startswith("_") and name != "__all__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    front = importlib.import_module("shardwise.front")
+    if name == "__all__" or name in front.__all__:
+        return globals().setdefault(name, getattr(front, name))
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    front = importlib.import_module("shardwise.front")
+    return [*front.__all__, "__version__"]

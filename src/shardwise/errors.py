@@ -3,16 +3,22 @@
     ShardwiseError
     ├── LayoutError        (ValueError)           a placement, mesh or shape that does not fit
     ├── ArgumentError      (TypeError)            a value of the wrong kind
+    ├── BatchError         (ValueError)           a batch that does not fit the tables it is for
+    ├── IdRangeError       (IndexError)           an id that is no row of its table
     ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
+    ├── PlanError          (RuntimeError)         entries of a plan that contradict each other
+    ├── PathError          (KeyError)             a path of a plan that is empty or leads nowhere
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     ├── RedistributionError (RuntimeError)        communication that strict mode does not allow
     ├── CheckpointError    (RuntimeError)         a checkpoint that is damaged or unfit
     └── LaunchError        (RuntimeError)         a process of a launched job that ended or hangs
 
-Every one derives from the builtin that ordinary code would catch. A message says what was asked,
+    ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
+
+Every error derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
 """
 
@@ -27,6 +33,14 @@ class LayoutError(ShardwiseError, ValueError):
 
 class ArgumentError(ShardwiseError, TypeError):
     """A value of the wrong kind was given."""
+
+
+class BatchError(ShardwiseError, ValueError):
+    """A batch of ids does not fit the tables that it is meant for."""
+
+
+class IdRangeError(ShardwiseError, IndexError):
+    """An id is no row of its table."""
 
 
 class MixedTensorsError(ShardwiseError, RuntimeError):
@@ -48,6 +62,17 @@ class WorldError(ShardwiseError, RuntimeError):
     """A process group, a mesh or a tensor belongs to another world, or to none."""
 
 
+class PlanError(ShardwiseError, RuntimeError):
+    """Entries of a plan contradict each other."""
+
+
+class PathError(ShardwiseError, KeyError):
+    """A path of a plan is empty or leads nowhere."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # a KeyError would show the message in quotes
+
+
 class RankMismatchError(ShardwiseError, RuntimeError):
     """Ranks hold different values where one value was asked for."""
 
@@ -62,3 +87,7 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class LaunchError(ShardwiseError, RuntimeError):
     """A process of a launched job failed, died or did not answer in time."""
+
+
+class ReplicationWarning(UserWarning):
+    """Under `fallback("replicate")`, an op without a rule gathered its operands."""

@@ -135,3 +135,58 @@ def test_two_worlds_do_not_share_compiled_code():
             mesh = shardwise.init_device_mesh("cpu", (size,))
             assert_as_eager(lookup, fast, lookup_inputs(mesh, S0, 8))
     assert counter.frame_count == 2
+
+
+# -- tables ----------------------------------------------------------------------------------
+
+
+def bags(ids, table):
+    return F.embedding_bag(ids, table, mode="mean") * 2
+
+
+@pytest.mark.parametrize("placements", [(S0, S0), (R, S0)], ids=str)
+def test_sharded_ids(pair, placements):
+    """Ids are gathered and rows reduce-scattered: no size depends on the ids."""
+    fast, counter = compiled(lookup)
+    for size in (31, 43):
+        table = lay(torch.randn(11, 14), pair, [placements[0]]).requires_grad_()
+        ids = lay(torch.randint(0, 11, (size,)), pair, [placements[1]])
+        assert_as_eager(lookup, fast, (ids, table))
+        assert fast(ids, table).placements == (S0,)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_bags(pair, placement):
+    fast, counter = compiled(bags)
+    for size in (31, 43):
+        table = lay(torch.randn(11, 14), pair, [placement]).requires_grad_()
+        ids = lay(torch.randint(0, 11, (size, 3)), pair, [R])
+        assert_as_eager(bags, fast, (ids, table))
+    assert counter.frame_count == 1
+
+
+def test_rows_of_a_maximal_norm(pair):
+    def scaled(ids, table):
+        return F.embedding(ids, table, max_norm=1.0) * 2
+
+    fast, _ = compiled(scaled)
+    weight, ids = torch.randn(11, 14), torch.randint(0, 11, (26,))
+    one, table = weight.clone(), lay(weight, pair, [S0])
+    torch.testing.assert_close(value(fast(lay(ids, pair, [R]), table)), scaled(ids, one))
+    torch.testing.assert_close(value(table), one)
+
+
+@pytest.mark.parametrize("placement", [S0, R], ids=repr)
+def test_an_id_out_of_range_is_asserted(pair, placement):
+    fast, _ = compiled(lookup)
+    table = lay(torch.randn(11, 14), pair, [placement])
+    with pytest.raises((RuntimeError, IndexError), match="out of range"):
+        fast(lay(torch.tensor([0, 3, 11]), pair, [S0]), table)
+
+
+def test_sparse_gradients_are_refused(pair):
+    fast, _ = compiled(lambda ids, table: F.embedding(ids, table, sparse=True))
+    table = lay(torch.randn(11, 14), pair, [S0]).requires_grad_()
+    with pytest.raises(Exception, match="in compiled code"):
+        fast(lay(torch.randint(0, 11, (5,)), pair, [R]), table)

@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwise
 from shardwise import MaskPartial, Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode, explain
 
 ROWS, COLUMNS = 11, 6
 TABLES = [
@@ -114,13 +115,183 @@ def test_no_rank_makes_rows_of_others(mesh):
     assert max(rows.seen) == 100
 
 
-def test_an_id_out_of_range_is_an_error_as_on_one_device(mesh):
+@pytest.mark.parametrize("ids_placement", [Replicate(), Shard(0)], ids=repr)
+def test_an_id_out_of_range_is_an_error_as_on_one_device(mesh, ids_placement):
     for placement in (Shard(0), Shard(0, sizes=(11, 0, 0, 0)), Shard(1), Replicate()):
         _, sharded = table(mesh, placement)
         for bad in (ROWS, -1):
-            ids = lay(torch.tensor([0, bad]), mesh, [Replicate()])
+            ids = lay(torch.tensor([0, bad]), mesh, [ids_placement])
             with pytest.raises(IndexError, match="out of range"):
                 F.embedding(ids, sharded)
+
+
+# -- ids move, tables do not -----------------------------------------------------------------
+
+
+def large_batch(mesh, per_rank=400):
+    """A table whose rows are long enough that exchanging ids is cheaper than gathering them.
+
+    Id 7 occurs very often: in float64 the order of its sums does not show.
+    """
+    weight = torch.randn(1000, 64, dtype=torch.float64)
+    ids = torch.randint(0, 1000, (per_rank * mesh.size(), 2))
+    ids[: ids.shape[0] // 2] = 7
+    return weight, lay(weight, mesh, [Shard(0)]).requires_grad_(), ids
+
+
+def test_ids_are_exchanged_where_that_is_cheaper(mesh):
+    weight, sharded, ids = large_batch(mesh)
+    with CommDebugMode() as comm:
+        rows = F.embedding(lay(ids, mesh, [Shard(0)]), sharded)
+    assert rows.placements == (Shard(0),)
+    assert torch.equal(value(rows), weight[ids])
+    assert [event.kind for event in comm.events] == ["all_to_all_single"] * 3
+    # Rank 0 asks for one row, id 7, and nobody asks for much of its 250.
+    counts, wanted, given = (event.num_bytes for event in comm.events)
+    assert counts == 4 * 3 * 8
+    assert wanted == 8
+    assert given <= (1 + 1 + 250 + 250) * 64 * 8
+
+
+def test_few_ids_are_gathered(mesh):
+    """Two collectives instead of three; the rows are reduce-scattered to where the ids lie."""
+    _, sharded = table(mesh, Shard(0))
+    ids = some_ids(8)
+    with CommDebugMode() as comm:
+        rows = F.embedding(lay(ids, mesh, [Shard(0)]), sharded)
+    assert rows.placements == (Shard(0),)
+    kinds = [event.kind for event in comm.events]
+    assert kinds == ["all_gather_into_tensor", "reduce_scatter_tensor"]
+
+
+@pytest.mark.parametrize("padding_idx", [None, 7])
+def test_gradients_go_back_to_the_owners(mesh, padding_idx):
+    weight, sharded, ids = large_batch(mesh)
+    weight.requires_grad_()
+    upstream = torch.randn(*ids.shape, 64, dtype=torch.float64)
+    F.embedding(ids, weight, padding_idx).backward(upstream)
+    rows = F.embedding(lay(ids, mesh, [Shard(0)]), sharded, padding_idx)
+    with CommDebugMode() as comm:
+        rows.backward(lay(upstream, mesh, [Shard(0)]), retain_graph=True)
+    assert [event.kind for event in comm.events] == ["all_to_all_single"]
+    assert sharded.grad.placements == (Shard(0),)
+    torch.testing.assert_close(value(sharded.grad), weight.grad)
+    rows.backward(lay(upstream, mesh, [Replicate()]))  # again, and from another layout
+    torch.testing.assert_close(value(sharded.grad), 2 * weight.grad)
+
+
+def test_exchanged_gradients_by_frequency_and_twice_differentiated(mesh):
+    weight, sharded, ids = large_batch(mesh)
+    weight.requires_grad_()
+    laid = lay(ids, mesh, [Shard(0)])
+    F.embedding(ids, weight, scale_grad_by_freq=True).sum().backward()
+    F.embedding(laid, sharded, scale_grad_by_freq=True).sum().backward()
+    torch.testing.assert_close(value(sharded.grad), weight.grad)
+
+    def penalty(ids, table):
+        (grad,) = torch.autograd.grad(
+            F.embedding(ids, table).pow(2).sum(), table, create_graph=True
+        )
+        return torch.autograd.grad(grad.pow(2).sum(), table)[0]
+
+    torch.testing.assert_close(value(penalty(laid, sharded)), penalty(ids, weight))
+
+
+@pytest.mark.parametrize("placements", [[Replicate(), Shard(0)], [Shard(0), Shard(1)]], ids=str)
+def test_ids_are_exchanged_on_a_grid(square, placements):
+    weight = torch.randn(1000, 512)
+    sharded = lay(weight, square, placements).requires_grad_()
+    ids = torch.randint(0, 1000, (4000,))
+    with CommDebugMode() as comm:
+        rows = F.embedding(lay(ids, square, [Shard(0), Shard(0)]), sharded)
+    assert "all_to_all_single" in [event.kind for event in comm.events]
+    rows.sum().backward()
+    assert torch.equal(value(rows), weight[ids])
+    expected = torch.bincount(ids, minlength=1000).float().unsqueeze(1).expand(-1, 512)
+    assert torch.equal(value(sharded.grad), expected)
+    ids[-1], ids[0] = 1000, 0
+    with pytest.raises(IndexError, match="from 0 to 1000"):
+        F.embedding(lay(ids, square, [Shard(0), Shard(0)]), sharded)
+
+
+def test_an_exchange_is_no_redistribution_that_strict_mode_allows(mesh):
+    _, sharded, ids = large_batch(mesh)
+    laid = lay(ids, mesh, [Shard(0)])
+    with shardwise.explicit_redistribution():
+        with pytest.raises(shardwise.RedistributionError, match=r"all_to_all.*ids.redistribute"):
+            F.embedding(laid, sharded)
+        F.embedding(laid.redistribute(placements=[Replicate()]), sharded)
+        # A replicated table and sharded ids: only the range of ids is compared.
+        F.embedding(laid, lay(torch.randn(1000, 4), mesh, [Replicate()]))
+
+
+def test_an_exchange_is_explained(mesh):
+    _, sharded, ids = large_batch(mesh)
+    found = explain(F.embedding, lay(ids, mesh, [Shard(0)]), sharded.detach())
+    (call,) = found
+    assert call.op == "routed_lookup"
+    assert len(call.events) == 3
+    assert all(event.implicit for event in call.events)
+    assert call.cost_s > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("placement", TABLES, ids=repr)
+def test_floating_dtypes_and_short_ids(mesh, placement, dtype):
+    weight = torch.randn(ROWS, COLUMNS).to(dtype)
+    for ids_placement in (Replicate(), Shard(0)):
+        one, sharded = weight.clone().requires_grad_(), lay(weight, mesh, [placement])
+        sharded.requires_grad_()
+        ids = torch.arange(8, dtype=torch.int32)
+        expected = F.embedding(ids, one)
+        expected.sum().backward()
+        rows = F.embedding(lay(ids, mesh, [ids_placement]), sharded)
+        rows.sum().backward()
+        assert torch.equal(value(rows), expected.detach())
+        assert torch.equal(value(sharded.grad), one.grad)
+
+
+# -- rows of a maximal norm ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("ids_placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize("placement", [p for p in TABLES if not p.is_shard(1)], ids=repr)
+def test_rows_are_scaled_down_as_on_one_device(mesh, placement, ids_placement, norm_type):
+    weight, sharded = table(mesh, placement)
+    weight.requires_grad_()
+    ids = torch.tensor([4, 4, 0, 10, 7])
+    options = {"max_norm": 1.5, "norm_type": norm_type, "padding_idx": 0}
+    expected = F.embedding(ids, weight, **options)
+    expected.sum().backward()
+    rows = F.embedding(lay(ids, mesh, [ids_placement]), sharded, **options)
+    rows.sum().backward()
+    assert torch.equal(value(rows), expected.detach())
+    assert torch.equal(value(sharded.detach()), weight.detach())
+    torch.testing.assert_close(value(sharded.grad), weight.grad)
+
+
+def test_a_norm_needs_all_columns(mesh):
+    _, sharded = table(mesh, Shard(1))
+    message = r"aten.embedding_renorm_.default does not have a sharding strategy registered\."
+    with pytest.raises(NotImplementedError, match=message):
+        F.embedding(lay(some_ids(3), mesh, [Replicate()]), sharded, max_norm=1.0)
+
+
+# -- tied weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ids_placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize("placement", TABLES, ids=repr)
+def test_a_table_may_be_the_output_head_too(mesh, placement, ids_placement):
+    weight, sharded = table(mesh, placement)
+    weight.requires_grad_()
+    ids = some_ids(6)
+    F.linear(F.embedding(ids, weight), weight).pow(2).sum().backward()
+    rows = F.embedding(lay(ids, mesh, [ids_placement]), sharded)
+    F.linear(rows, sharded).pow(2).sum().backward()
+    torch.testing.assert_close(value(sharded.grad), weight.grad, rtol=1e-4, atol=1e-4)
+    assert sharded.grad.placements == (placement,) or placement == Replicate()
 
 
 # -- MaskPartial -----------------------------------------------------------------------------
@@ -176,12 +347,6 @@ def test_lookups_of_other_tables_are_told_apart(mesh):
 
 
 # -- what is refused -------------------------------------------------------------------------
-
-
-def test_sparse_gradients_are_refused(mesh):
-    _, sharded = table(mesh, Shard(0))
-    with pytest.raises(NotImplementedError, match=r"sharding strategy.*sparse"):
-        F.embedding(lay(some_ids(3), mesh, [Replicate()]), sharded, sparse=True)
 
 
 def test_plain_ids_are_refused(mesh):

@@ -9,13 +9,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
 
+from shardwise import Replicate
+from shardwise.parallel import PrepareModuleInput
 
-def llama(**options):
+
+def llama(num_layers=2, **options):
     config = transformers.LlamaConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=44,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         max_position_embeddings=64,
@@ -29,16 +32,48 @@ def llama(**options):
     return transformers.LlamaForCausalLM(config), plan
 
 
+def llama_prepared(num_layers=2):
+    """Inputs that several layers share become DTensors once, and so do their gradients."""
+    model, plan = llama(num_layers)
+    whole = Replicate()
+    plan["model.layers.*.mlp"] = PrepareModuleInput(
+        input_layouts=whole, desired_input_layouts=whole
+    )
+    plan["model.layers.*.self_attn"] = PrepareModuleInput(
+        input_kwarg_layouts={"hidden_states": whole},
+        desired_input_kwarg_layouts={"hidden_states": whole},
+    )
+    return model, plan
+
+
 def tied_llama():
     return llama(tie_word_embeddings=True)
 
 
-def gpt2():
+def qwen3():
+    """Norms of each head stand between the layers that are split by heads."""
+    config = transformers.Qwen3Config(
+        vocab_size=61,
+        hidden_size=32,
+        intermediate_size=44,
+        num_hidden_layers=2,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=8,
+        max_position_embeddings=64,
+        pad_token_id=0,
+    )
+    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
+    plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
+    return transformers.Qwen3ForCausalLM(config), plan
+
+
+def gpt2(num_layers=2):
     """One matrix gives queries, keys and values together: it is sharded, its output is not."""
     config = transformers.GPT2Config(
         vocab_size=61,
         n_embd=32,
-        n_layer=2,
+        n_layer=num_layers,
         n_head=4,
         n_positions=64,
         resid_pdrop=0.0,
@@ -58,12 +93,12 @@ def gpt2():
     return transformers.GPT2LMHeadModel(config), plan
 
 
-def mixtral():
+def mixtral(num_layers=2):
     config = transformers.MixtralConfig(
         vocab_size=61,
         hidden_size=32,
         intermediate_size=44,
-        num_hidden_layers=2,
+        num_hidden_layers=num_layers,
         num_attention_heads=8,
         num_key_value_heads=4,
         num_local_experts=4,
@@ -74,6 +109,7 @@ def mixtral():
         "model.embed_tokens": "rowwise",
         "model.layers.*.self_attn.[qkv]_proj": "colwise",
         "model.layers.*.self_attn.o_proj": "rowwise",
+        "model.layers.*.mlp.experts": "experts",
         "lm_head": "colwise_rep",
     }
     return transformers.MixtralForCausalLM(config), plan

@@ -2,13 +2,22 @@
 
 from copy import deepcopy
 
+import torch
 from parity import assert_same_history, train, whole
 from torch import nn
 from torch.nn import functional as F
 
-from shardwise.parallel import parallelize_module
+from shardwise import Replicate, Shard
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
-__all__ = ["MLP", "Block", "TiedLM", "assert_trains_alike", "whole"]
+__all__ = ["MLP", "Block", "Experts", "Mixture", "TiedLM", "assert_trains_alike", "whole"]
 
 
 class MLP(nn.Module):
@@ -52,6 +61,27 @@ class Block(nn.Module):
         return x + self.mlp(self.norm2(x))
 
 
+def sequence_plan():
+    """A plan for a Block whose activations are split along the sequence between its layers."""
+    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
+    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    return {
+        "": PrepareModuleInputOutput(
+            input_layouts=Replicate(),
+            desired_input_layouts=Shard(1),
+            output_layouts=Shard(1),
+            desired_output_layouts=Replicate(),
+        ),
+        "norm?": SequenceParallel(),
+        "attention": whole,
+        "attention.[kqv]": ColwiseParallel(),
+        "attention.o": scattered,
+        "mlp": whole,
+        "mlp.up": ColwiseParallel(),
+        "mlp.down": scattered,
+    }
+
+
 class TiedLM(nn.Module):
     def __init__(self, vocabulary=11, width=8):
         super().__init__()
@@ -75,3 +105,37 @@ def assert_trains_alike(model, mesh, plan, batches, loss_of=squared, enter=lambd
     found = train(parallel, loss_of, [tuple(map(enter, batch)) for batch in batches])
     assert_same_history(found, expected)
     return parallel
+
+
+class Experts(nn.Module):
+    """Stacked experts with a loop over those that some token chose, as mixtures are written."""
+
+    def __init__(self, num_experts=6, width=8, hidden=12):
+        super().__init__()
+        self.num_experts = num_experts
+        self.up = nn.Parameter(torch.randn(num_experts, hidden, width) / 3)
+        self.bias = nn.Parameter(torch.randn(num_experts, hidden) / 3)
+        self.down = nn.Parameter(torch.randn(num_experts, width, hidden) / 3)
+        self.scale = nn.Parameter(torch.rand(width))
+
+    def forward(self, tokens, experts, weights):
+        out = torch.zeros_like(tokens)
+        for expert in experts.unique().tolist():
+            token, slot = (experts == expert).nonzero(as_tuple=True)
+            hidden = F.gelu(F.linear(tokens[token], self.up[expert], self.bias[expert]))
+            term = F.linear(hidden, self.down[expert]) * self.scale
+            out = out.index_add(0, token, term * weights[token, slot, None])
+        return out
+
+
+class Mixture(nn.Module):
+    """A router, and the two experts of each token that it prefers."""
+
+    def __init__(self, num_experts=6, width=8):
+        super().__init__()
+        self.router = nn.Linear(width, num_experts)
+        self.experts = Experts(num_experts, width)
+
+    def forward(self, x):
+        weights, experts = self.router(x).softmax(-1).topk(2, dim=-1)
+        return x + self.experts(x, experts, weights / weights.sum(-1, keepdim=True))

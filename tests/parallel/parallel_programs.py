@@ -4,7 +4,7 @@ from copy import deepcopy
 
 import torch
 import torch.distributed as dist
-from parallel_models import MLP, Block
+from parallel_models import MLP, Block, Mixture, sequence_plan, whole
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -13,6 +13,7 @@ from shardwise import Shard, distribute_tensor
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
+    check_plan,
     data_parallel,
     loss_parallel,
     parallelize_module,
@@ -39,14 +40,19 @@ def assert_gradients(model, expected):
         torch.testing.assert_close(grad, expected.get_parameter(name).grad, msg=name)
 
 
-def block_as_on_one_device():
+def block_as_on_one_device(plan=PLAN):
     torch.manual_seed(0)
     model, x = Block(), torch.randn(2, 6, 8)
     expected = deepcopy(model)
     expected(x).pow(2).mean().backward()
-    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), PLAN)
+    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), plan)
     model(x).pow(2).mean().backward()
     assert_gradients(model, expected)
+
+
+def block_split_along_the_sequence():
+    """Six positions on four ranks."""
+    block_as_on_one_device(sequence_plan())
 
 
 def uneven_hidden_width():
@@ -120,22 +126,54 @@ def tensor_and_data_axes(whole_mesh):
     assert_gradients(model, expected)
 
 
-def hugging_face(make, name):
+def hugging_face_steps(model, ids, num=5):
+    """AdamW steps, and what was seen in each: loss, logits and every gradient."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    history = []
+    for _ in range(num):
+        result = model(input_ids=ids, labels=ids)
+        optimizer.zero_grad()
+        result.loss.backward()
+        grads = {name: whole(p.grad).clone() for name, p in model.named_parameters()}
+        history.append({"loss": whole(result.loss), "logits": whole(result.logits), **grads})
+        optimizer.step()
+    return history
+
+
+def hugging_face(make, num_ranks):
     """A model made from a config: five AdamW steps and generated tokens, as on one device."""
     torch.manual_seed(0)
     model, plan = make()
     ids = torch.randint(1, 61, (2, 10))
     reference = deepcopy(model)
-    parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), plan, strict=True)
-    for each in (model, reference):
-        optimizer = torch.optim.AdamW(each.parameters(), lr=1e-2)
-        for _ in range(5):
-            optimizer.zero_grad()
-            each(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-    for key, grad in whole_gradients(model).items():
-        wanted = reference.get_parameter(key).grad
-        torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-5, msg=f"{name}: {key}")
+    mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
+    assert not check_plan(model, plan, mesh).mistakes
+    parallelize_module(model, mesh, plan, strict=True)
+    found, expected = (hugging_face_steps(each, ids) for each in (model, reference))
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        for name, tensor in theirs.items():
+            torch.testing.assert_close(
+                ours[name],
+                tensor,
+                rtol=1e-3,
+                atol=1e-5,
+                msg=lambda m, n=name, i=number: f"{n} in step {i}: {m}",
+            )
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    tokens = [each.eval().generate(ids, **options) for each in (model, reference)]
-    assert torch.equal(*tokens), name
+    tokens = [whole(each.eval().generate(ids, **options)) for each in (model, reference)]
+    assert torch.equal(*tokens)
+
+
+def experts_as_on_one_device():
+    """Also where a rank's experts are chosen by no token: no rank waits for another for ever."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    for num_experts, num_tokens in ((6, 10), (8, 1)):
+        model, x = Mixture(num_experts), torch.randn(num_tokens, 8, requires_grad=True)
+        expected = deepcopy(model)
+        expected(x).pow(2).mean().backward()
+        wanted, x.grad = x.grad, None
+        parallelize_module(model, mesh, {"experts": "experts"})
+        model(x).pow(2).mean().backward()
+        assert_gradients(model, expected)
+        torch.testing.assert_close(x.grad, wanted)

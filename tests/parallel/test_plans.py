@@ -239,6 +239,7 @@ def test_a_style_may_return_another_module(mesh):
 def test_public_names():
     assert shardwise.parallel.__all__ == [
         "ColwiseParallel",
+        "ExpertParallel",
         "ParallelStyle",
         "PlanReport",
         "PrepareModuleInput",

@@ -10,10 +10,12 @@ pytestmark = pytest.mark.processes
     "program",
     [
         programs.block_as_on_one_device,
+        programs.block_split_along_the_sequence,
         programs.uneven_hidden_width,
         programs.loss_by_classes,
         programs.beside_ddp,
         programs.uneven_use,
+        programs.experts_as_on_one_device,
     ],
     ids=lambda program: program.__name__,
 )

@@ -4,20 +4,34 @@ from copy import deepcopy
 
 import pytest
 import torch
-from parallel_models import MLP, Block, TiedLM, assert_trains_alike, squared
+from parallel_models import (
+    MLP,
+    Block,
+    TiedLM,
+    assert_trains_alike,
+    sequence_plan,
+    squared,
+    whole,
+)
 from parity import assert_same_history, place, train
 from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import DTensor, LayoutError, Replicate, Shard, distribute_tensor
+from shardwise import (
+    DTensor,
+    LayoutError,
+    LocalTensor,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import (
     ColwiseParallel,
-    PrepareModuleInput,
-    PrepareModuleInputOutput,
     RowwiseParallel,
     SequenceParallel,
+    data_parallel,
     parallelize_module,
     shard_parameters,
 )
@@ -69,26 +83,6 @@ def test_block(mesh):
 def test_block_with_plain_norms(mesh):
     plan = {k: v for k, v in BLOCK_PLAN.items() if "norm" not in k}
     assert_trains_alike(Block(), mesh, plan, pairs(2, 6, 8))
-
-
-def sequence_plan():
-    whole = PrepareModuleInput(input_layouts=Shard(1), desired_input_layouts=Replicate())
-    scattered = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
-    return {
-        "": PrepareModuleInputOutput(
-            input_layouts=Replicate(),
-            desired_input_layouts=Shard(1),
-            output_layouts=Shard(1),
-            desired_output_layouts=Replicate(),
-        ),
-        "norm?": SequenceParallel(),
-        "attention": whole,
-        "attention.[kqv]": ColwiseParallel(),
-        "attention.o": scattered,
-        "mlp": whole,
-        "mlp.up": ColwiseParallel(),
-        "mlp.down": scattered,
-    }
 
 
 @pytest.mark.parametrize("length", [8, 6])
@@ -181,6 +175,27 @@ def test_three_axes():
         assert_trains_alike(
             MLP(), mesh, plan, pairs(8, 8), enter=lambda x: distribute_tensor(x, mesh, placements)
         )
+
+
+def test_three_axes_two_of_them_for_data():
+    """Parameters in pieces over one data axis, gradients reduced over the other, plain batches."""
+    model, x = TiedLM(), torch.randint(11, (8, 3))
+    reference = deepcopy(model)
+    next_token(reference, x, x).backward()
+    with shardwise.simulate(8):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "fsdp", "tp"))
+        plan = {"embed": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"}
+        parallelize_module(model, mesh, plan)
+        shard_parameters(model, mesh["fsdp"])
+        data_parallel(model, mesh["dp"])
+        mine = LocalTensor.per_rank(lambda rank: x.chunk(4)[rank // 2])
+        next_token(model, mine, mine).backward()
+        for name, parameter in model.named_parameters():
+            dp, fsdp, _ = parameter.grad.placements
+            assert (dp, fsdp) == (Replicate(), Shard(0)), name
+            wanted = reference.get_parameter(name).grad
+            torch.testing.assert_close(whole(parameter.grad), wanted, msg=name)
+    assert model.head.weight is model.embed.weight
 
 
 def test_deepcopy_of_a_parallel_module(mesh):

@@ -6,6 +6,7 @@ import torch
 from both_worlds import assert_bits, assert_close, both
 from programs import S0, S1, R
 
+import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
@@ -93,6 +94,20 @@ def test_compiled_steps(processes):
             torch.testing.assert_close(
                 held[name], tensor, msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}"
             )
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        programs.convolutional_net,
+        programs.attention_and_recurrence,
+        programs.picked_and_written,
+        programs.mapped_over_parts,
+    ],
+    ids=lambda program: program.__name__,
+)
+def test_layers_and_whole_ops(processes, program):
+    assert_close(*both(processes, program))
 
 
 def test_what_was_saved_in_a_simulated_world_is_loaded_in_processes(processes):

@@ -4,11 +4,16 @@ Sizes are small, and no two dims of a tensor are equal where a mistake could hid
 """
 
 import torch
-from samples_image import image_samples
+from samples_algebra import algebra_samples
+from samples_image import IMAGE_KERNELS, image_samples
 from samples_indexing import indexing_samples
+from samples_norm import norm_samples
+from samples_product import product_samples
+from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import loss, matmul, random
+from shardwise.rules import bag_grads, bags, channel_norm, loss, matmul, random, routed, row_sparse
+from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
 aten = torch.ops.aten
@@ -38,10 +43,15 @@ def samples() -> list[Sample]:
         *_norm(),
         *_attention(),
         *_embedding(),
+        *_bags(),
         *_whole(),
+        *algebra_samples(),
         *_random(),
         *image_samples(),
         *indexing_samples(),
+        *norm_samples(),
+        *product_samples(),
+        *recurrent_samples(),
     ]
 
 
@@ -107,6 +117,12 @@ def _reduce() -> list[Sample]:
         Sample(aten.sum.dim_IntList, (x, [])),
         Sample(aten.sum.default, (torch.arange(5),)),
         Sample(aten.mean.default, (x,)),
+        *(
+            Sample(aten.linalg_vector_norm.default, (t(5, 3), order, *rest))
+            for order in (2, 1.0, 3.5, 0, float("inf"), -1, float("-inf"))
+            for rest in ((), ([1],), ([-2], True))
+        ),
+        Sample(aten.linalg_vector_norm.default, (t(5),), {"dtype": torch.float64}),
         Sample(aten.mean.dim, (x, [0])),
         Sample(aten.mean.dim, (t(2, 3, 5), [1, -1], True)),
         Sample(aten._local_scalar_dense.default, (torch.tensor(3.0),)),
@@ -188,7 +204,21 @@ def _attention() -> list[Sample]:
         Sample(forward, (q, k, v), {"attn_mask": None, "scale": 0.3}),
         Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False)),
         Sample(aten._fused_sdp_choice.default, (q, k, v)),
+        *_masked_attention(q, k, v, grad),
     ]
+
+
+def _masked_attention(q, k, v, grad) -> list[Sample]:
+    forward = positional(aten._scaled_dot_product_flash_attention_for_cpu.default)
+    backward = positional(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
+    found = []
+    for mask in (t(5, 6), t(1, 4, 5, 6), t(2, 1, 5, 6)):
+        out, logsumexp = forward(q, k, v, 0.0, False, mask, None)
+        found += [
+            Sample(forward, (q, k, v, 0.0, False, mask, None)),
+            Sample(backward, (grad, q, k, v, out, logsumexp, 0.0, False, mask, None)),
+        ]
+    return found
 
 
 def _create() -> list[Sample]:
@@ -223,7 +253,53 @@ def _embedding() -> list[Sample]:
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, -1, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 5, False), wish=any_table),
         Sample(aten.embedding_dense_backward.default, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(aten.embedding_renorm_.default, (t(7, 4), ids, 1.5, 2.0)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, False)),
+        Sample(routed.routed_lookup, (t(7, 4), ids, True)),
+        Sample(routed.returned_grad, (rows, ids, 7, 5), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(row_sparse.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
     ]
+
+
+def _bags() -> list[Sample]:
+    # Three bags of two, one of them of one id; and ragged ones, two of them empty.
+    square = torch.tensor([[5, 0], [2, 2], [3, 1]])
+    ragged, offsets = torch.tensor([5, 0, 2, 2, 5, 1, 3]), torch.tensor([0, 2, 2, 6, 7, 7])
+    weight = t(7, 4)
+    samples = []
+    for i, o in ((square, None), (ragged, offsets)):
+        num_bags = 3 if o is None else 5
+        for mode in (bags.MODE_SUM, bags.MODE_MEAN):
+            for padding_idx in (-1, 5):
+                samples.append(Sample(bags.pooled, (weight, i, o, None, mode, padding_idx)))
+                options = (7, mode, padding_idx, padding_idx < 0, False)
+                grad = (t(num_bags, 4), i, o, None, *options)
+                samples.append(Sample(bag_grads.pooled_grad, grad, wish=any_table))
+        weights, up = t(*i.shape), t(num_bags, 4)
+        samples += [
+            Sample(bags.pooled, (weight, i, o, weights, bags.MODE_SUM, 2)),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, 2, False, False),
+                wish=any_table,
+            ),
+            Sample(
+                bag_grads.pooled_grad,
+                (up, i, o, weights, 7, bags.MODE_SUM, -1, False, True),
+                wish=any_table,
+            ),
+            Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
+            Sample(bags.largest, (weight, i, o, -1)),
+            Sample(bags.largest, (weight, i, o, 5)),
+            Sample(
+                bag_grads.largest_grad,
+                (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
+                wish=any_table,
+            ),
+        ]
+    return samples
 
 
 def _whole() -> list[Sample]:
@@ -320,8 +396,14 @@ WITHOUT_VALUES = {
     aten.new_empty_strided.default,
 }
 
-#: Choices that are right and of no use: these ops do not read the values of their first operand.
+#: Choices that are right and of no use: these ops do not read the values of one operand.
 OF_NO_USE = {
+    aten.reflection_pad1d_backward.default,
+    aten.reflection_pad2d_backward.default,
+    aten.reflection_pad3d_backward.default,
+    aten.replication_pad1d_backward.default,
+    aten.replication_pad2d_backward.default,
+    aten.replication_pad3d_backward.default,
     aten.copy.default,
     aten.fill.Scalar,
     aten.fill.Tensor,
@@ -336,14 +418,59 @@ OF_NO_USE = {
 
 #: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
 UNCHECKED_KERNELS = {
+    aten._segment_reduce_backward.default,
+    aten.linalg_ldl_solve.default,
+    aten.linalg_lu_solve.default,
+    aten.lu_unpack.default,
     aten._scaled_dot_product_flash_attention_for_cpu.default,
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    *IMAGE_KERNELS,
+    *RECURRENT_KERNELS,
 }
 
-#: Choices with Partial operands that are right and would never be taken: a norm's parameters are
-#: not Partial, and torch's own loss runs in inference mode alone.
+#: What is right for the few entries that these samples pick need not be right for others.
+BY_CHANCE = {
+    aten.index_put.default,
+    aten.scatter.reduce,
+    aten.scatter.value_reduce,
+    aten.scatter_reduce.two,
+    aten.index_fill.int_Scalar,
+    aten.index_fill.int_Tensor,
+    aten.masked_scatter.default,
+    aten.masked_fill.Tensor,
+    aten.as_strided_scatter.default,
+}
+
+#: Kernels that need a GPU: tests/rules/test_gpu_rules.py has their samples.
+ON_GPU = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_cudnn_attention.default,
+    aten._scaled_dot_product_cudnn_attention_backward.default,
+    aten._fused_rms_norm_backward.default,
+}
+
+#: A hook for other devices, which torch has no kernel for.
+NOT_IN_TORCH = {
+    aten._scaled_dot_product_fused_attention_overrideable.default,
+    aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+}
+
+#: Choices with Partial operands that are right and would never be taken: a norm's parameters and
+#: class weights are not Partial, torch's own loss runs in inference mode alone, and a distance is
+#: linear in two points that are both Partial only where all its results are known.
 NEVER_TAKEN = {
+    aten._cdist_backward.default,
+    aten.multi_margin_loss.default,
     aten.native_layer_norm.default,
     aten.native_layer_norm_backward.default,
     aten.nll_loss_forward.default,
+    aten.native_group_norm.default,
+    aten.native_group_norm_backward.default,
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
+    aten._fused_rms_norm.default,
+    channel_norm.through_statistics,
 }

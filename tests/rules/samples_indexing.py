@@ -90,6 +90,10 @@ def _flat() -> list[Sample]:
         Sample(aten.put.default, (cube, torch.tensor([[7, 0], [-1, 30]]), t(2, 2))),
         Sample(aten.put.default, (cube, ids(60, 5), t(5), True)),
         Sample(aten.masked_scatter.default, (x, t(5, 4) > 0, t(20))),
+        Sample(aten.masked_scatter.default, (x, t(4) > 0, t(20))),
+        Sample(aten.masked_fill.Scalar, (x, t(5, 4) > 0, 1.5)),
+        Sample(aten.masked_fill.Scalar, (x, t(4) > 0, 1.5)),
+        Sample(aten.masked_fill.Tensor, (x, t(5, 4) > 0, torch.tensor(1.5))),
         Sample(aten.masked_scatter_backward.default, (t(5, 4), t(5, 4) > 0, [20])),
         Sample(aten.nonzero_static.default, ((x > 0).float(),), {"size": 7}),
     ]

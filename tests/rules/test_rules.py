@@ -4,12 +4,22 @@ import inspect
 
 import pytest
 import torch
-from samples import NEVER_TAKEN, OF_NO_USE, UNCHECKED_KERNELS, WITHOUT_VALUES, samples
+from samples import (
+    BY_CHANCE,
+    NEVER_TAKEN,
+    NOT_IN_TORCH,
+    OF_NO_USE,
+    ON_GPU,
+    UNCHECKED_KERNELS,
+    WITHOUT_VALUES,
+    samples,
+)
 
 from shardwise import Partial, Replicate, Shard
-from shardwise.rules import random
+from shardwise.rules import gathered, random
 from shardwise.rules.catalog import CATALOG, find_rule, functional_twin
 from shardwise.rules.pointwise import pointwise_rule
+from shardwise.rules.positional import plain_op
 from shardwise.rules.rule import Choice, Rule, merge, table
 from shardwise.testing import Sample, check_rule, missing_choices
 
@@ -18,11 +28,13 @@ SAMPLES = samples()
 
 
 def name(sample: Sample) -> str:
-    op = sample.op
+    op = plain_op(sample.op)
     shapes = [tuple(a.shape) if isinstance(a, torch.Tensor) else a for a in sample.args]
     return f"{op.__name__ if inspect.isfunction(op) else op}{shapes}".replace(" ", "")
 
 
+# Torch's own words about scatter(reduce=) and index_reduce.
+@pytest.mark.filterwarnings("ignore:.*reduce")
 @pytest.mark.parametrize("sample", SAMPLES, ids=name)
 def test_every_choice_gives_the_result_of_one_device(sample):
     report = check_rule(sample)
@@ -30,16 +42,23 @@ def test_every_choice_gives_the_result_of_one_device(sample):
     assert not report.mistakes, "\n".join(map(str, report.mistakes))
 
 
+@pytest.mark.filterwarnings("ignore:.*reduce")
 @pytest.mark.parametrize("sample", SAMPLES, ids=name)
 def test_no_useful_choice_is_missing(sample):
     if sample.op in OF_NO_USE:
-        pytest.skip("the op does not read the values of its first operand")
+        pytest.skip("the op does not read the values of one operand")
+    if plain_op(sample.op) in gathered.RULES:
+        pytest.skip("the op runs whole on purpose")
     if sample.op in random.RULES:
         pytest.skip("parts that draw one after another are no world in which each rank draws")
-    if sample.op in UNCHECKED_KERNELS:
-        pytest.skip("the kernel crashes on operands that do not fit together")
+    if plain_op(sample.op) in UNCHECKED_KERNELS:
+        pytest.skip("the kernel crashes on operands that do not fit, or has too many of them")
     if sample.op is aten.view.default and 0 in sample.args[0].shape:
         pytest.skip("anything is right for a tensor without elements")
+    if sample.op in BY_CHANCE:
+        pytest.skip("what is right for the entries of one sample need not be right for others")
+    if sample.op is aten._linalg_svd.default and sample.args[1:] == (False, False):
+        pytest.skip("anything is right for results that were not asked for")
     missing = missing_choices(sample)
     if sample.op in NEVER_TAKEN:
         missing = [choice for choice in missing if "P(sum)" not in choice.partition(" -> ")[0]]
@@ -47,7 +66,8 @@ def test_no_useful_choice_is_missing(sample):
 
 
 def test_every_rule_has_a_sample():
-    without = CATALOG.keys() - {s.op for s in SAMPLES} - WITHOUT_VALUES
+    sampled = {plain_op(s.op) for s in SAMPLES}
+    without = CATALOG.keys() - sampled - WITHOUT_VALUES - ON_GPU - NOT_IN_TORCH
     assert not without
 
 
@@ -104,7 +124,6 @@ def test_in_place_ops_share_the_rule_of_their_twin():
     assert functional_twin(aten.add_.Tensor) is aten.add.Tensor
     assert functional_twin(aten.add.Tensor) is None
     assert find_rule(aten.add_.Tensor) is find_rule(aten.add.Tensor)
-    assert find_rule(aten.embedding_renorm_.default) is None
 
 
 def test_an_op_in_two_tables_raises():

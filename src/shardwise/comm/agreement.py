@@ -29,7 +29,7 @@ def agree_once(grid: Grid, kind: str, state: Callable[[], int]) -> None:
 
 def check_agreement(grid: Grid, kind: str, state: int, cause: str) -> None:
     """Raise on every rank of the mesh when the ranks' numbers for `state` are not all the same."""
-    with because(cause, implicit=False):
+    with because(cause, implicit=False, always=True):
         row = localize(grid, torch.tensor([state], device=grid.device_type))
         for axis in reversed(range(grid.num_axes)):
             row = collectives.all_gather(row, grid, axis)

@@ -7,6 +7,7 @@ that counters, compilers and LocalTensors all see the same call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
@@ -81,9 +82,15 @@ def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x if x.dtype == dtype else x.to(dtype)
 
 
-def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What travelled as bytes, as what it is."""
-    return x if x.dtype == dtype else x.view(dtype)
+def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What travelled as bytes, as what it is. Played ranks may hold nothing where others do not."""
+    if x.dtype == dtype:
+        return x
+    if isinstance(x, LocalTensor):
+        return LocalTensor([viewed(p, dtype) for p in x._parts], x._roster, x._sized)
+    if type(x.numel()) is int and x.numel() == 0:  # its strides need not be those of the dtype
+        return x.new_empty((*x.shape[:-1], x.shape[-1] // dtype.itemsize), dtype=dtype)
+    return x.view(dtype)
 
 
 # Note [Started and finished]
@@ -100,9 +107,22 @@ def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> 
     return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
 
 
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a tensor, dense. Played ranks may hold parts of other strides than the first."""
+    if isinstance(x, LocalTensor):
+        return LocalTensor([_as_bytes(part) for part in x._parts], x._roster, x._sized)
+    if type(x.numel()) is int and x.numel() == 0:
+        shape = (*x.shape[:-1], x.shape[-1] * x.dtype.itemsize) if x.dim() else (0,)
+        return x.new_empty(shape, dtype=torch.uint8)
+    x = x.contiguous()
+    if x.dim() and x.stride(-1) != 1:  # a last dim of size 1 may have any stride
+        x = x.clone(memory_format=torch.contiguous_format)
+    return x.view(torch.uint8)
+
+
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
-        x = x.contiguous().view(torch.uint8)
+        x = _as_bytes(x)
     return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
 
 
@@ -115,7 +135,7 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
 
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
-        x = x.contiguous().view(torch.uint8)
+        x = _as_bytes(x)
     splits = [1] * grid.shape[axis]
     return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
 
@@ -126,7 +146,7 @@ def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
-    return _viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
+    return viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
@@ -136,7 +156,25 @@ def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> to
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
-    return _viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
+    return viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
+
+
+def all_to_all_uneven(
+    x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
+) -> torch.Tensor:
+    """Send `num_sent[i]` entries of dim 0 to coordinate i; join what arrives in that order.
+
+    In a simulated world a count that differs between ranks is a RankInt.
+    """
+    return finished(start_all_to_all_uneven(x, num_sent, num_received, grid, axis))
+
+
+def start_all_to_all_uneven(
+    x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
+) -> torch.Tensor:
+    """As `all_to_all_uneven`, running on; its result may be read after `finished`."""
+    name = group_name(grid, axis)
+    return _all_to_all_single(x.contiguous(), num_received, num_sent, name)
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:

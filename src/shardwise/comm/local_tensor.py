@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
 
@@ -53,7 +54,7 @@ class LocalTensor(torch.Tensor):
     ) -> LocalTensor:
         first = parts[0]
         shape: Any = first.shape
-        stride: Any = first.stride()
+        stride: Any = first.stride() if first.layout is torch.strided else None
         if sized and len(parts) > 1 and type(first) is torch.Tensor:
             if any(part.shape != shape for part in parts):
                 shape = _per_rank(roster, [part.shape for part in parts])
@@ -95,7 +96,7 @@ class LocalTensor(torch.Tensor):
         """The plain tensor that all ranks hold, or an error that says which differ."""
         first = self._parts[0]
         for part in self._parts[1:]:
-            if part.shape != first.shape or not torch.equal(part, first):
+            if part.shape != first.shape or not same_values(part, first):
                 raise self._mismatch("one tensor", self._parts)
         return first
 
@@ -156,15 +157,21 @@ class LocalTensor(torch.Tensor):
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
-        if self._roster is meta:
+        return self.held_like(meta)
+
+    def held_like(self, roster: Roster) -> LocalTensor:
+        """The same values, held as `roster` says; ranks that share a part there must agree.
+
+        A gradient may be held rank by rank where the value was held once.
+        """
+        if self._roster is roster:
             return self
-        # A gradient may be held rank by rank where the value was held once.
         first: dict[int, torch.Tensor] = {}
-        for place, part in enumerate(meta.index):
+        for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
-            if value is not first.setdefault(part, value) and not torch.equal(value, first[part]):
+            if value is not first.setdefault(part, value) and not _same(value, first[part]):
                 raise self._mismatch("a gradient of a value that these ranks share", self._parts)
-        return LocalTensor([first[part] for part in range(meta.num_parts)], meta)
+        return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
         if id(self) not in memo:
@@ -176,6 +183,7 @@ class LocalTensor(torch.Tensor):
     # -- the op call -------------------------------------------------------------------------
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -194,6 +202,13 @@ class LocalTensor(torch.Tensor):
         if isinstance(results[0], torch.Tensor):
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors hold the same values; NaN is the same as NaN."""
+    return torch.equal(a, b) or (
+        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    )
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:
@@ -279,7 +294,7 @@ def _run_in_place(
             )
         before = done.get(target)
         if before is not None:
-            _check_same_write(func, before[0], here, roster, part)
+            _check_same_write(func, before[0], here, roster, part, trusted=not _any_sized(leaves))
             results.append(before[1])
             continue
         part_args, part_kwargs = tree_unflatten(here, spec)
@@ -295,10 +310,15 @@ def _run_in_place(
 
 
 def _check_same_write(
-    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int
+    func: Any, before: list[Any], here: list[Any], roster: Roster, part: int, *, trusted: bool
 ) -> None:
+    """`trusted`: a layout says that these ranks hold the same, so what is traced may pass."""
     for old, new in zip(before, here, strict=True):
-        if isinstance(new, torch.Tensor) and old is not new and not torch.equal(old, new):
+        if not isinstance(new, torch.Tensor) or old is new:
+            continue
+        if type(new) is not torch.Tensor and trusted:  # traced by torch.compile: no values
+            continue
+        if not same_values(old, new):
             raise RankMismatchError(
                 f"{func} would write other values on rank {roster.ranks_of(part)[0]} than on an "
                 "earlier rank into a tensor that these ranks share (a plain tensor, or a "
@@ -329,6 +349,15 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
         whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
+
+
+def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two ranks hold the same; a NaN is the same as a NaN."""
+    if torch.equal(one, other):
+        return True
+    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
+        return False
+    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:

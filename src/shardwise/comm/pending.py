@@ -1,8 +1,10 @@
 """Pending: the result of a collective that still runs, behind the face of a tensor.
 
 The first op on it awaits the collective and finishes what is left to do; from then on the tensor
-that holds it has the result itself. There is none in a simulated world, where a collective is over
-when it returns, nor in compiled code, where the compiler decides how late to wait.
+that holds it has the result itself. Nobody holds one that stands for a plain tensor, as where a
+parallel module hands out its result: it passes every op on to what has arrived. There is none in a
+simulated world, where a collective is over when it returns, nor in compiled code, where the
+compiler decides how late to wait.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
+
+from shardwise.comm.local_tensor import sized_copy
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -29,9 +33,8 @@ class Pending(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, started: torch.Tensor, finish: Run) -> Pending:
-        # What comes out is found without data, so that sizes can be read without waiting.
-        like = finish(torch.empty_like(started, device="meta"))
+    def __new__(cls, started: torch.Tensor, finish: Run, like: torch.Tensor) -> Pending:
+        """`like` has the shape, strides and dtype of what comes out; see `finished_like`."""
         self = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=started.device
         )
@@ -42,6 +45,10 @@ class Pending(torch.Tensor):
     def held_by(self, holder: Any) -> None:
         """`holder._local` is this tensor; it gets the result in its place."""
         self._holder = weakref.ref(holder)
+
+    def share(self) -> Pending:
+        """The same result, for someone else to wait for; outside autograd."""
+        return Pending(self, _detached_result, self)
 
     def result(self) -> torch.Tensor:
         """The tensor itself; waits for it the first time."""
@@ -58,10 +65,62 @@ class Pending(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        args, kwargs = tree_map_only(Pending, Pending.result, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        if kwargs or list in map(type, args):
+            args, kwargs = tree_map_only(Pending, Pending.result, (args, kwargs or {}))
+            return func(*args, **kwargs)
+        return func(*[arg.result() if type(arg) is Pending else arg for arg in args])
+
+    # -- torch.compile -----------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        self.result()
+        return ["_result"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner: dict[str, torch.Tensor], _: None, *__: Any) -> Pending:
+        result = inner["_result"]
+        made = Pending(result, _itself, result)
+        made.result()
+        return made
+
+    # -- what reads memory without an op -----------------------------------------------------
+
+    def numpy(self, *, force: bool = False) -> Any:
+        return self.detach().numpy(force=force)
+
+    def tolist(self) -> Any:
+        return self.detach().tolist()
+
+    def data_ptr(self) -> int:
+        return self.result().data_ptr()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().requires_grad_(self.requires_grad).__reduce_ex__(protocol)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if self._result is not None:
             return repr(self._result)
         return f"Pending(shape={tuple(self.shape)}, dtype={self.dtype})"
+
+
+def finished_like(started: torch.Tensor, finish: Run) -> torch.Tensor:
+    """What `finish` will make of `started`, without data: sizes can be read without waiting."""
+    return finish(torch.empty_like(started, device="meta"))
+
+
+def _itself(result: torch.Tensor) -> torch.Tensor:
+    return result
+
+
+def _detached_result(other: torch.Tensor) -> torch.Tensor:
+    assert isinstance(other, Pending), "only what is pending is shared"
+    return other.result().detach()
+
+
+def later(local: torch.Tensor) -> torch.Tensor:
+    """The local tensor of a DTensor for use outside of it, still pending where it is."""
+    return local.share() if type(local) is Pending else sized_copy(local, True)

@@ -10,10 +10,16 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.local_tensor import (
+    LocalTensor,
+    from_ranks,
+    same_values,
+    shared_roster,
+    wrap_results,
+)
 from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid
-from shardwise.errors import ArgumentError, WorldError
+from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 
 __all__ = ["each_rank", "localize", "my_coordinate", "one_for_all", "rank_values"]
 
@@ -49,12 +55,22 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
     return from_ranks(grid.world, grid.ranks, [tensor.on_rank(r) for r in grid.ranks])
 
 
-def one_for_all(tensor: torch.Tensor) -> torch.Tensor:
-    """The plain tensor where all ranks hold the same values, else `tensor` itself."""
+def one_for_all(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
+    """The plain tensor where all ranks hold the same values, else `tensor` itself.
+
+    What torch.compile traces has no values; there `equal` says whether they are the same.
+    """
     parts = getattr(tensor, "_parts", None)
-    if parts is None or type(parts[0]) is not torch.Tensor:  # traced by torch.compile: no values
+    if parts is None:
         return tensor
-    if any(not torch.equal(part, parts[0]) for part in parts[1:]):
+    if type(parts[0]) is not torch.Tensor:
+        if equal or len(parts) == 1:
+            return parts[0]
+        raise UnsupportedError(
+            "The gradient of a plain tensor differs between the ranks of a simulated world, and "
+            "compiled code cannot return it. Give from_local() a LocalTensor, one tensor per rank."
+        )
+    if any(not same_values(part, parts[0]) for part in parts[1:]):
         return tensor
     return parts[0]
 

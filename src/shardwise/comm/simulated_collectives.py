@@ -20,6 +20,7 @@ from shardwise.comm.local_tensor import (
     from_ranks,
     shared_roster,
 )
+from shardwise.comm.rank_int import rank_values_of
 from shardwise.core.chunks import lengths
 from shardwise.core.world import World, current_world
 from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
@@ -124,10 +125,13 @@ def _reduce_scatter(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 
 def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     x, output_splits, input_splits, group = args
+    if any(rank_values_of(split) is not None for split in (*input_splits, *output_splits)):
+        return _uneven_all_to_all(x, input_splits, group)
     if len({*output_splits, *input_splits}) > 1:
         raise UnsupportedError(
             f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: these "
-            "are one rank's, and a simulated world cannot know the other ranks'. Use equal splits."
+            "are one rank's, and a simulated world cannot know the other ranks'. Use equal splits, "
+            "or sizes of LocalTensors, which know every rank's."
         )
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -135,6 +139,23 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
         return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
     return run_groups(x, group, exchange)
+
+
+def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> LocalTensor:
+    """Each rank's own splits say what it sends; what it receives follows from the others'."""
+    result: dict[int, torch.Tensor] = {}
+    for line in _lines(x._roster.world, group):
+        pieces = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
+        joined = map(torch.cat, zip(*pieces, strict=True))
+        result.update(zip(line, joined, strict=True))
+    ranks = [rank for rank in x.ranks if rank in result]
+    return from_ranks(x._roster.world, x.ranks, [result[rank] for rank in ranks], x._sized)
+
+
+def _splits_of(splits: Sequence[Any], rank: int) -> list[int]:
+    """The splits of one rank, out of numbers that know which rank has which."""
+    nodes = [(split, rank_values_of(split)) for split in splits]
+    return [s if node is None else node.values[node.ranks.index(rank)] for s, node in nodes]
 
 
 def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:

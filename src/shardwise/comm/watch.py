@@ -26,6 +26,7 @@ class Watch:
     __slots__ = (
         "announced",
         "cause",
+        "gather_unknown",
         "listeners",
         "notes",
         "on",
@@ -48,6 +49,8 @@ class Watch:
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.
         self.replicate_plain = 0
+        #: Whether an op without a rule gathers its operands; not part of `on`.
+        self.gather_unknown = 0
 
     def tell(self, kind: str, sent: Any, group_name: str) -> None:
         """A collective runs that no op stands for."""
@@ -72,10 +75,13 @@ watch = Watch()
 
 
 @contextlib.contextmanager
-def because(op: Any, *, implicit: bool) -> Iterator[None]:
-    """Collectives inside are caused by `op`, unless something around it caused them already."""
+def because(op: Any, *, implicit: bool, always: bool = False) -> Iterator[None]:
+    """Collectives inside are caused by `op`, unless something around it caused them already.
+
+    With `always` they are in any case.
+    """
     before = watch.cause
-    if before is None:
+    if before is None or always:
         watch.cause = Cause(_name(op), implicit)
     try:
         yield

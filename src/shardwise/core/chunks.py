@@ -29,8 +29,12 @@ def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> 
     if sizes is not None:
         return sum(sizes[:index]), sizes[index]
     length = chunk_length(size, parts)
-    start = _minimum(index * length, size)
-    return start, _minimum(length, size - start)
+    # The first two starts and the outer two lengths need no minimum, which a compiler of symbolic
+    # sizes would otherwise have to reason about.
+    if index == 0:
+        return 0, length
+    start = length if index == 1 else _minimum(index * length, size)
+    return start, size - start if index == parts - 1 else _minimum(length, size - start)
 
 
 def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size, ...]:
@@ -42,6 +46,18 @@ def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size
     return (
         sizes if sizes is not None else tuple(piece(size, parts, i, None)[1] for i in range(parts))
     )
+
+
+def settled(size: Size) -> Size:
+    """A symbolic size that a guard has fixed, as the int that it is.
+
+    The compiler's graphs do not return symbols that are constants.
+    """
+    if type(size) is int:
+        return size
+    node = getattr(size, "node", None)
+    constant = None if node is None else node.maybe_as_int()
+    return size if constant is None else constant
 
 
 def _minimum(a: Size, b: Size) -> Size:

@@ -15,6 +15,10 @@ from shardwise.errors import ArgumentError, WorldError
 Coordinate = tuple[int, ...]
 
 
+_numbers = itertools.count()
+_by_number: weakref.WeakValueDictionary[int, Grid] = weakref.WeakValueDictionary()
+
+
 class Grid:
     """The ranks of a mesh, its axes, and where each rank stands. Compared by identity.
 
@@ -29,6 +33,7 @@ class Grid:
         "device_type",
         "group_names",
         "mesh",
+        "number",
         "ranks",
         "shape",
         "world",
@@ -48,6 +53,9 @@ class Grid:
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
+        #: Stands for the grid where only a number can; no two grids of a process share one.
+        self.number = next(_numbers)
+        _by_number[self.number] = self
 
     @property
     def num_axes(self) -> int:
@@ -97,6 +105,11 @@ def grid_of(mesh: DeviceMesh) -> Grid:
                 "Make the mesh anew after torch.distributed is initialised."
             )
         return seen[1]
+    if torch.compiler.is_dynamo_compiling():
+        raise WorldError(
+            "A mesh is used for the first time inside a compiled region, where its ranks cannot be "
+            "read. Make one tensor on it before: shardwise.zeros(1, device_mesh=mesh)."
+        )
     world = current_world()
     ranks = _ranks(mesh)
     if max(ranks.flatten().tolist()) >= world.size:
@@ -116,6 +129,10 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     number = id(mesh)
     _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
     return grid
+
+
+def grid_numbered(number: int) -> Grid:
+    return _by_number[number]
 
 
 def grid_like(

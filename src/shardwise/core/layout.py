@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size, lengths, piece
+from shardwise.core.chunks import Size, lengths, piece, settled
 from shardwise.core.grid import Coordinate, Grid
-from shardwise.core.placements import Partial, Placement, Replicate, Shard, short
+from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -134,6 +134,9 @@ def make_layout(
     """The one layout with these values. `placements` must be normalised for `shape`."""
     shape, stride = tuple(shape), tuple(stride)
     symbolic = any(type(s) is not int for s in shape) or any(type(s) is not int for s in stride)
+    if symbolic:
+        shape, stride = tuple(map(settled, shape)), tuple(map(settled, stride))
+        symbolic = any(type(s) is not int for s in (*shape, *stride))
     order = canonical_order(placements, order)
     key = None if symbolic else (grid, placements, order, shape, stride, dtype, snapshot)
     if key is not None and (found := _interned.get(key)) is not None:
@@ -219,8 +222,9 @@ def check_partials(placements: Sequence[Placement]) -> None:
 
 
 def partials_commute(placements: Sequence[Placement]) -> bool:
+    norms = {p for p in placements if isinstance(p, NormPartial)}
     ops = {p.reduce_op for p in placements if isinstance(p, Partial)}
-    return len(ops) < 2 or ops == {"sum", "avg"}
+    return len(norms) < 2 and (len(ops) < 2 or ops == {"sum", "avg"})
 
 
 def _with_dim_from_zero(

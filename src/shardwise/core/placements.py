@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from shardwise.core.opaque import graph_constant
 from shardwise.errors import ArgumentError, LayoutError
 
 REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
@@ -29,6 +30,7 @@ class Placement:
         return False
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
     """Each coordinate holds one piece of `dim`.
@@ -66,6 +68,7 @@ class Shard(Placement):
         )
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Replicate(Placement):
     """Each coordinate holds the whole tensor."""
@@ -77,6 +80,7 @@ class Replicate(Placement):
         return "Replicate()"
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Partial(Placement):
     """Each coordinate holds a term; the tensor is the reduction of the terms.
@@ -103,6 +107,7 @@ class Partial(Placement):
         return f"Partial({self.reduce_op})"
 
 
+@graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class MaskPartial(Partial):
     """The `Partial("sum")` of a lookup in a table whose rows are sharded.
@@ -120,6 +125,29 @@ class MaskPartial(Partial):
 
     def __repr__(self) -> str:
         return f"MaskPartial(logical_shape={self.logical_shape}, logical_dim={self.logical_dim})"
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class NormPartial(Partial):
+    """Each coordinate holds the norm of its part; the tensor is the norm of all of them.
+
+    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`; no term is negative.
+    Norms of sharded tensors are such, and so are stacks and norms of these: only the last has to
+    be reduced.
+    """
+
+    reduce_op: str = "norm"
+    norm_type: float = 2.0
+
+    def __post_init__(self) -> None:
+        if self.reduce_op != "norm" or not self.norm_type > 0:
+            raise LayoutError(
+                f"A NormPartial has reduce_op='norm' and a positive norm_type, found "
+                f"reduce_op={self.reduce_op!r}, norm_type={self.norm_type!r}."
+            )
+
+    def __repr__(self) -> str:
+        return f"NormPartial(norm_type={self.norm_type:g})"
 
 
 REPLICATE: Final = Replicate()
@@ -148,6 +176,8 @@ def _short(placement: Placement) -> str:
             return f"S({dim}, {sizes})"
         case Replicate():
             return "R"
+        case NormPartial():
+            return f"P(norm {placement.norm_type:g})"
         case Partial(reduce_op):
             return f"P({reduce_op})"
     return repr(placement)

@@ -5,7 +5,7 @@ from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.explain import Explanation, PlannedCall, explain
 from shardwise.debug.rng import check_rng
-from shardwise.debug.visualize import visualize_sharding
+from shardwise.debug.visualize import ShardingPicture, visualize_sharding
 
 __all__ = [
     "CacheStats",
@@ -13,6 +13,7 @@ __all__ = [
     "CommEvent",
     "Explanation",
     "PlannedCall",
+    "ShardingPicture",
     "cache_stats",
     "check_rng",
     "explain",

@@ -67,7 +67,8 @@ class PlannedCall:
     @property
     def cost_s(self) -> float:
         """Seconds that the moves are expected to take, by the cost that planning uses."""
-        return sum(move.cost_s for moves in self.moves for move in moves)
+        moved_s = sum(move.cost_s for moves in self.moves for move in moves)
+        return moved_s + (self.plan.sent_s if self.plan is not None else 0.0)
 
 
 class Explanation(Sequence[PlannedCall]):

@@ -6,11 +6,13 @@ import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from html import escape
 from typing import TYPE_CHECKING, Any
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.debug.explain_report import layout_text
+from shardwise.debug.picture import parts_svg
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 
@@ -50,7 +52,8 @@ def visualize_sharding(tensor: DTensor, header: str = "", *, use_rich: bool | No
 
     One- and two-dimensional tensors are one grid; of others, each slice of the leading dims is
     one. Ranks that hold the same part share its cell. With `use_rich` each rank has a colour; by
-    default that is so on a terminal. Of several processes the one at the origin of the mesh prints.
+    default that is so on a terminal. A notebook gets a `ShardingPicture`. Of several processes the
+    one at the origin of the mesh prints.
 
     >>> import shardwise
     >>> from shardwise.debug import visualize_sharding
@@ -74,10 +77,63 @@ def visualize_sharding(tensor: DTensor, header: str = "", *, use_rich: bool | No
     grid = layout.grid
     if not grid.world.simulated and grid.coordinate != (0,) * grid.num_axes:
         return
+    if use_rich is None and _in_notebook():
+        from IPython.display import display  # type: ignore[import-not-found,unused-ignore]
+
+        display(ShardingPicture(tensor, header))
+        return
     if sys.stdout.isatty() if use_rich is None else use_rich:
         _print_rich(layout, header)
     else:
         print("\n".join(_lines(layout, header)))
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A block of a tensor, and the ranks that hold it."""
+
+    box: tuple[Span, ...]
+    ranks: tuple[int, ...]
+
+
+class ShardingPicture:
+    """Who holds which part of a tensor, drawn by a notebook as SVG; printed, it is text.
+
+    >>> import shardwise
+    >>> from shardwise.debug import ShardingPicture
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     x = shardwise.zeros(4, 2, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    ...     picture = ShardingPicture(x)
+    >>> picture._repr_svg_().count("<rect")
+    2
+    """
+
+    def __init__(self, tensor: DTensor, header: str = "") -> None:
+        self._layout = tensor._layout
+        self._header = header
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self._layout, self._header))
+
+    __repr__ = __str__
+
+    def _repr_svg_(self) -> str:
+        tiles = tiling(self._layout)
+        return parts_svg(self._layout.shape, [Part(*held) for held in tiles.holders.items()])
+
+    def _repr_html_(self) -> str:
+        said = [self._header] * bool(self._header) + [_title(self._layout)]
+        said += _remarks(self._layout, tiling(self._layout))
+        text = "<br>".join(map(escape, said))
+        return f'<div style="max-width:20rem"><small>{text}</small>{self._repr_svg_()}</div>'
+
+
+def _in_notebook() -> bool:
+    """Whether a Jupyter kernel runs this; one that was never imported does not."""
+    module = sys.modules.get("IPython")
+    shell = module.get_ipython() if module is not None else None
+    return shell is not None and hasattr(shell, "kernel")
 
 
 def _title(layout: Layout) -> str:

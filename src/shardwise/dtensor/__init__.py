@@ -2,11 +2,14 @@
 
 import torch
 
-from shardwise.core.placements import MaskPartial, Partial, Replicate, Shard
-from shardwise.dtensor import kernels
+from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
+from shardwise.dtensor import kernels, local_step
 from shardwise.dtensor.tensor import DTensor, _unpickle
 
 kernels.register()
+local_step.register()
 
 # What a saved DTensor consists of besides tensors: torch.load reads it with weights_only=True.
-torch.serialization.add_safe_globals([DTensor, _unpickle, Shard, Replicate, Partial, MaskPartial])
+torch.serialization.add_safe_globals(
+    [DTensor, _unpickle, Shard, Replicate, Partial, MaskPartial, NormPartial]
+)

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import sized_copy
-from shardwise.comm.pending import Pending
+from shardwise.comm.local_tensor import LocalTensor, sized_copy
+from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
@@ -89,16 +89,22 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
 def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
     if not any(step.communicates for step in find_steps(x._layout, target)):
         return move(x, target, own=own)
-    start, finish = _cached_halves(x._layout, target)
+    start, finish, known = _cached_halves(x._layout, target)
     with because("redistribute", implicit=False):
-        local = Pending(start(x._local), finish)
+        started = start(x._local)
+    shape = (started.shape, started.stride())
+    like = known.get(shape)
+    if like is None:
+        like = known[shape] = finished_like(started, finish)
+    local = Pending(started, finish, like)
     moved = type(x).wrap(local, target)
     local.held_by(moved)
     return moved
 
 
-def _halves(source: Layout, target: Layout) -> tuple[Run, Run]:
-    return prepare_apart(find_steps(source, target))
+def _halves(source: Layout, target: Layout) -> tuple[Run, Run, dict[Any, torch.Tensor]]:
+    """What starts and what finishes a move, and what is known of the results."""
+    return *prepare_apart(find_steps(source, target)), {}
 
 
 _cached_halves = functools.lru_cache(maxsize=4096)(_halves)
@@ -183,34 +189,40 @@ _apply_redistribute = direct_apply(Redistribute)
 
 class ToLocal(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Any, grad_layout: Layout) -> torch.Tensor:
+    def forward(ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False) -> torch.Tensor:
         ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        return sized_copy(x._local, True)
+        return later(x._local) if async_op else sized_copy(x._local, True)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout = ctx.grad_layout
         grad = sized_copy(grad, False)
-        return ctx.wrap(grad, _with_dtype(layout, grad.dtype)), None
+        return ctx.wrap(grad, _with_dtype(layout, grad.dtype)), None, None
 
 
 class FromLocal(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, local: torch.Tensor, layout: Layout, grad_layout: Layout, cls: Any
+        ctx: Any,
+        local: torch.Tensor,
+        layout: Layout,
+        grad_layout: Layout,
+        cls: Any,
+        async_op: bool = False,
     ) -> Any:
-        ctx.grad_layout, ctx.share = grad_layout, _share(layout)
-        ctx.plain = type(local) is torch.Tensor
+        ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
+        ctx.plain = not isinstance(local, LocalTensor)
         return cls.wrap(localize(layout.grid, local).detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        moved = redistribute(grad, _like_tensor(ctx.grad_layout, grad._layout))
-        local = sized_copy(moved._local, True)
+        target = _like_tensor(ctx.grad_layout, grad._layout)
+        moved = redistribute(grad, target, ctx.async_op)
+        local = later(moved._local) if ctx.async_op else sized_copy(moved._local, True)
         if ctx.plain:
-            local = one_for_all(local)
-        return local if ctx.share == 1 else local * ctx.share, None, None, None
+            local = one_for_all(local, equal=all(p.is_replicate() for p in moved.placements))
+        return local if ctx.share == 1 else local * ctx.share, None, None, None, None
 
 
 def _share(layout: Layout) -> float:

@@ -12,8 +12,9 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
+from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.tensor import DTensor, as_layouts
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten
@@ -29,6 +30,7 @@ _MAKE_TENSORS = (
     aten.linalg_matrix_rank.atol_rtol_float,
     aten.linalg_matrix_rank.atol_rtol_tensor,
     aten.linalg_matrix_rank.tol_tensor,
+    aten._scaled_dot_product_attention_math.default,
 )
 
 
@@ -82,14 +84,51 @@ def stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
-def register(library: torch.library.Library) -> None:
-    for op in _MAKE_TENSORS:
-        name = op._schema.name.partition("::")[2]
-        overload = op._schema.overload_name
-        library.impl(
-            f"{name}.{overload}" if overload else name,
-            functools.partial(_put_together, op),
-            "AutogradPrivateUse3",
+def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(aten, packet), overload)
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{op}: functions with out=... arguments don't support automatic differentiation, but "
+            "one of the arguments requires grad."
         )
-    library.impl("stft", stft, "AutogradPrivateUse3")
-    library.impl("tensor_split.tensor_indices_or_sections", tensor_split, "AutogradPrivateUse3")
+    return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__, as_layouts)
+
+
+def register(library: torch.library.Library) -> None:
+    """Give torch these kernels for DTensors."""
+    for op in _MAKE_TENSORS:
+        _implement(library, op, functools.partial(_put_together, op))
+    _implement(library, aten.stft.default, stft)
+    _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
+    for name in _composite_out_forms():
+        library.impl(name, functools.partial(_into_out, name), "AutogradPrivateUse3")
+
+
+#: Forms for `out=` whose names do not say so.
+_OTHER_OUT_FORMS = (
+    "divide.out_mode",
+    "linalg_eigh.eigvals",
+    "linalg_matrix_rank.out_tol_tensor",
+    "linalg_pinv.out_rcond_tensor",
+    "linalg_svd.U",
+    "qr.Q",
+    "svd.U",
+)
+
+
+def _composite_out_forms() -> list[str]:
+    """The composite ops with `out=`, but for those that make tensors out of nothing."""
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
+    found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
+    made = ("empty.", "rand.", "randn.")
+    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith(made)]
+
+
+def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:
+    name = op._schema.name.partition("::")[2]
+    overload = op._schema.overload_name
+    library.impl(f"{name}.{overload}" if overload else name, kernel, "AutogradPrivateUse3")

@@ -18,7 +18,7 @@ from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, sh
 from shardwise.dtensor.doors import stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
@@ -49,6 +49,12 @@ def distribute_tensor(
     tensor([[1., 0.],
             [0., 1.]])
     """
+    if torch.compiler.is_dynamo_compiling():
+        raise UnsupportedError(
+            "distribute_tensor() in compiled code: it makes a new leaf out of one rank's values. "
+            "Call it outside torch.compile; inside, DTensor.from_local(x, mesh, [Replicate()]) and "
+            "redistribute() take what each rank holds."
+        )
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
     normal = normalize(placements, tensor.shape, grid)
     if isinstance(tensor, DTensor):

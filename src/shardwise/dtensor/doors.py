@@ -162,7 +162,7 @@ def check_all_ranks(
 
     Nothing that one rank alone could see may be raised before the ranks have met.
     """
-    rows = _all_metas(local, grid)
+    rows = all_metas(local, grid, "from_local(run_check=True)")
     first = torch.empty(rows[0][1], dtype=rows[0][0], device="meta")
     found = dict(zip(grid.coordinates.values(), rows, strict=True))
     if shape is None and any(row != rows[0] for row in rows):
@@ -183,7 +183,9 @@ def check_all_ranks(
             )
 
 
-def _all_metas(local: torch.Tensor, grid: Grid) -> list[tuple[torch.dtype, tuple[int, ...]]]:
+def all_metas(
+    local: torch.Tensor, grid: Grid, cause: str
+) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """The dtype and shape of the local tensor on every rank of the mesh."""
 
     def describe(_: Any, part: torch.Tensor) -> torch.Tensor:
@@ -191,7 +193,7 @@ def _all_metas(local: torch.Tensor, grid: Grid) -> list[tuple[torch.dtype, tuple
         return torch.tensor(numbers + [0] * (16 - len(numbers)), device=part.device)[None]
 
     gathered = each_rank(grid, describe, local)
-    with because("from_local(run_check=True)", implicit=False):
+    with because(cause, implicit=False):
         for axis in reversed(range(grid.num_axes)):
             gathered = collectives.all_gather(gathered, grid, axis)
     rows = (gathered.agreed() if isinstance(gathered, LocalTensor) else gathered).tolist()

@@ -11,7 +11,11 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.foreach import is_foreach
+from shardwise.comm.ranks import one_for_all
+from shardwise.dtensor.foreach import count_writes, is_foreach
+from shardwise.dtensor.gradients import reduced_together
+from shardwise.dtensor.reduced import remember
+from shardwise.rules.catalog import rule_caches
 
 aten = torch.ops.aten
 
@@ -21,6 +25,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
+    if op is aten._amp_foreach_non_finite_check_and_unscale_.default:
+        return _unscale
     if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
@@ -33,9 +39,15 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     return decomposition_table.get(op)
 
 
+rule_caches.append(parts_of.cache_clear)
+
+
 def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     """A foreach op as a loop: the same op for a single tensor, once per tensor."""
-    single = getattr(aten, op._schema.name.removeprefix("aten::_foreach_"), None)
+    name = op._schema.name.removeprefix("aten::_foreach_")
+    writes = op._schema.is_mutable
+    second = args[1] if len(args) > 1 else None
+    single, in_place = _single_form(name.removesuffix("_") if writes else name, second, writes)
     if single is None:
         raise NotImplementedError(f"{op} has no form for a single tensor")
     # What is positional for many tensors may be a keyword for one: the value of addcmul.
@@ -45,7 +57,50 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     kwargs |= dict(zip(names, args[num_positional:], strict=False))
     args = args[:num_positional]
     results = [single(*_item(args, i), **_named_item(kwargs, i)) for i in range(len(args[0]))]
-    return None if op._schema.is_mutable else results
+    if writes and not in_place:
+        for tensor, result in zip(args[0], results, strict=True):
+            tensor.copy_(result)
+    if writes:
+        count_writes(args[0])
+        return None
+    return results
+
+
+#: Where the op for one tensor has another name: when the second argument is a tensor, else.
+_OTHER_NAMES = {
+    "maximum": ("maximum", "clamp_min"),
+    "minimum": ("minimum", "clamp_max"),
+    "norm": ("linalg_vector_norm", "linalg_vector_norm"),
+}
+
+
+def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
+    """The op for one tensor, and whether it is the one that writes."""
+    items = second if isinstance(second, (list, tuple)) else [second]
+    with_tensors, with_numbers = _OTHER_NAMES.get(name, (name, name))
+    name = with_tensors if any(isinstance(item, torch.Tensor) for item in items) else with_numbers
+    if writes and hasattr(aten, name + "_"):
+        return getattr(aten, name + "_"), True
+    return getattr(aten, name, None), False
+
+
+def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """What a GradScaler does: scale gradients, and note whether any holds an infinity or NaN.
+
+    Partial gradients are reduced together, and remember it. The counts of all gradients are added
+    up first, so that every axis of a mesh is asked once.
+    """
+    distributed = [tensor for tensor in tensors if hasattr(tensor, "_layout")]
+    whole = [tensor for tensor in tensors if not hasattr(tensor, "_layout")]
+    for tensor, (local, layout) in zip(distributed, reduced_together(distributed), strict=True):
+        if local is not tensor._local:
+            remember(tensor, local, layout)
+        whole.append(type(tensor).wrap(local, layout))
+    total: Any = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in whole]).sum()
+    found_inf.masked_fill_(one_for_all(total.full_tensor()) > 0, 1.0)
+    for tensor in tensors:
+        tensor.mul_(inv_scale)
+    count_writes(tensors)
 
 
 def _item(args: Sequence[Any], number: int) -> list[Any]:

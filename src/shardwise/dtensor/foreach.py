@@ -37,12 +37,16 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
         return None
     plan = CallPlan(op, None, tuple(x for each in lists for x in each), tuple(first), None, ())
     entry = Entry(plan)
-    entry.finish = _nothing if op._schema.is_mutable else wraps_all(first)
+    entry.call = getattr(torch, op._schema.name.removeprefix("aten::"), op)
+    entry.finish = _written if op._schema.is_mutable else wraps_all(first)
     return entry
 
 
 def is_foreach(op: Any) -> bool:
-    return isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith("aten::_foreach_")
+    """Whether the op takes lists whose tensors meet only those at the same place."""
+    return isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(
+        ("aten::_foreach_", "aten::_amp_foreach_")
+    )
 
 
 def _all_layouts(items: Sequence[Any]) -> bool:
@@ -61,5 +65,11 @@ def _alike(a: Layout, b: Layout) -> bool:
     )
 
 
-def _nothing(result: Any, args: Any, wrap: Any) -> None:
-    return None
+def _written(result: Any, args: Any, wrap: Any) -> None:
+    count_writes(args[0])
+
+
+def count_writes(tensors: Sequence[torch.Tensor]) -> None:
+    """Count a write to each: torch does so only for the plain tensors that a foreach op reaches."""
+    if not torch.is_inference_mode_enabled():
+        torch.autograd.graph.increment_version(tensors)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +14,9 @@ from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
+from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial, Placement
-from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.reduced import recall, reduced_layout
 
 #: How many bytes are put into one collective. Larger saves latency, smaller saves memory.
 BUCKET_BYTES = 25 * 1024 * 1024
@@ -38,11 +41,38 @@ def reduce_gradients(
     >>> layer.weight.grad.placements, comm.get_total_counts()
     ((Replicate(),), 1)
     """
-    gradients = [p.grad for p in parameters if isinstance(p.grad, DTensor)]
-    for axis in range(max((g._layout.grid.num_axes for g in gradients), default=0)):
-        alike: dict[Any, list[DTensor]] = defaultdict(list)
-        for gradient in dict.fromkeys(gradients):
-            layout = gradient._layout
+    gradients: list[Any] = [p.grad for p in parameters if hasattr(p.grad, "_layout")]
+    for gradient, found in zip(gradients, reduced_together(gradients, bucket_bytes), strict=True):
+        gradient._local, gradient._layout = found
+
+
+def reduced_together(
+    tensors: Sequence[Any], bucket_bytes: int = BUCKET_BYTES
+) -> list[tuple[torch.Tensor, Layout]]:
+    """Local tensor and layout of each DTensor, reduced where it was Partial."""
+    held: dict[int, Held] = {}
+    for tensor in tensors:
+        known = recall(tensor)
+        if known is None or known[1] is not reduced_layout(tensor._layout):
+            known = tensor._local, tensor._layout
+        held.setdefault(id(tensor), Held(*known))
+    _reduce_all(list(held.values()), bucket_bytes)
+    return [(held[id(tensor)].local, held[id(tensor)].layout) for tensor in tensors]
+
+
+@dataclass(slots=True)
+class Held:
+    """What a DTensor holds, on the way to its reduction."""
+
+    local: torch.Tensor
+    layout: Layout
+
+
+def _reduce_all(gradients: Sequence[Held], bucket_bytes: int) -> None:
+    for axis in range(max((g.layout.grid.num_axes for g in gradients), default=0)):
+        alike: dict[Any, list[Held]] = defaultdict(list)
+        for gradient in gradients:
+            layout = gradient.layout
             if axis < layout.grid.num_axes and isinstance(layout.placements[axis], Partial):
                 reduce_op = layout.placements[axis].reduce_op  # type: ignore[attr-defined]
                 alike[layout.grid, reduce_op, layout.dtype].append(gradient)
@@ -52,11 +82,11 @@ def reduce_gradients(
                     _reduce_bucket(bucket, reduce_op, grid, axis)
 
 
-def _buckets(gradients: Sequence[DTensor], bucket_bytes: int) -> list[list[DTensor]]:
-    buckets: list[list[DTensor]] = []
+def _buckets(gradients: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
+    buckets: list[list[Held]] = []
     room = 0
     for gradient in gradients:
-        size = gradient.numel() * gradient.element_size()
+        size = math.prod(gradient.layout.shape) * gradient.layout.dtype.itemsize
         if size > room or not buckets:
             buckets.append([])
             room = bucket_bytes
@@ -65,7 +95,7 @@ def _buckets(gradients: Sequence[DTensor], bucket_bytes: int) -> list[list[DTens
     return buckets
 
 
-def _reduce_bucket(bucket: Sequence[DTensor], reduce_op: str, grid: Grid, axis: int) -> None:
+def _reduce_bucket(bucket: Sequence[Held], reduce_op: str, grid: Grid, axis: int) -> None:
     def flatten(_: Any, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in parts])
 
@@ -73,13 +103,13 @@ def _reduce_bucket(bucket: Sequence[DTensor], reduce_op: str, grid: Grid, axis: 
         pieces = flat.split([part.numel() for part in parts])
         return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
 
-    locals_ = [gradient._local for gradient in bucket]
+    locals_ = [gradient.local for gradient in bucket]
     flat = each_rank(grid, flatten, *locals_, axes=())
     reduced = collectives.all_reduce(flat, reduce_op, grid, axis)
     for gradient, local in zip(
         bucket, each_rank(grid, unflatten, reduced, *locals_, axes=()), strict=True
     ):
-        placements: list[Placement] = list(gradient._layout.placements)
+        placements: list[Placement] = list(gradient.layout.placements)
         placements[axis] = REPLICATE
-        gradient._local = local
-        gradient._layout = gradient._layout.with_placements(tuple(placements))
+        gradient.local = local
+        gradient.layout = gradient.layout.with_placements(tuple(placements))

@@ -11,10 +11,13 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor import composites
+from shardwise.dtensor import attention, composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.bags import embedding_bag
+from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.rules.ids import has_values
 from shardwise.rules.loss import nll, nll_grad
 from shardwise.rules.matmul import (
     linear_bias_grad,
@@ -24,6 +27,8 @@ from shardwise.rules.matmul import (
     matmul_right_grad,
 )
 from shardwise.rules.random import rrelu_slopes
+from shardwise.rules.routed import Parcel, both_sharded, returned_grad, routed_lookup
+from shardwise.rules.row_sparse import sparse_grad
 
 aten = torch.ops.aten
 _table_lookup = aten.embedding.default
@@ -39,21 +44,40 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 class Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool) -> Any:
+    def forward(
+        ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool, sparse: bool
+    ) -> Any:
+        rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
-        ctx.options = (gradient_layout(weight._layout), padding_idx, by_freq)
-        return run(_table_lookup, weight, ids)
+        layout = gradient_layout(weight._layout)
+        ctx.options = (layout, padding_idx, by_freq, sparse, None if by_freq else routing)
+        return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        layout, padding_idx, by_freq = ctx.options
-        if torch.is_grad_enabled():  # double backward
+        layout, padding_idx, by_freq, sparse, routing = ctx.options
+        num_rows = layout.shape[0]
+        if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
+        elif routing is not None:
+            parcel = Parcel(routing)
+            found = run(
+                returned_grad, grad, ids, num_rows, padding_idx, sparse, parcel, wish=layout
+            )
+            parcel.routing = None
+        elif sparse:
+            found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
         else:
-            num_rows = layout.shape[0]
             found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
-        return found, None, None, None
+        return RowSparse.of(*found) if sparse else found, None, None, None, None
+
+
+def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
+    """The rows, and the routing where ids were exchanged."""
+    if both_sharded(weight._layout, ids._layout):
+        return run(routed_lookup, weight, ids, not has_values(ids._local))
+    return run(_table_lookup, weight, ids), None
 
 
 class LookupGrad(torch.autograd.Function):
@@ -93,14 +117,15 @@ def embedding(
 ) -> Any:
     if type(weight) is not DTensor or type(ids) is not DTensor:
         weight, ids = _both_distributed(aten.embedding.default, weight, ids)
-    if sparse:
+    if sparse and not has_values(ids._local):
         raise UnsupportedError(
-            "aten.embedding.default does not have a sharding strategy registered for sparse=True. "
-            "Use sparse=False: the gradient is then as large as this rank's part of the table."
+            "aten.embedding.default does not have a sharding strategy registered for sparse=True "
+            "in compiled code: how many rows have a gradient depends on the ids. Use sparse=False, "
+            "or call the lookup outside torch.compile."
         )
     if weight.requires_grad and torch.is_grad_enabled():
-        return _apply_lookup(weight, ids, int(padding_idx), bool(scale_grad_by_freq))
-    return run(_table_lookup, weight, ids)
+        return _apply_lookup(weight, ids, int(padding_idx), bool(scale_grad_by_freq), bool(sparse))
+    return _look_up(weight, ids)[0]
 
 
 def _both_distributed(op: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
@@ -226,7 +251,7 @@ def matmul(left: Any, right: Any) -> Any:
         batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
         whole = batch == others or right.dim() == 2
     if not whole or left.dtype.is_complex:
-        return _matmul.decompose(left, right)
+        return products.matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _apply_matmul(left, right)
     return run(_matmul, left, right)
@@ -377,12 +402,18 @@ def register() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
     for name, kernel in (
         ("embedding", embedding),
+        ("embedding_bag", embedding_bag),
+        ("embedding_bag.padding_idx", embedding_bag),
         ("linear", linear),
         ("matmul", matmul),
         ("cross_entropy_loss", cross_entropy),
         ("rrelu", rrelu),
         ("rrelu_", rrelu_),
         ("nll_loss_nd", nll_loss),
+        *norms.KERNELS,
+        *products.KERNELS,
+        *recurrent.KERNELS,
+        *attention.KERNELS,
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)

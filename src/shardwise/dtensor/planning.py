@@ -14,15 +14,15 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
-from shardwise.dtensor.strict import forbid_move
+from shardwise.dtensor.reduced import reduced_once
+from shardwise.dtensor.strict import forbid_move, forbid_sent
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.redistribute.execute import Run, prepare
-from shardwise.redistribute.search import find_steps
+from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.steps import Step
-from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
+from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, outputs_of
 from shardwise.rules.positional import Positional, in_order, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
@@ -54,14 +54,12 @@ def make_entry(
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
     spelled, op = op, plain_op(op)
-    paths = list(_tensor_paths(args))
-    given = [_at(args, path) for path in paths]
-    layouts = _on_one_mesh(op, given)
+    paths = list(tensor_paths(args))
+    given = [at_path(args, path) for path in paths]
+    layouts = on_one_mesh(op, given)
     rule = find_rule(op)
     if rule is None:
         raise UnsupportedError(unsupported(op, layouts))
-    if rule.found_shapes:
-        return _whole_entry(op, spelled, paths, layouts)
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
     outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
@@ -78,7 +76,7 @@ def make_entry(
     plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
     entry = Entry(plan)
     if plan.steps is not None:
-        entry.move = _mover(paths, plan)
+        entry.move = mover(paths, plan)
     binding = spelled if spelled is not op else None
     if (
         binding is None
@@ -91,7 +89,7 @@ def make_entry(
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _returns_argument(written[0])
+        entry.finish = _returns_argument(written[0]) if op._schema.returns else _returns_nothing
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -99,46 +97,7 @@ def make_entry(
     return entry
 
 
-def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
-    """The entry of an op whose result's shape depends on values; None for any other call.
-
-    All ranks have to see all of the operands, and each then has the whole result.
-    """
-    if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
-        return None
-    paths = list(_tensor_paths(args))
-    return _whole_entry(op, op, paths, _on_one_mesh(op, [_at(args, path) for path in paths]))
-
-
-def _whole_entry(op: Any, spelled: Any, paths: Sequence[Path], layouts: Sequence[Layout]) -> Entry:
-    """An op that runs whole, and whose results alone tell their number and shapes."""
-    grid = layouts[0].grid
-    whole = tuple(lo.with_placements((REPLICATE,) * grid.num_axes) for lo in layouts)
-    steps = tuple(find_steps(a, b) for a, b in zip(layouts, whole, strict=True))
-    plan = CallPlan(op, steps if any(steps) else None, whole, (), None, ())
-    entry = Entry(plan)
-    if plan.steps is not None:
-        entry.move = _mover(paths, plan)
-    entry.call = local_call(op, plan, spelled)
-
-    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
-        if isinstance(result, (list, tuple)):
-            found = [finish(r, args, wrap) for r in result]
-            return found if isinstance(result, list) else tuple(found)
-        return wrap(result, _found_layout(result, grid))
-
-    entry.finish = finish
-    return entry
-
-
-def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
-    """The layout of a whole tensor that was made without a plan for its shape."""
-    part = getattr(local, "_parts", (local,))[0]
-    whole = (REPLICATE,) * grid.num_axes
-    return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
-
-
-def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
+def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
     for i, arg in enumerate(args):
         if isinstance(arg, (Layout, torch.Tensor)):
             yield (i,)
@@ -146,7 +105,7 @@ def _tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
             yield from ((i, j) for j, a in enumerate(arg) if isinstance(a, (Layout, torch.Tensor)))
 
 
-def _at(args: Sequence[Any], path: Path) -> Any:
+def at_path(args: Sequence[Any], path: Path) -> Any:
     return args[path[0]] if len(path) == 1 else args[path[0]][path[1]]
 
 
@@ -158,7 +117,7 @@ def _symbolic_arguments(args: Sequence[Any]) -> bool:
     )
 
 
-def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
+def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
     """The layouts of all tensors; a plain 0-dim tensor counts as replicated."""
     layouts = [g for g in given if isinstance(g, Layout)]
     grid = layouts[0].grid
@@ -175,7 +134,7 @@ def _on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
     ]
 
 
-def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
+def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
     assert plan.steps is not None, "a plan without steps moves nothing"
     moving = [
         (path, steps, plan.inputs[i], prepare(steps), _reduces(steps))
@@ -188,7 +147,7 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
             place = operands if len(path) == 1 else operands[path[0]]
             local = place[path[-1]]
             if reduces:
-                place[path[-1]] = reduced_once(_at(args, path), local, travel, target)
+                place[path[-1]] = reduced_once(at_path(args, path), local, travel, target)
             else:
                 place[path[-1]] = travel(local)
 
@@ -205,26 +164,6 @@ def _mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequen
 
 def _reduces(steps: Sequence[Step]) -> bool:
     return all(step.kind == "all_reduce" for step in steps)
-
-
-def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
-    """Reduce a Partial tensor; one without history remembers its reduction until it is written to.
-
-    A replicated parameter's gradient may be Partial, and an optimizer reads it several times: it is
-    reduced once. What torch.compile traces is left alone.
-    """
-    parts = getattr(local, "_parts", (local,))
-    part = parts[0]
-    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
-        return reduce(local)
-    # Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
-    versions = [tensor._version, *(part._version for part in parts)]
-    known = tensor.__dict__.get("_reduced")
-    if known is not None and known[0] is local and known[1] is target and known[2] == versions:
-        return known[3]
-    reduced = reduce(local)
-    tensor.__dict__["_reduced"] = (local, target, versions, reduced)
-    return reduced
 
 
 def _forbid(
@@ -244,7 +183,7 @@ def local_call(
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
     if plan.local is not None and plan.local.together:
-        return functools.partial(fn, (*plan.inputs, *plan.outputs))
+        return _together(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):
@@ -276,6 +215,22 @@ def local_call(
     return mapped
 
 
+def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present, whose collectives are caused by the call."""
+    layouts = (*plan.inputs, *plan.outputs)
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        if not watch.on:
+            return fn(layouts, *operands, **kwargs)
+        if watch.strict and plan.sent:
+            forbid_sent(plan.op, plan.inputs, plan.sent)
+        # A local function that only compares notes (are all ids in range?) moves nothing.
+        with because(plan.op, implicit=bool(plan.sent)):
+            return fn(layouts, *operands, **kwargs)
+
+    return call
+
+
 def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
     """A local function that takes what the op takes, called with all of it by position."""
     if not per_rank:
@@ -295,8 +250,8 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
 
     def write(*operands: Any, **kwargs: Any) -> Any:
         target = operands[position]
-        target.copy_(call(*operands, **kwargs))
-        return target
+        result = call(*operands, **kwargs)
+        return target if result is target else target.copy_(result)
 
     return write
 
@@ -354,6 +309,10 @@ def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]
 
 def _returns_argument(position: int) -> Callable[..., Any]:
     return lambda result, args, wrap: args[position]
+
+
+def _returns_nothing(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> None:
+    return None
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:

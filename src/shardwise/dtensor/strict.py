@@ -10,6 +10,7 @@ from shardwise.core.placements import REPLICATE, Partial, short
 from shardwise.errors import RedistributionError
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.rules.rule import Sent
 
 
 def forbid_move(op: Any, position: int, steps: Sequence[Step], target: Layout) -> None:
@@ -35,6 +36,21 @@ def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
             f"here. Use leaf.redistribute({_placed(used)}) in the forward pass, whose gradient is "
             "brought back to the leaf."
         )
+
+
+def forbid_sent(op: Any, inputs: Sequence[Layout], sent: Sequence[tuple[int, Sent]]) -> None:
+    """Raise for a local function that exchanges data: a lookup of sharded ids in sharded rows."""
+    grid = inputs[0].grid
+    talking = "; ".join(
+        f"{each.kind} over axis {grid.axis_name(axis)!r} of about {int(each.num_bytes):,} bytes"
+        for axis, each in sent
+    )
+    found = "; ".join(map(repr, inputs))
+    raise RedistributionError(
+        f"{op.__name__} of {found} exchanges data between ranks: {talking} per rank, and "
+        "communication must be explicit here. Write ids.redistribute(placements="
+        f"{[REPLICATE] * grid.num_axes!r}) before the call: the table then stays where it is."
+    )
 
 
 def _sent(steps: Sequence[Step]) -> str:

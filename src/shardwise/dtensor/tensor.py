@@ -30,15 +30,20 @@ from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
+from shardwise.core.untraced import untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.fallback import parts_of
-from shardwise.dtensor.flat import FlatContext, source_digest
-from shardwise.dtensor.foreach import foreach_entry
+from shardwise.dtensor.flat import FlatContext, flattened, source_digest
+from shardwise.dtensor.foreach import foreach_entry, is_foreach
+from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.planning import Entry, make_entry, unknown_shape_entry
+from shardwise.dtensor.numbers import beside_plain, numbers_as_plain
+from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.planning import Entry
+from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -46,18 +51,32 @@ from shardwise.errors import (
     ShardwiseError,
     UnsupportedError,
 )
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    CATALOG,
+    changes_shape,
+    find_rule,
+    functional_twin,
+    rule_caches,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
 aten = torch.ops.aten
-_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3)
+# The keys of autocast too: torch would give a tensor of that backend none.
+_KEYS = functools.reduce(
+    lambda keys, key: keys.add(key),
+    (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA),
+    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3),
+)
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 _entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
+#: Keys of calls in place that no choice leaves in place; see _write_back.
+_written_back: set[Any] = set()
 #: Hits of entries that are gone, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
@@ -66,9 +85,11 @@ def _forget_entries() -> None:
     global _past_hits
     _past_hits += sum(entry.hits for entry in _entries.values())
     _entries.clear()
+    _written_back.clear()
 
 
 world_caches.append(_forget_entries)
+rule_caches.append(_forget_entries)
 
 
 def cache_counts() -> tuple[int, int, int, int]:
@@ -115,6 +136,7 @@ class DTensor(torch.Tensor):
         return out
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -126,30 +148,33 @@ class DTensor(torch.Tensor):
         # By id: an OpOverload hashes in Python. Its entry keeps it alive, so no id comes twice.
         key: list[Any] = [id(func), wish]
         operands: list[Any] = []
-        for arg in args:
-            kind = type(arg)
-            if kind is DTensor:
-                key.append(arg._layout)
-                operands.append(arg._local)
-            elif kind is int or arg is None:
-                key.append(arg)
-                operands.append(arg)
-            elif kind is float:
-                key.append(float)  # as _add_static does
-                operands.append(arg)
-            else:
-                _add_static(func, arg, key, operands)
         try:
+            for arg in args:
+                kind = type(arg)
+                if kind is DTensor:
+                    key.append(arg._layout)
+                    operands.append(arg._local)
+                elif kind is int or arg is None:
+                    key.append(arg)
+                    operands.append(arg)
+                elif kind is float:
+                    key.append(float)  # as _add_static does
+                    operands.append(arg)
+                else:
+                    _add_static(func, arg, key, operands)
             if kwargs:
                 for name, value in kwargs.items():
                     key.append(name)
                     _add_static(func, value, key, None)
+        except TensorByKeyword:
+            run_it = DTensor.__torch_dispatch__
+            return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
+        except MixedTensorsError as error:
+            return beside_plain(func, args, kwargs or {}, error)
+        try:
             entry = _entries.get(tuple(key))
         except TypeError:  # a symbolic int has no hash
             entry = None
-        except TensorByKeyword:
-            run_it = DTensor.__torch_dispatch__
-            return run_by_keyword(func, args, kwargs or {}, run_it, _as_layouts)
         if entry is None:
             return _miss(func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
@@ -240,13 +265,20 @@ class DTensor(torch.Tensor):
         shape: Sequence[int] | None = None,
         stride: Sequence[int] | None = None,
         grad_placements: Sequence[Placement] | None = None,
+        async_op: bool = False,
     ) -> DTensor:
         """The global tensor whose local part is `local_tensor` on every rank.
 
         Without `shape`, all ranks are taken to hold parts of equal shape: uneven shards need
-        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks.
+        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks. With
+        `async_op`, a collective that brings the gradient back runs on until the first op that
+        reads the gradient.
         """
         grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+        if torch.compiler.is_dynamo_compiling():  # which decides itself how late to wait
+            return traced_from_local(
+                local_tensor, grid.number, placements, run_check, shape, stride, grad_placements
+            )
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
@@ -258,7 +290,7 @@ class DTensor(torch.Tensor):
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor)
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
@@ -308,16 +340,15 @@ class DTensor(torch.Tensor):
     # -- torch.compile -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        layout = self._layout
         if type(self._local) is Pending:
             self._local = self._local.result()
-        return ["_local"], FlatContext(layout.grid, layout.placements, layout.order, layout.dtype)
+        return flattened(self)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        return DTensor.wrap(inner["_local"], context.layout(outer_size, outer_stride))
+        return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
 
     def __coerce_tangent_metadata__(self) -> DTensor:
         """As a gradient it is never Partial; see Note [Gradients are global]."""
@@ -327,7 +358,10 @@ class DTensor(torch.Tensor):
         self, context: FlatContext, expected_type: type | None = None
     ) -> DTensor:
         layout = self._layout.with_placements(context.placements, context.order)
-        return autograd.redistribute(self, layout)
+        moved = autograd.redistribute(self, layout)
+        if context.roster is None or moved._local._roster is context.roster:
+            return moved
+        return DTensor.wrap(moved._local.held_like(context.roster), layout)
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""
@@ -385,6 +419,9 @@ class DTensor(torch.Tensor):
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
 
 
+install(DTensor.from_local)
+
+
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes that belong to a copy too: not hooks, not what is remembered of a value."""
     return {k: v for k, v in attributes.items() if k not in ("_hooked", "_reduced")}
@@ -422,20 +459,8 @@ def _add_static(
     elif kind is bool:
         key.append(_TRUE if value else _FALSE)
     elif kind is list or kind is tuple:
-        inner: list[Any] = []
-        parts: list[Any] = []
-        for item in value:
-            if type(item) is int:
-                parts.append(item)
-                inner.append(item)
-            elif type(item) is DTensor and operands is not None:
-                parts.append(item._layout)
-                inner.append(item._local)
-            else:
-                place = None if operands is None else len(operands)
-                _add_static(op, item, parts, None if operands is None else inner, place)
-        key.append(tuple(parts))
-        value = inner
+        part, value = _list_key(op, value, None if operands is None else len(operands))
+        key.append(part)
     elif isinstance(value, DTensor):
         if operands is None:
             raise TensorByKeyword
@@ -454,12 +479,43 @@ def _add_static(
         operands.append(value)
 
 
-def _as_layouts(value: Any) -> Any:
+def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any, list[Any]]:
+    """What a list adds to the key, and its items as local operands.
+
+    `position` is that of the argument, or None for a keyword.
+    """
+    first = type(items[0]) if items else None
+    if first is DTensor and position is not None:
+        try:  # the lists of a foreach op are long, and of tensors only
+            return tuple([x._layout for x in items]), [x._local for x in items]
+        except AttributeError:
+            pass
+    elif first is float and set(map(type, items)) == {float}:
+        return (float, len(items)), list(items)
+    key: list[Any] = []
+    operands: list[Any] = []
+    for item in items:
+        if type(item) is int:
+            key.append(item)
+            operands.append(item)
+        elif isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and is_foreach(op):
+            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
+            operands.append(item)
+        else:
+            _add_static(op, item, key, None if position is None else operands, position)
+    return tuple(key), operands
+
+
+def as_layouts(value: Any) -> Any:
     if isinstance(value, DTensor):
         return value._layout
     if isinstance(value, (list, tuple)):
-        return [_as_layouts(v) for v in value]
+        return [as_layouts(v) for v in value]
     return value
+
+
+#: Ids of ops whose plans depend on floats among their arguments: the key of a hit has none.
+_by_value = {id(op) for op, rule in CATALOG.items() if rule.by_value}
 
 
 def _miss(
@@ -471,13 +527,37 @@ def _miss(
     wish: Layout | None,
 ) -> Any:
     """Plan the call, remember the plan, and run it for the first time."""
+    try:
+        return _planned(op, args, kwargs, key, operands, wish)
+    except UnsupportedError:
+        if not may_fall_back(op):
+            raise
+    layouts = [as_layouts(a) for a in args]
+    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
+
+
+def _planned(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: dict[str, Any],
+    key: list[Any],
+    operands: list[Any],
+    wish: Layout | None,
+) -> Any:
     global _misses
+    if key[0] in _by_value:
+        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
+        if (known := _entries.get(tuple(key))) is not None:
+            known.hits += 1
+            return _run_entry(known, operands, args, kwargs)
     if changes_shape(op):
         return _view_in_place(op, args, kwargs)
+    if not is_foreach(op) and (on_one := numbers_as_plain(args)) is not None:
+        return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
     twin = written_twin(op)
     if twin is not None and (find_rule(op) is None or _known_write(key)):
         return _write_back(twin, args, kwargs)
-    layouts = [_as_layouts(a) for a in args]
+    layouts = [as_layouts(a) for a in args]
     entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
     if entry is None:
         parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
@@ -486,12 +566,13 @@ def _miss(
                 parts = functools.partial(op.spell, parts)
             return _in_parts(op, parts, args, kwargs)
         try:
-            entry = make_entry(op, layouts, kwargs, wish)
+            entry = entry_of_call(op, layouts, kwargs, wish)
         except UnsupportedError:
             if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
                 raise
             with contextlib.suppress(TypeError):
-                _written_back.add(tuple(key))
+                if len(_written_back) < _MAX_ENTRIES:
+                    _written_back.add(tuple(key))
             return _write_back(twin, args, kwargs)
     plan = entry.plan
     _misses += 1
@@ -502,6 +583,12 @@ def _miss(
             _forget_entries()
         with contextlib.suppress(TypeError):
             _entries[tuple(key)] = entry
+    return _run_entry(entry, operands, args, kwargs)
+
+
+def _run_entry(
+    entry: Entry, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
     if entry.move is not None:
         entry.move(operands, args)
     local = entry.call(*operands, **kwargs)
@@ -523,11 +610,6 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
-
-
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-world_caches.append(_written_back.clear)
 
 
 def _known_write(key: list[Any]) -> bool:

@@ -375,6 +375,12 @@ def update(
     states one tensor per table, float32: of the table's shape, or one number per row for row-wise
     Adagrad; for "gradient", the buffer that the gradient is added to.
     """
+    for state in (tensor for each in states for tensor in each):
+        if state.dtype != torch.float32 or not state.is_contiguous():
+            raise ValueError(
+                f"a state is {state.dtype} of shape {tuple(state.shape)}; the kernels take "
+                "contiguous float32."
+            )
     num_ids = trace.keys.numel()
     if not num_ids:
         return

@@ -1,6 +1,7 @@
 """Modules made parallel by a plan: tensor-parallel styles, losses and data parallelism."""
 
 from shardwise.parallel.data import data_parallel
+from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.keep_sharded import shard_parameters
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
@@ -16,6 +17,7 @@ from shardwise.parallel.style import ParallelStyle
 
 __all__ = [
     "ColwiseParallel",
+    "ExpertParallel",
     "ParallelStyle",
     "PlanReport",
     "PrepareModuleInput",

@@ -92,7 +92,7 @@ def _gather_in_forward(owner: nn.Module, names: list[str], line: Line) -> None:
             axis = line.axis_in(parameter._layout.grid)
             assert axis is not None, "a parameter does not change its mesh"
             whole = _with(parameter.placements, axis, REPLICATE)
-            module.__dict__[name] = parameter.redistribute(placements=whole)
+            module.__dict__[name] = parameter.redistribute(placements=whole, async_op=True)
 
     def release(module: nn.Module, *_: Any) -> None:
         for name in names:

@@ -12,6 +12,13 @@ is global. Between the two stands the mean of the ranks' losses, as with torch's
 of a plain output is divided by the number of ranks along the data axes when it enters the DTensor
 world, and that of a plain input multiplied when it leaves it. A loss that is itself a DTensor is
 the global one, and nothing is scaled.
+
+Note [Branches overlap]
+What a style sends is awaited when it is first read: a collective runs on while a branch that does
+not need its result is computed, forward and backward. A result that leaves as a plain tensor is
+`comm.pending.Pending` until then, and so is a gradient that goes back to a plain input. The
+gradient that a leaf keeps is awaited at once: it is there to be looked at. In a simulated world
+collectives are over when they return, and in compiled code the compiler decides.
 """
 
 from __future__ import annotations
@@ -23,8 +30,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.pending import Pending, later
 from shardwise.core.chunks import lengths
 from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 
@@ -91,15 +100,17 @@ class Spot:
         return self.move(x, wanted, name)
 
     def _from_local(self, x: torch.Tensor, given: Placement, name: str) -> DTensor:
-        if x.requires_grad and self.num_losses > 1:
-            x = ScaleGradient.apply(x, float(self.num_losses))
         try:
-            return DTensor.from_local(x, self.mesh, self.batch_placements(given))
+            made = DTensor.from_local(
+                x, self.mesh, self.batch_placements(given), async_op=not x.is_leaf
+            )
         except ShardwiseError as error:
             raise LayoutError(
                 f"{self.where}: {name} is a plain tensor and each rank's part of {given}, but does "
                 f"not fit it. {error}"
             ) from error
+        # Before the gradient's collective, not after it, where it would wait for it.
+        return self._scaled(made, self.num_losses)
 
     def move(self, x: DTensor, wanted: Placement, name: str = "the output") -> DTensor:
         """`x` with another placement over the tensor axis, differentiable."""
@@ -108,7 +119,7 @@ class Spot:
             return x
         placements[self.axis] = wanted
         try:
-            return x.redistribute(placements=placements)
+            return x.redistribute(placements=placements, async_op=True)
         except ShardwiseError as error:
             raise LayoutError(
                 f"{self.where}: {name} cannot be brought to {wanted}. {error}"
@@ -121,15 +132,25 @@ class Spot:
                 f"{self.where}: {name} should be a DTensor, found {type(x).__name__}: "
                 "a plain tensor met only plain tensors inside the module."
             )
-        moved = self.move(x, wanted, name)
-        return self.to_local(moved) if local else moved
+        if not local:
+            return self.move(x, wanted, name)
+        return _later(self.move(self._scaled(x, 1 / self.num_losses), wanted, name))
 
     def to_local(self, x: DTensor) -> torch.Tensor:
         """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
-        local = x.to_local()
-        if local.requires_grad and self.num_losses > 1:
-            return ScaleGradient.apply(local, 1.0 / self.num_losses)
-        return local
+        return _later(self._scaled(x, 1 / self.num_losses))
+
+    def _scaled(self, x: DTensor, factor: float) -> DTensor:
+        return ScaleGradient.apply(x, float(factor)) if factor != 1 and x.requires_grad else x
+
+
+def _later(x: DTensor) -> torch.Tensor:
+    """`x.to_local()`, which may be on its way; see Note [Branches overlap]."""
+    if type(x._local) is not Pending:
+        return x.to_local()
+    if torch.is_grad_enabled() and x.requires_grad:
+        return autograd.to_local(x, autograd.gradient_layout(x._layout), True)
+    return later(x._local)
 
 
 class ScaleGradient(torch.autograd.Function):

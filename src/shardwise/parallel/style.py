@@ -80,7 +80,7 @@ class ParallelStyle(abc.ABC):
     def place_parameters(self, module: nn.Module, spot: Spot) -> None:
         """Replace the parameters that the style places by DTensors."""
         for name, placement in self.parameter_placements(module).items():
-            owner, key = _owner(module, name)
+            owner, key = owner_of(module, name)
             parameter = owner._parameters[key]
             if parameter is not None:
                 owner._parameters[key] = self._placed(name, parameter, placement, spot)
@@ -114,7 +114,8 @@ class ParallelStyle(abc.ABC):
         return parameter
 
 
-def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    """The module that holds a parameter itself, and the parameter's name there."""
     path, _, key = name.rpartition(".")
     return module.get_submodule(path), key
 

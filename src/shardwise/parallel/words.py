@@ -8,6 +8,7 @@ from typing import Any
 
 from shardwise.core.placements import Placement, Replicate
 from shardwise.errors import ArgumentError, ShardwiseError
+from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
@@ -19,8 +20,9 @@ from shardwise.parallel.style import ParallelStyle
 from shardwise.planfile.files import Entry
 from shardwise.planfile.placements import parse_placement, placement_text
 
-#: What each word makes. Words of `tp_plan` that mean something else (local_*, gather, ep_*) are
-#: not here: they are for modules that talk to each other by themselves.
+#: What each word makes. Words of `tp_plan` that mean something else are not here: those for single
+#: parameters (packed_*, grouped_gemm), and those for modules that talk to each other by themselves
+#: (all_reduce, moe_*, ep_*). "experts" is our own.
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -29,8 +31,14 @@ WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
     "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
     "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
     "sequence_parallel": SequenceParallel,
+    # A norm of each head, between a colwise and a rowwise layer: (..., heads, head width).
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=-2, use_local_output=True
+    ),
     "replicate": ReplicateParallel,
+    "experts": ExpertParallel,
 }
 
 STYLES: dict[str, type[ParallelStyle]] = {
@@ -40,6 +48,7 @@ STYLES: dict[str, type[ParallelStyle]] = {
         RowwiseParallel,
         SequenceParallel,
         ReplicateParallel,
+        ExpertParallel,
         PrepareModuleInput,
         PrepareModuleOutput,
         PrepareModuleInputOutput,

@@ -6,7 +6,8 @@
     "layers.*.up" = "colwise"
     "layers.*.norm" = { style = "SequenceParallel", sequence_dim = 1 }
 
-An entry is a word, or a table with a `style` and its options. Nothing in a file is executed.
+An entry is a word, or a table with a `style` and its options. Other plans have another format line
+and another section. Nothing in a file is executed.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ FORMAT = "shardwise plan 1"
 Entry = str | dict[str, Any]
 
 
-def read_plan_file(path: str | os.PathLike[str]) -> dict[str, Entry]:
+def read_plan_file(
+    path: str | os.PathLike[str], *, form: str = FORMAT, section: str = "modules"
+) -> dict[str, Entry]:
     """The entries of a plan file, by pattern, in the order of the file."""
     file = Path(path)
     text = file.read_text(encoding="utf-8")
@@ -33,29 +36,35 @@ def read_plan_file(path: str | os.PathLike[str]) -> dict[str, Entry]:
         content = tomllib.loads(text) if _is_toml(file) else json.loads(text)
     except ValueError as error:
         raise LayoutError(f"{file} cannot be read as a plan: {error}.") from error
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise LayoutError(f'{file} is no plan: it does not say format = "{FORMAT}".')
-    modules = content.get("modules")
-    if not isinstance(modules, dict) or len(content) != 2:
+    if not isinstance(content, dict) or content.get("format") != form:
+        raise LayoutError(f'{file} is no plan: it does not say format = "{form}".')
+    entries = content.get(section)
+    if not isinstance(entries, dict) or len(content) != 2:
         raise LayoutError(
-            f"{file} should hold format and modules, a table from paths to entries; found "
+            f"{file} should hold format and {section}, a table from names to entries; found "
             f"{', '.join(sorted(content))}."
         )
-    for pattern, entry in modules.items():
+    for pattern, entry in entries.items():
         if not isinstance(entry, (str, dict)):
             raise LayoutError(f"{file}: {pattern!r} has {entry!r}; an entry is a word or a table.")
-    return modules
+    return entries
 
 
-def write_plan_file(path: str | os.PathLike[str], entries: Mapping[str, Entry]) -> None:
+def write_plan_file(
+    path: str | os.PathLike[str],
+    entries: Mapping[str, Entry],
+    *,
+    form: str = FORMAT,
+    section: str = "modules",
+) -> None:
     """Write a plan, whole or not at all."""
     file = Path(path)
     if _is_toml(file):
-        lines = [f"format = {json.dumps(FORMAT)}", "", "[modules]"]
+        lines = [f"format = {json.dumps(form)}", "", f"[{section}]"]
         lines += [f"{json.dumps(pattern)} = {_toml(entry)}" for pattern, entry in entries.items()]
         text = "\n".join(lines) + "\n"
     else:
-        text = json.dumps({"format": FORMAT, "modules": dict(entries)}, indent=2) + "\n"
+        text = json.dumps({"format": form, section: dict(entries)}, indent=2) + "\n"
     number, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
     try:
         with open(number, "w", encoding="utf-8") as half:

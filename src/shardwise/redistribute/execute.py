@@ -7,6 +7,7 @@ compiled.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import Partial, Shard
+from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import CollectiveError, LayoutError
 from shardwise.redistribute.steps import Step, local_bytes, longest
 
@@ -158,7 +159,8 @@ def _all_gather(step: Step) -> Move:
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return _pad(t, dim, length).unsqueeze(0)
+        # Dense on every rank: a padded part is, and the others must look like it.
+        return _pad(t, dim, length).unsqueeze(0).contiguous()
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _join_cut(t, dim, _lengths(source, axis, coordinate))
@@ -242,9 +244,24 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
 
 def _all_reduce(step: Step) -> Move:
     grid, axis = step.source.grid, step.axis
+    partial = step.source.placements[axis]
+    if isinstance(partial, NormPartial):
+        return _norm_of_norms(step, partial.norm_type)
     reduce_op = _reduce_op(step.source, axis)
     return Move(
         lambda x: start_all_reduce(x, reduce_op, grid, axis), _finished_in(step.source.dtype)
+    )
+
+
+def _norm_of_norms(step: Step, norm_type: float) -> Move:
+    grid, axis, dtype = step.source.grid, step.axis, step.source.dtype
+    if norm_type == math.inf:
+        return Move(lambda x: start_all_reduce(x, "max", grid, axis), _finished_in(dtype))
+    # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
+    wide = dtype if dtype.itemsize >= 4 else torch.float32
+    return Move(
+        lambda x: start_all_reduce(x.to(wide) ** norm_type, "sum", grid, axis),
+        lambda x: (finished(x) ** (1 / norm_type)).to(dtype),
     )
 
 
@@ -252,7 +269,7 @@ def _arrived(dtype: torch.dtype) -> Run:
     """What awaits a tensor of this dtype that was moved."""
     if not collectives.is_moved_as_bytes(dtype):
         return finished
-    return lambda x: finished(x).view(dtype)
+    return lambda x: collectives.viewed(finished(x), dtype)
 
 
 def _finished_in(dtype: torch.dtype) -> Run:
@@ -288,6 +305,7 @@ def _slice(step: Step) -> Move:
 _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.zeros_like,
     "product": torch.ones_like,
+    "norm": torch.zeros_like,
 }
 
 

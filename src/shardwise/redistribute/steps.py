@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from shardwise.comm.cost import collective_s, local_s
 from shardwise.core.chunks import Size, chunk_length
 from shardwise.core.layout import Layout
-from shardwise.core.placements import Partial, Placement, Replicate, Shard
+from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard
 
 #: (placement before, placement after) -> what moves it.
 _KINDS: dict[tuple[type, type], str] = {
@@ -48,6 +48,8 @@ def step_kind(before: Placement, after: Placement) -> str | None:
     """The kind of step between two placements of one axis; None when no single step does it."""
     if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
         return None
+    if isinstance(before, NormPartial) and isinstance(after, Shard):
+        return None  # reduced first: terms are powers only on the way
     before_type = Partial if isinstance(before, Partial) else type(before)
     after_type = Partial if isinstance(after, Partial) else type(after)
     return _KINDS.get((before_type, after_type))

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.core.placements import REPLICATE, Placement, Shard
-from shardwise.rules.notation import Group, linear_choices
+from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.rules.notation import Group, averages_too, linear_choices
 from shardwise.rules.rule import Call, Choice, Rule, TensorMeta, empty_safe
 
 aten = torch.ops.aten
@@ -29,14 +29,21 @@ def batched(
     linear: Sequence[Group] = (),
     cores: Callable[[Call], Cores] | None = None,
     fails_on_empty: bool = False,
+    columns: int | None = None,
 ) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table. `cores` computes the core dims where the shapes decide them."""
+    """An entry of a table. `cores` computes the core dims where the shapes decide them.
+
+    `columns` numbers the operand whose columns are right-hand sides: the first output is linear
+    in it, column by column.
+    """
 
     def choices(call: Call) -> Iterator[Choice]:
         local = empty_safe(call.op) if fails_on_empty else None
         for choice in batch_choices(call, *(cores(call) if cores else (inputs, outputs))):
             yield replace(choice, local=local) if choice.outputs[0].is_shard() else choice
         yield from linear_choices(call, linear)
+        if columns is not None:
+            yield from _column_choices(call, columns)
 
     return ops, Rule(choices, "... [m] [n] -> ...")
 
@@ -62,6 +69,28 @@ def batch_choices(call: Call, inputs: Sequence[int], outputs: Sequence[int]) -> 
                     for meta, core in zip(call.outputs, outputs, strict=False)
                 ),
             )
+
+
+def _column_choices(call: Call, number: int) -> Iterator[Choice]:
+    def alone(placement: Placement) -> Choice:
+        inputs = tuple(placement if i == number else REPLICATE for i in range(len(call.inputs)))
+        return Choice(inputs, (placement, *(REPLICATE,) * (len(call.outputs) - 1)))
+
+    yield from (alone(Partial(op)) for op in averages_too(call.inputs[number]))
+    names = {a.name for a in call.op._schema.arguments}
+    if "left" in names and not call.argument("left"):
+        return
+    last, solution = call.inputs[number].ndim - 1, call.outputs[0]
+    if last < 1 or solution.ndim != last + 1 or _is_vector(call, number):
+        return
+    for sizes in call.splits([(number, last)]):
+        yield alone(Shard(last, sizes))
+
+
+def _is_vector(call: Call, number: int) -> bool:
+    """Whether the operand is a batch of single right-hand sides."""
+    matrices = max(m.ndim for i, m in enumerate(call.inputs) if i != number)
+    return call.inputs[number].ndim < matrices and call.op is aten._linalg_solve_ex.default
 
 
 def _batch(meta: TensorMeta, core: int) -> tuple[Any, ...]:

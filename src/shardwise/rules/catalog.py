@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from shardwise.rules import (
     attention,
+    bag_grads,
+    bags,
+    channel_norm,
+    contract,
     conv,
     create,
     diagonal,
@@ -27,8 +31,12 @@ from shardwise.rules import (
     planes,
     pointwise,
     random,
+    recurrent,
     reduce,
+    routed,
+    row_sparse,
     search,
+    vector_norm,
     views,
     whole,
 )
@@ -37,18 +45,26 @@ from shardwise.rules.rule import Rule, Table, merge
 CATALOG: Table = merge(
     pointwise.RULES,
     matmul.RULES,
+    contract.RULES,
     reduce.RULES,
     views.RULES,
     create.RULES,
     join.RULES,
     loss.RULES,
     norm.RULES,
+    channel_norm.RULES,
     attention.RULES,
     conv.RULES,
+    recurrent.RULES,
     indexing.RULES,
     planes.RULES,
     embedding.RULES,
+    routed.RULES,
+    row_sparse.RULES,
+    bags.RULES,
+    bag_grads.RULES,
     whole.RULES,
+    vector_norm.RULES,
     random.RULES,
     diagonal.RULES,
     fft.RULES,
@@ -59,17 +75,26 @@ CATALOG: Table = merge(
     gathered.RULES,
 )
 
+#: Rules that a program added (rules.register); they come before those of the catalog.
+REGISTERED: Table = {}
+
+#: Emptied when a rule is added: what was planned without it may be planned otherwise now.
+rule_caches: list[Callable[[], None]] = []
+
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op; one that writes in place or copies a view has that of its twin."""
-    rule = CATALOG.get(op)
+    rule = REGISTERED.get(op) or CATALOG.get(op)
     if rule is not None or not isinstance(op, torch._ops.OpOverload):
         return rule
     twin = functional_twin(op) or view_twin(op)
     if twin is not None:
         return find_rule(twin)
     return pointwise.pointwise_rule(op)
+
+
+rule_caches.append(find_rule.cache_clear)
 
 
 def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
@@ -82,10 +107,8 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     if not name.endswith("_") or name.startswith("__") or not op._schema.is_mutable:
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    same_name = getattr(packet, op._schema.overload_name or "default", None)
-    return same_name or with_arguments(
-        packet, [(a.name, str(a.type)) for a in op._schema.arguments]
-    )
+    # Not by the overload's name: pow_.Scalar is pow.Tensor_Scalar, and pow.Scalar is another op.
+    return with_arguments(packet, [(a.name, str(a.type)) for a in op._schema.arguments])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -93,9 +116,17 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
     if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
         return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # the twin would draw other numbers
     twin = functional_twin(op)
-    # `copy_` is what writes back; the others do not read what they write to.
-    if twin is None or twin in (torch.ops.aten.copy.default, torch.ops.aten.set.default):
+    # `copy_` is what writes back; the others do not read what they write to. A table is never
+    # gathered, not even to scale its rows down.
+    aten = torch.ops.aten
+    if twin is None or twin in (
+        aten.copy.default,
+        aten.set.default,
+        aten.embedding_renorm.default,
+    ):
         return None
     return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
 

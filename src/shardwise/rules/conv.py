@@ -151,7 +151,7 @@ class ConvolutionOfParts:
         bias: torch.Tensor | None = None,
         *options: Any,
     ) -> torch.Tensor:
-        *options, groups = options
+        options, groups = options[:-1], options[-1]
         shape = layouts[-1].local_shape(coordinate)
         if x.numel() and weight.numel() and math.prod(shape):
             here = _groups_here(x, layouts[0].shape[1], groups)
@@ -174,7 +174,7 @@ class GradientsOfParts:
         bias_sizes: Any,
         *options: Any,
     ) -> tuple[torch.Tensor | None, ...]:
-        *options, groups, asked = options
+        options, groups, asked = options[:-2], options[-2], options[-1]
         for_x, for_weight, for_bias = asked
         bias_grad = grad.sum([d for d in range(grad.dim()) if d != 1]) if for_bias else None
         if not (grad.numel() and x.numel() and weight.numel()):

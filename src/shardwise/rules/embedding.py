@@ -1,8 +1,8 @@
-"""Lookups in a table, and the table's gradient.
+"""Lookups in a table, the table's gradient, and rows that are scaled down to a maximal norm.
 
 Rows may be sharded: a rank then looks up the ids that it owns and returns zeros for the others,
 so that the ranks' results add up. Columns may be sharded: the result is sharded likewise. The ids
-may be sharded along any dim when the table is whole.
+may be sharded along any dim when the table is whole; where both are sharded, see rules.routed.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Shard
+from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
+from shardwise.rules.ids import check_ids, has_values, local_rows, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
@@ -23,113 +25,234 @@ aten = torch.ops.aten
 _dense_backward = aten.embedding_dense_backward.default._op
 
 
-def owned_lookup(
-    coordinate: Coordinate,
-    layouts: Sequence[Layout],
-    weight: torch.Tensor,
-    ids: torch.Tensor,
-    *_: Any,
+# -- the lookup ------------------------------------------------------------------------------
+
+
+def lookup(
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *_: Any
 ) -> torch.Tensor:
     """The rows that this rank owns, and true zeros for those of others."""
-    check_ids(ids, layouts[0].shape[0])
+    table = layouts[0]
+    check_ids(ids, layouts[1], table.shape[0])
+    row_axes = table.axes_of(0)
+
+    def here(coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if row_axes:
+            return owned_lookup(table, coordinate, weight, ids)
+        return torch.embedding(weight, ids)
+
+    return each_rank(table.grid, here, weight, ids, axes=row_axes)
+
+
+def owned_lookup(
+    table: Layout, coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
-    row, foreign = _rows(layouts[0], coordinate, ids)
+    row, foreign = local_rows(table, coordinate, ids)
     return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
 
-def check_ids(ids: torch.Tensor, num_rows: Any) -> None:
-    """An id out of range raises as on one device: a table in pieces would give zeros for it.
-
-    Every rank that holds a piece sees the same ids, so all of them raise. On CUDA a look at the
-    values would wait for the device, and a traced graph has none.
-    """
-    if type(ids) is torch.Tensor and ids.numel() and not ids.is_cuda and not ids.is_meta:
-        low, high = map(int, torch.aminmax(ids))
-        if low < 0 or high >= num_rows:
-            raise IndexError(
-                f"index out of range in a table of {num_rows} rows: ids run from {low} to {high}."
-            )
+LOOKUP = LocalCall(lookup, together=True)
 
 
-def owned_grad(
-    coordinate: Coordinate,
+def lookup_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table and the ids."""
+    return (choice for choice in _lookup_choices(call) if table_stays(call, choice))
+
+
+def table_stays(call: Call, choice: Choice) -> bool:
+    """Ids move; a table that is sharded does not."""
+    return not call.placed or not call.placed[0].is_shard() or choice.inputs[0] == call.placed[0]
+
+
+def _lookup_choices(call: Call) -> Iterator[Choice]:
+    last = call.inputs[1].ndim
+    yield call.replicated()
+    masked = mask_partial(call)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice((Shard(0, sizes), REPLICATE), (masked,), LOOKUP)
+    for sizes in call.splits([(0, 1)]):
+        yield Choice((Shard(1, sizes), REPLICATE), (Shard(last, sizes),))
+    for dim in range(last):
+        for sizes in call.splits([(1, dim)]):
+            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),), LOOKUP)
+    yield from linear_choices(call, ((0,),))
+
+
+def mask_partial(call: Call) -> MaskPartial:
+    weight = call.inputs[0]
+    known = all(type(s) is int for s in weight.shape)
+    return MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
+
+
+# -- its gradient ----------------------------------------------------------------------------
+
+
+def table_grad(
     layouts: Sequence[Layout],
     grad: torch.Tensor,
     ids: torch.Tensor,
     num_rows: int,
     padding_idx: int,
-    scale_by_freq: bool,
+    by_freq: bool,
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns; no other row is ever made."""
-    local_rows = layouts[-1].local_shape(coordinate)[0]
-    if type(local_rows) is int and local_rows == 0:
-        return grad.new_zeros((0, grad.shape[-1]))
-    row, skipped = _rows(layouts[-1], coordinate, ids)
+    table = layouts[-1]
+    # Torch's kernel for the CPU looks at every id for every row; adding rows up is much faster. The
+    # one for CUDA adds in a fixed order, and the compiler knows it.
+    by_hand = has_values(ids) and not ids.is_cuda
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        shape = (table.local_shape(coordinate)[0], grad.shape[-1])
+        fn = _added_rows if by_hand else _masked_grad
+        return fn(table, coordinate, shape, grad, ids, padding_idx, by_freq)
+
+    return each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
+
+
+def _added_rows(
+    table: Layout,
+    coordinate: Coordinate,
+    shape: tuple[int, int],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
+    if by_freq:
+        values = values / times(rows).unsqueeze(-1)
+    return values.new_zeros(shape).index_add_(0, rows, values)
+
+
+def times(rows: torch.Tensor) -> torch.Tensor:
+    """How often each row occurs, at every place where it does; as large as the batch."""
+    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+def owned_values(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local rows that get a gradient, with repeats, and what each gets."""
+    rows, places = owned(table, coordinate, ids.reshape(-1), padding_idx)
+    values = grad.reshape(ids.numel(), grad.shape[-1])
+    return rows, values if places is None else values.index_select(0, places)
+
+
+def _masked_grad(
+    table: Layout,
+    coordinate: Coordinate,
+    shape: tuple[int, int],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    """As `_added_rows`, with sizes that do not depend on the ids."""
+    if type(shape[0]) is int and shape[0] == 0:
+        return grad.new_zeros(shape)
+    row, skipped = local_rows(table, coordinate, ids)
     if padding_idx >= 0:
         skipped = skipped | (ids == padding_idx)
-    if scale_by_freq:
-        counts = torch.zeros(local_rows, dtype=grad.dtype, device=grad.device)
-        counts.index_add_(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
+    if by_freq:
+        counts = torch.zeros(shape[0], dtype=grad.dtype, device=grad.device)
+        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
     # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
-    row = row.masked_fill(skipped, -1)
-    return _dense_backward(grad, row, local_rows, -1, False)
+    if not grad.is_cuda:
+        return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
+    # On CUDA the padding index has to be a row: one more than there are.
+    row = row.masked_fill(skipped, shape[0])
+    return _dense_backward(grad, row, shape[0] + 1, shape[0], False)[: shape[0]]
 
 
-def _rows(
-    layout: Layout, coordinate: Coordinate, ids: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each id, and which ids another rank owns (their row is any valid one)."""
-    offset, shape = layout.box(coordinate)
-    shifted = ids - offset[0]
-    row = shifted.clamp(0, shape[0] - 1)
-    return row, shifted != row
-
-
-def lookup_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the table and the ids."""
-    weight, ids = call.inputs
-    last = ids.ndim
-    yield call.replicated()
-    # A rank that owns all rows would not need the mask, but one rule for all is simpler.
-    known = all(type(s) is int for s in weight.shape)
-    masked = MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
-    for sizes in call.splits([(0, 0)]):
-        yield Choice(
-            (Shard(0, sizes), REPLICATE), (masked,), LocalCall(owned_lookup, per_rank=True)
-        )
-    for sizes in call.splits([(0, 1)]):
-        yield Choice((Shard(1, sizes), REPLICATE), (Shard(last, sizes),))
-    # A table that is sharded is never gathered to meet ids that are: ids move, tables do not.
-    table_is_whole = not call.placed or not call.placed[0].is_shard()
-    for dim in range(ids.ndim) if table_is_whole else ():
-        for sizes in call.splits([(1, dim)]):
-            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
-    yield from linear_choices(call, ((0,),))
-
-
-def lookup_grad_choices(call: Call) -> Iterator[Choice]:
+def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
     """Operands: the gradient of the rows that were looked up, and the ids."""
     last = call.inputs[1].ndim
-    yield call.replicated()
+    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), local)
     wanted = call.wanted[0] if call.wanted else None
     columns = call.splits([(0, last)])
     if isinstance(wanted, Shard) and wanted.dim == 0:
-        yield Choice((REPLICATE, REPLICATE), (wanted,), LocalCall(owned_grad, per_rank=True))
+        yield Choice((REPLICATE, REPLICATE), (wanted,), local)
     elif isinstance(wanted, Shard) and wanted.sizes not in columns:
         columns.append(wanted.sizes)
     for sizes in columns:
-        yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),))
+        yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),), local)
     # With scale_grad_by_freq a rank would have to count the ids of all.
-    if not call.args[4]:
-        for dim in range(call.inputs[1].ndim):
+    if not by_freq:
+        for dim in range(last):
             for sizes in call.splits([(0, dim), (1, dim)]):
-                yield Choice((Shard(dim, sizes), Shard(dim, sizes)), (Partial("sum"),))
-    yield from linear_choices(call, ((0,),))
+                both: tuple[Placement, ...] = (Shard(dim, sizes), Shard(dim, sizes))
+                yield Choice(both, (Partial("sum"),), local)
+    for choice in linear_choices(call, ((0,),)):
+        yield Choice(choice.inputs, choice.outputs, local)
+
+
+TABLE_GRAD = LocalCall(table_grad, together=True)
+
+
+def _table_grad_choices(call: Call) -> Iterator[Choice]:
+    return lookup_grad_choices(call, TABLE_GRAD, call.args[4])
+
+
+# -- rows of a maximal norm ------------------------------------------------------------------
+
+
+def renorm(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale down the rows that this rank owns among those of the ids, in place."""
+    table = layouts[0]
+    check_ids(ids, layouts[1], table.shape[0])
+    known = has_values(ids)
+
+    def here(coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if not weight.shape[0]:
+            return weight
+        if known:
+            rows = owned(table, coordinate, ids.reshape(-1))[0]
+            return torch.embedding_renorm_(weight, rows, max_norm, norm_type)
+        return _masked_renorm(table, coordinate, weight, ids.reshape(-1), max_norm, norm_type)
+
+    each_rank(table.grid, here, weight, ids, axes=table.axes_of(0))
+    return weight
+
+
+def _masked_renorm(
+    table: Layout,
+    coordinate: Coordinate,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """As torch's op on the owned rows, with sizes that do not depend on the ids."""
+    rows, foreign = local_rows(table, coordinate, ids)
+    norms = weight[rows].norm(norm_type, -1)
+    scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
+    # A foreign id stands for some row here, which may also be asked for: one factor per row.
+    factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
+    return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
+
+
+RENORM = LocalCall(renorm, together=True)
+
+
+def _renorm_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
+    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), RENORM)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice((Shard(0, sizes), REPLICATE), (Shard(0, sizes),), RENORM)
 
 
 RULES: Table = table(
     ((aten.embedding.default,), Rule(lookup_choices, "[v] d, ... -> ... d")),
-    ((aten.embedding_dense_backward.default,), Rule(lookup_grad_choices, "... d, ... -> v d")),
+    ((aten.embedding_dense_backward.default,), Rule(_table_grad_choices, "... d, ... -> v d")),
+    ((aten.embedding_renorm_.default,), Rule(_renorm_choices, "v [d], ... -> v [d]")),
 )

@@ -2,14 +2,12 @@
 
 A dim that is not indexed is sharded alike everywhere. The indices may be sharded where the tensor
 that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for
-what another rank owns and the results add up, and a write keeps what falls to the rank's own
-part.
+what another rank owns and the results add up, and a write keeps what falls to the rank's own part.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -23,10 +21,13 @@ from shardwise.rules.owned import (
     OwnedIndex,
     OwnedIndexPut,
     OwnedWrite,
+    fill_on_first,
+    owned_masked_scatter,
     owned_put,
     owned_take,
 )
-from shardwise.rules.parts import OwnedSelectScatter, OwnedSliceScatter
+from shardwise.rules.parts import OwnedSelectScatter, OwnedSliceScatter, functional
+from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
 from shardwise.rules.views import slice_cut
 
@@ -144,13 +145,22 @@ def _added_choices(
 def _mask_put_choices(call: Call) -> Iterator[Choice]:
     """One value for all entries that a mask names: as elementwise as `masked_fill`."""
     metas = _index_metas(call)
-    if len(metas) != 1 or call.args[1][0] is None or any(s != 1 for s in call.inputs[-1].shape):
+    local = LocalCall(OwnedIndexPut(None), per_rank=True)
+    if len(metas) != 1 or call.args[1][0] is None:
         return
+    for dim in range(metas[0].ndim):
+        for sizes in call.splits([(0, dim)]):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+    if any(s != 1 for s in call.inputs[-1].shape):
+        return
+    # A local call of its own: on another axis, the one above would find a part of the mask.
+    local = LocalCall(functional(call.op))
     for dim in range(call.inputs[0].ndim):
         inside = dim < metas[0].ndim
         for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
             cut = Shard(dim, sizes)
-            yield Choice((cut, cut if inside else REPLICATE, REPLICATE), (cut,))
+            yield Choice((cut, cut if inside else REPLICATE, REPLICATE), (cut,), local)
 
 
 # -- along one dim ---------------------------------------------------------------------------
@@ -198,24 +208,19 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
         for sizes in call.splits([(1, at), (2, at)]):
             cut = Shard(at, sizes)
             yield Choice((SUM, cut, cut), (SUM,))
-    yield from _owned_write_choices(call, at)
+    for dim in range(x.ndim):
+        yield from _owned_write_choices(call, at, dim)
 
 
-def _owned_write_choices(call: Call, at: int) -> Iterator[Choice]:
-    functional = _functional(call.op)
-    local = LocalCall(OwnedWrite(functional, at), per_rank=True)
+def _owned_write_choices(call: Call, at: int, cut_dim: int) -> Iterator[Choice]:
+    """The tensor is cut along `cut_dim`, which may be the dim `at` that is indexed."""
+    local = LocalCall(OwnedWrite(functional(call.op), at), per_rank=True)
     others = (REPLICATE,) * (len(call.inputs) - 1)
-    for sizes in call.splits([(0, at)]):
-        cut = Shard(at, sizes)
-        yield Choice((cut, *others), (cut,), local)
-
-
-def _functional(op: Any) -> Any:
-    """The op that returns a new tensor; planning writes that back for an op in place."""
-    if not op._schema.is_mutable:
-        return op
-    name = op._schema.name.partition("::")[2].removesuffix("_")
-    return getattr(getattr(aten, name), op._schema.overload_name or "default")
+    # Index and source would be cut otherwise than the tensor where another axis cuts them too.
+    alone = () if cut_dim == at else ((0, cut_dim),)
+    for sizes in call.splits([(0, cut_dim)]):
+        cut = Shard(cut_dim, sizes)
+        yield Choice((cut, *others), (cut,), local, alone=alone)
 
 
 def scatter_src_choices(call: Call) -> Iterator[Choice]:
@@ -273,7 +278,7 @@ def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iter
     if sums:
         for sizes in call.splits([(1, 0), (2, at)]):
             yield Choice((SUM, Shard(0, sizes), Shard(at, sizes)), (SUM,))
-    yield from _owned_write_choices(call, at)
+    yield from _owned_write_choices(call, at, at)
 
 
 def index_add_choices(call: Call) -> Iterator[Choice]:
@@ -371,14 +376,42 @@ def diagonal_scatter_choices(call: Call) -> Iterator[Choice]:
                 yield Choice((cut, Shard(inner, sizes)), (cut,))
 
 
-def whole_choices(*linear: Group) -> Any:
-    """Where each entry may depend on all of them: everything whole, sums as far as they go."""
+# -- by mask ---------------------------------------------------------------------------------
 
-    def choices(call: Call) -> Iterator[Choice]:
-        yield call.replicated()
-        yield from linear_choices(call, linear)
 
-    return choices
+def masked_scatter_choices(call: Call) -> Iterator[Choice]:
+    """The tensor may be sharded; which entries of the source come next, only all of a mask says."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0, 2),))
+    local = LocalCall(owned_masked_scatter, per_rank=True)
+    is_mask = call.inputs[1].dtype is torch.bool  # of any other, torch says what is wrong
+    if is_mask and call.inputs[0].shape == call.outputs[0].shape:
+        for dim in range(call.inputs[0].ndim):
+            for sizes in call.splits([(0, dim)]):
+                cut = Shard(dim, sizes)
+                yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+
+
+_masked_fill = elementwise().choices
+
+
+def masked_fill_choices(call: Call) -> Iterator[Choice]:
+    """Elementwise; and of a sum, one term takes the value and the others zero."""
+    yield from _masked_fill(call)
+    if call.inputs[0].shape == call.outputs[0].shape:
+        others = (REPLICATE,) * (len(call.inputs) - 1)
+        yield Choice((SUM, *others), (SUM,), LocalCall(fill_on_first, per_rank=True))
+
+
+def whole_choices(call: Call) -> Iterator[Choice]:
+    """Where each entry may depend on all of them: everything whole."""
+    yield call.replicated()
+
+
+def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
+    """The entries that the mask names, in order: only the whole mask has an order."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
 
 
 RULES: Table = table(
@@ -408,15 +441,19 @@ RULES: Table = table(
     ((aten.slice_scatter.default,), Rule(slice_scatter_choices, "... n, ... m -> ... n")),
     ((aten.diagonal_scatter.default,), Rule(diagonal_scatter_choices, "... [n] [m], ... -> ...")),
     (
-        (aten.masked_scatter.default,),
-        Rule(whole_choices((0, 2)), "[...], [...], [n] -> [...]"),
+        (aten.masked_scatter_backward.default,),
+        Rule(masked_scatter_grad_choices, "[...], [...] -> [n]"),
+    ),
+    ((aten.masked_scatter.default,), Rule(masked_scatter_choices, "..., [...], [n] -> ...")),
+    (
+        (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
+        Rule(masked_fill_choices, "..., ... -> ..."),
     ),
     (
         (
-            aten.masked_scatter_backward.default,
             aten.as_strided_scatter.default,
             aten.nonzero_static.default,
         ),
-        Rule(whole_choices(), "[...] -> [...]"),
+        Rule(whole_choices, "[...] -> [...]"),
     ),
 )

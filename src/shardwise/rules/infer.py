@@ -13,8 +13,19 @@ from torch.utils._pytree import tree_map
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.rules.rule import Rule, TensorMeta
 
-#: Ops that torch has no shape function for: the output looks like the argument at this place.
-_LIKE = {torch.ops.aten.fractional_max_pool3d_backward.default: 1}
+
+def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
+    """With given statistics none are returned, whatever torch's shape function says."""
+    if rest[4]:
+        return torch.ops.aten.native_batch_norm.default(x, *rest)
+    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+
+
+#: Ops whose shape function torch does not have, or does not have right.
+_SHAPES: dict[Any, Any] = {
+    torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+}
 
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
 
@@ -56,9 +67,7 @@ def outputs_of(
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on tensors without data in place of layouts and tensors."""
     hollow_args, hollow_kwargs = hollowed(args, kwargs)
-    if fn in _LIKE:
-        return torch.empty_like(hollow_args[_LIKE[fn]])
-    return fn(*hollow_args, **hollow_kwargs)
+    return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
 
 
 def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.core.chunks import lengths
 from shardwise.core.layout import shard_with
-from shardwise.core.placements import Placement, Shard
+from shardwise.core.placements import NormPartial, Placement, Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.rules.views import Cut, slice_cut
@@ -43,6 +43,8 @@ def stack_choices(call: Call) -> Iterator[Choice]:
         for sizes in call.splits([(i, dim) for i in range(num)]):
             yield Choice((Shard(dim, sizes),) * num, (Shard(dim + (dim >= at), sizes),))
     yield from linear_choices(call, (tuple(range(num)),))
+    for norm in dict.fromkeys(p for p in call.placed if isinstance(p, NormPartial)):
+        yield Choice((norm,) * num, (norm,))
 
 
 @dataclass(frozen=True, slots=True)

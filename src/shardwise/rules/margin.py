@@ -10,6 +10,7 @@ import torch
 
 from shardwise.core.chunks import Size
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.rules.notation import linear_choices
 from shardwise.rules.positional import in_order
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, empty_safe, table
 
@@ -68,6 +69,7 @@ def loss_choices(call: Call) -> Iterator[Choice]:
 def grad_choices(call: Call) -> Iterator[Choice]:
     """Gradient, input, target, and what goes with each sample; class weights are whole."""
     yield call.replicated()
+    yield from linear_choices(call, ((0,),))
     if call.inputs[1].ndim != 2:
         return
     samples = call.inputs[1].shape[0]

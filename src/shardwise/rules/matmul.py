@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,7 +16,8 @@ from shardwise.rules.notation import (
     rule,
     sharded_choices,
 )
-from shardwise.rules.rule import Call, Choice, Rule, Table, table
+from shardwise.rules.parts import functional
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
 
@@ -54,21 +56,38 @@ def _as_matrix(x: Any) -> Any:
 
 EACH = ((0,), (1,))
 
-#: By the number of dims of the tensor that addmm adds to the product.
-_ADDMM = {n: parse(f"{added}, m k, k n -> m n") for n, added in enumerate(("", "n", "m n"))}
+
+@dataclass(frozen=True, slots=True)
+class AddedInFull:
+    """The op, with what is added in the shape of this rank's result."""
+
+    op: Any
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], added: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return self.op(added.expand(layouts[-1].local_shape(coordinate)), *rest, **named)
 
 
-_ADDBMM = {n: parse(f"{added}, b m k, b k n -> m n") for n, added in enumerate(("", "n", "m n"))}
+def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table: a product to which the first operand is added, broadcast.
 
+    A `guarded` op would give a product of empty parts the shape of what is added.
+    """
+    result = product.partition("->")[2].split()
+    # By the number of dims that the added tensor has.
+    patterns = {
+        n: parse(f"{' '.join(result[len(result) - n :])}, {product}")
+        for n in range(len(result) + 1)
+    }
 
-def addbmm_choices(call: Call) -> Iterator[Choice]:
-    pattern = _ADDBMM[call.inputs[0].ndim]
-    yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+    def choices(call: Call) -> Iterator[Choice]:
+        pattern = patterns[call.inputs[0].ndim]
+        local = LocalCall(AddedInFull(functional(call.op)), per_rank=True) if guarded else None
+        for choice in pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,)):
+            yield replace(choice, local=local)
 
-
-def addmm_choices(call: Call) -> Iterator[Choice]:
-    pattern = _ADDMM[call.inputs[0].ndim]
-    yield from pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,))
+    return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
 
 def trilinear_choices(call: Call) -> Iterator[Choice]:
@@ -90,14 +109,16 @@ def trilinear_choices(call: Call) -> Iterator[Choice]:
 
 RULES: Table = table(
     rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
-    ((aten.addmm.default,), Rule(addmm_choices, "m n, m k, k n -> m n")),
+    adding(aten.addmm.default, product="m k, k n -> m n"),
+    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
+    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
+    adding(aten.addr.default, product="m, n -> m n"),
     ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
-    ((aten.addbmm.default,), Rule(addbmm_choices, "m n, b m k, b k n -> m n")),
     rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
-    rule(aten.matmul.default, like="... m k, ... k n -> ... m n", linear=EACH),
     rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
     rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
-    rule(aten.dot.default, like="k, k -> ", linear=EACH),
+    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),
     rule(
         aten.linear.default,

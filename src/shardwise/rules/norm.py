@@ -1,4 +1,4 @@
-"""Layer norm: any dim in front of the normalised ones may be sharded."""
+"""Layer and RMS norm: any dim in front of the normalised ones may be sharded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,25 @@ def layer_norm_grad_choices(call: Call) -> Iterator[Choice]:
             yield Choice((shard,) * 4 + others, outputs)
 
 
+def rms_norm_grad_choices(call: Call) -> Iterator[Choice]:
+    """Gradient, input and deviation are sharded alike; the weight's gradients add up."""
+    others = (REPLICATE,) * (len(call.inputs) - 3)
+    wanted = call.argument("output_mask")
+    yield call.replicated()
+    for dim in range(_num_batch_dims(call)):
+        for sizes in call.splits([(i, dim) for i in range(3)]):
+            shard = Shard(dim, sizes)
+            every: tuple[Placement, ...] = (shard, SUM)
+            outputs = tuple(p for p, asked in zip(every, wanted, strict=True) if asked)
+            yield Choice((shard,) * 3 + others, outputs)
+
+
 RULES: Table = table(
+    ((aten._fused_rms_norm.default,), Rule(layer_norm_choices, "... [n], [n] -> ... [n], ...")),
+    (
+        (aten._fused_rms_norm_backward.default,),
+        Rule(rms_norm_grad_choices, "... [n], ... -> ... [n], [n]"),
+    ),
     ((aten.native_layer_norm.default,), Rule(layer_norm_choices, "... [n], [n], [n] -> ... [n]")),
     (
         (aten.native_layer_norm_backward.default,),

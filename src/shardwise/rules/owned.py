@@ -86,12 +86,31 @@ class OwnedWrite:
         **named: Any,
     ) -> torch.Tensor:
         check_bounds(index, layouts[0].shape[self.dim], RuntimeError)
+        if index.dim() == x.dim():
+            index, *others = _facing(coordinate, layouts, self.dim, (index, *rest))
+            rest = tuple(others)
         row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
         length = x.shape[self.dim]
         spare = x.new_zeros((*x.shape[: self.dim], 1, *x.shape[self.dim + 1 :]))
         longer = torch.cat([x, spare], self.dim)
         written = self.op(longer, dim, row.masked_fill(foreign, length), *rest, **named)
         return written.narrow(self.dim, 0, length)
+
+
+def _facing(
+    coordinate: Coordinate, layouts: Sequence[Layout], dim: int, others: Sequence[Any]
+) -> list[Any]:
+    """The parts of index and source that stand beside the part that is written, `dim` apart."""
+    (start, shape), (index_start, _) = layouts[0].box(coordinate), layouts[1].box(coordinate)
+    facing = []
+    for other in others:
+        if isinstance(other, torch.Tensor) and other.dim() == len(shape):
+            for d in range(other.dim()):
+                if d != dim and layouts[0].shape[d] != shape[d]:
+                    first = min(max(start[d] - index_start[d], 0), other.shape[d])
+                    other = other.narrow(d, first, min(shape[d], other.shape[d] - first))
+        facing.append(other)
+    return facing
 
 
 # -- several index tensors at once -----------------------------------------------------------
@@ -148,11 +167,25 @@ class OwnedIndex:
         return found.masked_fill(foreign.view(*foreign.shape, *[1] * behind), 0)
 
 
+def _without_masks(indices: Sequence[Any]) -> list[Any]:
+    """The indices with the places that a mask names in its stead."""
+    found: list[Any] = []
+    for index in indices:
+        if index is not None and index.dtype in (torch.bool, torch.uint8):
+            found += index.nonzero().unbind(1)
+        else:
+            found.append(index)
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class OwnedIndexPut:
-    """`x[indices] = values` on a rank's part: only what falls to it."""
+    """`x[indices] = values` on a rank's part: only what falls to it.
 
-    spot: Advanced
+    Without a `spot` there are masks among the indices, and it is found once they are looked at.
+    """
+
+    spot: Advanced | None
 
     def __call__(
         self,
@@ -164,10 +197,14 @@ class OwnedIndexPut:
         accumulate: bool = False,
         *_: Any,
     ) -> torch.Tensor:
-        rows, foreign = _owned_indices(layouts[0], coordinate, self.spot, indices)
+        spot = self.spot
+        if spot is None:
+            indices = _without_masks(indices)
+            spot = Advanced(tuple(d for d, i in enumerate(indices) if i is not None), 1)
+        rows, foreign = _owned_indices(layouts[0], coordinate, spot, indices)
         kept = ~foreign.expand_as(rows[0])
-        at, num = self.spot.at, kept.dim()
-        untouched = [n for d, n in enumerate(x.shape) if d not in self.spot.dims]
+        at, num = spot.at, kept.dim()
+        untouched = [n for d, n in enumerate(x.shape) if d not in spot.dims]
         spread = values.expand(*untouched[:at], *kept.shape, *untouched[at:])
         front = list(range(num))
         chosen = spread.movedim([at + d for d in front], front)[kept].movedim(0, at)
@@ -222,3 +259,37 @@ def owned_put(
     longer = torch.cat([x.reshape(-1), x.new_zeros(1)])
     at = place.masked_fill(foreign, x.numel())
     return aten.put.default(longer, at, source, accumulate)[:-1].view(x.shape)
+
+
+# -- by mask ---------------------------------------------------------------------------------
+
+
+def owned_masked_scatter(
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    source: torch.Tensor,
+) -> torch.Tensor:
+    """Each entry that the mask names takes the next one of the source: all of the mask counts."""
+    whole = layouts[0].shape
+    mask = mask.expand(whole)
+    place = (mask.reshape(-1).cumsum(0) - 1).view(whole)
+    for dim, (start, length) in enumerate(zip(*layouts[0].box(coordinate), strict=True)):
+        mask, place = mask.narrow(dim, start, length), place.narrow(dim, start, length)
+    if int(mask.sum()) == 0:
+        return x.clone()
+    return torch.where(mask, aten.take.default(source, place.clamp(min=0)), x)
+
+
+def fill_on_first(
+    coordinate: Coordinate,
+    layouts: Sequence[Layout],
+    x: torch.Tensor,
+    mask: torch.Tensor,
+    value: Any,
+) -> torch.Tensor:
+    """Fill a term of a sum: the first rank with the value, the others with zeros."""
+    terms = [a for a, p in enumerate(layouts[0].placements) if p.is_partial()]
+    first = all(coordinate[axis] == 0 for axis in terms)
+    return torch.masked_fill(x, mask, value if first else 0)

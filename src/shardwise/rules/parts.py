@@ -12,6 +12,15 @@ import torch
 from shardwise.rules.views import Cut
 
 
+def functional(op: Any) -> Any:
+    """The op that returns a new tensor; planning writes that back for an op in place."""
+    if not op._schema.is_mutable:
+        return op
+    namespace, _, name = op._schema.name.partition("::")
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
+    return getattr(packet, op._schema.overload_name or "default")
+
+
 @dataclass(frozen=True, slots=True)
 class UnlessEmpty:
     """The op on a rank's planes; results without elements where it has none.
@@ -23,7 +32,7 @@ class UnlessEmpty:
     shapes: tuple[tuple[int, int], ...] = ()
 
     def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
-        tensors = [a for a in args if isinstance(a, torch.Tensor)]
+        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, torch.Tensor)]
         outputs = layouts[len(tensors) :]
         if math.prod(tensors[0].shape) and math.prod(outputs[0].local_shape(coordinate)):
             here = list(args)

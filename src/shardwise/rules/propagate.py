@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from shardwise.comm.cost import LATENCY_S
+from shardwise.comm.cost import LATENCY_S, collective_s
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
@@ -21,7 +21,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.redistribute.search import cost_s, find_steps, least_s
 from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import is_view
-from shardwise.rules.rule import Call, Choice, LocalCall, Rule
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,13 @@ class CallPlan:
     local: LocalCall | None
     #: `(name of an argument, number of an output)`: the argument is that output's local shape.
     local_shape: tuple[tuple[str, int], ...]
+    #: The collectives that the local function runs, each with its axis.
+    sent: tuple[tuple[int, Sent], ...] = ()
+
+    @property
+    def sent_s(self) -> float:
+        """Seconds that the collectives of the local function are expected to take."""
+        return _sent_s(self.sent, self.inputs[0].grid)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +58,9 @@ class Combination:
 
     def output(self, number: int) -> tuple[Placement, ...]:
         return tuple(c.outputs[number] for c in self.choices)
+
+    def sent(self) -> tuple[tuple[int, Sent], ...]:
+        return tuple((axis, sent) for axis, c in enumerate(self.choices) for sent in c.sent)
 
 
 def propagate(
@@ -77,7 +87,7 @@ def propagate(
             continue
         if wish is not None and not _meets(combination, wish):
             continue
-        pending = _pending_s(combination)
+        pending = _pending_s(combination) + _sent_s(combination.sent(), grid)
         if best is not None and pending + _least_s(combination, current) > best[0][0]:
             continue
         cost = pending + sum(
@@ -113,8 +123,8 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
     found = "; ".join(map(repr, layouts))
     if fixed:
         return (
-            f"{name} does not have a sharding strategy registered for a write to "
-            f"{layouts[fixed[0]]!r}: the tensor it writes to must not move. Found {found}. "
+            f"{name} does not have a sharding strategy registered. It writes to "
+            f"{layouts[fixed[0]]!r}, which must not move. Found {found}. "
             "Redistribute that tensor first, or use the op that returns a new tensor."
         )
     return (
@@ -228,6 +238,10 @@ def _pending_s(combination: Combination) -> float:
     return pending * LATENCY_S / 2
 
 
+def _sent_s(sent: Sequence[tuple[int, Sent]], grid: Grid) -> float:
+    return sum(collective_s(each.kind, grid.shape[axis], each.num_bytes) for axis, each in sent)
+
+
 def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
     outputs = [p for i in range(num_outputs) for p in combination.output(i)]
     return (
@@ -265,4 +279,5 @@ def _plan(
         outputs,
         local,
         tuple(rule.local_shape.items()),
+        chosen.sent(),
     )

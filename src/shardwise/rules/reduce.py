@@ -28,7 +28,8 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     return tuple(d % ndim for d in given) if ndim else ()
 
 
-def _result_dim(call: Call, dim: int, reduced: tuple[int, ...]) -> int:
+def result_dim(call: Call, dim: int, reduced: tuple[int, ...]) -> int:
+    """Where a dim that is not reduced stands in the result."""
     if call.inputs[0].ndim == call.outputs[0].ndim:
         return dim
     return dim - sum(1 for d in reduced if d < dim)
@@ -42,7 +43,7 @@ def _choices(call: Call, local: LocalCall | None) -> Iterator[Choice]:
             if dim in reduced:
                 yield Choice((Shard(dim, sizes),), (Partial("sum"),), local)
             else:
-                out: Placement = Shard(_result_dim(call, dim, reduced), sizes)
+                out: Placement = Shard(result_dim(call, dim, reduced), sizes)
                 yield Choice((Shard(dim, sizes),), (out,))
     yield from linear_choices(call, ((0,),))
 

@@ -30,16 +30,16 @@ class LocalCall:
     """What runs on each rank when it is not the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs; otherwise with the op's own arguments. `copies` says that
-    it returns a copy where the op would return a view. With `together`, it is called once for all
-    ranks present, as `fn(layouts, *args, **kwargs)` with what DTensors hold: it maps over the ranks
-    itself.
+    of all inputs and then of all outputs. With `together` it is called once for all ranks present,
+    as `fn(layouts, *args, **kwargs)`, and may run collectives; its choices say which, in `sent`.
+    Otherwise it is called with the op's own arguments. `copies` says that it returns a copy where
+    the op would return a view.
     """
 
     fn: Callable[..., Any]
     per_rank: bool = False
-    copies: bool = False
     together: bool = False
+    copies: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,23 @@ def empty_safe(op: Any) -> LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Sent:
+    """A collective that a local function runs along the axis of its choice.
+
+    `kind` is one of `comm.cost`; `num_bytes` is about what its larger side holds on each rank.
+    """
+
+    kind: str
+    num_bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """One right way to run an op, for one mesh axis.
 
     `even` names `(input, dim)` pairs that must divide by the product of all axes that shard them;
-    `alone` names pairs that no other axis may shard.
+    `alone` names pairs that no other axis may shard. `sent` lists the collectives that the local
+    function runs along this axis.
     """
 
     inputs: tuple[Placement, ...]
@@ -76,6 +88,7 @@ class Choice:
     local: LocalCall | None = None
     even: tuple[tuple[int, int], ...] = ()
     alone: tuple[tuple[int, int], ...] = ()
+    sent: tuple[Sent, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +146,8 @@ class Rule:
     whose local shape they must hold on each rank. With `found_shapes` all operands and results are
     whole, and only the results themselves tell their number and shapes. `shaped_like` names the
     input whose shape and type the one output has, where torch cannot tell without data.
+    With `by_value`, choices depend on floats among the arguments, whose values plans otherwise
+    ignore.
     """
 
     choices: Callable[[Call], Iterable[Choice]]
@@ -140,6 +155,7 @@ class Rule:
     local_shape: Mapping[str, int] = field(default_factory=dict)
     found_shapes: bool = False
     shaped_like: int | None = None
+    by_value: bool = False
 
 
 Table = dict[Any, Rule]

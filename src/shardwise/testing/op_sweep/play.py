@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank
@@ -146,12 +146,16 @@ class Alone:
         if self.without_values:
             self.result = [torch.zeros_like(x) for x in self.result]
         self.random = not _same(self.result, self._run(sample, seed=1)[0])
+        #: The tensor that the form in place has written to.
+        self.written: torch.Tensor | None = None
         self._double: tuple[Any, Any] | None = None
 
     def _run(self, sample: Sample, seed: int) -> tuple[list[Any], list[Any] | None]:
         args, kwargs, leaves = placed(sample, lambda t: t.detach().clone())
         torch.default_generator.manual_seed(seed)
         result = self.entry(*args, **kwargs)
+        #: The result as the op returns it, in its tuples and lists.
+        self.whole = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         grads = None
         if self.entry.supports_autograd and leaves:
             with contextlib.suppress(Exception):
@@ -277,8 +281,8 @@ def _cases(
             args, kwargs, _ = spread(sample)
             torch.default_generator.manual_seed(0)
             result = entry.get_inplace()(*args, **kwargs)
-        compare(gathered(result), alone.result, None)
-        compare(gathered(args[0]), alone.result[:1], None)
+        compare(gathered(result), [alone.written], None)
+        compare(gathered(args[0]), [alone.written], None)
 
     def out() -> None:
         with torch.no_grad():
@@ -293,7 +297,7 @@ def _cases(
         yield "backward", backward
     if entry.get_inplace() is not None and _can_write(entry, sample, alone):
         yield "inplace", inplace
-    if entry.supports_out and "out" not in sample.kwargs and not alone.random:
+    if entry.supports_out and not alone.random and _takes_out(entry, sample, alone):
         yield "out", out
 
 
@@ -306,6 +310,17 @@ def _blank(leaf: Any) -> Any:
     return distribute_tensor(blank, layout.grid.mesh, layout.placements, src_data_rank=None)
 
 
+def _takes_out(entry: Any, sample: Sample, alone: Alone) -> bool:
+    args, kwargs, _ = placed(sample, lambda t: t.detach().clone())
+    try:
+        with torch.no_grad():
+            targets = tree_map(torch.zeros_like, alone.whole)
+            entry(*args, **kwargs, out=targets)
+    except Exception:
+        return False
+    return True
+
+
 def _can_write(entry: Any, sample: Sample, alone: Alone) -> bool:
     if not isinstance(sample.args[0], torch.Tensor) or len(alone.result) != 1:
         return False
@@ -316,7 +331,8 @@ def _can_write(entry: Any, sample: Sample, alone: Alone) -> bool:
             entry.get_inplace()(*args, **kwargs)
     except Exception:
         return False
-    return args[0].dtype == alone.result[0].dtype
+    alone.written = args[0]
+    return True
 
 
 # -- comparing -----------------------------------------------------------------------------------

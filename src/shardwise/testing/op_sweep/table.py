@@ -98,7 +98,7 @@ def _same_every_time() -> None:
 
 def _has_dense_tensors(sample: Any) -> bool:
     found = tensors_of((sample.input, sample.args, sample.kwargs))
-    return bool(found) and all(t.layout is torch.strided for t in found)
+    return bool(found) and all(t.layout is torch.strided and t.device.type == "cpu" for t in found)
 
 
 def _sample(made: Any) -> Sample:

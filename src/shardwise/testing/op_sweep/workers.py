@@ -76,15 +76,21 @@ def _play_chunk(
         if line:
             yield OpResult(**json.loads(line))
             continue
-        worker.wait()
-        drain.join()
+        _close(worker, drain)
         failed = OpResult(name)
         why = f"no answer in {timeout_s:.0f} s" if late.is_set() else "".join(errors)[-300:]
         failed.add("forward", "timeout" if late.is_set() else "crash", why)
         yield failed
         return
+    _close(worker, drain)
+
+
+def _close(worker: subprocess.Popen[str], drain: threading.Thread) -> None:
     worker.wait()
     drain.join()
+    for pipe in (worker.stdout, worker.stderr):
+        if pipe is not None:
+            pipe.close()
 
 
 def names_of(patterns: Sequence[str]) -> list[str]:

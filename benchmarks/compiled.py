@@ -1,0 +1,120 @@
+"""What compiled code costs: shardwise and torch's DTensor against plain torch on the local shapes.
+
+    python -m benchmarks.compiled [--repeats 15] [--json out.json]
+
+All sides are compiled by inductor with `fullgraph=True` and run forward and backward, in one
+process, on one mesh of 4 ranks whose process group sends nothing. Compute is small, so what is left
+is overhead. The time to compile is that of the first call, caches off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._inductor.config as inductor
+import torch.distributed as dist
+from torch.distributed import tensor as theirs
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import shardwise as ours
+from benchmarks.timing import Case, add_options, measure, print_table, write_json
+
+NUM_RANKS = 4
+BATCH, WIDTH, ROWS = 64, 128, 1024
+
+
+def _laid(system: Any, mesh: DeviceMesh, local: torch.Tensor, dim: int | None, grad: bool) -> Any:
+    """A tensor of `system` (None: plain) whose local part is `local`."""
+    x = local.detach().clone()
+    if system is not None:
+        placement = system.Replicate() if dim is None else system.Shard(dim)
+        x = system.DTensor.from_local(x, mesh, [placement], run_check=False)
+    return x.detach().requires_grad_(grad)
+
+
+def _mlp(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[Any]]:
+    first = torch.randn(4 * WIDTH // NUM_RANKS, WIDTH) / 10
+    second = torch.randn(WIDTH, 4 * WIDTH // NUM_RANKS) / 10
+
+    def mlp(x: Any, up: Any, down: Any) -> Any:
+        y = F.linear(F.gelu(F.linear(x, up)), down)
+        if system is None:
+            return y
+        return y.redistribute(placements=[system.Replicate()]).to_local()
+
+    x = _laid(system, mesh, torch.randn(BATCH, WIDTH), None, grad=False)
+    return mlp, [x, _laid(system, mesh, first, 0, True), _laid(system, mesh, second, 1, True)]
+
+
+def _lookup(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[Any]]:
+    """A table by columns; ids are on every rank."""
+
+    def lookup(ids: Any, table: Any) -> Any:
+        y = F.embedding(ids, table)
+        return y if system is None else y.to_local()
+
+    ids = _laid(system, mesh, torch.randint(0, ROWS, (BATCH,)), None, grad=False)
+    table = torch.randn(ROWS, WIDTH // NUM_RANKS)
+    return lookup, [ids, _laid(system, mesh, table, 1, True)]
+
+
+def _step(make: Any, system: Any, mesh: DeviceMesh) -> tuple[Callable[[], Any], float]:
+    """A compiled forward and backward, and the seconds that its first run took."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    fn, inputs = make(system, mesh)
+    fast = torch.compile(fn, fullgraph=True)
+    wanted = [x for x in inputs if x.requires_grad]
+
+    def step() -> Any:
+        out = fast(*inputs)
+        return torch.autograd.grad(out, wanted, torch.ones_like(out))
+
+    start = time.thread_time()
+    step()
+    return step, time.thread_time() - start
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    add_options(parser, repeats=15)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    inductor.force_disable_caches = True
+    inductor.compile_threads = 1
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
+    mesh = init_device_mesh("cpu", (NUM_RANKS,))
+    results = []
+    for name, make in (("mlp, columns then rows", _mlp), ("embedding, by columns", _lookup)):
+        _step(make, None, mesh)  # what is loaded once
+        compile_s: dict[str, list[float]] = {"ours": [], "theirs": []}
+        for _ in range(3):
+            theirs_step, theirs_s = _step(make, theirs, mesh)
+            ours_step, ours_s = _step(make, ours, mesh)
+            compile_s["theirs"].append(theirs_s)
+            compile_s["ours"].append(ours_s)
+        local_step, local_s = _step(make, None, mesh)
+        case = Case(name, ours_step, theirs_step, local_step)
+        result = measure(case, options.repeats)
+        results.append(result)
+        assert result.ours_s is not None, result.notes
+        assert result.local_s is not None, result.notes
+        best = {side: min(times) for side, times in compile_s.items()}
+        print(
+            f"{name}: {result.ours_s / result.local_s:.2f} of plain torch; compiled in "
+            f"{best['ours']:.2f} s, torch's DTensor in {best['theirs']:.2f} s "
+            f"({best['ours'] / best['theirs']:.2f}), plain torch in {local_s:.2f} s"
+        )
+    print_table("compiled forward and backward", results)
+    write_json(options.json, results)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

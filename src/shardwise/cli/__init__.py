@@ -1,0 +1,1 @@
+"""The command `shardwise`. Nothing here imports torch before a command needs it."""

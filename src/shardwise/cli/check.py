@@ -1,0 +1,73 @@
+"""shardwise check: a sharded model beside one device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+
+from shardwise.cli.console import console
+from shardwise.cli.tables import parity_table
+from shardwise.errors import ArgumentError
+from shardwise.report import Case, Mesh, Parity, check_in_processes, check_simulated
+
+
+def run_check(
+    target: str,
+    plan: str | None,
+    ranks: str,
+    processes: bool,
+    tolerance: float,
+    seed: int,
+    as_json: bool,
+) -> int:
+    """0 when everything agrees, else 1."""
+    case = Case(target, plan, seed)
+    compare = check_in_processes if processes else check_simulated
+    out = console()
+    worst = 0
+    results = []
+    for mesh in parse_meshes(ranks):
+        parity = compare(case, mesh, tolerance)
+        worst = max(worst, int(not parity.agrees))
+        results.append(parity)
+        if not as_json:
+            out.print(summary(parity, processes))
+            if not parity.agrees:
+                out.print(parity_table(parity))
+    if as_json:
+        print(json.dumps([_as_dict(parity) for parity in results], indent=2))
+    return worst
+
+
+def summary(parity: Parity, processes: bool) -> str:
+    kinds: dict[str, int] = {}
+    for each in parity.differences:
+        kinds[each.what] = kinds.get(each.what, 0) + 1
+    compared = ", ".join(f"{count} {what}" for what, count in kinds.items())
+    num = parity.mesh.num_ranks
+    world = f"{num} {'process' if processes else 'simulated rank'}{'es' if processes else 's'}"
+    if num == 1:
+        world = f"1 {'process' if processes else 'simulated rank'}"
+    verdict = "agrees with one device" if parity.agrees else "differs from one device"
+    return f"{world} ({parity.mesh}): {verdict}; compared {compared}"
+
+
+def parse_meshes(text: str) -> list[Mesh]:
+    """
+    >>> [str(mesh) for mesh in parse_meshes("1,4")]
+    ['tp=1', 'tp=4']
+    >>> [str(mesh) for mesh in parse_meshes("dp=2,tp=2; tp=4")]
+    ['dp=2, tp=2', 'tp=4']
+    """
+    parts = text.split(";") if "=" in text else text.split(",")
+    meshes = [Mesh.parse(part.strip()) for part in parts if part.strip()]
+    if not meshes:
+        raise ArgumentError(f"--ranks is a list of numbers such as 1,2,4; found {text!r}.")
+    return meshes
+
+
+def _as_dict(parity: Parity) -> dict[str, object]:
+    differences = [
+        {**asdict(each), "agrees": each.within(parity.tolerance)} for each in parity.differences
+    ]
+    return {"mesh": str(parity.mesh), "agrees": parity.agrees, "differences": differences}

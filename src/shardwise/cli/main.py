@@ -1,0 +1,160 @@
+"""The commands and their options; what they do is in the files beside this one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from shardwise import __version__
+
+_MODELS = ("dlrm", "gpt")
+_EXAMPLES = """\b
+Examples:
+  shardwise demo
+  shardwise demo --model gpt --ranks 2
+  shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4
+  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8
+  shardwise rules aten.mm
+"""
+_TARGET = """
+
+TARGET names a callable, pkg.module:factory, that returns a module and a sample batch: a tuple is
+taken as the module's arguments, a dict as its keyword arguments.
+"""
+
+
+class Commands(click.Group):
+    """Turns what a command raises into one message; --debug shows where it came from."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except (click.exceptions.Exit, click.ClickException, click.Abort):
+            raise
+        except Exception as error:
+            if ctx.params.get("debug"):
+                raise
+            from shardwise.cli.mistakes import message
+
+            click.echo(f"Error: {message(error)}", err=True)
+            ctx.exit(2)
+
+
+@click.group(
+    cls=Commands, epilog=_EXAMPLES, context_settings={"help_option_names": ["-h", "--help"]}
+)
+@click.version_option(__version__, prog_name="shardwise")
+@click.option("--debug", is_flag=True, help="Show a traceback with an error.")
+def main(debug: bool) -> None:
+    """Tensors, embedding tables and layers sharded over many devices, with the numbers of one."""
+
+
+def _plan_option(command: Any) -> Any:
+    text = "A plan of modules or of tables, TOML or JSON."
+    return click.option("--plan", metavar="FILE", type=click.Path(), help=text)(command)
+
+
+@main.command()
+@click.option("--model", type=click.Choice(_MODELS), default="dlrm", show_default=True)
+@click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
+@click.option("--processes", type=click.IntRange(1), help="Real processes, so many, over gloo.")
+@click.option("--steps", type=click.IntRange(1), help="Training steps.")
+@click.option("--seed", type=int, default=0, show_default=True)
+@_plan_option
+@click.option(
+    "--data", metavar="FILE", type=click.Path(), help="Train on a file in Criteo's format."
+)
+@click.option("--report", metavar="FILE", default="report.html", show_default=True)
+@click.pass_context
+def demo(ctx: click.Context, /, **options: Any) -> None:
+    """Train a small model on one device and sharded, and compare.
+
+    dlrm is a recommender whose tables are sharded by a mixed plan, on a click log with a planted
+    truth; gpt a tensor-parallel language model on the text that `help()` shows.
+    """
+    from shardwise.cli.console import console
+    from shardwise.demo.run import Options, run_demo
+
+    ctx.exit(run_demo(Options(**options), console()))
+
+
+@main.command(
+    epilog="\b\nExample:\n  shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4\n"
+)
+@click.argument("target")
+@_plan_option
+@click.option("--mesh", default="tp=4", show_default=True, help="Axes and their sizes.")
+@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adagrad"]), default="adamw")
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--html", metavar="FILE", help="Write the report as a page.")
+def explain(**options: Any) -> None:
+    """One simulated training step: what is communicated, held and computed."""
+    from shardwise.cli.explain import run_explain
+
+    run_explain(**options)
+
+
+@main.command(
+    epilog="\b\nExample:\n  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8\n"
+)
+@click.argument("target")
+@_plan_option
+@click.option(
+    "--ranks",
+    default="1,2,4",
+    show_default=True,
+    help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
+)
+@click.option("--processes", is_flag=True, help="In real processes instead of simulated ranks.")
+@click.option("--tolerance", type=float, default=1e-4, show_default=True)
+@click.option("--seed", type=int, default=0, show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.pass_context
+def check(ctx: click.Context, /, **options: Any) -> None:
+    """Compare a sharded model with one device: outputs, gradients, updates, random numbers.
+
+    Exit status 1 when something differs.
+    """
+    from shardwise.cli.check import run_check
+
+    ctx.exit(run_check(**options))
+
+
+for _command in (explain, check):
+    _command.help = f"{_command.help}{_TARGET}"
+
+
+@main.command()
+@click.argument("op", required=False)
+def rules(op: str | None) -> None:
+    """Which ops have rules; with OP (mm, aten.mm.default), the ways to run it on shards."""
+    from shardwise.cli.rules import run_rules
+
+    run_rules(op)
+
+
+@main.command()
+@click.pass_context
+def doctor(ctx: click.Context) -> None:
+    """What works on this machine, and what will not and why."""
+    from shardwise.cli.doctor import run_doctor
+
+    ctx.exit(run_doctor())
+
+
+@main.command(epilog="\b\nExample:\n  shardwise completion bash >> ~/.bashrc\n")
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print what a shell needs to complete commands and options."""
+    from click.shell_completion import get_completion_class
+
+    found = get_completion_class(shell)
+    assert found is not None, "click knows these shells"
+    click.echo(found(main, {}, "shardwise", "_SHARDWISE_COMPLETE").source())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

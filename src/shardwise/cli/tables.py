@@ -1,0 +1,76 @@
+"""Reports as tables for a terminal."""
+
+from __future__ import annotations
+
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.demo.show import memory_table
+from shardwise.report.parity import Parity
+from shardwise.report.step import StepReport
+
+__all__ = [
+    "collectives_table",
+    "memory_table",
+    "outputs_table",
+    "parameters_table",
+    "parity_table",
+]
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def parameters_table(report: StepReport) -> Table:
+    table = _table("Parameters", "name", "shape", "placements", numbers=("bytes a rank",))
+    for each in report.parameters:
+        sizes = sorted(set(each.bytes_per_rank))
+        held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
+        table.add_row(each.name, "x".join(map(str, each.shape)), Text(each.placements), held)
+    return table
+
+
+def outputs_table(report: StepReport) -> Table:
+    table = _table("Outputs of modules", "module", "kind", "output")
+    for each in report.outputs:
+        table.add_row(each.module or "(the model)", each.kind, Text(each.text))
+    return table
+
+
+def collectives_table(report: StepReport) -> Table:
+    """Alike collectives share a row; those that nobody wrote down are marked."""
+    title = (
+        f"Communication, per rank: {len(report.collectives)} collectives, "
+        f"{report.num_bytes:,} bytes, {report.num_implicit} implicit"
+    )
+    columns = ("module", "phase", "collective", "axis", "because of", "at", "written down")
+    table = _table(title, *columns, numbers=("calls", "bytes"))
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for each in report.collectives:
+        because = each.op or "a direct call"
+        written = "implicit" if each.implicit else "explicit"
+        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
+        rows.setdefault((*row, written), []).append(each.num_bytes)
+    for key, sizes in rows.items():
+        style = "yellow" if key[-1] == "implicit" else None
+        table.add_row(*map(Text, key), f"{len(sizes):,}", f"{sum(sizes):,}", style=style)
+    return table
+
+
+def parity_table(parity: Parity, *, everything: bool = False) -> Table:
+    """What differs, or all that was compared."""
+    columns = ("what", "name", "verdict")
+    table = _table("", *columns, numbers=("largest difference", "of"))
+    for each in parity.differences if everything else parity.differing:
+        within = each.within(parity.tolerance)
+        verdict = each.remark or ("agrees" if within else "differs")
+        style = None if within else "red"
+        figures = (f"{each.largest:.2e}", f"{each.scale:.2e}")
+        table.add_row(each.what, each.name, verdict, *figures, style=style)
+    return table

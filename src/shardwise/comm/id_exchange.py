@@ -1,0 +1,128 @@
+"""Ids travel to the ranks that own them, and rows travel back.
+
+Each rank sorts its ids, so that those of one owner stand together and equal ids stand next to each
+other: every id is sent once, however often it was asked for. The owners answer in the order in
+which they were asked. Everything here runs on the tensors of all ranks present.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.rank_int import rank_int
+from shardwise.comm.ranks import each_rank
+from shardwise.core.grid import Coordinate, Grid
+
+#: Counts on the host: ints, or in a simulated world numbers that know which rank has which.
+Counts = list[Any]
+
+
+class Routing:
+    """Who asked whom for what along one axis of a mesh."""
+
+    __slots__ = ("asked", "axis", "grid", "inverse", "num_given", "num_wanted")
+
+    def __init__(
+        self,
+        grid: Grid,
+        axis: int,
+        inverse: torch.Tensor,
+        asked: torch.Tensor,
+        num_wanted: Counts,
+        num_given: Counts,
+    ) -> None:
+        self.grid, self.axis = grid, axis
+        #: For each of this rank's ids, its place among the different ones.
+        self.inverse = inverse
+        #: The ids that this rank was asked for, by coordinate of the axis.
+        self.asked = asked
+        #: How many ids this rank wants of each coordinate, and how many each wants of it.
+        self.num_wanted, self.num_given = num_wanted, num_given
+
+    def answer(self, rows: torch.Tensor) -> torch.Tensor:
+        """From the rows of the ids that were asked for to one row for each of this rank's ids."""
+        arrived = collectives.all_to_all_uneven(
+            rows, self.num_given, self.num_wanted, self.grid, self.axis
+        )
+        return each_rank(self.grid, _spread, arrived, self.inverse, axes=())
+
+    def hand_in(self, values: torch.Tensor) -> torch.Tensor:
+        """From one row for each of this rank's ids to rows at the owners, in the order of `asked`.
+
+        Rows of equal ids are added up before they are sent.
+        """
+
+        def merged(_: Coordinate, values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+            return added_up(values, inverse)
+
+        summed = each_rank(self.grid, merged, values, self.inverse, axes=())
+        return collectives.all_to_all_uneven(
+            summed, self.num_wanted, self.num_given, self.grid, self.axis
+        )
+
+
+def added_up(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    """The sum of the rows of each number in `inverse`, which has no gaps."""
+    num = int(inverse.max()) + 1 if inverse.numel() else 0
+    return values.new_zeros((num, *values.shape[1:])).index_add_(0, inverse, values)
+
+
+def _spread(_: Coordinate, rows: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
+    return rows.index_select(0, inverse)
+
+
+def by_owner(
+    ids: torch.Tensor, bounds: list[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The different ids in order, each id's place among them, and how many each owner has.
+
+    >>> wanted, inverse, counts = by_owner(torch.tensor([7, 2, 7, 3]), [0, 4, 4, 9])
+    >>> wanted.tolist(), inverse.tolist(), counts.tolist()
+    ([2, 3, 7], [2, 0, 2, 1], [2, 0, 1])
+    """
+    wanted, inverse = torch.unique(ids, return_inverse=True)
+    edges = torch.searchsorted(wanted, torch.tensor(bounds, device=ids.device, dtype=ids.dtype))
+    return wanted, inverse, edges.diff()
+
+
+def route(
+    grid: Grid,
+    axis: int,
+    ids: torch.Tensor,
+    bounds: list[int],
+    note: torch.Tensor,
+    read: Callable[[torch.Tensor], None],
+) -> Routing:
+    """Tell every owner which of its rows this rank wants.
+
+    `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last.
+    `note` is a short integer tensor that rides on the exchange of counts; `read` is given those of
+    all coordinates, before any id is sent, and may raise.
+    """
+
+    def sort(_: Coordinate, ids: torch.Tensor) -> Any:
+        return by_owner(ids, bounds)
+
+    def label(_: Coordinate, counts: torch.Tensor, note: torch.Tensor) -> torch.Tensor:
+        return torch.cat([counts.unsqueeze(1), note.expand(grid.shape[axis], -1)], 1)
+
+    wanted, inverse, counts = each_rank(grid, sort, ids, axes=())
+    arrived = collectives.all_to_all(each_rank(grid, label, counts, note, axes=()), grid, axis)
+    read(each_rank(grid, lambda _, a: a[:, 1:], arrived, axes=()))
+    num_wanted = on_host(grid, counts)
+    num_given = on_host(grid, each_rank(grid, lambda _, a: a[:, 0], arrived, axes=()))
+    asked = collectives.all_to_all_uneven(wanted, num_wanted, num_given, grid, axis)
+    return Routing(grid, axis, inverse, asked, num_wanted, num_given)
+
+
+def on_host(grid: Grid, counts: torch.Tensor) -> Counts:
+    """A short integer tensor as numbers; this waits for the device."""
+    if not isinstance(counts, LocalTensor):
+        return counts.tolist()
+    columns = zip(*(counts.on_rank(rank).tolist() for rank in grid.ranks), strict=True)
+    return [rank_int(grid.world, grid.ranks, column) for column in columns]

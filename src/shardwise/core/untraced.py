@@ -1,0 +1,23 @@
+"""Keeping torch.compile's bytecode tracer out of this package.
+
+What runs inside a compiled graph is traced below Python, op by op. But where a graph breaks (torch's
+optimizers do that in `step`), torch would look at every Python frame that runs in between and try to
+compile it by itself: the bodies of `__torch_dispatch__`, of hooks and of backward formulas.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Fn = TypeVar("_Fn", bound=Callable[..., Any])
+_frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+_AS_IT_IS = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
+
+
+def untraced(fn: _Fn) -> _Fn:
+    """`fn`, to be run as it is, with all that it calls; the same function, at no cost."""
+    _frames.set_code_exec_strategy(fn.__code__, _AS_IT_IS)  # type: ignore[attr-defined]
+    return fn

@@ -1,0 +1,168 @@
+"""local_map: a function of local tensors, called with DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.core.chunks import lengths
+from shardwise.core.grid import grid_of
+from shardwise.core.layout import Layout, normalize
+from shardwise.core.placements import Placement, Shard, short
+from shardwise.dtensor.doors import all_metas
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError
+
+Placements = Sequence[Placement] | None
+
+
+def local_map(
+    func: Callable[..., Any] | None = None,
+    out_placements: Any = None,
+    in_placements: tuple[Placements, ...] | None = None,
+    in_grad_placements: tuple[Placements, ...] | None = None,
+    device_mesh: DeviceMesh | None = None,
+    *,
+    redistribute_inputs: bool = False,
+) -> Callable[..., Any]:
+    """`func`, which works on local tensors, as a function of DTensors.
+
+    `out_placements` says what the local results stand for: placements for all results, or a tuple
+    with placements for each, None for one that is no tensor. `in_placements` has those that each
+    argument must have, None where any will do; an argument that lies otherwise raises, or is
+    moved with `redistribute_inputs`. `in_grad_placements` says how the gradients that `func` gives
+    lie. Without DTensors among the arguments, `func` is called as it is. Also a decorator.
+    """
+    if func is None:
+        return functools.partial(
+            local_map,
+            out_placements=out_placements,
+            in_placements=in_placements,
+            in_grad_placements=in_grad_placements,
+            device_mesh=device_mesh,
+            redistribute_inputs=redistribute_inputs,
+        )
+    options = (in_placements, in_grad_placements, redistribute_inputs)
+
+    @functools.wraps(func)
+    def mapped(*args: Any, **kwargs: Any) -> Any:
+        leaves, tree = tree_flatten(args)
+        given = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
+        if not given:
+            return func(*args, **kwargs)
+        mesh = device_mesh if device_mesh is not None else given[0].device_mesh
+        local = [_local(func, i, leaf, mesh, *options) for i, leaf in enumerate(leaves)]
+        _check_count(func, "in_placements", in_placements, len(leaves))
+        _check_count(func, "in_grad_placements", in_grad_placements, len(leaves))
+        result = func(*tree_unflatten(local, tree), **kwargs)
+        even = all(_is_even(x._layout) for x in given)
+        return _distributed(func, result, out_placements, mesh, even)
+
+    return mapped
+
+
+def _check_count(func: Any, name: str, given: Any, num: int) -> None:
+    if given is not None and len(given) != num:
+        raise ArgumentError(
+            f"{name} has {len(given)} entries, but {_name(func)} was called with {num} arguments: "
+            "give one for each, None where there is nothing to say."
+        )
+
+
+def _name(func: Any) -> str:
+    return getattr(func, "__name__", repr(func))
+
+
+def _local(
+    func: Any,
+    number: int,
+    leaf: Any,
+    mesh: DeviceMesh,
+    in_placements: Any,
+    in_grad_placements: Any,
+    redistribute_inputs: bool,
+) -> Any:
+    wanted = _entry(in_placements, number)
+    if not isinstance(leaf, DTensor):
+        if wanted is not None and isinstance(leaf, torch.Tensor):
+            raise ArgumentError(
+                f"Argument {number} of {_name(func)} is a plain tensor of shape "
+                f"{tuple(leaf.shape)}, but in_placements asks for {wanted!r}: give a DTensor, or "
+                "None as its placements."
+            )
+        return leaf
+    if wanted is not None:
+        grid = grid_of(mesh)
+        normal = normalize(wanted, leaf._layout.shape, grid)
+        if leaf._layout.grid is not grid or tuple(leaf.placements) != normal:
+            if not redistribute_inputs:
+                raise LayoutError(
+                    f"Argument {number} of {_name(func)} lies as {short(leaf.placements)}, but "
+                    f"in_placements asks for {short(normal)}. Redistribute it first, or give "
+                    "redistribute_inputs=True."
+                )
+            leaf = leaf.redistribute(mesh, normal)
+    return leaf.to_local(grad_placements=_entry(in_grad_placements, number))
+
+
+def _entry(given: Any, number: int) -> Any:
+    return given[number] if given is not None and number < len(given) else None
+
+
+def _is_even(layout: Layout) -> bool:
+    """Whether every rank holds a part of one shape."""
+    shapes = {layout.local_shape(c) for c in layout.grid.coordinates.values()}
+    return len(shapes) == 1
+
+
+def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, even: bool) -> Any:
+    leaves, tree = tree_flatten(result)
+    alike = out_placements is None or all(isinstance(p, Placement) for p in out_placements)
+    listed = [out_placements] * len(leaves) if alike else list(out_placements)
+    _check_count(func, "out_placements", listed, len(leaves))
+    wrapped = []
+    for leaf, placements in zip(leaves, listed, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            if placements is not None and not alike:
+                raise ArgumentError(
+                    f"out_placements has {placements!r} for {leaf!r}, which {_name(func)} returned "
+                    "and which is no tensor: give None."
+                )
+            wrapped.append(leaf)
+        elif placements is None:
+            raise ArgumentError(
+                f"{_name(func)} returned a tensor of shape {tuple(leaf.shape)}, but out_placements "
+                "is None for it: give its placements."
+            )
+        elif even:
+            wrapped.append(DTensor.from_local(leaf, mesh, placements))
+        else:
+            wrapped.append(_from_uneven(leaf, mesh, placements))
+    return tree_unflatten(wrapped, tree)
+
+
+def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The DTensor of parts whose shapes may differ: the ranks tell each other their shapes."""
+    grid = grid_of(mesh)
+    rows = [shape for _, shape in all_metas(local, grid, "local_map")]
+    shapes = dict(zip(grid.coordinates.values(), rows, strict=True))
+    whole = list(rows[0])
+    found: list[Placement] = list(placements)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Shard):
+            dim = placement.dim % len(whole)
+            if sum(isinstance(p, Shard) and p.dim % len(whole) == dim for p in placements) > 1:
+                return DTensor.from_local(local, mesh, placements)  # says what does not fit
+            sizes = tuple(
+                shapes[tuple(i if a == axis else 0 for a in range(grid.num_axes))][dim]
+                for i in range(grid.shape[axis])
+            )
+            whole[dim] = sum(sizes)
+            same = sizes == lengths(whole[dim], grid.shape[axis], None)
+            found[axis] = Shard(dim) if same else Shard(dim, sizes)
+    return DTensor.from_local(local, mesh, found, shape=whole)

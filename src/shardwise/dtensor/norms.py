@@ -1,0 +1,243 @@
+"""Batch, instance and RMS norm, above autograd: see Note [Above autograd].
+
+Batch norm in training takes the statistics of the whole batch, however it is sharded: two sums per
+channel in the forward pass, and one of two values per channel in the backward pass, are all that
+travels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from shardwise.core.placements import Shard
+from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.rules.channel_norm import channel_square_sum, channel_sum, through_statistics
+
+aten = torch.ops.aten
+
+
+class BatchNorm(torch.autograd.Function):
+    """Normalises by given statistics, or by those of the batch; returns mean and deviation too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float
+    ) -> Any:
+        if training:
+            mean, var = _statistics(x)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.options = (training, eps)
+        narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
+        out = run(aten.native_batch_norm.default, x, weight, bias, *narrow, False, 0.0, eps)[0]
+        ctx.mark_non_differentiable(mean, var)
+        return out, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, *_: Any) -> Any:
+        x, weight, mean, var = ctx.saved_tensors
+        training, eps = ctx.options
+        if torch.is_grad_enabled():  # double backward
+            found = _differentiable_grads(grad, x, weight, mean, var, training, eps)
+        else:
+            found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
+        wanted = zip(found, ctx.needs_input_grad[:3], strict=True)
+        return *(g if w else None for g, w in wanted), None, None, None, None
+
+
+_apply = direct_apply(BatchNorm)
+
+
+def _count(x: Any) -> Any:
+    return math.prod(x.shape) // x.shape[1] if x.shape[1] else 0
+
+
+def _statistics(x: Any) -> tuple[Any, Any]:
+    """Mean and variance of each channel over the whole batch. The mean comes first: a difference
+    of large sums would lose what the variance is."""
+    count = max(_count(x), 1)
+    mean = _reduced(run(channel_sum, x) / count)
+    return mean, _reduced(run(channel_square_sum, x, mean) / count)
+
+
+def _reduced(x: Any) -> Any:
+    return redistribute(x, gradient_layout(x._layout))
+
+
+def _grads(
+    grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float, for_x: bool
+) -> tuple[Any, Any, Any]:
+    op = aten.native_batch_norm_backward.default
+    narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
+    mask = [True, True, True]
+    by_rows = run(op, grad, x, weight, *narrow, None, None, False, eps, mask)
+    for_input, for_weight, for_bias = by_rows
+    if not training or not for_x:
+        return by_rows
+    # One reduction for both, which are the gradients of weight and bias as well.
+    for_weight, for_bias = _reduced(torch.stack([for_weight, for_bias])).unbind()
+    scale = torch.rsqrt(var + eps) / _count(x)
+    per_channel = scale if weight is None else scale * weight
+    slope = per_channel * torch.rsqrt(var + eps) * for_weight
+    shift = per_channel * for_bias
+    return run(through_statistics, for_input, x, mean, slope, shift), for_weight, for_bias
+
+
+def _differentiable_grads(
+    grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float
+) -> tuple[Any, Any, Any]:
+    """The same out of ops that autograd knows."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    if training:
+        mean = x.mean(dims)
+        var = (x - mean.reshape(shape)).square().mean(dims)
+    deviation = torch.rsqrt(var + eps).reshape(shape)
+    normal = (x - mean.reshape(shape)) * deviation
+    scaled = grad if weight is None else grad * weight.reshape(shape)
+    for_x = scaled
+    if training:
+        for_x = scaled - scaled.mean(dims, True) - normal * (scaled * normal).mean(dims, True)
+    return for_x * deviation, (grad * normal).sum(dims), grad.sum(dims)
+
+
+def native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """Output, and the mean and reciprocal deviation that were taken of the batch."""
+    operands = (x, weight, bias, running_mean, running_var)
+    if any(t is not None and type(t) is not DTensor for t in operands):
+        # The ordinary path says which operand is plain.
+        args = (*operands, training, momentum, eps)
+        return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    if training:
+        aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
+        out, mean, var = _apply(x, weight, bias, None, None, True, eps)
+        _update(running_mean, mean, momentum)
+        _update(running_var, var * (_count(x) / max(_count(x) - 1, 1)), momentum)
+        return out, mean, torch.rsqrt(var + eps)
+    if running_mean is None or running_var is None:
+        args = (*operands, training, momentum, eps)
+        return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    out, mean, _ = _apply(x, weight, bias, running_mean, running_var, False, eps)
+    nothing = mean.new_empty((0,))
+    return out, nothing, nothing
+
+
+def _hollow(x: Any) -> Any:
+    """Torch checks the shapes, on tensors without data."""
+    if x is None:
+        return None
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _update(running: Any, found: Any, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.copy_(running * (1 - momentum) + found * momentum)
+
+
+def batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not x.numel():  # as torch: an empty batch changes no statistics
+        out = x.clone() if weight is None else x * weight[0]
+        return out if bias is None else out + bias[0]
+    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    return native_batch_norm(*args)[0]
+
+
+def batch_norm_with_update(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any, Any]:
+    """In training; the last result is what some kernels keep for their backward, here nothing."""
+    args = (x, weight, bias, running_mean, running_var, True, momentum, eps)
+    out, mean, deviation = native_batch_norm(*args)
+    return out, mean, deviation, mean.new_empty((0,), dtype=torch.uint8)
+
+
+def instance_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Each channel of each example by itself: a group norm with as many groups as channels."""
+    if not use_input_stats:
+        args = (x, weight, bias, running_mean, running_var, False, momentum, eps)
+        return batch_norm(*args, cudnn_enabled)
+    if running_mean is not None or running_var is not None:
+        positions = list(range(2, x.dim()))
+        with torch.no_grad():
+            mean = x.mean(positions, keepdim=True)
+            _update(running_mean, mean.mean([0, *positions]), momentum)
+            count = math.prod(x.shape[2:])
+            var = (x - mean).square().sum(positions) / max(count - 1, 1)
+            _update(running_var, var.mean(0), momentum)
+    return torch.group_norm(x, x.shape[1], weight, bias, eps, cudnn_enabled)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Torch's fused kernel where the normalised dims are whole, else a mean over the shards."""
+    num = len(normalized_shape)
+    if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
+        return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
+    if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
+        aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
+    normal = wide * torch.rsqrt(mean + eps)
+    return (normal if weight is None else normal * weight).to(x.dtype)
+
+
+def _fits(x: Any, normalized_shape: Any, weight: Any) -> bool:
+    """Whether there is nothing for torch to check, which takes longer than the norm itself."""
+    shape = tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        return False
+    return weight is None or (tuple(weight.shape) == shape and weight.dtype == x.dtype)
+
+
+def _shards_last(x: DTensor, num: int) -> bool:
+    return any(isinstance(p, Shard) and p.dim >= x.dim() - num for p in x.placements)
+
+
+KERNELS = (
+    ("batch_norm", batch_norm),
+    ("native_batch_norm", native_batch_norm),
+    ("_native_batch_norm_legit", native_batch_norm),
+    ("_batch_norm_with_update", batch_norm_with_update),
+    ("instance_norm", instance_norm),
+    ("rms_norm", rms_norm),
+)

@@ -1,0 +1,63 @@
+"""What a Partial tensor remembers of its reduction.
+
+A replicated parameter's gradient may be Partial, and is read several times: by a norm, by the ops
+of an optimizer. A tensor without history is reduced once, and remembers the result until it is
+written to. What torch.compile traces is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, Partial
+from shardwise.redistribute.execute import Run
+
+
+def is_partial(layout: Layout) -> bool:
+    return any(isinstance(p, Partial) for p in layout.placements)
+
+
+def reduced_layout(layout: Layout) -> Layout:
+    """Replicated where it was Partial."""
+    return layout.with_placements(
+        tuple(REPLICATE if isinstance(p, Partial) else p for p in layout.placements)
+    )
+
+
+def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
+    """The reduction of `tensor`, whose local tensor is `local`, in the layout `target`."""
+    part = getattr(local, "_parts", (local,))[0]
+    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
+        return reduce(local)
+    known = recall(tensor)
+    if known is not None and known[1] is target:
+        return known[0]
+    reduced = reduce(local)
+    remember(tensor, reduced, target)
+    return reduced
+
+
+def recall(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
+    """The reduction that `tensor` remembers and its layout, unless it was written to since."""
+    known = tensor.__dict__.get("_reduced")
+    if known is None or known[2] is not tensor._local or known[3] != _versions(tensor):
+        return None
+    return known[0], known[1]
+
+
+def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: bool = False) -> None:
+    """Keep `reduced`. A write that is not finished yet will count once more, on the wrapper."""
+    if tensor.is_inference():
+        return
+    versions = _versions(tensor)
+    versions[0] += writing
+    tensor.__dict__["_reduced"] = (reduced, layout, tensor._local, versions)
+
+
+def _versions(tensor: Any) -> list[int]:
+    """Ops on the DTensor or its views count on the wrapper, those on its local tensor on that."""
+    local = tensor._local
+    return [tensor._version, *(part._version for part in getattr(local, "_parts", (local,)))]

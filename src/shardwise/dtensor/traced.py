@@ -1,0 +1,110 @@
+"""Local tensors that become DTensors inside a compiled region.
+
+torch.compile reads the Python of a region and refuses what it cannot read, such as the making of a
+tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers, so meshes and
+placements are spelled as numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.grid import grid_numbered
+from shardwise.core.placements import (
+    REDUCE_OPS,
+    REPLICATE,
+    Partial,
+    Placement,
+    Shard,
+)
+from shardwise.errors import UnsupportedError
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "from_local(Tensor local, int grid, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
+    "int[]? grad_placements) -> Tensor"
+)
+
+_REPLICATE, _SHARD, _PARTIAL = range(3)
+
+
+def spelled(placements: Sequence[Placement] | None) -> list[int] | None:
+    """Placements as numbers.
+
+    >>> spelled([Shard(1, sizes=(3, 0)), REPLICATE, Partial("max")])
+    [1, 1, 2, 3, 0, 0, 2, 3]
+    """
+    if placements is None:
+        return None
+    numbers: list[int] = []
+    for placement in [placements] if isinstance(placements, Placement) else placements:
+        if isinstance(placement, Shard):
+            sizes = placement.sizes
+            numbers += [_SHARD, placement.dim, -1 if sizes is None else len(sizes)]
+            numbers += [] if sizes is None else list(sizes)
+        elif isinstance(placement, Partial):
+            numbers += [_PARTIAL, REDUCE_OPS.index(placement.reduce_op)]
+        else:
+            numbers.append(_REPLICATE)
+    return numbers
+
+
+def read(numbers: Sequence[int] | None) -> list[Placement] | None:
+    """The placements that `spelled` spelled.
+
+    >>> read([1, 1, 2, 3, 0, 0, 2, 3])
+    [Shard(1, sizes=(3, 0)), Replicate(), Partial(max)]
+    """
+    if numbers is None:
+        return None
+    left, found = iter(numbers), list[Placement]()
+    for kind in left:
+        if kind == _SHARD:
+            dim, num = next(left), next(left)
+            found.append(Shard(dim, None if num < 0 else tuple(next(left) for _ in range(num))))
+        elif kind == _PARTIAL:
+            found.append(Partial(REDUCE_OPS[next(left)]))
+        else:
+            found.append(REPLICATE)
+    return found
+
+
+def traced_from_local(
+    local: torch.Tensor,
+    grid_number: int,
+    placements: Sequence[Placement] | None,
+    run_check: bool,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+    grad_placements: Sequence[Placement] | None,
+) -> Any:
+    """`DTensor.from_local`, as torch.compile reads it."""
+    if run_check:
+        raise UnsupportedError(
+            "from_local(run_check=True) in compiled code: what the ranks hold is compared in "
+            "Python. Check outside torch.compile, and leave run_check out inside."
+        )
+    return torch.ops.shardwise.from_local(
+        local, grid_number, spelled(placements), shape, stride, spelled(grad_placements)
+    )
+
+
+def install(from_local: Any) -> None:
+    """Let the op do what `from_local` does."""
+
+    def run(
+        local: torch.Tensor, number: int, placements: Any, shape: Any, stride: Any, grad: Any
+    ) -> Any:
+        return from_local(
+            local,
+            grid_numbered(number).mesh,
+            read(placements),
+            shape=shape,
+            stride=stride,
+            grad_placements=read(grad),
+        )
+
+    _library.impl("from_local", run, "CompositeImplicitAutograd")

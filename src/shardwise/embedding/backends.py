@@ -1,0 +1,80 @@
+"""The backends by name."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.fbgemm_backend import FbgemmBackend
+from shardwise.embedding.fused import RowUpdate
+from shardwise.embedding.torch_backend import TorchBackend
+from shardwise.errors import ArgumentError
+
+#: What the fused kernels can hold.
+_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def make_backend(backend: str | Backend) -> Backend:
+    """A backend by name, or the one that was given."""
+    if not isinstance(backend, str):
+        return backend
+    if backend == "auto":
+        return ByDevice()
+    if backend == "torch":
+        return TorchBackend()
+    if backend == "fbgemm":
+        return FbgemmBackend()
+    if backend == "triton":
+        return _triton()
+    raise ArgumentError(
+        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'triton', or an object "
+        "with the methods of shardwise.embedding.Backend."
+    )
+
+
+def _triton() -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(
+            "backend='triton' needs Triton, which is not installed here: pip install triton, or "
+            "use backend='torch'."
+        )
+    # Imported here: nobody else needs Triton.
+    from shardwise.embedding.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+class ByDevice:
+    """Fused kernels for tables on a GPU where Triton is installed, torch's for all others."""
+
+    name = "auto"
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+        self._triton: Backend | None = None
+        self._has_triton = importlib.util.find_spec("triton") is not None
+
+    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        return self._for(weight).look_up(weight, query)
+
+    def row_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._for(weight).row_gradient(weight, query, grad)
+
+    def update(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
+    ) -> None:
+        states = rule.state.values()
+        self._for(weight, *states).update(weight, query, grad, rule)
+
+    def _for(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
+        fused = self._has_triton and weight.is_cuda and weight.dtype in _FUSED_DTYPES
+        fused = fused and all(state.dtype == torch.float32 for state in states)
+        if not fused:
+            return self._torch
+        if self._triton is None:
+            self._triton = _triton()
+        return self._triton

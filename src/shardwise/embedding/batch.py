@@ -1,0 +1,209 @@
+"""One rank's batch, checked: where the ids and bags of each feature begin.
+
+A batch that does not fit is no exception yet: the other ranks wait for this one, so the complaint
+travels with the counts and is raised on every rank; see `embedding.handshake`.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class Complaint:
+    """What is wrong with a batch; `about_ids` when an id is out of range."""
+
+    text: str
+    about_ids: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bags:
+    """The ids of all features in the declared order."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+    weights: torch.Tensor | None
+    #: Feature i has the ids from ids_from[i] up to ids_to[i], and the bags likewise.
+    ids_from: tuple[int, ...]
+    ids_to: tuple[int, ...]
+    bags_from: tuple[int, ...]
+    num_bags: tuple[int, ...]
+
+    def ids_of(self, feature: int) -> torch.Tensor:
+        return self.values[self.ids_from[feature] : self.ids_to[feature]]
+
+    def lengths_of(self, feature: int) -> torch.Tensor:
+        start = self.bags_from[feature]
+        return self.lengths[start : start + self.num_bags[feature]]
+
+    def weights_of(self, feature: int) -> torch.Tensor:
+        assert self.weights is not None, "asked for the weights of a batch that has none"
+        return self.weights[self.ids_from[feature] : self.ids_to[feature]]
+
+    def num_ids(self, feature: int) -> int:
+        return self.ids_to[feature] - self.ids_from[feature]
+
+
+def checked_bags(
+    tables: Sequence[Table],
+    features: Sequence[str],
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+    batch_sizes: torch.Tensor | None,
+    first: torch.Tensor | None,
+) -> Bags | Complaint:
+    """The bags of one rank, in the order in which the tables declare their features."""
+    wanted = [feature for table in tables for feature in table.features]
+    complaint = _names_complaint(tables, wanted, features)
+    if complaint is not None:
+        return complaint
+    sizes = _sizes(features, lengths, batch_sizes)
+    if isinstance(sizes, Complaint):
+        return sizes
+    owners = {feature: table for table in tables for feature in table.features}
+    complaint = _lengths_complaint(features, owners, values, lengths, weights, sizes, first)
+    if complaint is not None:
+        return complaint
+    bag_starts = list(itertools.accumulate(sizes, initial=0))
+    id_starts = _id_starts(lengths, sizes, bag_starts)
+    places = [features.index(feature) for feature in wanted]
+    bags = Bags(
+        values=values,
+        lengths=lengths,
+        weights=weights,
+        ids_from=tuple(id_starts[place] for place in places),
+        ids_to=tuple(id_starts[place + 1] for place in places),
+        bags_from=tuple(bag_starts[place] for place in places),
+        num_bags=tuple(sizes[place] for place in places),
+    )
+    return _ids_complaint(bags, wanted, owners) or bags
+
+
+def bags_of(tables: Sequence[Table], batch: Jagged) -> Bags | Complaint:
+    """The bags of a batch that holds plain tensors."""
+    return checked_bags(
+        tables,
+        batch.features,
+        batch.values,
+        batch.lengths,
+        batch.weights,
+        batch.batch_sizes,
+        batch.first,
+    )
+
+
+def _names_complaint(
+    tables: Sequence[Table], wanted: Sequence[str], given: Sequence[str]
+) -> Complaint | None:
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        return Complaint(f"feature {twice[0]!r} is there more than once")
+    unknown = [name for name in given if name not in wanted]
+    if unknown:
+        return Complaint(
+            f"feature {unknown[0]!r} belongs to no table; the tables' features are "
+            f"{', '.join(wanted)}"
+        )
+    for table in tables:
+        for name in table.features:
+            if name not in given:
+                return Complaint(f"feature {name!r} of table {table.name!r} is missing")
+    return None
+
+
+def _sizes(
+    features: Sequence[str], lengths: torch.Tensor, batch_sizes: torch.Tensor | None
+) -> list[int] | Complaint:
+    num, total = len(features), lengths.shape[0]
+    if batch_sizes is None:
+        if total % num:
+            return Complaint(
+                f"{total} bags do not divide among {num} features; batch_sizes= says how many each "
+                "has"
+            )
+        return [total // num] * num
+    sizes = batch_sizes.tolist()
+    if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
+        return Complaint(f"batch_sizes {sizes} do not fit {num} features with {total} bags")
+    return sizes
+
+
+def _lengths_complaint(
+    features: Sequence[str],
+    owners: dict[str, Table],
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    weights: torch.Tensor | None,
+    sizes: Sequence[int],
+    first: torch.Tensor | None,
+) -> Complaint | None:
+    if first is not None and (first.numel() == 0 or int(first) != 0):
+        return Complaint(f"offsets must begin with 0; found {first.tolist()}")
+    if lengths.numel() and int(lengths.min()) < 0:
+        bag = int(lengths.argmin())
+        starts = list(itertools.accumulate(sizes, initial=0))
+        place = next(i for i in range(len(features)) if bag < starts[i + 1])
+        feature = features[place]
+        return Complaint(
+            f"feature {feature!r} of table {owners[feature].name!r}: offsets decrease, bag "
+            f"{bag - starts[place]} has length {int(lengths[bag])}"
+        )
+    total = int(lengths.sum())
+    if total != values.shape[0]:
+        feature = features[-1]
+        return Complaint(
+            f"the lengths of all bags sum to {total}, up to feature {feature!r} of table "
+            f"{owners[feature].name!r}, but there are {values.shape[0]} ids"
+        )
+    if weights is not None and weights.shape != values.shape:
+        return Complaint(
+            f"weights have shape {tuple(weights.shape)}, the ids {tuple(values.shape)}; each id "
+            "has one weight"
+        )
+    for name in features if weights is not None else ():
+        if owners[name].pooling != "sum":
+            return Complaint(
+                f"feature {name!r} of table {owners[name].name!r} is pooled by "
+                f"{owners[name].pooling}; weights per id need pooling='sum'"
+            )
+    return None
+
+
+def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence[int]) -> list[int]:
+    if sizes and min(sizes) == max(sizes) and sizes[0]:
+        counts = lengths.view(len(sizes), -1).sum(1).tolist()
+    else:
+        counts = [
+            int(lengths[start : start + size].sum())
+            for start, size in zip(bag_starts, sizes, strict=False)
+        ]
+    return list(itertools.accumulate(counts, initial=0))
+
+
+def _ids_complaint(
+    bags: Bags, features: Sequence[str], owners: dict[str, Table]
+) -> Complaint | None:
+    for number, feature in enumerate(features):
+        ids = bags.ids_of(number)
+        if not ids.numel():
+            continue
+        table = owners[feature]
+        low, high = torch.aminmax(ids)
+        if int(low) < 0 or int(high) >= table.num_embeddings:
+            wrong = int(low) if int(low) < 0 else int(high)
+            where = int((ids == wrong).nonzero()[0])
+            return Complaint(
+                f"feature {feature!r} of table {table.name!r}: id {wrong} (number {where} of the "
+                f"feature) is out of range, the table has rows 0 to {table.num_embeddings - 1}",
+                about_ids=True,
+            )
+    return None

@@ -1,0 +1,308 @@
+"""Collections: many tables that are looked up, exchanged and updated together."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm import collectives
+from shardwise.comm.ranks import localize
+from shardwise.comm.watch import because
+from shardwise.core.grid import grid_of
+from shardwise.dtensor.tensor import DTensor
+from shardwise.embedding.backend import Backend
+from shardwise.embedding.backends import make_backend
+from shardwise.embedding.describe import describe
+from shardwise.embedding.fused import FusedOptimizer
+from shardwise.embedding.in_backward import InBackward
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.lookup import Engine, run_lookup
+from shardwise.embedding.plan import Entry, Plan
+from shardwise.embedding.routing import Route
+from shardwise.embedding.stacks import Stacks, tile_of
+from shardwise.embedding.step import Ahead, send_ids
+from shardwise.embedding.table import Table, checked_tables
+from shardwise.errors import (
+    ArgumentError,
+    BatchError,
+    LayoutError,
+    ShardwiseError,
+    UnsupportedError,
+)
+
+REDUCTIONS = ("mean", "sum")
+
+
+class _Weight(nn.Module):
+    """Holds the parameter of one table, under the name that torchrec's modules give it."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+class _Collection(nn.Module):
+    """What pooled and unpooled collections share."""
+
+    _pooled: bool
+    _child: str
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        optimizer: FusedOptimizer | None = None,
+        sparse: bool = True,
+        backend: str | Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.tables = checked_tables(tables)
+        self.plan: Plan | None = None
+        self._backend = make_backend(backend)
+        self._sparse = sparse
+        self._settings = optimizer
+        home = Plan.of("table_wise").tiling(self.tables, 1)
+        place = torch.device(device) if device is not None else torch.get_default_device()
+        stacks = Stacks(home, None, dtype or torch.get_default_dtype(), place)
+        for number, table in enumerate(self.tables):
+            bound = table.num_embeddings**-0.5
+            stacks.fill(number, lambda tile, b=bound: _uniform(tile, b, stacks))  # type: ignore[misc]
+        weights = {t.name: _Weight(stacks.table(i)) for i, t in enumerate(self.tables)}
+        self.add_module(self._child, nn.ModuleDict(weights))
+        self._settle(stacks, scale=1.0)
+
+    # -- weights -----------------------------------------------------------------------------
+
+    def parameter(self, table: str) -> nn.Parameter:
+        """The parameter of a table: a DTensor once the collection is sharded."""
+        return self.get_submodule(f"{self._child}.{table}").weight  # type: ignore[return-value]
+
+    def _parameters_in_order(self) -> list[torch.Tensor]:
+        return [self.parameter(table.name) for table in self.tables]
+
+    def _settle(self, stacks: Stacks, scale: float) -> None:
+        """Work with these stacks from now on."""
+        optimizer = None
+        if self._settings is not None:
+            optimizer = InBackward(self._settings, stacks, self._backend)
+        route = Route(stacks.tiling, pooled=self._pooled)
+        self._engine = Engine(
+            route, stacks.grid, stacks, self._backend, optimizer, self._sparse, scale
+        )
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `to`, `double` and the like call: the stacks move, and the parameters with them."""
+        stacks = self._engine.stacks
+        if stacks.grid is not None:
+            if all(
+                w.dtype == fn(w[:0]).dtype and w.device == fn(w[:0]).device for w in stacks.all()
+            ):
+                return self
+            raise ShardwiseError(
+                "A sharded collection stays in the dtype and on the device it was sharded with: "
+                "convert it before shard()."
+            )
+        stacks.convert(fn)
+        if self.optimizer is not None:
+            self.optimizer.convert(fn)
+        self._alias_parameters()
+        for parameter in self.parameters():
+            if parameter.grad is not None:
+                parameter.grad = fn(parameter.grad)
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        for name, value in self.__dict__.items():
+            copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied._alias_parameters()
+        return copied
+
+    def _alias_parameters(self) -> None:
+        """Make the parameters views of the stacks again."""
+        stacks = self._engine.stacks
+        for number, table in enumerate(self.tables):
+            parameter, view = self.parameter(table.name), stacks.table(number)
+            if isinstance(view, DTensor):
+                assert isinstance(parameter, DTensor), "parameters of sharded tables are DTensors"
+                parameter._local = view._local
+            else:
+                parameter.data = view
+
+    @property
+    def optimizer(self) -> InBackward | None:
+        """The optimizer whose updates are fused into backward, if one was asked for."""
+        return self._engine.optimizer
+
+    # -- sharding ----------------------------------------------------------------------------
+
+    def shard(
+        self,
+        mesh: DeviceMesh,
+        plan: Plan | str | Mapping[str, Entry],
+        *,
+        grad_reduction: str = "mean",
+    ) -> Any:
+        """Lay the tables out over the ranks of `mesh`, with the weights of its first rank.
+
+        In place; the collection itself is returned. From then on each rank brings its own batch.
+        Gradients are those of the mean of the ranks' losses, or of their sum.
+        """
+        if self._engine.grid is not None:
+            raise ShardwiseError("The collection is sharded already; make another one.")
+        if grad_reduction not in REDUCTIONS:
+            raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
+        grid = grid_of(mesh)
+        if grid.num_axes != 1:
+            raise LayoutError(
+                f"A collection is sharded over a mesh with one axis, found {grid!r}. Take a "
+                "sub-mesh (mesh['axis']) or flatten it."
+            )
+        chosen = Plan.of(plan)
+        num_ranks = len(grid.ranks)
+        tiling = chosen.tiling(self.tables, num_ranks)
+        old = self._engine.stacks
+        stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
+        for number, table in enumerate(self.tables):
+            whole = self.parameter(table.name).detach().to(grid.device_type)
+            with because("shard", implicit=False):
+                value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
+            stacks.fill(number, tile_of(_plain(value)))
+        self.plan = chosen
+        self._replace_parameters(stacks)
+        self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
+        return self
+
+    def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
+        """Bytes per rank, their balance, and what a step of such batches communicates."""
+        tiling = self._engine.stacks.tiling
+        return describe(tiling, pooled=self._pooled, batch_size=batch_size, ids_per_bag=ids_per_bag)
+
+    def _replace_parameters(self, stacks: Stacks) -> None:
+        for number, table in enumerate(self.tables):
+            module = self.get_submodule(f"{self._child}.{table.name}")
+            trained = self.parameter(table.name).requires_grad
+            module.weight = nn.Parameter(stacks.table(number), requires_grad=trained)
+
+    # -- a batch -----------------------------------------------------------------------------
+
+    def prefetch(self, batch: Any) -> Ahead:
+        """Send the ids of a batch on their way; give the result to the collection instead of it.
+
+        The exchange goes on while other work is done, such as the backward pass of the last batch.
+        """
+        jagged = Jagged.of(batch)
+        if jagged.weights is not None and jagged.weights.requires_grad:
+            raise UnsupportedError(
+                "The weights of ids have no gradient in a collection: detach() them."
+            )
+        self._check_views()
+        return send_ids(self._engine.route, self._engine.grid, jagged)
+
+    def _check_views(self) -> None:
+        """Refuse parameters that someone replaced, such as `load_state_dict(assign=True)` does."""
+        stacks = self._engine.stacks
+        for number, table in enumerate(self.tables):
+            if not stacks.holds(number, self.parameter(table.name)):
+                raise ShardwiseError(
+                    f"The parameter of table {table.name!r} was replaced by a tensor of its own. "
+                    "Write into it instead (parameter.copy_(values) under torch.no_grad())."
+                )
+
+    def _run(self, batch: Any, joined: bool) -> tuple[Ahead, tuple[torch.Tensor, ...]]:
+        ahead = batch if isinstance(batch, Ahead) else self.prefetch(batch)
+        if ahead.route is not self._engine.route:
+            raise BatchError("The batch was prefetched by another collection, or before sharding.")
+        return ahead, run_lookup(self._engine, ahead, self._parameters_in_order(), joined=joined)
+
+    @property
+    def features(self) -> list[str]:
+        """All features, in the order of the output."""
+        return [feature for table in self.tables for feature in table.features]
+
+    def extra_repr(self) -> str:
+        rows = sum(table.num_embeddings for table in self.tables)
+        where = "" if self._engine.grid is None else f", sharded over {self._engine.grid!r}"
+        return f"{len(self.tables)} tables, {rows} rows{where}"
+
+
+class EmbeddingBagCollection(_Collection):
+    """Tables whose rows are pooled over bags of ids.
+
+    `output="dict"` gives a tensor (bags × embedding_dim) per feature; `output="tensor"` one tensor
+    with the features side by side in the declared order, which needs equally many bags in each.
+
+    >>> tables = [Table("user", 10, 4), Table("item", 20, 8, features=("seen", "bought"))]
+    >>> bags = EmbeddingBagCollection(tables)
+    >>> batch = Jagged.from_lists({"user": [[1], [2, 3]], "seen": [[], [19]], "bought": [[4], [5]]})
+    >>> {feature: tuple(rows.shape) for feature, rows in bags(batch).items()}
+    {'user': (2, 4), 'seen': (2, 8), 'bought': (2, 8)}
+    """
+
+    _pooled = True
+    _child = "embedding_bags"
+
+    def __init__(self, tables: Sequence[Table], *, output: str = "dict", **options: Any) -> None:
+        if output not in ("dict", "tensor"):
+            raise ArgumentError(f"output is 'dict' or 'tensor', found {output!r}.")
+        super().__init__(tables, **options)
+        self.output = output
+
+    def forward(self, batch: Any) -> Any:
+        joined = self.output == "tensor"
+        _, outputs = self._run(batch, joined)
+        return outputs[0] if joined else dict(zip(self.features, outputs, strict=True))
+
+
+@dataclass(slots=True)
+class JaggedRows:
+    """The rows of one feature: one per id, in order, and the lengths of the bags they form."""
+
+    values: torch.Tensor
+    lengths: torch.Tensor
+
+    def to_nested(self) -> torch.Tensor:
+        """As a nested tensor of layout `torch.jagged`, bags × (ids) × embedding_dim."""
+        offsets = torch.zeros(len(self.lengths) + 1, dtype=torch.int64, device=self.lengths.device)
+        torch.cumsum(self.lengths, 0, out=offsets[1:])
+        return torch.nested.nested_tensor_from_jagged(self.values, offsets)
+
+
+class EmbeddingCollection(_Collection):
+    """Tables whose rows are looked up one by one: a row for each id.
+
+    >>> rows = EmbeddingCollection([Table("word", 10, 4)])
+    >>> found = rows(Jagged.from_lists({"word": [[1, 2], [3]]}))
+    >>> tuple(found["word"].values.shape), found["word"].lengths.tolist()
+    ((3, 4), [2, 1])
+    """
+
+    _pooled = False
+    _child = "embeddings"
+
+    def forward(self, batch: Any) -> dict[str, JaggedRows]:
+        ahead, outputs = self._run(batch, joined=False)
+        lengths = ahead.lengths_per_feature()
+        return {
+            feature: JaggedRows(rows, length)
+            for feature, rows, length in zip(self.features, outputs, lengths, strict=True)
+        }
+
+
+def _uniform(tile: Any, bound: float, stacks: Stacks) -> torch.Tensor:
+    rows = torch.empty(tile.num_rows, tile.width, dtype=stacks.dtype, device=stacks.device)
+    return rows.uniform_(-bound, bound)
+
+
+def _plain(value: torch.Tensor) -> torch.Tensor:
+    """The one tensor that all ranks hold after a broadcast."""
+    return value.agreed() if hasattr(value, "agreed") else value

@@ -1,0 +1,229 @@
+"""InBackward: an optimizer whose updates happen while backward runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.dtensor.tensor import DTensor
+from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
+from shardwise.embedding.gradients import Rows
+from shardwise.embedding.shared_squares import (
+    has_split_columns,
+    stacks_of_columns,
+    update_together,
+)
+from shardwise.embedding.stacks import Stacks, states_like
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+
+#: Per rank present, per stack: the lookups of a backward pass and the gradients of their bags.
+Lookups = list[dict[int, tuple[Query, torch.Tensor]]]
+
+
+class InBackward:
+    """Updates the rows that a batch looked up, in the backward pass of that batch.
+
+    No gradient of a table is stored. `hold()` puts updates off: what several backward passes say
+    about the tables is then kept as gradients of bags until `step()` applies their sum in one
+    update, or `skip()` forgets it. A table whose parameter does not require a gradient rests.
+    """
+
+    def __init__(self, optimizer: FusedOptimizer, stacks: Stacks, backend: Backend) -> None:
+        self.settings = optimizer
+        self.stacks = stacks
+        self._backend = backend
+        self._states = states_like(stacks, optimizer.states)
+        self._holding = False
+        self._held: list[tuple[Lookups, list[dict[int, Rows]]]] = []
+        #: Updates so far.
+        self.num_steps = 0
+
+    @property
+    def lr(self) -> float:
+        return self.settings.lr
+
+    @lr.setter
+    def lr(self, value: float) -> None:
+        self.settings.lr = value
+
+    # -- when to update ----------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[InBackward]:
+        """Put the updates of backward passes inside off until `step()`."""
+        before, self._holding = self._holding, True
+        try:
+            yield self
+        finally:
+            self._holding = before
+
+    @property
+    def num_held(self) -> int:
+        """How many backward passes wait for `step()` or `skip()`."""
+        return len(self._held)
+
+    def step(self) -> None:
+        """Apply what was held, as the gradient of one batch."""
+        held, self._held = self._held, []
+        if held:
+            self._apply([h[0] for h in held], [h[1] for h in held])
+
+    def skip(self) -> None:
+        """Forget what was held."""
+        self._held = []
+
+    def take(self, lookups: Lookups, copies: list[dict[int, Rows]]) -> None:
+        """What a backward pass found: lookups in sharded stacks, summed rows of copied ones."""
+        if self._holding:
+            self._held.append((lookups, copies))
+        else:
+            self._apply([lookups], [copies])
+
+    def _apply(self, lookups: list[Lookups], copies: list[list[dict[int, Rows]]]) -> None:
+        self.num_steps += 1
+        joint = self._update_columns(lookups)
+        for place in range(len(self.stacks.ranks)):
+            for k, weight in enumerate(self.stacks.weights[place]):
+                rule = RowUpdate(self.settings, self._states[place][k], self.num_steps)
+                asked = [each[place][k] for each in lookups if k in each[place]]
+                if asked and k not in joint[place]:
+                    query, grad = _joined(asked)
+                    self._backend.update(weight, query, grad, rule)
+        self._apply_copies(copies)
+
+    def _update_columns(self, lookups: list[Lookups]) -> list[list[int]]:
+        """Update the stacks whose squares concern several ranks; which ones, per rank present."""
+        places = range(len(self.stacks.ranks))
+        if not self.settings.needs_whole_rows:
+            return [[] for _ in places]
+        joint = [stacks_of_columns(self.stacks, place) for place in places]
+        asked = [
+            {k: _joined([each[place][k] for each in lookups]) for k in joint[place]}
+            for place in places
+        ]
+        # Decided by the tiling, not by what this rank holds: all ranks meet in the all-reduce.
+        if has_split_columns(self.stacks):
+            update_together(self.stacks, self._backend, self.settings, self._states, asked)
+        return joint
+
+    def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:
+        done: set[int] = set()
+        for place in range(len(self.stacks.ranks)):
+            for k, weight in enumerate(self.stacks.weights[place]):
+                found = [each[place][k] for each in copies if k in each[place]]
+                # Ranks of a simulated world share the copy: it is updated once.
+                if not found or weight.data_ptr() in done:
+                    continue
+                done.add(weight.data_ptr())
+                rule = RowUpdate(self.settings, self._states[place][k], self.num_steps)
+                rows = torch.cat([numbers for numbers, _ in found])
+                values = torch.cat([values for _, values in found])
+                self._backend.update(weight, Query(rows, None, None), values, rule)
+
+    def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Replace the state by what `fn` makes of it, as the stacks were."""
+        self._states = [
+            [{name: fn(tensor) for name, tensor in state.items()} for state in per_stack]
+            for per_stack in self._states
+        ]
+
+    # -- state -------------------------------------------------------------------------------
+
+    @property
+    def state(self) -> dict[str, dict[str, torch.Tensor]]:
+        """The state of each table, by name: views that lie like the table (DTensors on a mesh)."""
+        return {
+            table.name: {
+                name: self._state_of(number, name, per_row)
+                for name, per_row in self.settings.states.items()
+            }
+            for number, table in enumerate(self.stacks.tiling.tables)
+        }
+
+    def _state_of(self, table: int, name: str, per_row: bool) -> torch.Tensor:
+        stacks = self.stacks
+        parts = []
+        for place, rank in enumerate(stacks.ranks):
+            tile = stacks.tiling.tile_on(table, rank)
+            if tile is None:
+                nothing = stacks.nothing_of(table)
+                parts.append(nothing if not per_row else nothing[:, :1])
+                continue
+            state = self._states[place][tile.stack][name]
+            mine = state[tile.base : tile.base + tile.num_rows]
+            parts.append(mine.unsqueeze(1) if per_row else mine)
+        if stacks.grid is None:
+            return parts[0]
+        if not per_row:
+            return stacks.wrap(table, parts)
+        return stacks.wrap_per_row(table, parts)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Settings, the number of updates, and the state of each table."""
+        if self._held:
+            raise ShardwiseError(
+                f"{len(self._held)} backward passes are held: step() or skip() before a checkpoint."
+            )
+        return {
+            "optimizer": type(self.settings).__name__,
+            "settings": optimizer_settings(self.settings),
+            "num_steps": self.num_steps,
+            "state": self.state,
+        }
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` gave, on the same plan or with whole tensors."""
+        kind = type(self.settings).__name__
+        if saved.get("optimizer") != kind:
+            raise ArgumentError(
+                f"The state is of {saved.get('optimizer')}, the collection has {kind}."
+            )
+        mine = self.state
+        if set(saved["state"]) != set(mine):
+            odd = ", ".join(sorted(set(saved["state"]) ^ set(mine)))
+            raise LayoutError(f"The state and the collection differ in tables: {odd}.")
+        with torch.no_grad():
+            for name, states in mine.items():
+                for key, target in states.items():
+                    _copy_whole(target, saved["state"][name][key])
+        self.num_steps = int(saved["num_steps"])
+        for key, value in saved["settings"].items():
+            setattr(self.settings, key, value)
+
+
+def _copy_whole(target: torch.Tensor, value: torch.Tensor) -> None:
+    if isinstance(target, DTensor) and not isinstance(value, DTensor):
+        from shardwise.dtensor.create import distribute_tensor
+
+        value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
+    target.copy_(value)
+
+
+def _joined(asked: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Tensor]:
+    """Several lookups in one stack as one."""
+    if len(asked) == 1:
+        return asked[0]
+    queries = [query for query, _ in asked]
+    grad = torch.cat([grad for _, grad in asked])
+    lengths = weights = None
+    if any(q.lengths is not None for q in queries):
+        lengths = torch.cat(
+            [torch.ones_like(q.ids) if q.lengths is None else q.lengths for q in queries]
+        )
+    if any(q.weights is not None for q in queries):
+        weights = torch.cat(
+            [
+                grad.new_ones(q.ids.shape[0], dtype=torch.float32)
+                if q.weights is None
+                else q.weights
+                for q in queries
+            ]
+        )
+    runs = None
+    if lengths is not None and all(q.runs is not None for q in queries):
+        runs = tuple(run for q in queries for run in q.runs or ())
+    return Query(torch.cat([q.ids for q in queries]), lengths, weights, runs), grad

@@ -1,0 +1,213 @@
+"""Jagged: the ids of many features, bags of different lengths, in one flat tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ArgumentError
+
+
+class Jagged:
+    """The ids of each feature's bags: all bags of the first feature, then of the second, …
+
+    `values` holds the ids of all bags one after another, `lengths` the length of each bag (or
+    `offsets`, which begin with 0 and end with the number of ids). Features have equally many bags
+    unless `batch_sizes` says how many each has. `weights` has one number per id.
+
+    >>> ids, lengths = torch.tensor([7, 8, 9, 1]), torch.tensor([1, 0, 1, 2])
+    >>> batch = Jagged(["user", "item"], ids, lengths=lengths)
+    >>> batch
+    Jagged(user: 2 bags, item: 2 bags; 4 ids)
+    >>> batch.bags("item")
+    [[8], [9, 1]]
+    """
+
+    __slots__ = ("batch_sizes", "features", "first", "lengths", "values", "weights")
+
+    def __init__(
+        self,
+        features: Iterable[str],
+        values: torch.Tensor,
+        *,
+        lengths: torch.Tensor | None = None,
+        offsets: torch.Tensor | None = None,
+        weights: torch.Tensor | None = None,
+        batch_sizes: Sequence[int] | torch.Tensor | None = None,
+    ) -> None:
+        if (lengths is None) == (offsets is None):
+            raise ArgumentError("Jagged takes lengths or offsets, one of the two.")
+        if isinstance(features, str):
+            raise ArgumentError("Jagged takes a list of features, not one text.")
+        self.features = tuple(features)
+        self.values = values
+        self.lengths: torch.Tensor = _lengths(offsets) if lengths is None else lengths
+        #: Where the first bag begins: 0, unless the offsets are wrong.
+        self.first: torch.Tensor | None = None if offsets is None else offsets[:1]
+        self.weights = weights
+        if batch_sizes is not None and not isinstance(batch_sizes, torch.Tensor):
+            batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64)
+        self.batch_sizes: torch.Tensor | None = batch_sizes
+        for what, tensor in (("values", values), ("lengths", self.lengths)):
+            if tensor.dtype not in (torch.int64, torch.int32):
+                raise ArgumentError(
+                    f"Jagged: {what} are int32 or int64, found {tensor.dtype}. Convert them first."
+                )
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
+        """The same batch on another device; how many bags each feature has is not moved."""
+
+        def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+
+        copied = Jagged(
+            self.features,
+            self.values.to(device, non_blocking=non_blocking),
+            lengths=moved(self.lengths),
+            weights=moved(self.weights),
+            batch_sizes=self.batch_sizes,
+        )
+        copied.first = moved(self.first)
+        return copied
+
+    # -- other spellings ---------------------------------------------------------------------
+
+    @staticmethod
+    def from_lists(
+        bags: Mapping[str, Sequence[Sequence[int]]],
+        weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
+    ) -> Jagged:
+        """From lists of ids, as one writes them by hand.
+
+        >>> Jagged.from_lists({"user": [[7], []], "item": [[8], [9, 1]]}).lengths
+        tensor([1, 0, 1, 2])
+        """
+        flat = [id_ for feature in bags.values() for bag in feature for id_ in bag]
+        heavy = None
+        if weights is not None:
+            listed = [w for feature in bags for bag in weights[feature] for w in bag]
+            heavy = torch.tensor(listed, dtype=torch.float32)
+        return Jagged(
+            bags,
+            torch.tensor(flat, dtype=torch.int64),
+            lengths=torch.tensor(
+                [len(bag) for feature in bags.values() for bag in feature], dtype=torch.int64
+            ),
+            weights=heavy,
+            batch_sizes=[len(feature) for feature in bags.values()],
+        )
+
+    @staticmethod
+    def from_nested(
+        nested: torch.Tensor | Mapping[str, torch.Tensor],
+        features: Iterable[str] | None = None,
+        weights: torch.Tensor | Mapping[str, torch.Tensor] | None = None,
+    ) -> Jagged:
+        """From torch's jagged nested tensors.
+
+        One nested tensor holds the bags of all `features`, feature by feature, and is not copied.
+        A nested tensor per feature is joined into one, which copies the ids once.
+        """
+        if isinstance(nested, torch.Tensor):
+            if features is None:
+                raise ArgumentError("One nested tensor needs features=: whose bags it holds.")
+            values, offsets = _inside(nested)
+            heavy = None
+            if weights is not None:
+                if not isinstance(weights, torch.Tensor):
+                    raise ArgumentError("One nested tensor of ids takes one of weights.")
+                heavy, _ = _inside(weights)
+            return Jagged(features, values, offsets=offsets, weights=heavy)
+        inner = {name: _inside(one) for name, one in nested.items()}
+        heavies = None
+        if weights is not None:
+            if isinstance(weights, torch.Tensor):
+                raise ArgumentError("A nested tensor of ids per feature takes one of weights each.")
+            heavies = torch.cat([_inside(weights[name])[0] for name in inner])
+        return Jagged(
+            inner,
+            torch.cat([values for values, _ in inner.values()]),
+            lengths=torch.cat([offsets.diff() for _, offsets in inner.values()]),
+            weights=heavies,
+            batch_sizes=[len(offsets) - 1 for _, offsets in inner.values()],
+        )
+
+    @staticmethod
+    def from_torchrec(batch: Any) -> Jagged:
+        """From torchrec's `KeyedJaggedTensor`; nothing is copied."""
+        sizes = None
+        if batch.variable_stride_per_key():
+            sizes = batch.stride_per_key()
+        return Jagged(
+            batch.keys(),
+            batch.values(),
+            lengths=batch.lengths(),
+            weights=batch.weights_or_none(),
+            batch_sizes=sizes,
+        )
+
+    @staticmethod
+    def of(batch: Any) -> Jagged:
+        """A batch in any of these spellings."""
+        if isinstance(batch, Jagged):
+            return batch
+        if isinstance(batch, Mapping):
+            return Jagged.from_nested(batch)
+        if type(batch).__name__ == "KeyedJaggedTensor":
+            return Jagged.from_torchrec(batch)
+        raise ArgumentError(
+            f"A batch is a Jagged, a dict of jagged nested tensors or a KeyedJaggedTensor; found "
+            f"{type(batch).__name__}."
+        )
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def bags(self, feature: str) -> list[list[int]]:
+        """The ids of one feature as lists."""
+        sizes = num_bags(self)
+        place = self.features.index(feature)
+        first = sum(sizes[:place])
+        lengths = self.lengths.tolist()
+        start = sum(lengths[:first])
+        found = []
+        for length in lengths[first : first + sizes[place]]:
+            found.append(self.values[start : start + length].tolist())
+            start += length
+        return found
+
+    def __repr__(self) -> str:
+        try:
+            counts = zip(self.features, num_bags(self), strict=True)
+            each = ", ".join(f"{name}: {num} bags" for name, num in counts)
+            return f"Jagged({each}; {self.values.numel()} ids)"
+        except (RuntimeError, ArgumentError):  # ranks that differ, or sizes that do not fit
+            return f"Jagged({', '.join(self.features)})"
+
+
+def num_bags(batch: Jagged) -> list[int]:
+    """How many bags each feature has."""
+    if batch.batch_sizes is not None:
+        return batch.batch_sizes.tolist()
+    num = len(batch.features)
+    if not num or len(batch.lengths) % num:
+        raise ArgumentError(
+            f"{len(batch.lengths)} bags do not divide among {num} features; batch_sizes= says how "
+            "many each has."
+        )
+    return [len(batch.lengths) // num] * num
+
+
+def _lengths(offsets: torch.Tensor | None) -> torch.Tensor:
+    assert offsets is not None, "lengths or offsets"
+    return offsets.diff()
+
+
+def _inside(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    if not nested.is_nested or nested.layout is not torch.jagged:
+        raise ArgumentError(
+            "A nested tensor of layout torch.jagged is needed: "
+            "torch.nested.nested_tensor([...], layout=torch.jagged)."
+        )
+    return nested.values(), nested.offsets()

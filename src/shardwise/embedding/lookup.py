@@ -1,0 +1,181 @@
+"""The lookup of a collection as one autograd function: all tables, features and ranks present."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.grid import Grid
+from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.gradients import (
+    Rows,
+    row_gradients,
+    sum_of_copies,
+    table_gradient,
+    without_tables,
+)
+from shardwise.embedding.in_backward import InBackward
+from shardwise.embedding.output import put_together, take_apart
+from shardwise.embedding.routing import Route
+from shardwise.embedding.stacks import Stacks
+from shardwise.embedding.step import (
+    Ahead,
+    Visit,
+    exchange_rows,
+    gradients_per_stack,
+    look_up,
+)
+from shardwise.exchange.between import one_tensor, part_per_rank
+
+
+@dataclass(slots=True)
+class Engine:
+    """What a lookup works with."""
+
+    route: Route
+    grid: Grid | None
+    stacks: Stacks
+    backend: Backend
+    optimizer: InBackward | None
+    sparse: bool
+    #: What gradients are multiplied with: one over the number of ranks, or one.
+    scale: float
+
+
+def run_lookup(
+    engine: Engine, ahead: Ahead, parameters: list[torch.Tensor], *, joined: bool
+) -> tuple[torch.Tensor, ...]:
+    """One tensor per feature, or one of all features side by side."""
+    if engine.optimizer is None:
+        return _Lookup.apply(engine, ahead, joined, *parameters)
+    # The tables take no part in autograd then: something has to call backward.
+    start = torch.zeros((), requires_grad=any(p.requires_grad for p in parameters))
+    resting = [p.requires_grad for p in parameters]
+    return _FusedLookup.apply(engine, ahead, joined, resting, start)
+
+
+def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], tuple[Any, ...]]:
+    route, grid = engine.route, engine.grid
+    visits = ahead.arrive()
+    answers, homes = [], []
+    for visit, weights in zip(visits, engine.stacks.weights, strict=True):
+        flat, home = look_up(route, visit, weights, engine.backend)
+        answers.append(flat)
+        homes.append(home)
+    received = exchange_rows(route, grid, visits, answers, back=False)
+    outputs = [
+        put_together(route, visit, flat, home, joined)
+        for visit, flat, home in zip(visits, received, homes, strict=True)
+    ]
+    if grid is None:
+        return visits, tuple(outputs[0])
+    return visits, tuple(one_tensor(grid, column) for column in zip(*outputs, strict=True))
+
+
+def _backward(
+    engine: Engine, visits: list[Visit], grads: tuple[torch.Tensor | None, ...], joined: bool
+) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]]]:
+    """Per rank present: what each sharded stack was asked and the gradients of its answers; and the
+    rows of copied stacks, summed over ranks."""
+    route, grid = engine.route, engine.grid
+    per_rank: list[list[torch.Tensor | None]]
+    if grid is None:
+        per_rank = [list(grads)]
+    else:
+        empty: list[Any] = [None] * len(visits)
+        columns = [empty if g is None else part_per_rank(grid, g) for g in grads]
+        per_rank = [list(row) for row in zip(*columns, strict=True)]
+    buffers, homes = [], []
+    for visit, each in zip(visits, per_rank, strict=True):
+        flat, home = take_apart(route, visit, each, engine.scale, joined)
+        buffers.append(flat)
+        homes.append(home)
+    received = exchange_rows(route, grid, visits, buffers, back=True)
+    asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
+    copies = []
+    for place, (visit, flat, home) in enumerate(zip(visits, received, homes, strict=True)):
+        per_stack = gradients_per_stack(route, visit, flat) if visit.asked else {}
+        asked.append({k: (visit.query(k), grad) for k, grad in per_stack.items()})
+        at_home = {k: (visit.query(k), grad) for k, grad in home.items()}
+        copies.append(row_gradients(engine.stacks, place, engine.backend, at_home))
+    return asked, sum_of_copies(engine.stacks, copies)
+
+
+class _Lookup(torch.autograd.Function):
+    """Gradients go to the tables' parameters."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: Engine, ahead: Ahead, joined: bool, *parameters: torch.Tensor
+    ) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.engine, ctx.joined = engine, joined
+        ctx.visits, outputs = _forward(engine, ahead, joined)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        engine: Engine = ctx.engine
+        needed = ctx.needs_input_grad[3:]
+        asked, copies = _backward(engine, ctx.visits, grads, ctx.joined)
+        rows = [
+            {**row_gradients(engine.stacks, place, engine.backend, queries), **copies[place]}
+            for place, queries in enumerate(asked)
+        ]
+        found = [
+            table_gradient(engine.stacks, table, rows, sparse=engine.sparse) if need else None
+            for table, need in enumerate(needed)
+        ]
+        return (None, None, None, *found)
+
+
+class _FusedLookup(torch.autograd.Function):
+    """Backward updates the tables; no gradient of theirs is made."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: Engine,
+        ahead: Ahead,
+        joined: bool,
+        trained: list[bool],
+        start: torch.Tensor,
+    ) -> tuple[Any, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.engine, ctx.joined, ctx.trained = engine, joined, trained
+        ctx.visits, outputs = _forward(engine, ahead, joined)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
+        engine: Engine = ctx.engine
+        asked, copies = _backward(engine, ctx.visits, grads, ctx.joined)
+        if not all(ctx.trained):
+            _leave_out(engine.stacks, ctx.trained, asked, copies)
+        assert engine.optimizer is not None, "fused lookups have an optimizer"
+        engine.optimizer.take(asked, copies)
+        return None, None, None, None, None
+
+
+def _leave_out(
+    stacks: Stacks,
+    trained: list[bool],
+    asked: list[dict[int, tuple[Query, torch.Tensor]]],
+    copies: list[dict[int, Rows]],
+) -> None:
+    """Drop what concerns tables that rest."""
+    for place, rank in enumerate(stacks.ranks):
+        for k, stack in enumerate(stacks.tiling.stacks[rank]):
+            resting = [tile for table, tile in stack.tiles if not trained[table]]
+            if not resting:
+                continue
+            if k in asked[place]:
+                query, grad = asked[place][k]
+                asked[place][k] = (without_tables(query, resting), grad)
+            if k in copies[place]:
+                rows, values = copies[place][k]
+                kept = without_tables(Query(rows, None, None), resting)
+                assert kept.lengths is not None, "without_tables gives lengths"
+                copies[place][k] = (kept.ids, values[kept.lengths.bool()])

@@ -1,0 +1,224 @@
+"""Plans as data: how each table of a collection is sharded.
+
+    format = "shardwise embedding plan 1"
+
+    [tables]
+    "user_*" = "row_wise"
+    country = "data_parallel"
+    movie = { kind = "grid", ranks = [0, 1] }
+
+| kind | a table's parts |
+|---|---|
+| `row_wise` | rows, over all ranks |
+| `column_wise` | columns, over all ranks or the `ranks` given |
+| `table_wise` | whole on one `rank`; without it, where the fewest bytes are |
+| `grid` | rows, over the `ranks` given |
+| `data_parallel` | whole on every rank |
+
+An entry is for the table of that name, or for all that a pattern with `*` and `?` matches and no
+earlier entry names.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwise.core.chunks import lengths
+from shardwise.embedding.describe import describe
+from shardwise.embedding.table import Table
+from shardwise.embedding.tiling import Cut, Tiling, make_tiling
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.planfile.files import read_plan_file, write_plan_file
+
+FORMAT = "shardwise embedding plan 1"
+
+#: Per kind, the options that its entry may have.
+KINDS: dict[str, tuple[str, ...]] = {
+    "row_wise": (),
+    "column_wise": ("ranks",),
+    "table_wise": ("rank",),
+    "grid": ("ranks",),
+    "data_parallel": (),
+}
+
+Entry = str | Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Entries by table name or pattern.
+
+    >>> plan = Plan({"user": "row_wise", "*": "table_wise"})
+    >>> tables = [Table("user", 10, 4), Table("item", 6, 4), Table("place", 4, 4)]
+    >>> [(cut.kind, cut.sizes) for cut in plan.cuts(tables, num_ranks=2)]
+    [('row_wise', (5, 5)), ('table_wise', (6, 0)), ('table_wise', (0, 4))]
+    """
+
+    entries: Mapping[str, Entry] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, entry in self.entries.items():
+            _checked_entry(name, entry)
+
+    @staticmethod
+    def of(plan: Plan | str | Mapping[str, Entry]) -> Plan:
+        """A plan, a dict of entries, or one kind for every table."""
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, str):
+            return Plan({"*": plan})
+        if isinstance(plan, Mapping):
+            return Plan(dict(plan))
+        raise ArgumentError(f"A plan is a Plan, a dict or a kind; found {type(plan).__name__}.")
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Plan:
+        """Read a plan from a TOML or JSON file."""
+        return Plan(read_plan_file(path, form=FORMAT, section="tables"))
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the plan to a TOML or JSON file, whole or not at all."""
+        entries = {k: v if isinstance(v, str) else dict(v) for k, v in self.entries.items()}
+        write_plan_file(path, entries, form=FORMAT, section="tables")
+
+    def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[Cut]:
+        """How each table is split over so many ranks, or an error that names what does not fit."""
+        chosen = self._chosen(tables)
+        load = [0] * num_ranks
+        found: dict[str, Cut] = {}
+        homeless: list[Table] = []
+        for table in tables:
+            kind, options = chosen[table.name]
+            if kind == "table_wise" and "rank" not in options:
+                homeless.append(table)
+                continue
+            found[table.name] = cut = _cut(table, kind, options, num_ranks)
+            for rank in range(num_ranks):
+                load[rank] += _num_numbers(table, cut, rank)
+        # Largest first to the emptiest rank: the same on every rank, and close to even.
+        for table in sorted(homeless, key=lambda t: -t.num_embeddings * t.embedding_dim):
+            rank = load.index(min(load))
+            load[rank] += table.num_embeddings * table.embedding_dim
+            found[table.name] = _cut(table, "table_wise", {"rank": rank}, num_ranks)
+        return [found[table.name] for table in tables]
+
+    def tiling(self, tables: Sequence[Table], num_ranks: int) -> Tiling:
+        """The parts of all tables on so many ranks."""
+        return make_tiling(tables, self.cuts(tables, num_ranks), num_ranks)
+
+    def describe(
+        self,
+        tables: Sequence[Table],
+        num_ranks: int,
+        *,
+        batch_size: int = 2048,
+        ids_per_bag: float = 1,
+        pooled: bool = True,
+    ) -> str:
+        """Bytes per rank, their balance, and what a step of such batches communicates.
+
+        >>> tables = [Table("user", 1_000_000, 64), Table("day", 7, 16)]
+        >>> plan = Plan({"user": "row_wise", "day": "data_parallel"})
+        >>> print(plan.describe(tables, 2, batch_size=1000))
+        2 tables on 2 ranks; 1000 bags of 1 ids per feature and rank
+        rank  parts  MB of tables  of mean  MB sent per step: ids   rows  gradients  copies
+           0      2         128.0     1.00                    0.0    0.3        0.3     0.0
+           1      2         128.0     1.00                    0.0    0.3        0.3     0.0
+        row_wise: user
+        data_parallel: day
+        exchanges per step: counts, ids, rows, gradients, an all-reduce of copied tables' gradients
+        """
+        return describe(
+            self.tiling(tables, num_ranks),
+            pooled=pooled,
+            batch_size=batch_size,
+            ids_per_bag=ids_per_bag,
+        )
+
+    def _chosen(self, tables: Sequence[Table]) -> dict[str, tuple[str, Mapping[str, Any]]]:
+        names = [table.name for table in tables]
+        used: set[str] = set()
+        chosen: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        for name in names:
+            keys = [name] if name in self.entries else []
+            keys += [k for k in self.entries if fnmatch.fnmatchcase(name, k)]
+            used.update(keys)
+            if keys:
+                entry = self.entries[keys[0]]
+                options = {} if isinstance(entry, str) else dict(entry)
+                kind = entry if isinstance(entry, str) else options.pop("kind")
+                chosen[name] = (kind, options)
+        unknown = [key for key in self.entries if key not in used]
+        left_out = [name for name in names if name not in chosen]
+        if unknown or left_out:
+            said = []
+            if unknown:
+                said.append(f"it has entries for no table: {', '.join(unknown)}")
+            if left_out:
+                said.append(f"it leaves out: {', '.join(left_out)}")
+            raise LayoutError(
+                f"The plan does not fit the tables ({', '.join(names)}): {'; '.join(said)}."
+            )
+        return chosen
+
+
+def _checked_entry(name: str, entry: Any) -> None:
+    options = {"kind": entry} if isinstance(entry, str) else entry
+    if not isinstance(options, Mapping) or "kind" not in options:
+        raise LayoutError(
+            f'Plan entry {name!r}: {entry!r} is neither a kind nor a table like {{ kind = "grid", '
+            "ranks = [0, 1] }."
+        )
+    kind = options["kind"]
+    if kind not in KINDS:
+        raise LayoutError(
+            f"Plan entry {name!r}: {kind!r} is no kind of sharding; use one of {', '.join(KINDS)}."
+        )
+    others = sorted(set(options) - {"kind", *KINDS[kind]})
+    if others:
+        raise LayoutError(
+            f"Plan entry {name!r}: {kind} takes {' and '.join(KINDS[kind]) or 'no options'}, found "
+            f"{', '.join(others)}."
+        )
+    if kind == "grid" and "ranks" not in options:
+        raise LayoutError(f"Plan entry {name!r}: grid needs ranks, those that share the rows.")
+
+
+def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> Cut:
+    if kind == "data_parallel":
+        return Cut(kind, (table.num_embeddings,) * num_ranks)
+    everywhere = list(range(num_ranks))
+    given = [options["rank"]] if kind == "table_wise" else options.get("ranks", everywhere)
+    ranks = _checked_ranks(table, kind, given, num_ranks)
+    dim, size = (1, table.embedding_dim) if kind == "column_wise" else (0, table.num_embeddings)
+    if dim == 1 and size < len(ranks):
+        raise LayoutError(
+            f"Table {table.name!r}: its {size} columns cannot be split over {len(ranks)} ranks. "
+            "Name fewer ranks, or use another kind."
+        )
+    pieces = lengths(size, len(ranks), None)
+    sizes = [0] * num_ranks
+    for rank, piece in zip(ranks, pieces, strict=True):
+        sizes[rank] = piece
+    return Cut(kind, tuple(sizes))
+
+
+def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[int]:
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise LayoutError(f"Table {table.name!r}: {kind} takes a list of ranks, found {given!r}.")
+    wrong = [r for r in given if not isinstance(r, int) or not 0 <= r < num_ranks]
+    if wrong or len(set(given)) != len(given):
+        raise LayoutError(
+            f"Table {table.name!r}: {kind} on ranks {list(given)}, but there are ranks 0 to "
+            f"{num_ranks - 1}, each to be named once."
+        )
+    return sorted(given)
+
+
+def _num_numbers(table: Table, cut: Cut, rank: int) -> int:
+    other = table.num_embeddings if cut.by_columns else table.embedding_dim
+    return cut.sizes[rank] * other

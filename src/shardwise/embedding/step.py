@@ -1,0 +1,265 @@
+"""One step of a sharded collection: ids go out, rows come back, gradients return.
+
+Everything is done for each rank present in turn: one in a real process, all in a simulated world.
+Without a mesh there is one rank, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.watch import because
+from shardwise.core.grid import Grid
+from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.batch import Bags, Complaint, bags_of
+from shardwise.embedding.handshake import error_of, shake_hands
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.routing import (
+    Asked,
+    Leg,
+    Packed,
+    Route,
+    asked_at_home,
+    message_sizes,
+    pack,
+    unpack,
+)
+from shardwise.exchange.between import (
+    finished,
+    one_tensor,
+    part_per_rank,
+    ranks_present,
+    start_exchange,
+)
+
+
+@dataclass(slots=True)
+class Visit:
+    """One rank's side of a step."""
+
+    rank: int
+    bags: Bags
+    packed: Packed
+    notes: torch.Tensor
+    asked: dict[int, Asked]
+    home: dict[int, Asked]
+
+    def query(self, stack: int) -> Query:
+        asked = self.asked[stack] if stack in self.asked else self.home[stack]
+        return Query(asked.ids, asked.lengths, asked.weights, asked.runs)
+
+
+class Ahead:
+    """A batch whose ids are on their way; made by `prefetch`, used once by the collection."""
+
+    def __init__(
+        self,
+        route: Route,
+        grid: Grid | None,
+        bags: list[Bags],
+        packed: list[Packed],
+        notes: list[torch.Tensor],
+    ) -> None:
+        self.route, self.grid = route, grid
+        self._bags, self._packed, self._notes = bags, packed, notes
+        self._ranks = [0] if grid is None else ranks_present(grid)
+        self._exchange: torch.Tensor | None = None
+        if grid is not None and route.travels:
+            sizes = [
+                message_sizes(route, rank, note)
+                for rank, note in zip(self._ranks, notes, strict=True)
+            ]
+            with because("ids of a batch", implicit=False):
+                self._exchange = start_exchange(
+                    grid, [p.message for p in packed], [p.sent for p in packed], sizes
+                )
+
+    def lengths_per_feature(self) -> list[torch.Tensor]:
+        """The lengths of each feature's bags, as the batch has them."""
+        columns = [
+            [bags.lengths_of(feature) for bags in self._bags]
+            for feature in range(self.route.num_features)
+        ]
+        if self.grid is None:
+            return [column[0] for column in columns]
+        return [one_tensor(self.grid, column) for column in columns]
+
+    def arrive(self) -> list[Visit]:
+        """Wait for the ids that this rank is asked for."""
+        if self._exchange is not None:
+            assert self.grid is not None, "an exchange without a mesh"
+            messages = finished(self.grid, self._exchange)
+        else:
+            messages = [p.message for p in self._packed]
+        visits = []
+        for rank, bags, packed, notes, message in zip(
+            self._ranks, self._bags, self._packed, self._notes, messages, strict=True
+        ):
+            asked = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
+            home = asked_at_home(self.route, rank, bags)
+            packed.message = message[:0]  # it has been sent
+            visits.append(Visit(rank, bags, packed, notes, asked, home))
+        return visits
+
+
+def send_ids(route: Route, grid: Grid | None, batch: Jagged) -> Ahead:
+    """Check a batch on every rank, and start the exchange of its ids."""
+    found = [bags_of(route.tiling.tables, each) for each in _jagged_per_rank(grid, batch)]
+    if grid is None or route.num_ranks == 1:
+        for each in found:
+            if isinstance(each, Complaint):
+                raise error_of(each, "A batch does not fit: ")
+    packed = [each if isinstance(each, Complaint) else pack(route, each) for each in found]
+    notes = [p if isinstance(p, Complaint) else p.note for p in packed]
+    if grid is not None and route.num_ranks > 1:
+        with because("counts of a batch", implicit=False):
+            arrived = shake_hands(grid, notes, route.note_width)
+    else:
+        arrived = [note for note in notes if isinstance(note, torch.Tensor)]
+    return Ahead(
+        route,
+        grid,
+        [each for each in found if isinstance(each, Bags)],
+        [p for p in packed if isinstance(p, Packed)],
+        arrived,
+    )
+
+
+def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
+    if grid is None or not grid.world.simulated:
+        return [batch]
+    names = ("values", "lengths", "weights", "batch_sizes", "first")
+    columns: dict[str, Any] = {}
+    for name in names:
+        tensor = getattr(batch, name)
+        parts = part_per_rank(grid, tensor) if tensor is not None else [None] * len(grid.ranks)
+        columns[name] = parts
+    found = []
+    for place in range(len(grid.ranks)):
+        one = Jagged(batch.features, columns["values"][place], lengths=columns["lengths"][place])
+        one.weights = columns["weights"][place]
+        one.batch_sizes = columns["batch_sizes"][place]
+        one.first = columns["first"][place]
+        found.append(one)
+    return found
+
+
+# -- rows ------------------------------------------------------------------------------------
+
+
+def exchange_rows(
+    route: Route,
+    grid: Grid | None,
+    visits: Sequence[Visit],
+    buffers: Sequence[torch.Tensor],
+    *,
+    back: bool,
+) -> list[torch.Tensor]:
+    """Send flat rows to those who asked; with `back`, gradients to those who answered."""
+    if grid is None or not route.travels:
+        return list(buffers)
+    given = [_num_given(route, visit) for visit in visits]
+    wanted = [_num_wanted(route, visit) for visit in visits]
+    sent, received = (wanted, given) if back else (given, wanted)
+    with because("gradients of rows" if back else "rows of tables", implicit=False):
+        return finished(grid, start_exchange(grid, buffers, sent, received))
+
+
+def _num_given(route: Route, visit: Visit) -> list[int]:
+    """How many numbers this rank answers each rank with."""
+    stacks = route.tiling.stacks[visit.rank]
+    totals = [0] * route.num_ranks
+    for stack, asked in visit.asked.items():
+        for place, num in enumerate(asked.num_rows):
+            totals[place] += num * stacks[stack].width
+    return totals
+
+
+def _num_wanted(route: Route, visit: Visit) -> list[int]:
+    """How many numbers each rank answers this one with."""
+    return [
+        sum(_rows_of(route, visit, rank, place) * leg.tile.width for place, leg in enumerate(legs))
+        for rank, legs in enumerate(route.legs)
+    ]
+
+
+def _rows_of(route: Route, visit: Visit, rank: int, place: int) -> int:
+    """How many rows come back for a leg."""
+    if route.pooled:
+        return visit.bags.num_bags[route.legs[rank][place].feature]
+    return visit.packed.ids_per_leg[rank][place]
+
+
+def look_up(
+    route: Route, visit: Visit, weights: Sequence[torch.Tensor], backend: Backend
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The rows that a rank answers with, flat and by asking rank; and those it wanted itself."""
+    answers = {k: backend.look_up(weights[k], visit.query(k)) for k in visit.asked}
+    home = {k: backend.look_up(weights[k], visit.query(k)) for k in visit.home}
+    if len(answers) == 1:
+        return next(iter(answers.values())).view(-1), home
+    pieces = []
+    split = {k: rows.split(visit.asked[k].num_rows) for k, rows in answers.items()}
+    for place in range(route.num_ranks):
+        pieces += [split[k][place].reshape(-1) for k in answers]
+    flat = (
+        torch.cat(pieces)
+        if pieces
+        else visit.bags.values.new_empty(0, dtype=weights_dtype(weights))
+    )
+    return flat, home
+
+
+def weights_dtype(weights: Sequence[torch.Tensor]) -> torch.dtype:
+    return weights[0].dtype if weights else torch.get_default_dtype()
+
+
+def gradients_per_stack(
+    route: Route, visit: Visit, received: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """The gradients of the rows that a rank answered with, by stack, from what came back flat."""
+    stacks = route.tiling.stacks[visit.rank]
+    if len(visit.asked) == 1:
+        k = next(iter(visit.asked))
+        return {k: received.view(-1, stacks[k].width)}
+    pieces: dict[int, list[torch.Tensor]] = {k: [] for k in visit.asked}
+    at = 0
+    for place in range(route.num_ranks):
+        for k, asked in visit.asked.items():
+            num = asked.num_rows[place] * stacks[k].width
+            pieces[k].append(received[at : at + num].view(-1, stacks[k].width))
+            at += num
+    return {k: torch.cat(parts) for k, parts in pieces.items()}
+
+
+def leg_views(
+    route: Route, visit: Visit, flat: torch.Tensor
+) -> Iterator[tuple[Leg, torch.Tensor, torch.Tensor | None]]:
+    """The rows of each leg in a flat buffer, and where in the feature they go, if not in order."""
+    at = 0
+    for rank, legs in enumerate(route.legs):
+        for place, leg in enumerate(legs):
+            num = _rows_of(route, visit, rank, place)
+            rows = flat[at : at + num * leg.tile.width].view(num, leg.tile.width)
+            at += num * leg.tile.width
+            yield leg, rows, visit.packed.positions.get((rank, leg.feature))
+
+
+def home_views(
+    route: Route, visit: Visit, rows: dict[int, torch.Tensor]
+) -> Iterator[tuple[Leg, torch.Tensor]]:
+    """The rows of each leg to a table that the rank holds a copy of."""
+    at = dict.fromkeys(rows, 0)
+    for leg in sorted(route.home[visit.rank], key=lambda leg: leg.tile.stack):
+        k = leg.tile.stack
+        num = (visit.bags.num_bags if route.pooled else _id_counts(visit.bags))[leg.feature]
+        yield leg, rows[k][at[k] : at[k] + num]
+        at[k] += num
+
+
+def _id_counts(bags: Bags) -> list[int]:
+    return [end - start for start, end in zip(bags.ids_from, bags.ids_to, strict=True)]

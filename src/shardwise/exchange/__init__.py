@@ -1,0 +1,1 @@
+"""Moving ids and rows between ranks: what several front doors share."""

@@ -1,0 +1,225 @@
+"""ExpertParallel: a mixture of experts, each rank with some of them.
+
+Note [Experts]
+Every rank has all tokens and its own experts. It picks the pairs of a token and an expert that are
+its own, runs the module's own forward on those alone, as if the module had just these experts, and
+adds what comes out to the tokens. What the ranks then hold are terms of a sum, as after a rowwise
+layer. How many pairs a rank has depends on the values, so the forward runs on plain tensors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import Coordinate
+from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.parallel.plain_ranks import on_plain_ranks
+from shardwise.parallel.spot import Spot
+from shardwise.parallel.style import ParallelStyle, owner_of
+
+
+class ExpertParallel(ParallelStyle):
+    """Split a stack of experts: each rank holds some of them, and sees every token.
+
+    For a module that keeps the weights of all its experts in parameters whose dim 0 counts the
+    experts, says how many there are in `num_experts`, and whose forward takes `(tokens,
+    experts_of_tokens, weights_of_experts)` of shapes `(num_tokens, width)` and twice `(num_tokens,
+    num_chosen)`: the experts of Hugging Face's mixtures. The outputs of the ranks are added: by an
+    all-reduce to the default `output_layouts` of `Replicate()`. Backward does the same for the
+    gradients of the tokens and of their weights.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ExpertParallel, parallelize_module
+    >>> class Experts(torch.nn.Module):
+    ...     def __init__(self, num_experts, width):
+    ...         super().__init__()
+    ...         self.num_experts = num_experts
+    ...         self.matrices = torch.nn.Parameter(torch.randn(num_experts, width, width))
+    ...     def forward(self, tokens, experts, weights):
+    ...         each = torch.einsum("tkoi,ti->tko", self.matrices[experts], tokens)
+    ...         return (each * weights.unsqueeze(-1)).sum(1)
+    >>> experts, tokens = Experts(6, 4), torch.randn(5, 4)
+    >>> chosen, weights = torch.randint(6, (5, 2)), torch.rand(5, 2)
+    >>> expected = experts(tokens, chosen, weights)
+    >>> with shardwise.simulate(4):
+    ...     mesh = shardwise.init_device_mesh("cpu", (4,))
+    ...     experts = parallelize_module(experts, mesh, ExpertParallel())
+    ...     torch.testing.assert_close(experts(tokens, chosen, weights).agreed(), expected)
+    >>> experts.matrices.placements
+    (Shard(0),)
+    """
+
+    decides = ("parameters", "input", "output")
+
+    def __init__(
+        self, *, output_layouts: Placement | None = None, use_local_output: bool = True
+    ) -> None:
+        if output_layouts is not None and not isinstance(output_layouts, Placement):
+            raise ArgumentError(
+                f"ExpertParallel(output_layouts=...) takes one placement, found {output_layouts!r}."
+            )
+        self.output_layouts = output_layouts
+        self.use_local_output = use_local_output
+
+    def check(self, module: nn.Module) -> None:
+        if not any(p.is_shard() for p in self.parameter_placements(module).values()):
+            raise UnsupportedError(
+                f"{self.where} is a {type(module).__name__} without stacked experts: "
+                "ExpertParallel is for a module with `num_experts` and parameters of two or more "
+                "dims whose dim 0 counts them. Where each expert is a module of its own, name the "
+                "layers inside it in the plan."
+            )
+        super().check(module)
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        count = getattr(module, "num_experts", None)
+        return {
+            name: Shard(0) if p.dim() > 1 and p.shape[0] == count else REPLICATE
+            for name, p in module.named_parameters()
+        }
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+        stacked = tuple(self.parameter_placements(module).items())
+        self.place_parameters(module, spot)
+        owned = _Owned(spot, stacked, self.output_layouts or REPLICATE, self.use_local_output)
+
+        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            return owned.run(self, *args, **kwargs)
+
+        # A method, so that a copy of the module calls the copy.
+        module.forward = types.MethodType(forward, module)
+        return module
+
+
+@dataclass(frozen=True, slots=True)
+class _Owned:
+    """How a module runs with the experts of one rank; see Note [Experts]."""
+
+    spot: Spot
+    parameters: tuple[tuple[str, Placement], ...]
+    output: Placement
+    local: bool
+
+    def run(self, module: nn.Module, tokens: Any, experts: Any, weights: Any) -> Any:
+        self._check(tokens, experts, weights)
+        spot = self.spot
+        x = spot.enter(tokens, REPLICATE, REPLICATE, "tokens")
+        chosen = spot.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
+        shares = spot.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
+        held = [self._held(module, name, placement) for name, placement in self.parameters]
+        layout = x._layout
+        term = [*x.placements]
+        term[spot.axis] = Partial()
+        inputs = [
+            x.to_local(grad_placements=term),
+            chosen.to_local(),
+            shares.to_local(grad_placements=term),
+        ]
+
+        def here(coordinate: Coordinate, *plain: torch.Tensor) -> torch.Tensor:
+            return self._here(module, coordinate, *plain)
+
+        out = on_plain_ranks(layout.grid, here, *inputs, *held)
+        made = DTensor.from_local(
+            out, layout.grid.mesh, term, shape=layout.shape, stride=layout.stride
+        )
+        return spot.leave(made, self.output, self.local)
+
+    def _check(self, *inputs: Any) -> None:
+        shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
+        tokens, experts, weights = shapes
+        if len(tokens) != 2 or len(experts) != 2 or experts != weights or experts[0] != tokens[0]:
+            raise LayoutError(
+                f"{self.spot.where}: ExpertParallel takes tokens of shape (num_tokens, width), and "
+                "the experts of each token and their weights, both (num_tokens, num_chosen); found "
+                f"{', '.join(map(str, shapes))}."
+            )
+
+    def _held(self, module: nn.Module, name: str, placement: Placement) -> torch.Tensor:
+        """A parameter's part here; its gradient is a term of the sum over the tokens' ranks."""
+        owner, key = owner_of(module, name)
+        parameter: Any = getattr(owner, key)
+        grads = [p if p.is_shard() else Partial() for p in parameter.placements]
+        return parameter.to_local(grad_placements=grads)
+
+    def _here(
+        self,
+        module: nn.Module,
+        coordinate: Coordinate,
+        tokens: torch.Tensor,
+        experts: torch.Tensor,
+        weights: torch.Tensor,
+        *held: torch.Tensor,
+    ) -> torch.Tensor:
+        first, count = self._range(module, coordinate)
+        token, slot = ((experts >= first) & (experts < first + count)).nonzero(as_tuple=True)
+        out = torch.zeros_like(tokens)
+        if token.numel():
+            mine = experts[token, slot].sub(first).unsqueeze(-1)
+            with self._only(module, count, held):
+                terms = type(module).forward(
+                    module, tokens[token], mine, weights[token, slot].unsqueeze(-1)
+                )
+            out = out.index_add(0, token, terms.to(out.dtype))
+        return _Reached.apply(out, tokens, weights, *held)
+
+    def _range(self, module: nn.Module, coordinate: Coordinate) -> tuple[int, int]:
+        """The first expert of a rank, and how many it has."""
+        stacked = next(name for name, placement in self.parameters if placement.is_shard())
+        owner, key = owner_of(module, stacked)
+        parameter: Any = getattr(owner, key)
+        offset, shape = parameter._layout.box(coordinate)
+        return int(offset[0]), int(shape[0])
+
+    @contextlib.contextmanager
+    def _only(
+        self, module: nn.Module, count: int, held: tuple[torch.Tensor, ...]
+    ) -> Iterator[None]:
+        """Inside, the module has `count` experts, and plain tensors for parameters."""
+        owners = [owner_of(module, name) for name, _ in self.parameters]
+        changed: list[tuple[nn.Module, str, Any]] = [(module, "num_experts", count)]
+        changed += [(o, key, part) for (o, key), part in zip(owners, held, strict=True)]
+        before = [owner.__dict__.get(key, _ABSENT) for owner, key, _ in changed]
+        # An attribute of the instance hides the parameter of that name.
+        for owner, key, value in changed:
+            owner.__dict__[key] = value
+        try:
+            yield
+        finally:
+            for (owner, key, _), value in zip(changed, before, strict=True):
+                if value is _ABSENT:
+                    del owner.__dict__[key]
+                else:
+                    owner.__dict__[key] = value
+
+
+_ABSENT = object()
+
+
+class _Reached(torch.autograd.Function):
+    """The first tensor; the others get a gradient even where nothing of them was used.
+
+    A rank whose experts no token chose takes part in the collectives of backward all the same.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, out: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        ctx.num_others = len(others)
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad, *([None] * ctx.num_others)

@@ -1,0 +1,258 @@
+"""A StepReport as one HTML file: nothing is loaded from elsewhere, and no script runs.
+
+Figures carry their numbers as `data-` attributes, and the whole report is in the file as JSON, in
+the element `data`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from shardwise.debug.picture import COLOURS, colour, parts_svg
+from shardwise.report.flame import Flame, flame
+from shardwise.report.memory import RankMemory
+from shardwise.report.step import Collective, ParameterReport, StepReport
+
+KINDS = ("parameters", "gradients", "optimizer", "activations")
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #59636e;
+  --line: #d1d9e0; --box: #f6f8fa; --parameters: #2f6fb4; --gradients: #d08a1d;
+  --optimizer: #7a5cb0; --activations: #3c8f5a; --forward: #2f6fb4; --backward: #b1565b; }
+@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --paper: #0d1117; --soft: #9198a1;
+  --line: #3d444d; --box: #161b22; --parameters: #5b9ee6; --gradients: #e0a94a;
+  --optimizer: #a88be0; --activations: #5dbd80; --forward: #5b9ee6; --backward: #dd8489; } }
+* { box-sizing: border-box }
+body { margin: 0 auto; max-width: 70rem; padding: 1rem; color: var(--ink);
+  background: var(--paper); font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere }
+h1 { font-size: 1.5rem } h2 { font-size: 1.15rem; margin: 2rem 0 .5rem }
+p { color: var(--soft); margin: .25rem 0 .75rem }
+.scroll { overflow-x: auto } table { border-collapse: collapse; font-size: .875rem }
+th, td { text-align: left; padding: .2rem .75rem .2rem 0; border-bottom: 1px solid var(--line);
+  vertical-align: top; overflow-wrap: normal } td.n, th.n { text-align: right }
+dl { display: grid; grid-template-columns: minmax(7rem, max-content) 1fr; gap: .15rem 1rem }
+dt { color: var(--soft) } dd { margin: 0 }
+.bar { display: flex; height: 1.4rem; background: var(--box); border-radius: 3px; overflow: hidden }
+.rank { display: grid; grid-template-columns: 3.5rem 1fr 6.5rem; gap: .5rem; align-items: center;
+  margin: .2rem 0; font-size: .875rem } .rank span:last-child { text-align: right }
+.key i { display: inline-block; width: .8rem; height: .8rem; border-radius: 2px;
+  margin: 0 .3rem 0 .8rem; vertical-align: -1px }
+.cards { display: grid; grid-template-columns: repeat(auto-fill, minmax(9.5rem, 1fr)); gap: .75rem }
+.card { background: var(--box); border: 1px solid var(--line); border-radius: 6px; padding: .5rem;
+  font-size: .75rem } .card svg { width: 100%; height: 5.5rem; display: block; margin-top: .3rem }
+.card b { display: block; font-size: .8rem } .card span { color: var(--soft); display: block }
+.mesh { display: grid; gap: .3rem; max-width: 32rem }
+.mesh span { border-radius: 4px; padding: .3rem; text-align: center; color: #fff;
+  font-size: .8rem }
+.flame, .time { position: relative; background: var(--box); border-radius: 3px; overflow: hidden }
+.flame div, .time div { position: absolute; height: 1.4rem; font-size: .7rem; line-height: 1.4rem;
+  overflow: hidden; white-space: nowrap; text-overflow: ellipsis; padding-left: .25rem;
+  border: 1px solid var(--paper); border-radius: 3px; color: #fff }
+.time div { padding-left: .1rem; min-width: 1px; border-width: 0 } .time .tick { min-width: 2px }
+.lanes { display: grid; grid-template-columns: 6.5rem 1fr; gap: .3rem .5rem; font-size: .8rem;
+  align-items: center }
+.yes { color: var(--backward) }
+"""
+
+
+def write_html(report: StepReport, path: str | os.PathLike[str]) -> None:
+    """Write a report, whole or not at all."""
+    file = Path(path)
+    half = file.with_name(f".{file.name}.half")
+    half.write_text(to_html(report), encoding="utf-8")
+    os.replace(half, file)
+
+
+def to_html(report: StepReport) -> str:
+    data = report.to_json().replace("<", "\\u003c")
+    body = "\n".join(_sections(report))
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{escape(report.title)}</title><style>{_STYLE}</style></head><body>
+{body}
+<script type="application/json" id="data">{data}</script>
+</body></html>
+"""
+
+
+def _sections(report: StepReport) -> Iterator[str]:
+    yield f"<h1>{escape(report.title)}</h1>"
+    yield f"<dl>{''.join(_row(n, t) for n, t in report.facts.items())}</dl>"
+    yield _section("The mesh", _mesh_text(report), _mesh(report))
+    yield _section("Memory of each rank", "What is held after backward.", _memory(report))
+    text = (
+        "A picture for each parameter. A block has the colour of its rank; grey, several hold it."
+    )
+    cards = "".join(map(_card, report.parameters))
+    yield _section("Who holds what", text, f'<div class="cards">{cards}</div>')
+    text = (
+        f"{len(report.collectives):,} collectives, {report.num_bytes:,} bytes from each rank; "
+        f"{report.num_implicit:,} that nobody wrote down. Wide is many bytes; below a module are "
+        "the modules inside it."
+    )
+    yield _section("Communication by module", text, _flame(report))
+    text = (
+        f"{1000 * report.seconds:.1f} ms in this process. Where one process plays all ranks, it "
+        "computes for all of them in turn; a collective is drawn where it began, as wide as it is "
+        "expected to take."
+    )
+    yield _section("One step", text, _timeline(report))
+    yield _section("Collectives", "", _collectives(report.collectives))
+    yield _section("Outputs of modules", "", _outputs(report))
+
+
+def _section(title: str, text: str, content: str) -> str:
+    said = f"<p>{escape(text)}</p>" if text else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+
+
+def _row(name: str, text: str) -> str:
+    return f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>"
+
+
+# -- mesh and memory -------------------------------------------------------------------------
+
+
+def _mesh_text(report: StepReport) -> str:
+    axes = " × ".join(f"{name} = {size}" for name, size in report.axes)
+    return f"{len(report.ranks)} ranks: {axes}. Along the last axis ranks stand side by side."
+
+
+def _mesh(report: StepReport) -> str:
+    width = min(report.axes[-1][1], 8) if report.axes else 1
+    cells = "".join(
+        f'<span data-rank="{rank}" style="background:{colour(rank)}">rank {rank}</span>'
+        for rank in report.ranks
+    )
+    return f'<div class="mesh" style="grid-template-columns:repeat({width},1fr)">{cells}</div>'
+
+
+def _memory(report: StepReport) -> str:
+    most = max((memory.total for memory in report.memory), default=0) or 1
+    key = "".join(f'<i style="background:var(--{kind})"></i>{kind}' for kind in KINDS)
+    rows = zip(report.ranks, report.memory, strict=True)
+    bars = "".join(_memory_bar(rank, memory, most) for rank, memory in rows)
+    return f'<p class="key">{key}</p>{bars}'
+
+
+def _memory_bar(rank: int, memory: RankMemory, most: int) -> str:
+    parts = []
+    for kind in KINDS:
+        size: int = getattr(memory, kind)
+        parts.append(
+            f'<i data-rank="{rank}" data-kind="{kind}" data-bytes="{size}" '
+            f'title="{kind}: {size:,} bytes" '
+            f'style="width:{100 * size / most:.3f}%;background:var(--{kind})"></i>'
+        )
+    total = f"{memory.total:,} B" if memory.total < 10_000 else f"{memory.total / 1e6:.2f} MB"
+    bar = f'<div class="bar">{"".join(parts)}</div>'
+    return f'<div class="rank"><span>rank {rank}</span>{bar}<span>{total}</span></div>'
+
+
+def _card(parameter: ParameterReport) -> str:
+    size = "×".join(map(str, parameter.shape)) or "one number"
+    sizes = sorted(set(parameter.bytes_per_rank))
+    held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,} to {sizes[-1]:,}"
+    return (
+        f'<div class="card" data-parameter="{escape(parameter.name)}"><b>'
+        f"{escape(parameter.name).replace('.', '.<wbr>')}</b>"
+        f"<span>{size} {parameter.dtype}, {escape(parameter.placements)}</span>"
+        f"<span>{held} bytes a rank</span>{parts_svg(parameter.shape, parameter.parts)}</div>"
+    )
+
+
+# -- communication ---------------------------------------------------------------------------
+
+_ROW_REM = 1.5
+
+
+def _flame(report: StepReport) -> str:
+    boxes, depth = flame(report.collectives)
+    if not boxes:
+        return "<p>Nothing is communicated.</p>"
+    drawn = "".join(map(_flame_box, boxes))
+    return f'<div class="flame" style="height:{depth * _ROW_REM}rem">{drawn}</div>'
+
+
+def _flame_box(box: Flame) -> str:
+    name = box.path.rpartition(".")[2] or "all"
+    return (
+        f'<div data-module="{escape(box.path)}" data-bytes="{box.num_bytes}" '
+        f'title="{escape(box.path or "all")}: {box.num_bytes:,} bytes in {box.num_calls} '
+        f'collectives" style="left:{100 * box.left:.3f}%;width:{100 * box.width:.3f}%;'
+        f'top:{box.depth * _ROW_REM}rem;background:{COLOURS[box.number % len(COLOURS)]}">'
+        f"{escape(name)} {_size(box.num_bytes)}</div>"
+    )
+
+
+def _size(num_bytes: int) -> str:
+    """
+    >>> _size(12), _size(1200), _size(3_400_000)
+    ('12 B', '1.2 kB', '3.4 MB')
+    """
+    for unit, size in (("MB", 1e6), ("kB", 1e3)):
+        if num_bytes >= size:
+            return f"{num_bytes / size:.3g} {unit}"
+    return f"{num_bytes} B"
+
+
+def _timeline(report: StepReport) -> str:
+    whole = report.seconds or 1.0
+    lanes = []
+    for phase in ("forward", "backward"):
+        spans = [span for span in report.spans if span.phase == phase]
+        boxes = "".join(
+            f'<div title="{escape(span.module or "outside modules")}: '
+            f'{1e6 * (span.stop_s - span.start_s):.0f} µs" '
+            f'style="left:{100 * span.start_s / whole:.3f}%;'
+            f"width:{100 * (span.stop_s - span.start_s) / whole:.3f}%;"
+            f'background:var(--{phase})"></div>'
+            for span in spans
+        )
+        lanes.append((phase, len(spans), boxes))
+    ticks = "".join(
+        f'<div class="tick" title="{each.kind}, {escape(each.module or "outside modules")}: '
+        f'{each.num_bytes:,} bytes, about {1e6 * each.expected_s:.0f} µs" '
+        f'style="left:{min(99.8, 100 * each.start_s / whole):.3f}%;'
+        f'width:{100 * each.expected_s / whole:.3f}%;background:var(--gradients)"></div>'
+        for each in report.collectives
+    )
+    lanes.append(("collectives", len(report.collectives), ticks))
+    rows = "".join(
+        f'<span>{name}</span><div class="time" data-lane="{name}" data-number="{number}" '
+        f'style="height:1.4rem">{boxes}</div>'
+        for name, number, boxes in lanes
+    )
+    return f'<div class="lanes">{rows}</div>'
+
+
+def _collectives(collectives: Sequence[Collective]) -> str:
+    heads = ("module", "phase", "collective", "axis", "because of", "at")
+    rows: dict[tuple[str, ...], list[Collective]] = {}
+    for each in collectives:
+        because = (each.op or "a direct call") + (" (implicit)" if each.implicit else "")
+        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
+        rows.setdefault(row, []).append(each)
+    lines = []
+    for key, alike in rows.items():
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in key)
+        size = sum(each.num_bytes for each in alike)
+        mark = ' class="yes"' if alike[0].implicit else ""
+        numbers = f'<td class="n">{len(alike):,}</td><td class="n">{size:,}</td>'
+        lines.append(f"<tr{mark}>{cells}{numbers}</tr>")
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    head += '<th class="n">calls</th><th class="n">bytes</th>'
+    return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
+
+
+def _outputs(report: StepReport) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(each.module or 'the model')}</td><td>{escape(each.kind)}</td>"
+        f"<td>{escape(each.text)}</td></tr>"
+        for each in report.outputs
+    )
+    head = "<tr><th>module</th><th>kind</th><th>output</th></tr>"
+    return f'<div class="scroll"><table>{head}{rows}</table></div>'

@@ -1,0 +1,97 @@
+"""Memory of each rank: what tensors of a model, its gradients and its optimizer take there."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.dtensor.tensor import DTensor
+
+
+@dataclass
+class RankMemory:
+    """Bytes on one rank. `activations` are what forward saves for backward."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+
+    @property
+    def total(self) -> int:
+        return self.parameters + self.gradients + self.optimizer + self.activations
+
+
+def bytes_on(tensor: torch.Tensor, rank: int) -> int:
+    """What a tensor takes on a rank; a plain one is whole on each."""
+    if isinstance(tensor, DTensor):
+        layout = tensor._layout
+        coordinate = layout.grid.coordinates.get(rank)
+        if coordinate is None:
+            return 0
+        _, shape = layout.box(coordinate)
+        return int(torch.Size(shape).numel()) * layout.dtype.itemsize
+    part = tensor.on_rank(rank) if isinstance(tensor, LocalTensor) else tensor
+    if part.layout is not torch.strided:
+        return sum(bytes_on(inner, rank) for inner in _inside(part))
+    return part.numel() * part.element_size()
+
+
+def _inside(tensor: Any) -> list[torch.Tensor]:
+    """The plain tensors that a sparse or jagged one is made of."""
+    if tensor.layout is torch.sparse_coo:
+        return [tensor._indices(), tensor._values()]
+    if tensor.layout is torch.jagged:
+        return [tensor.values(), tensor.offsets()]
+    return []
+
+
+def sum_on(tensors: Iterable[torch.Tensor], rank: int) -> int:
+    return sum(bytes_on(tensor, rank) for tensor in tensors)
+
+
+class SavedTensors:
+    """Adds up what autograd saves while it listens, each tensor once, without parameters."""
+
+    def __init__(self, parameters: Iterable[torch.Tensor], num_ranks: int) -> None:
+        self.bytes = [0] * num_ranks
+        self._known = {place for p in parameters for place in _places(p)}
+
+    @contextlib.contextmanager
+    def listen(self) -> Iterator[None]:
+        with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x):
+            yield
+
+    def _saved(self, tensor: Any) -> Any:
+        places = _places(tensor)
+        if places and not self._known.issuperset(places):
+            self._known.update(places)
+            for rank in range(len(self.bytes)):
+                self.bytes[rank] += bytes_on(tensor, rank)
+        return tensor
+
+
+def _places(tensor: torch.Tensor) -> list[int]:
+    """Where the memory of a tensor begins, on each rank that this process plays."""
+    local = tensor._local if isinstance(tensor, DTensor) else tensor
+    parts = local._parts if isinstance(local, LocalTensor) else (local,)
+    return [
+        part.untyped_storage().data_ptr()
+        for part in parts
+        if part.layout is torch.strided and part.numel()
+    ]
+
+
+def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """The state that an optimizer keeps."""
+    return [
+        value
+        for state in optimizer.state.values()
+        for value in state.values()
+        if isinstance(value, torch.Tensor) and value.dim()
+    ]

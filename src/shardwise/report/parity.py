@@ -1,0 +1,239 @@
+"""Parity: whether a sharded model computes what one device does, tensor by tensor.
+
+Note [What is compared]
+The batch is cut into as many parts as there are data-parallel ranks. One device computes the mean
+of the parts' losses; the sharded model has each rank compute its own, as in training. Compared are
+the outputs on each rank, the gradients, the parameters after a step of SGD, and the numbers that
+the generator would draw next. A difference counts against the largest entry of the tensor on one
+device, or a thousandth of the largest of its kind where that is more: a gradient that is zero in
+theory is rounding on both sides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.simulate import simulate
+from shardwise.core.world import current_world
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError
+from shardwise.report.batches import call, per_rank, split_batch
+from shardwise.report.case import Case, Mesh
+from shardwise.report.processes import run_processes
+
+RATE = 0.1
+TOLERANCE = 1e-4
+SMALLEST = 1e-3
+
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One tensor: the largest difference, what it was measured against, or why it has none."""
+
+    what: str
+    name: str
+    largest: float
+    scale: float
+    remark: str = ""
+
+    def within(self, tolerance: float) -> bool:
+        return not self.remark and self.largest <= tolerance * self.scale
+
+
+@dataclass(frozen=True)
+class Parity:
+    """A comparison with one device."""
+
+    mesh: Mesh
+    differences: tuple[Difference, ...]
+    tolerance: float = TOLERANCE
+
+    @property
+    def agrees(self) -> bool:
+        return not self.differing
+
+    @property
+    def differing(self) -> list[Difference]:
+        return [d for d in self.differences if not d.within(self.tolerance)]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a step gave: per kind, tensors by name."""
+
+    outputs: Values
+    gradients: Values
+    parameters: Values
+    random: Values
+
+
+def check_simulated(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Parity:
+    """Compare in one process that plays all ranks."""
+    with simulate(mesh.num_ranks):
+        outcome, parts = play_sharded(case, mesh)
+    return _compare(case, mesh, outcome, parts, tolerance)
+
+
+def check_in_processes(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Parity:
+    """Compare in processes that talk through gloo."""
+    answers = run_processes(play_sharded, mesh.num_ranks, case, mesh)
+    outcome, parts = answers[0]
+    for other, _ in answers[1:]:
+        outcome.outputs.update(other.outputs)
+    return _compare(case, mesh, outcome, parts, tolerance)
+
+
+def _compare(
+    case: Case, mesh: Mesh, many: Outcome, parts: tuple[int, ...], tolerance: float
+) -> Parity:
+    one = play_alone(case, parts)
+    found: list[Difference] = []
+    for what in ("outputs", "gradients", "parameters", "random"):
+        found += _differences(what, getattr(one, what), getattr(many, what))
+    return Parity(mesh, tuple(found), tolerance)
+
+
+# -- both sides ------------------------------------------------------------------------------
+
+
+def play_alone(case: Case, parts: tuple[int, ...]) -> Outcome:
+    """One step on one device; `parts` tells for each rank which part of the batch it brings."""
+    module, batch = case.build()
+    torch.manual_seed(case.seed)
+    outputs: Values = {}
+    losses = []
+    for index, part in enumerate(split_batch(batch, 1 + max(parts))):
+        output = call(module, part)
+        for rank in (rank for rank, brought in enumerate(parts) if brought == index):
+            outputs |= _named(output, rank)
+        losses.append(loss_of(output))
+    total = torch.stack(losses).mean()
+    with _updates_together(module):
+        total.backward()
+    return _finish(module, outputs)
+
+
+def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, tuple[int, ...]]:
+    """One step in the world that is there, and which part of the batch each rank brought."""
+    module, batch = case.build()
+    sharded = case.shard(module, mesh.make())
+    parts = split_batch(batch, sharded.num_parts)
+    torch.manual_seed(case.seed)
+    output = call(sharded.module, per_rank(parts, sharded.part_of))
+    outputs: Values = {}
+    world = current_world()
+    for rank in range(world.size) if world.simulated else (world.rank,):
+        mine = [_on_rank(leaf, rank) for leaf in _tensors(output)]
+        outputs |= _named(mine, rank)
+    loss_of(output).backward()
+    brought = tuple(sharded.part_of(rank) for rank in range(world.size))
+    return _finish(sharded.module, outputs), brought
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that an output is or has; else the mean square of its tensors, for want of one."""
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and not loss.dim():
+        return loss
+    floating = [leaf for leaf in _tensors(output) if leaf.is_floating_point()]
+    if not floating:
+        raise ArgumentError(
+            f"The module should give a loss or tensors of numbers, found {type(output).__name__}."
+        )
+    return sum((leaf.pow(2).mean() for leaf in floating), torch.zeros(()))
+
+
+def _finish(module: nn.Module, outputs: Values) -> Outcome:
+    gradients = {
+        name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None
+    }
+    torch.optim.SGD(
+        [p for p in module.parameters() if p.grad is not None] or [_NOTHING], RATE
+    ).step()
+    parameters = {name: _whole(p.detach()) for name, p in module.named_parameters()}
+    return Outcome(outputs, gradients, parameters, {"the next draws": torch.rand(4)})
+
+
+_NOTHING = torch.zeros(1, requires_grad=True)
+
+
+class _updates_together:
+    """Collections that update in backward: all parts make one update, as when sharded."""
+
+    def __init__(self, module: nn.Module) -> None:
+        found: list[Any] = [getattr(inner, "optimizer", None) for inner in module.modules()]
+        self._optimizers = [each for each in found if hasattr(each, "hold")]
+        self._held: list[Any] = []
+
+    def __enter__(self) -> None:
+        self._held = [each.hold() for each in self._optimizers]
+        for held in self._held:
+            held.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        for held in self._held:
+            held.__exit__(*exc)
+        for optimizer in self._optimizers:
+            optimizer.step()
+
+
+# -- plain tensors ---------------------------------------------------------------------------
+
+
+def _tensors(output: Any) -> list[torch.Tensor]:
+    if not isinstance(output, (torch.Tensor, Mapping, tuple, list)) and hasattr(output, "__dict__"):
+        output = vars(output)
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+
+
+def _named(output: Any, rank: int) -> Values:
+    leaves = _tensors(output)
+    label = f"on rank {rank}"
+    return {
+        f"{label}, tensor {number}" if len(leaves) > 1 else label: leaf.detach()
+        for number, leaf in enumerate(leaves)
+    }
+
+
+def _on_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    value = tensor.detach()
+    if isinstance(value, DTensor):
+        value = value.full_tensor()
+    return value.on_rank(rank) if isinstance(value, LocalTensor) else value
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    value = value.agreed() if isinstance(value, LocalTensor) else value
+    return (value.to_dense() if value.is_sparse else value).detach().clone()
+
+
+def _differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
+    largest = max((_largest(value) for value in one.values()), default=0.0)
+    for name, expected in one.items():
+        found = many.get(name)
+        scale = max(_largest(expected), SMALLEST * largest)
+        if found is None:
+            yield Difference(what, name, 0.0, scale, "missing when sharded")
+        elif found.shape != expected.shape:
+            shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
+            yield Difference(what, name, 0.0, scale, f"has shape {shapes}")
+        else:
+            gap = _largest(found.double() - expected.double())
+            remark = "" if gap == gap else "not a number"
+            yield Difference(what, name, gap, scale, remark)
+    for name in many.keys() - one.keys():
+        yield Difference(what, name, 0.0, 0.0, "missing on one device")
+
+
+def _largest(tensor: torch.Tensor) -> float:
+    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

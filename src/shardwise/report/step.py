@@ -1,0 +1,215 @@
+"""StepReport: one training step as data, and how it is taken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.core.grid import grid_of
+from shardwise.core.placements import short
+from shardwise.debug.visualize import Part, tiling
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError
+from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
+from shardwise.report.timeline import Span, Timeline, expected_s
+
+
+@dataclass(frozen=True)
+class ParameterReport:
+    """One parameter: how it lies, and who holds what of it."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    placements: str
+    parts: tuple[Part, ...]
+    bytes_per_rank: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class OutputReport:
+    """What a module gave: a shape and placements, or the shapes of each rank's own tensor."""
+
+    module: str
+    kind: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the step; see `debug.CommEvent`."""
+
+    kind: str
+    axis: str | None
+    num_bytes: int
+    op: str | None
+    module: str
+    line: str | None
+    phase: str
+    implicit: bool
+    start_s: float
+    expected_s: float
+
+
+@dataclass
+class StepReport:
+    """One training step of a sharded model."""
+
+    title: str
+    axes: tuple[tuple[str, int], ...]
+    ranks: tuple[int, ...]
+    parameters: list[ParameterReport] = field(default_factory=list)
+    outputs: list[OutputReport] = field(default_factory=list)
+    collectives: list[Collective] = field(default_factory=list)
+    memory: list[RankMemory] = field(default_factory=list)
+    spans: list[Span] = field(default_factory=list)
+    seconds: float = 0.0
+    #: Further figures that whoever took the step wants shown, in order.
+    facts: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """What each rank puts into collectives."""
+        return sum(each.num_bytes for each in self.collectives)
+
+    @property
+    def num_implicit(self) -> int:
+        return sum(each.implicit for each in self.collectives)
+
+    def kinds(self) -> dict[str, tuple[int, int]]:
+        """Per kind of collective, how many and how many bytes."""
+        found: dict[str, tuple[int, int]] = {}
+        for each in self.collectives:
+            count, size = found.get(each.kind, (0, 0))
+            found[each.kind] = count + 1, size + each.num_bytes
+        return dict(sorted(found.items()))
+
+    def to_dict(self) -> dict[str, Any]:
+        content = asdict(self)
+        totals = {"collectives": len(self.collectives), "implicit": self.num_implicit}
+        totals["bytes"] = self.num_bytes
+        kinds = {k: {"calls": n, "bytes": size} for k, (n, size) in self.kinds().items()}
+        return {"format": "shardwise step 1", "totals": totals, "kinds": kinds, **content}
+
+    def to_json(self) -> str:
+        return json.dumps(self.to_dict(), indent=2)
+
+
+class Outputs:
+    """Notes what each module gives; listens while it is entered."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.found: dict[str, OutputReport] = {}
+        self._module = module
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> Outputs:
+        for name, inner in self._module.named_modules():
+            kind = type(inner).__name__
+            self._hooks.append(inner.register_forward_hook(self._hook(name, kind)))
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def _hook(self, name: str, kind: str) -> Callable[..., None]:
+        def note(module: nn.Module, args: Any, output: Any) -> None:
+            texts = [_text(leaf) for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
+            shown = texts[:3] + ["…"] * (len(texts) > 3)
+            self.found[name] = OutputReport(name, kind, ", ".join(shown) or "no tensor")
+
+        return note
+
+
+def _text(tensor: torch.Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"{_size(tensor.shape)} {short(tensor.placements)}"
+    if isinstance(tensor, LocalTensor):
+        sizes = list(dict.fromkeys(_size(part.shape) for part in tensor._parts))
+        whole = len(tensor._parts) == 1
+        return f"{sizes[0] if len(sizes) == 1 else ' | '.join(sizes)} {_own(whole)}"
+    return f"{_size(tensor.shape)} on each rank"
+
+
+def _own(same: bool) -> str:
+    return "on each rank" if same else "of each rank's own"
+
+
+def _size(shape: Sequence[int]) -> str:
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def report_step(
+    title: str,
+    module: nn.Module,
+    mesh: DeviceMesh,
+    forward: Callable[[], torch.Tensor],
+    update: Callable[[], None],
+    state: Callable[[], Iterable[torch.Tensor]],
+) -> StepReport:
+    """Take one step and say what it did: `forward` gives the loss, `update` changes parameters.
+
+    `state` lists what the optimizer keeps. The world is the one that the mesh is in; of several
+    processes each reports its own rank's memory, and all ranks' parts of parameters.
+    """
+    grid = grid_of(mesh)
+    ranks = tuple(sorted(grid.coordinates))
+    names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
+    saved = SavedTensors(module.parameters(), len(ranks))
+    with Timeline() as timeline, Outputs(module) as outputs:
+        with saved.listen():
+            loss = forward()
+        _total(loss).backward()
+        gradients = [p.grad for p in module.parameters() if p.grad is not None]
+        held = [sum_on(gradients, rank) for rank in ranks]
+        update()
+    assert isinstance(timeline, Timeline), "entered above"
+    report = StepReport(title, tuple(zip(names, mesh.shape, strict=True)), ranks)
+    report.seconds = max((span.stop_s for span in timeline.spans), default=0.0)
+    report.spans = timeline.spans
+    report.outputs = list(outputs.found.values())
+    report.parameters = [parameter_report(name, p, ranks) for name, p in module.named_parameters()]
+    sizes = dict(report.axes)
+    for event, start in zip(timeline.events, timeline.times, strict=True):
+        num_ranks = sizes.get(event.axis or "", len(ranks))
+        cost = expected_s(event, num_ranks)
+        report.collectives.append(Collective(**asdict(event), start_s=start, expected_s=cost))
+    kept = list(state())
+    for rank in ranks:
+        parameters = sum_on(module.parameters(), rank)
+        memory = RankMemory(parameters, held[rank], sum_on(kept, rank), saved.bytes[rank])
+        report.memory.append(memory)
+    return report
+
+
+def _total(loss: torch.Tensor) -> torch.Tensor:
+    if loss.dim():
+        raise LayoutError(f"A loss is one number, found a tensor of shape {tuple(loss.shape)}.")
+    return loss
+
+
+def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:
+    if isinstance(tensor, DTensor):
+        holders = tiling(tensor._layout).holders
+        parts = tuple(Part(box, held) for box, held in holders.items())
+        placements = short(tensor.placements)
+    else:
+        whole = tuple((0, size) for size in tensor.shape)
+        parts, placements = (Part(whole, tuple(ranks)),), "on each rank"
+    return ParameterReport(
+        name,
+        tuple(tensor.shape),
+        str(tensor.dtype).removeprefix("torch."),
+        placements,
+        parts,
+        tuple(bytes_on(tensor, rank) for rank in ranks),
+    )

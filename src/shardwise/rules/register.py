@@ -1,0 +1,154 @@
+"""Rules that a program adds for its own ops, or in place of those that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import Placement
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.rules import notation
+from shardwise.rules.catalog import CATALOG, REGISTERED, rule_caches
+from shardwise.rules.notation import Group
+from shardwise.rules.rule import Call, Choice, Rule, TensorMeta
+
+Choices = Callable[[Call], Iterable[Choice]]
+
+
+def register_rule(
+    op: Any,
+    rule: str | Choices,
+    *,
+    linear: Sequence[Group] = (),
+    added: Group = (),
+    reduce_op: str | None = "sum",
+    replace: bool = False,
+    **bound: str,
+) -> None:
+    """Give `op` a rule: a line of the notation, or a function from a `Call` to its `Choice`s.
+
+    `linear`, `added`, `reduce_op` and letters bound to arguments belong to the notation; see
+    `shardwise.rules.notation`. Plans that were made before are forgotten. A rule is a matter of
+    each process: register it on every rank, before the op is used. `testing.check_rule` plays it
+    against the op on one device.
+    """
+    found = overload(op)
+    if not replace and (found in CATALOG or found in REGISTERED):
+        raise LayoutError(
+            f"{found} has a rule already. Give replace=True to put this one in its place."
+        )
+    if isinstance(rule, str):
+        try:
+            _, made = notation.rule(
+                found, like=rule, linear=linear, added=added, reduce_op=reduce_op, **bound
+            )
+        except ValueError as error:
+            raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
+        _check_names(found, bound)
+    elif callable(rule):
+        made = Rule(rule, getattr(rule, "__name__", "a function"))
+    else:
+        raise ArgumentError(
+            f"The rule of {found} is a line of the notation or a function, found {rule!r}."
+        )
+    _add(found, made)
+
+
+def _add(op: Any, rule: Rule) -> None:
+    REGISTERED[op] = rule
+    for forget in rule_caches:
+        forget()
+
+
+def _check_names(op: Any, bound: dict[str, str]) -> None:
+    names = [a.name for a in op._schema.arguments]
+    for letter, name in bound.items():
+        if name not in names:
+            raise LayoutError(
+                f"{letter}={name!r} names no argument of {op}, which takes {', '.join(names)}."
+            )
+
+
+def overload(op: Any) -> torch._ops.OpOverload:
+    """The overload that `op` stands for: itself, the one of its packet, or of a custom op."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, torch._ops.OpOverloadPacket):
+        if len(op.overloads()) != 1:
+            raise ArgumentError(
+                f"{op} has the overloads {', '.join(op.overloads())}: name one, as in "
+                f"{op}.{op.overloads()[0]}."
+            )
+        op = getattr(op, op.overloads()[0])
+    if not isinstance(op, torch._ops.OpOverload):
+        raise ArgumentError(
+            f"A rule belongs to an op such as torch.ops.aten.mm.default, found {op!r}. Make one of "
+            "a Python function with torch.library.custom_op."
+        )
+    return op
+
+
+# -- the form that torch has -----------------------------------------------------------------
+
+Shardings = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]
+
+
+def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[..., Shardings]]:
+    """Decorates a function that lists the acceptable shardings of `op`, or of each op of a list.
+
+    The function takes the op's arguments, with the global shape (`shape`, `ndim`, `stride`,
+    `dtype`) in place of each tensor, and returns pairs: the placements of the outputs, then those
+    of the arguments, None where an argument is no tensor. Each is for one mesh axis. An op that has
+    a rule gets this one instead.
+    """
+    ops = [overload(o) for o in (op if isinstance(op, (list, tuple)) else [op])]
+
+    def register(shardings: Callable[..., Shardings]) -> Callable[..., Shardings]:
+        def choices(call: Call) -> Iterator[Choice]:
+            args = [_described(arg) for arg in call.args]
+            kwargs = {name: _described(value) for name, value in call.kwargs.items()}
+            for outputs, inputs in shardings(*args, **kwargs):
+                yield _checked(call, outputs, inputs)
+
+        for each in ops:
+            _add(each, Rule(choices, shardings.__name__))
+        return shardings
+
+    return register
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, Layout):
+        return TensorMeta(arg.shape, arg.stride, arg.dtype)
+    if isinstance(arg, torch.Tensor):
+        return TensorMeta(tuple(arg.shape), tuple(arg.stride()), arg.dtype)
+    if isinstance(arg, (list, tuple)):
+        return [_described(a) for a in arg]
+    return arg
+
+
+def _checked(
+    call: Call, outputs: Sequence[Placement | None], inputs: Sequence[Placement | None]
+) -> Choice:
+    given_outputs = tuple(p for p in _flat(outputs) if p is not None)
+    given_inputs = tuple(p for p in _flat(inputs) if p is not None)
+    for what, given, metas in (
+        ("outputs", given_outputs, call.outputs),
+        ("tensor arguments", given_inputs, call.inputs),
+    ):
+        if len(given) != len(metas):
+            raise LayoutError(
+                f"A sharding of {call.op} gives {len(given)} placements for {len(metas)} {what}: "
+                f"found {list(outputs)!r}, {list(inputs)!r}."
+            )
+    return Choice(given_inputs, given_outputs)
+
+
+def _flat(placements: Any) -> Iterator[Any]:
+    if isinstance(placements, (list, tuple)):
+        for each in placements:
+            yield from _flat(each)
+    else:
+        yield placements

@@ -1,0 +1,69 @@
+"""The gradient of a table as the rows that have one: as large as the batch, not as the table."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.ranks import each_rank
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
+from shardwise.rules.embedding import lookup_grad_choices, owned_values, times
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+
+
+class SparseRows:
+    """Local row numbers, with repeats, and one row of values for each; all other rows are zero."""
+
+    __slots__ = ("layout", "rows", "values")
+
+    def __init__(self, layout: Layout, rows: torch.Tensor, values: torch.Tensor) -> None:
+        self.layout, self.rows, self.values = layout, rows, values
+
+    def dense(self) -> torch.Tensor:
+        """The same values in a tensor as large as this rank's part of the table."""
+        layout = self.layout
+
+        def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(layout.local_shape(coordinate)).index_add_(0, rows, values)
+
+        axes = tuple(a for a, p in enumerate(layout.placements) if p.is_shard())
+        return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
+
+
+def sparse_grad(
+    grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
+) -> tuple[torch.Tensor]:
+    """The gradient of a table, as SparseRows when it is run on DTensors."""
+    return (torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, padding_idx, by_freq),)
+
+
+def _sparse_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    by_freq: bool,
+) -> tuple[SparseRows]:
+    table = layouts[-1]
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
+        rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
+        if by_freq:
+            values = values / times(rows).unsqueeze(-1)
+        return rows, values
+
+    return (SparseRows(table, *each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))),)
+
+
+SPARSE_GRAD = LocalCall(_sparse_grad, together=True)
+
+
+def _choices(call: Call) -> Iterator[Choice]:
+    return lookup_grad_choices(call, SPARSE_GRAD, call.args[4])
+
+
+RULES: Table = table(((sparse_grad,), Rule(_choices, "... d, ... -> v d")))

@@ -1,0 +1,88 @@
+"""Ranks that compare what they were asked to do before they do it.
+
+A rank that fails alone, or was asked for something else, would leave the others waiting in the next
+collective. So every rank first says what it is about to do, problems included, and all of them go
+on, or all of them raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import each_rank
+from shardwise.comm.watch import because
+from shardwise.core.grid import Grid
+from shardwise.errors import LayoutError
+
+
+def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:
+    """Raise on every rank of the group unless all ask for the same and none has a problem.
+
+    `request` describes what this rank asks for, one line each; lines that differ are named.
+    """
+    said = f"{type(problem).__name__}: {problem}" if problem else ""
+    digest = hashlib.sha256(f"{request}\0{said}".encode()).digest()
+    row = torch.frombuffer(bytearray(digest + bytes([bool(said)])), dtype=torch.uint8)
+    rows = gather_rows(grid, what, lambda _: row)
+    if not rows[:, -1].any() and bool((rows == rows[0]).all()):
+        return
+    if problem is not None and bool((rows == rows[0]).all()):
+        raise problem  # the same everywhere: no need to say whose it is
+    texts = gather_texts(grid, what, f"{request}\0{said}")
+    requests, problems = zip(*(text.split("\0") for text in texts), strict=True)
+    own = {rank: text for rank, text in zip(grid.ranks, problems, strict=True) if text}
+    if own:
+        found = "; ".join(f"rank {rank}: {text}" for rank, text in own.items())
+        raise LayoutError(f"{what} fails on ranks {list(own)}, so no rank goes on. {found}")
+    raise LayoutError(_difference(what, grid.ranks, requests))
+
+
+def _difference(what: str, ranks: tuple[int, ...], requests: tuple[str, ...]) -> str:
+    first = requests[0].splitlines()
+    for rank, request in zip(ranks, requests, strict=True):
+        lines = request.splitlines()
+        if lines != first:
+            here = "; ".join(line for line in lines if line not in first) or "nothing more"
+            there = "; ".join(line for line in first if line not in lines) or "nothing more"
+            order = " (the same, in another order)" if sorted(lines) == sorted(first) else ""
+            return (
+                f"The ranks disagree about {what}{order}. Rank {ranks[0]} has: {there}. Rank "
+                f"{rank} has: {here}. Give every rank the same."
+            )
+    raise AssertionError("some rank asked for something else, or nothing would be compared")
+
+
+def gather_rows(grid: Grid, what: str, row: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """What `row(rank)` gives on each rank of the group, as the rows of one plain tensor."""
+    device = grid.device_type
+    mine = each_rank(grid, lambda place: row(grid.ranks[place[0]]).to(device)[None])
+    with because(what, implicit=False):
+        gathered: Any = collectives.all_gather(mine, grid, 0)
+    if isinstance(gathered, LocalTensor):
+        gathered = gathered.agreed()
+    return gathered.cpu()
+
+
+def gather_texts(grid: Grid, what: str, text: str | Callable[[int], str]) -> list[str]:
+    """Every rank's text, in the order of ranks."""
+
+    def encoded(rank: int) -> bytes:
+        return (text if isinstance(text, str) else text(rank)).encode()
+
+    sizes = gather_rows(grid, what, lambda rank: torch.tensor([len(encoded(rank))]))
+    longest = max(int(sizes.max()), 1)
+
+    def padded(rank: int) -> torch.Tensor:
+        return torch.frombuffer(bytearray(encoded(rank).ljust(longest)), dtype=torch.uint8)
+
+    rows = gather_rows(grid, what, padded)
+    return [
+        bytes(row[:size].tolist()).decode()
+        for row, (size,) in zip(rows, sizes.tolist(), strict=True)
+    ]

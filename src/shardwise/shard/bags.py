@@ -1,0 +1,112 @@
+"""Bags: the ids of `embedding_bag` in any of its forms, as one row of ids and a length per bag.
+
+Everything here is about one rank's plain tensors.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from torch.nn import functional as F
+
+
+def fault_of_ids(ids: torch.Tensor) -> str | None:
+    whole = ids.dtype in (torch.int32, torch.int64)
+    return None if whole else f"ids are int32 or int64, found {ids.dtype}."
+
+
+def fault_of(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    include_last_offset: bool,
+) -> str | None:
+    """What is wrong with a batch of bags, if anything."""
+    if (fault := fault_of_ids(ids)) is not None:
+        return fault
+    if weights is not None and weights.shape != ids.shape:
+        return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
+    if ids.dim() == 2:
+        return None if offsets is None else "ids of two dims are one bag per row: no offsets."
+    if ids.dim() != 1:
+        return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
+    if offsets is None or offsets.dim() != 1:
+        return "ids of one dim need offsets, of one dim too."
+    return _fault_of_offsets(offsets.tolist(), ids.numel(), include_last_offset)
+
+
+def _fault_of_offsets(offsets: list[int], num_ids: int, include_last_offset: bool) -> str | None:
+    if include_last_offset and not offsets:
+        return "with include_last_offset there is at least one offset."
+    if offsets and offsets[0] != 0:
+        return f"the first offset is 0, found {offsets[0]}."
+    if any(b < a for a, b in itertools.pairwise(offsets)):
+        return f"offsets do not decrease, found {offsets}."
+    if offsets and offsets[-1] > num_ids:
+        return f"the last offset is {offsets[-1]}, but there are {num_ids} ids."
+    if include_last_offset and offsets[-1] != num_ids:
+        return f"the last offset is the number of ids, {num_ids}; found {offsets[-1]}."
+    if not offsets and num_ids:
+        return f"there are {num_ids} ids but no bags."
+    return None
+
+
+def lengths_of(
+    ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool
+) -> torch.Tensor:
+    """How many ids each bag has. The batch has no fault."""
+    if ids.dim() == 2:
+        return torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
+    assert offsets is not None, "ids of one dim come with offsets"
+    ends = offsets.long()
+    if not include_last_offset:
+        ends = torch.cat([ends, ends.new_tensor([ids.numel()])])
+    return ends.diff()
+
+
+def starts(lengths: torch.Tensor) -> torch.Tensor:
+    """Where each bag begins."""
+    return lengths.cumsum(0) - lengths
+
+
+def pool(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    mode: str,
+    weights: torch.Tensor | None,
+    padding_idx: int | None,
+) -> torch.Tensor:
+    """The pooled bags out of one row per id; the padding id's rows do not count."""
+    if not lengths.numel():
+        return rows.new_zeros(0, rows.shape[1])
+    place = torch.arange(ids.numel(), device=ids.device)
+    padding = None
+    if padding_idx is not None:
+        # One more row stands for every padding id.
+        padding = ids.numel()
+        place = place.masked_fill(ids == padding_idx, padding)
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    return lookup(rows, place, lengths, mode, weights, padding)
+
+
+def lookup(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    mode: str,
+    weights: torch.Tensor | None,
+    padding_idx: int | None = None,
+) -> torch.Tensor:
+    """torch's own `embedding_bag`, which does not take empty tables."""
+    if not table.numel() or not lengths.numel():
+        return table.new_zeros(lengths.numel(), table.shape[1])
+    return F.embedding_bag(
+        ids,
+        table,
+        starts(lengths),
+        mode=mode,
+        per_sample_weights=weights,
+        padding_idx=padding_idx,
+    )

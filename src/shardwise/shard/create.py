@@ -1,0 +1,279 @@
+"""Making sharded tensors: from a whole tensor, from pieces, and new ones."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.comm.ranks import each_rank, localize
+from shardwise.comm.watch import because
+from shardwise.core.grid import Grid
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.shard.agree import agree, gather_texts
+from shardwise.shard.blocks import cut_whole
+from shardwise.shard.group import group_ranks, home_grid
+from shardwise.shard.metadata import Shard
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    ShardMetadata,
+)
+from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
+from shardwise.shard.tiling import Tiling, check_ranks, device_type_of, make_tiling
+
+
+def shard_tensor(
+    tensor: torch.Tensor,
+    sharding_spec: ShardingSpec,
+    src_rank: int | None = 0,
+    process_group: Any = None,
+    *,
+    grad_reduction: str = "mean",
+) -> ShardedTensor:
+    """The tensor of rank `src_rank` of the group, in pieces, as a new leaf.
+
+    With `src_rank=None` each rank takes its pieces of its own values and nothing is sent. Of a
+    tensor on the meta device new memory is made, without values.
+
+    >>> import shardwise
+    >>> from shardwise.shard import ChunkShardingSpec, shard_tensor
+    >>> with shardwise.simulate(2):
+    ...     spec = ChunkShardingSpec(dim=0, placements=["rank:1/cpu", "rank:0/cpu"])
+    ...     st = shard_tensor(torch.arange(3), spec)
+    ...     [(shard.metadata.rank, shard.tensor.tolist()) for shard in st.local_shards()]
+    [(0, [2]), (1, [0, 1])]
+    """
+    grid, problem = None, None
+    try:
+        check_shardable(tensor, "the tensor", sharding_spec, src_rank, process_group)
+        check_grad_reduction(grad_reduction)
+    except (ShardwiseError, RuntimeError) as error:
+        problem = error
+    grid = home_grid(process_group)
+    request = describe_tensor("the tensor", tensor, sharding_spec)
+    agree(grid, "shard_tensor", f"{request}\nsrc_rank={src_rank}", problem)
+    return place_tensor(tensor, sharding_spec, src_rank, process_group, grad_reduction)
+
+
+def describe_tensor(name: str, tensor: Any, spec: Any) -> str:
+    """One line that is the same on all ranks exactly when they shard the same."""
+    shape = tuple(getattr(tensor, "shape", ()))
+    return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {spec}"
+
+
+def check_grad_reduction(asked: str) -> None:
+    if asked not in GRAD_REDUCTIONS:
+        raise ArgumentError(
+            f"grad_reduction is one of {', '.join(GRAD_REDUCTIONS)}; found {asked!r}."
+        )
+
+
+def check_shardable(
+    tensor: Any, name: str, spec: Any, src_rank: int | None, process_group: Any
+) -> None:
+    """Everything that could be wrong, before anything is sent."""
+    if not isinstance(tensor, torch.Tensor):
+        raise ArgumentError(f"A tensor is sharded; {name} is a {type(tensor).__name__}.")
+    if isinstance(tensor, DTensor):
+        raise LayoutError(f"{name} is sharded already, as {tensor!r:.200}. Use reshard(spec).")
+    if not isinstance(spec, ShardingSpec):
+        raise ArgumentError(
+            f"{name} is given {spec!r}; a ChunkShardingSpec or EnumerableShardingSpec is needed."
+        )
+    if not tensor.is_leaf:
+        raise ArgumentError(f"{name} has a history in autograd: detach() it first.")
+    ranks = group_ranks(process_group)
+    if src_rank is not None and not 0 <= src_rank < len(ranks):
+        raise LayoutError(f"src_rank={src_rank} is no rank of a group of {len(ranks)}.")
+    boxes = spec.boxes(tuple(tensor.shape))
+    check_ranks(boxes, ranks)
+    kind = device_type_of(spec)
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise LayoutError(f"{name}: the spec names cuda, which is not available here: {spec}.")
+
+
+def place_tensor(
+    tensor: torch.Tensor,
+    spec: ShardingSpec,
+    src_rank: int | None,
+    process_group: Any,
+    grad_reduction: str,
+) -> ShardedTensor:
+    """The sharded tensor; everything has been checked, on all ranks."""
+    shape = tuple(tensor.shape)
+    grid = home_grid(process_group, device_type_of(spec))
+    tiling = make_tiling(spec, shape, grid)
+    if tensor.is_meta:
+        held = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
+    else:
+        whole = localize(grid, tensor.detach().to(grid.device_type))
+        if src_rank is not None:
+            with because("shard_tensor", implicit=False):
+                whole = collectives.broadcast(whole, src_rank, grid, 0)
+        held = cut_whole(whole, tiling)
+    made = ShardedTensor.over(held, tiling)
+    made.grad_reduction = grad_reduction
+    made.requires_grad_(tensor.requires_grad)
+    return made
+
+
+# -- from pieces -------------------------------------------------------------------------------
+
+
+def init_from_local_shards(
+    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None
+) -> ShardedTensor:
+    """The tensor of which the ranks bring these pieces; a simulated world brings those of all.
+
+    >>> import shardwise
+    >>> from shardwise.shard import Shard, init_from_local_shards
+    >>> with shardwise.simulate(2):
+    ...     pieces = [
+    ...         Shard.from_tensor_and_offsets(torch.full((2,), rank), [2 * rank], rank)
+    ...         for rank in range(2)
+    ...     ]
+    ...     init_from_local_shards(pieces, 4).full_tensor().agreed()
+    tensor([0, 0, 1, 1])
+    """
+    shape = _shape(global_size)
+    grid = home_grid(process_group)
+    what, shards = "init_from_local_shards", list(local_shards)
+    told = gather_texts(grid, what, lambda rank: _as_text(shards, shape, rank, grid))
+    everyones = [json.loads(text) for text in told]
+    faults = {r: e["fault"] for r, e in zip(grid.ranks, everyones, strict=True) if e["fault"]}
+    if faults:
+        raise LayoutError(f"{what}: {'; '.join(f'rank {r}: {f}' for r, f in faults.items())}")
+    kinds = {(tuple(e["shape"]), e["dtype"]) for e in everyones if e["dtype"]}
+    sizes = {tuple(e["shape"]) for e in everyones}
+    if len(kinds) != 1 or len(sizes) != 1:
+        raise LayoutError(f"{what}: the ranks bring pieces of different tensors: {sorted(kinds)}.")
+    boxes = [ShardMetadata(*box) for every in everyones for box in every["boxes"]]
+    spec = simplest_spec(boxes, shape)
+    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
+    dtype = getattr(torch, kinds.pop()[1])
+
+    def hold(place: Any) -> torch.Tensor:
+        rank = tiling.grid.ranks[place[0]]
+        mine = {s.metadata: s.tensor for s in shards if s.metadata.rank == rank}
+        held = tiling.held(rank, dtype, tiling.device(rank))
+        for box, piece in zip(tiling.on_rank(rank), tiling.pieces(rank, held), strict=True):
+            piece.copy_(mine[box].detach())
+        return held
+
+    return ShardedTensor.over(each_rank(tiling.grid, hold), tiling)
+
+
+def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Grid) -> str:
+    """What a rank brings, or what is wrong with it, as JSON."""
+    fault, dtypes, boxes = "", set(), []
+    for shard in shards:
+        if not isinstance(shard, Shard):
+            fault = f"a piece is a shardwise.shard.Shard, found {type(shard).__name__}"
+            continue
+        at = shard.metadata
+        if at.rank not in grid.ranks or not (grid.world.simulated or at.rank == rank):
+            fault = f"a piece is on {at.placement}, which is not this rank"
+        if len(at.shard_sizes) != len(shape):
+            fault = f"a piece has shape {at.shard_sizes}, the tensor {shape}"
+        dtypes.add(str(shard.tensor.dtype).removeprefix("torch."))
+        if at.rank == rank:
+            boxes.append([at.shard_offsets, at.shard_sizes, str(at.placement)])
+    if len(dtypes) > 1:
+        fault = f"pieces have one dtype, found {sorted(dtypes)}"
+    dtype = min(dtypes, default="")
+    return json.dumps({"fault": fault, "shape": shape, "dtype": dtype, "boxes": boxes})
+
+
+def simplest_spec(boxes: Sequence[ShardMetadata], shape: tuple[int, ...]) -> ShardingSpec:
+    """A ChunkShardingSpec where the boxes are those of one, else an EnumerableShardingSpec."""
+    general = EnumerableShardingSpec(boxes)
+    general.boxes(shape)
+    for dim in range(len(shape)):
+        ordered = sorted(boxes, key=lambda box: box.shard_offsets[dim])
+        chunks = ChunkShardingSpec(dim, [box.placement for box in ordered])
+        if chunks.boxes(shape) == tuple(ordered):
+            return chunks
+    return general
+
+
+# -- new ones ----------------------------------------------------------------------------------
+
+
+def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """A sharded tensor without values; takes `dtype`, `requires_grad` and `process_group`."""
+    return _create(torch.empty, sharding_spec, size, (), **options)
+
+
+def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """A sharded tensor of zeros; options as for `empty`."""
+    return _create(torch.zeros, sharding_spec, size, (), **options)
+
+
+def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """A sharded tensor of ones; options as for `empty`."""
+    return _create(torch.ones, sharding_spec, size, (), **options)
+
+
+def full(
+    sharding_spec: ShardingSpec, size: Sequence[int], fill_value: float, **options: Any
+) -> ShardedTensor:
+    """A sharded tensor filled with one number; options as for `empty`."""
+    return _create(torch.full, sharding_spec, (size,), (fill_value,), **options)
+
+
+def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Uniform random numbers, those that one device would draw; options as for `empty`."""
+    return _filled("uniform_", sharding_spec, size, **options)
+
+
+def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+    """Normal random numbers, those that one device would draw; options as for `empty`."""
+    return _filled("normal_", sharding_spec, size, **options)
+
+
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
+
+
+def _new(
+    tiling: Tiling, place: Any, make: Callable[..., Any], values: Any, dtype: torch.dtype
+) -> torch.Tensor:
+    rank = tiling.grid.ranks[place[0]]
+    shape = tiling.held(rank, dtype, torch.device("meta")).shape
+    return make(shape, *values, dtype=dtype, device=tiling.device(rank))
+
+
+def _create(
+    make: Callable[..., torch.Tensor],
+    spec: ShardingSpec,
+    size: tuple[Any, ...],
+    values: tuple[Any, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    requires_grad: bool = False,
+    process_group: Any = None,
+) -> ShardedTensor:
+    if not isinstance(spec, ShardingSpec):
+        raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
+    if dtype is None:
+        dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
+    shape = _shape(size)
+    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
+    held = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
+    made = ShardedTensor.over(held, tiling)
+    made.requires_grad_(requires_grad)
+    return made
+
+
+def _filled(fill: str, spec: ShardingSpec, size: tuple[Any, ...], **options: Any) -> ShardedTensor:
+    requires_grad = options.pop("requires_grad", False)
+    made = _create(torch.empty, spec, size, (), **options)
+    getattr(made, fill)()
+    made.requires_grad_(requires_grad)
+    return made

@@ -1,0 +1,161 @@
+"""Ops on sharded tensors, below autograd: the op on the DTensors that they are held as."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from shardwise.comm.ranks import one_for_all
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import UnsupportedError
+from shardwise.rules.catalog import find_rule
+from shardwise.shard.blocks import cut_whole
+from shardwise.shard.reshard import move_pieces
+
+if TYPE_CHECKING:
+    from shardwise.shard.tensor import ShardedTensor
+
+aten = torch.ops.aten
+
+
+def dispatch(
+    kind: type[ShardedTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run an op of which some operands are of this `kind`."""
+    leaves, spec = tree_flatten((args, kwargs))
+    if func is aten.copy_.default:
+        if not isinstance(args[0], DTensor):
+            return args[0].copy_(one_for_all(args[1].full_tensor()))
+        if isinstance(args[0], kind):
+            leaves[1] = _held_like(args[0], args[1], kind)
+    first = next(leaf for leaf in leaves if isinstance(leaf, kind))
+    if _draws(func, first):
+        return _draw(func, first, args, kwargs)
+    if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
+        leaves = [_cut_like(first, leaf) for leaf in leaves]
+        _check_any_order(func, first, leaves)
+    plain: dict[int, ShardedTensor] = {}
+    for place, leaf in enumerate(leaves):
+        if isinstance(leaf, kind):
+            leaves[place] = DTensor.wrap(leaf._local, leaf._layout)
+            plain[id(leaves[place])] = leaf
+    new_args, new_kwargs = tree_unflatten(leaves, spec)
+    results, shape = tree_flatten(func(*new_args, **new_kwargs))
+    return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
+
+
+#: Ops that do the same to every value, though torch does not tag them as pointwise.
+_EACH_VALUE = {
+    aten.alias.default,
+    aten.clone.default,
+    aten.copy_.default,
+    aten.detach.default,
+    aten.empty_like.default,
+    aten.fill_.Scalar,
+    aten.full_like.default,
+    aten.ones_like.default,
+    aten.zero_.default,
+    aten.zeros_like.default,
+    aten._to_copy.default,
+    aten.lerp_.Scalar,
+    aten.lerp_.Tensor,
+}
+
+
+#: Reductions to one value, when they are given no dims.
+_OVER_ALL = {
+    aten.all.default,
+    aten.any.default,
+    aten.linalg_vector_norm.default,
+    aten.max.default,
+    aten.mean.default,
+    aten.min.default,
+    aten.sum.default,
+}
+
+
+@functools.lru_cache(maxsize=1024)
+def _is_elementwise(op: Any) -> bool:
+    return op in _EACH_VALUE or torch.Tag.pointwise in getattr(op, "tags", ())
+
+
+def _cut_like(first: ShardedTensor, x: Any) -> Any:
+    """A DTensor that every rank has whole, such as the gradient of a sum, in the first's pieces."""
+    if (
+        type(x) is DTensor
+        and x.shape == first.shape
+        and all(p.is_replicate() for p in x.placements)
+    ):
+        return type(first).over(cut_whole(x._local, first._tiling), first._tiling)
+    return x
+
+
+def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> None:
+    """Only what does not care where in the tensor a value belongs."""
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
+    alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
+    over_all = op in _OVER_ALL and not any(isinstance(x, (list, tuple)) for x in leaves)
+    if not (_is_elementwise(op) or over_all) or not alike:
+        specs = "; ".join(
+            str(x.sharding_spec()) if isinstance(x, type(first)) else type(x).__name__
+            for x in tensors
+        )
+        raise UnsupportedError(
+            f"{op} on {specs}: pieces that are not one block per rank, in the order of ranks, "
+            "allow only elementwise ops among tensors of one spec, and reductions of all values. "
+            "Use reshard(spec) first."
+        )
+
+
+def _rewrapped(result: Any, first: ShardedTensor, plain: dict[int, ShardedTensor]) -> Any:
+    """A result that lies as the first operand does has its spec; others are DTensors."""
+    if type(result) is not DTensor:
+        return result
+    if id(result) in plain:
+        return plain[id(result)]
+    layout, model = result._layout, first._layout
+    if (
+        layout.grid is model.grid
+        and layout.placements == model.placements
+        and layout.shape == model.shape
+    ):
+        return type(first).over(result._local, first._tiling, layout, like=first)
+    return result
+
+
+def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) -> Any:
+    """What `target.copy_(source)` copies: the source as the target lies, where that is known."""
+    tiling = target._tiling
+    if isinstance(source, kind):
+        if source._tiling is tiling or source._tiling.grid is not tiling.grid:
+            return source
+        if source._tiling.shape != tiling.shape:
+            return source
+        held = move_pieces(source._local, source._tiling, tiling, "copy_")
+        return type(target).over(held, tiling)
+    if isinstance(source, DTensor) or tuple(source.shape) != tiling.shape or not source.dim():
+        return source
+    return type(target).over(cut_whole(source, tiling), tiling)
+
+
+def _draws(op: Any, x: ShardedTensor) -> bool:
+    """Whether the op fills `x` with random numbers in a way that no rule covers."""
+    return (
+        torch.Tag.nondeterministic_seeded in op.tags
+        and op._schema.is_mutable
+        and (not x._tiling.natural or find_rule(op) is None)
+    )
+
+
+def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor:
+    """Every rank draws the whole tensor, as one device would, and keeps its pieces."""
+    if args[0] is not x:
+        raise UnsupportedError(f"{op} draws random numbers into another tensor than its first.")
+    whole = torch.empty(x._tiling.shape, dtype=x.dtype, device=x._tiling.grid.device_type)
+    op(whole, *args[1:], **kwargs)
+    x._local.copy_(cut_whole(whole, x._tiling))
+    return x

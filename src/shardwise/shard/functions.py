@@ -1,0 +1,119 @@
+"""Functions of torch that a sharded tensor does not simply pass on."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import each_rank
+from shardwise.comm.watch import because
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError
+from shardwise.shard.linear import linear
+from shardwise.shard.lookup import embedding, embedding_bag
+from shardwise.shard.tensor import ShardedTensor, functions
+
+Handler = TypeVar("Handler", bound=Callable[..., Any])
+
+
+def custom_sharded_op_impl(func: Any) -> Callable[[Handler], Handler]:
+    """Run a function of your own when `func` of torch meets a ShardedTensor.
+
+    It is called as `handler(types, args, kwargs, process_group)`. The last one given for a function
+    of torch counts.
+
+    >>> from shardwise.shard import custom_sharded_op_impl
+    >>> @custom_sharded_op_impl(torch.linalg.svdvals)
+    ... def largest_first(types, args=(), kwargs=None, process_group=None):
+    ...     return torch.linalg.svdvals(args[0].full_tensor(), **kwargs)
+    """
+
+    def register(handler: Handler) -> Handler:
+        if not callable(handler):
+            raise ArgumentError(f"custom_sharded_op_impl takes a function, found {handler!r}.")
+
+        def run(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            first = next(x for x in _tensors(args, kwargs) if isinstance(x, ShardedTensor))
+            return handler(types, args, kwargs, first.process_group)
+
+        functions[func] = run
+        return handler
+
+    return register
+
+
+def _tensors(args: Any, kwargs: Any) -> list[Any]:
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return found
+
+
+def _own_batch(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function where a rank brings a plain tensor, torch's where it brings a DTensor."""
+    signature = inspect.signature(ours)
+
+    def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        sharded = isinstance(given["weight"], ShardedTensor) or ours is linear
+        if isinstance(given["input"], DTensor) or not sharded:
+            return func(*args, **kwargs)
+        return ours(**given)
+
+    return run
+
+
+def _equal(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return _compare(torch.equal, *args, **kwargs)
+
+
+def _allclose(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return _compare(torch.allclose, *args, **kwargs)
+
+
+def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bool:
+    """Whether the pieces of two sharded tensors agree on every rank; one is moved if need be."""
+    for x in (input, other):
+        if not isinstance(x, ShardedTensor):
+            raise ArgumentError(
+                f"torch.{fn.__name__} compares a ShardedTensor with another one, found "
+                f"{type(x).__name__}. Use full_tensor() to compare with a plain tensor."
+            )
+    if input.shape != other.shape or (fn is torch.equal and input.dtype != other.dtype):
+        return False
+    tiling = input._tiling
+    theirs = other if other._tiling is tiling else other.reshard(tiling.spec)
+
+    def same(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([fn(a, b, *options, **named)], dtype=torch.uint8, device=a.device)
+
+    answers = each_rank(tiling.grid, same, input._local.detach(), theirs._local.detach())
+    with because(fn, implicit=False):
+        joint: Any = collectives.all_reduce(answers, "min", tiling.grid, 0)
+    return bool((joint.agreed() if isinstance(joint, LocalTensor) else joint).item())
+
+
+def _new_tensor(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A plain tensor of the same dtype; torch's own stumbles over the dispatch key of DTensors."""
+    like, data = args
+    return torch.tensor(data, **({"dtype": like.dtype, "device": like.device} | kwargs))
+
+
+functions.update(
+    {
+        F.embedding: _own_batch(embedding),
+        F.embedding_bag: _own_batch(embedding_bag),
+        F.linear: _own_batch(linear),
+        torch.Tensor.new_tensor: _new_tensor,
+        torch.equal: _equal,
+        torch.Tensor.equal: _equal,
+        torch.allclose: _allclose,
+        torch.Tensor.allclose: _allclose,
+    }
+)

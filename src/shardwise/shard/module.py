@@ -1,0 +1,205 @@
+"""shard_module: a plan applied to a module."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.errors import (
+    ArgumentError,
+    PathError,
+    PlanError,
+    ShardwiseError,
+    WorldError,
+)
+from shardwise.shard.agree import agree
+from shardwise.shard.create import (
+    check_grad_reduction,
+    check_shardable,
+    describe_tensor,
+    place_tensor,
+)
+from shardwise.shard.group import home_grid
+from shardwise.shard.outputs import lay_out
+from shardwise.shard.paths import check_conflicts, find_module, find_tensor, owners_of
+from shardwise.shard.plan import Sharder, ShardingPlan
+from shardwise.shard.spec import ShardingSpec
+
+
+def shard_module(
+    module: nn.Module,
+    plan: ShardingPlan,
+    src_rank: int | None = 0,
+    process_group: Any = None,
+    *,
+    grad_reduction: str = "mean",
+) -> nn.Module:
+    """Shard a module as the plan says, in place, and return it.
+
+    Parameters get the values of rank `src_rank` of the group; with None, each rank takes its pieces
+    of its own values. Lookups and linear layers then take each rank's own plain batch, and their
+    weight's gradient is that of the mean of the ranks' losses, or of the sum
+    (`grad_reduction="sum"`). A module that a sharder returns without a `forward` of its own keeps
+    that of the module it replaces.
+
+    The ranks compare what they were asked for before anything is sent: where they differ, or one of
+    them finds a mistake, all of them raise and no parameter is changed.
+
+    >>> import shardwise
+    >>> from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
+    >>> tower = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum"), nn.ReLU())
+    >>> ids = torch.tensor([[1, 9], [4, 4]])
+    >>> expected = tower(ids)
+    >>> with shardwise.simulate(4):
+    ...     rows = ChunkShardingSpec(dim=0, placements=[f"rank:{i}/cpu" for i in range(4)])
+    ...     _ = shard_module(tower, ShardingPlan({"0.weight": rows}))
+    ...     torch.testing.assert_close(tower(ids).agreed(), expected)
+    """
+    problem: Exception | None = None
+    try:
+        _check(module, plan, src_rank, process_group)
+        check_grad_reduction(grad_reduction)
+    except (ShardwiseError, RuntimeError) as error:
+        problem = error
+    try:
+        grid = home_grid(process_group)
+    except WorldError as error:
+        raise problem or error from None
+    request = [*_described(module, plan), f"src_rank={src_rank}, grad_reduction={grad_reduction}"]
+    agree(grid, "shard_module", "\n".join(request), problem)
+    _apply(module, plan, src_rank, process_group, grad_reduction)
+    return module
+
+
+def shard_parameter(
+    module: nn.Module,
+    param_name: str,
+    sharding_spec: ShardingSpec,
+    src_rank: int | None = 0,
+    process_group: Any = None,
+    *,
+    grad_reduction: str = "mean",
+) -> None:
+    """Shard one parameter of a module, in place."""
+    plan = ShardingPlan({param_name: sharding_spec})
+    shard_module(module, plan, src_rank, process_group, grad_reduction=grad_reduction)
+
+
+def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_group: Any) -> None:
+    """All mistakes of a plan, conflicts between its entries first."""
+    if not isinstance(plan, ShardingPlan) or not isinstance(plan.plan, Mapping):
+        raise ArgumentError(
+            f"shard_module takes a ShardingPlan of a dict, found {type(plan).__name__}."
+        )
+    sharders = [path for path, entry in plan.plan.items() if isinstance(entry, Sharder)]
+    check_conflicts(plan.plan, sharders)
+    if "" in sharders:
+        raise PathError("path must not be empty for custom sharder!")
+    placed: dict[int, tuple[str, ShardingSpec]] = {}
+    for path, entry in plan.plan.items():
+        if isinstance(entry, Sharder):
+            find_module(module, path)
+            continue
+        if not isinstance(entry, ShardingSpec):
+            raise ArgumentError(
+                f"The plan gives {path!r} a {type(entry).__name__}; it takes a sharding spec for a "
+                "parameter or a Sharder for a module."
+            )
+        _, _, tensor = find_tensor(module, path)
+        check_shardable(tensor, repr(path), entry, src_rank, process_group)
+        first, spec = placed.setdefault(id(tensor), (path, entry))
+        if spec != entry:
+            raise PlanError(
+                f"{first!r} and {path!r} are one parameter, and the plan gives it two specs: "
+                f"{spec} and {entry}."
+            )
+    for path, spec in (plan.output_plan or {}).items():
+        find_module(module, path)
+        if not isinstance(spec, ShardingSpec):
+            raise ArgumentError(f"output_plan gives {path!r} {spec!r}; it takes a sharding spec.")
+    for path in plan.return_local_tensor or ():
+        find_module(module, path)
+
+
+def _described(module: nn.Module, plan: Any) -> list[str]:
+    """The plan as lines that are the same on all ranks exactly when they do the same."""
+    lines = []
+    entries = getattr(plan, "plan", None)
+    for path, entry in entries.items() if isinstance(entries, Mapping) else ():
+        if isinstance(entry, Sharder):
+            lines.append(f"{path}: {type(entry).__module__}.{type(entry).__qualname__}")
+            continue
+        try:
+            tensor = find_tensor(module, path)[2]
+        except ShardwiseError:
+            tensor = None
+        lines.append(describe_tensor(path, tensor, entry))
+    for path, spec in (getattr(plan, "output_plan", None) or {}).items():
+        lines.append(f"output of {path!r}: {spec}")
+    lines += [f"local output of {p!r}" for p in getattr(plan, "return_local_tensor", None) or ()]
+    return lines
+
+
+def _apply(
+    module: nn.Module,
+    plan: ShardingPlan,
+    src_rank: int | None,
+    process_group: Any,
+    grad_reduction: str,
+) -> None:
+    """Make everything first, then put it in place: a failure leaves the parameters as they were."""
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    for path, entry in plan.plan.items():
+        if isinstance(entry, ShardingSpec):
+            _, _, tensor = find_tensor(module, path)
+            if id(tensor) not in made:
+                new = place_tensor(tensor, entry, src_rank, process_group, grad_reduction)
+                is_parameter, grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
+                made[id(tensor)] = (tensor, nn.Parameter(new, grad) if is_parameter else new)
+    replaced: dict[str, nn.Module] = {}
+    for path, entry in plan.plan.items():
+        if isinstance(entry, Sharder):
+            replaced[path] = _sharded_by(entry, find_module(module, path), path)
+    for before, after in made.values():
+        for held, name in owners_of(module, before):
+            held[name] = after
+    for path, new_module in replaced.items():
+        parent, _, name = path.rpartition(".")
+        find_module(module, parent)._modules[name] = new_module
+    _hook_outputs(module, plan, process_group, grad_reduction)
+
+
+def _sharded_by(sharder: Sharder, before: nn.Module, path: str) -> nn.Module:
+    after = sharder.shard(before)
+    if not isinstance(after, nn.Module):
+        raise ArgumentError(
+            f"{type(sharder).__name__}.shard({path!r}) returned {type(after).__name__}; it returns "
+            "the module that takes its place."
+        )
+    if after is not before and type(after).forward is nn.Module.forward:
+        # A container of sharded parts: it computes what the module that it replaces computed.
+        after.forward = types.MethodType(type(before).forward, after)
+    return after
+
+
+def _hook_outputs(
+    module: nn.Module, plan: ShardingPlan, process_group: Any, grad_reduction: str
+) -> None:
+    specs, local = dict(plan.output_plan or {}), set(plan.return_local_tensor or ())
+    for path in dict.fromkeys([*specs, *(plan.return_local_tensor or ())]):
+        hook = functools.partial(
+            lay_out,
+            where=path,
+            spec=specs.get(path),
+            local=path in local,
+            process_group=process_group,
+            grad_reduction=grad_reduction,
+        )
+        find_module(module, path).register_forward_hook(
+            lambda _, inputs, output, hook=hook: hook(output)
+        )

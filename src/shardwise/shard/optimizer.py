@@ -1,0 +1,87 @@
+"""ShardedOptimizer: an optimizer of torch whose state goes by the names of parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwise.errors import ArgumentError, PathError
+
+
+class ShardedOptimizer(torch.optim.Optimizer):
+    """Any optimizer of torch over named parameters, sharded or not.
+
+    Sharded parameters need no wrapper: `torch.optim.Adam(model.parameters())` works. What this adds
+    is a state dict by name, whose tensors are sharded like their parameters, so that it can be
+    saved with the model and loaded into one that is sharded otherwise.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> optimizer = ShardedOptimizer(dict(layer.named_parameters()), torch.optim.SGD, lr=0.1)
+    >>> optimizer.state_dict()["param_groups"][0]["params"]
+    ['weight', 'bias']
+    """
+
+    def __init__(
+        self,
+        named_params: Mapping[str, torch.Tensor],
+        optimizer_class: type[torch.optim.Optimizer],
+        *optimizer_args: Any,
+        **optimizer_kwargs: Any,
+    ) -> None:
+        if not isinstance(named_params, Mapping):
+            raise ArgumentError(
+                "named_params is a dict from names to parameters: dict(model.named_parameters())."
+            )
+        self.named_params = dict(named_params)
+        made: Any = optimizer_class
+        self._optim: torch.optim.Optimizer = made(
+            list(self.named_params.values()), *optimizer_args, **optimizer_kwargs
+        )
+        self.param_groups = self._optim.param_groups
+        self.state = self._optim.state
+        self.defaults = self._optim.defaults
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._optim.zero_grad(set_to_none)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        return self._optim.step(closure)
+
+    def state_dict(self) -> dict[str, Any]:
+        """State and groups by the names of parameters."""
+        names = {id(parameter): name for name, parameter in self.named_params.items()}
+        groups = [
+            {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
+            for group in self.param_groups
+        ]
+        state = {names[id(p)]: dict(held) for p, held in self.state.items()}
+        return {"state": state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over a state by name; tensors of another spec, or whole ones, are laid out anew."""
+        unknown = sorted(set(state_dict["state"]) - set(self.named_params))
+        groups = state_dict["param_groups"]
+        if unknown or [len(g["params"]) for g in groups] != [
+            len(g["params"]) for g in self.param_groups
+        ]:
+            raise PathError(
+                f"The state is of other parameters: it names {unknown or groups}, this optimizer "
+                f"has {sorted(self.named_params)}."
+            )
+        for name, held in state_dict["state"].items():
+            parameter = self.named_params[name]
+            self.state[parameter] = {key: _like(value, parameter) for key, value in held.items()}
+        for own, given in zip(self.param_groups, groups, strict=True):
+            own.update({key: value for key, value in given.items() if key != "params"})
+
+
+def _like(value: Any, parameter: torch.Tensor) -> Any:
+    """A tensor of state as its parameter lies, where it has its shape; else a copy."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape != parameter.shape:
+        return value.clone()
+    with torch.no_grad():
+        return torch.zeros_like(parameter, dtype=value.dtype).copy_(value)

@@ -1,0 +1,96 @@
+"""What a module puts out, as a plan's `output_plan` and `return_local_tensor` want it.
+
+A plain output is this rank's part of a batch that all ranks share: together they are one tensor,
+cut along dim 0. As in Note [Own batches], a plain tensor belongs to a rank's own loss, and a
+sharded one to the mean of the losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import each_rank, localize, one_for_all
+from shardwise.core.grid import Grid
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.shard.blocks import blocks_of, held_blocks, sized
+from shardwise.shard.device import RankDevice
+from shardwise.shard.group import home_grid
+from shardwise.shard.linear import ShareOfGradient
+from shardwise.shard.moves import sharded_like, with_spec
+from shardwise.shard.own_batch import announced
+from shardwise.shard.spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
+from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+
+
+def lay_out(
+    output: Any,
+    *,
+    where: str,
+    spec: ShardingSpec | None,
+    local: bool,
+    process_group: Any,
+    grad_reduction: str,
+) -> Any:
+    """The output in `spec`; as this rank's block when `local`."""
+    if not isinstance(output, torch.Tensor):
+        raise ArgumentError(
+            f"The plan lays out the output of {where!r}, which is a {type(output).__name__}, not a "
+            "tensor."
+        )
+    x: Any = output
+    if spec is not None:
+        if not isinstance(x, DTensor):
+            grid = home_grid(process_group, device_type_of(spec))
+            x = joined(x, grid, grad_reduction)
+        x = with_spec(x, ShardedTensor).reshard(spec)
+    if not local or not isinstance(x, DTensor):
+        return x
+    block = with_spec(x, ShardedTensor).local_tensor()
+    if grad_reduction == "mean" and block.requires_grad:
+        return ShareOfGradient.apply(block, len(x._layout.grid.ranks))
+    return block
+
+
+def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
+    """The ranks' own tensors as one, cut along dim 0."""
+    what = "output_plan"
+
+    def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        if not 1 <= mine.dim() <= 8:
+            return [0] * 9, f"an output has 1 to 8 dims, found shape {tuple(mine.shape)}."
+        return [mine.dim(), *mine.shape, *[0] * (8 - mine.dim())], None
+
+    shapes = [tuple(sizes[:ndim]) for ndim, *sizes in announced(grid, what, describe, x)]
+    if len({shape[1:] for shape in shapes}) > 1:
+        raise LayoutError(f"{what}: outputs differ in more than their first dim: {shapes}.")
+    device, at, boxes = torch.device(grid.device_type), 0, []
+    for rank, shape in zip(grid.ranks, shapes, strict=True):
+        boxes.append(ShardMetadata([at] + [0] * (len(shape) - 1), shape, RankDevice(rank, device)))
+        at += shape[0]
+    tiling = make_tiling(EnumerableShardingSpec(boxes), (at, *shapes[0][1:]), grid)
+    return Join.apply(x, tiling, grad_reduction)
+
+
+class Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, tiling: Tiling, grad_reduction: str) -> ShardedTensor:
+        ctx.tiling, ctx.plain = tiling, type(x) is not LocalTensor
+        ctx.factor = len(tiling.grid.ranks) if grad_reduction == "mean" else 1
+        made = ShardedTensor.over(held_blocks(tiling, localize(tiling.grid, x.detach())), tiling)
+        made.grad_reduction = grad_reduction
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        tiling: Tiling = ctx.tiling
+        lying = sharded_like(grad, tiling, ShardedTensor)
+        own = each_rank(
+            tiling.grid, lambda _, mine: mine * ctx.factor, blocks_of(tiling, lying._local)
+        )
+        return one_for_all(own) if ctx.plain else sized(own), None, None

@@ -1,0 +1,81 @@
+"""Sharded tensors in files: a group of ranks is kept by value and found again."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.roster import make_roster
+from shardwise.core.world import current_world
+from shardwise.errors import ArgumentError, WorldError
+from shardwise.shard.group import group_ranks, home_grid
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    ShardMetadata,
+)
+from shardwise.shard.tiling import Tiling, make_tiling
+
+_group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", default=None)
+
+
+@contextlib.contextmanager
+def load_with_process_group(process_group: Any) -> Iterator[Any]:
+    """Inside, sharded tensors that are loaded belong to this group, not to the whole world."""
+    token = _group.set(process_group)
+    try:
+        yield process_group
+    finally:
+        _group.reset(token)
+
+
+def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
+    """What a file holds of a sharded tensor: what this process holds of it, and plain values."""
+    held: tuple[Any, ...] = ("real", local)
+    if isinstance(local, LocalTensor):
+        held = ("simulated", local._parts, local._roster.ranks, local._roster.index)
+    grid = tiling.grid
+    return held, _plain_spec(tiling.spec), (tiling.shape, grid.device_type, grid.ranks)
+
+
+def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
+    """The reverse, in the current world."""
+    shape, device_type, ranks = meta
+    world, group = current_world(), _group.get()
+    if world.simulated != (held[0] == "simulated"):
+        raise WorldError(
+            f"The tensor was saved in a {held[0]} world and cannot be loaded in {world}. Save "
+            "full_tensor() to move values between worlds."
+        )
+    found = group_ranks(group)
+    if found != tuple(ranks):
+        raise WorldError(
+            f"The tensor was saved on the group of ranks {list(ranks)}, but is loaded on "
+            f"{list(found)}. Put the load under load_with_process_group(group) with such a group, "
+            "or reshard(spec) before saving."
+        )
+    tiling = make_tiling(_spec_of(spec), tuple(shape), home_grid(group, device_type))
+    if held[0] == "real":
+        return held[1], tiling
+    return LocalTensor(held[1], make_roster(world, held[2], held[3])), tiling
+
+
+def _plain_spec(spec: ShardingSpec) -> Any:
+    if isinstance(spec, ChunkShardingSpec):
+        return ("chunk", spec.dim, [str(place) for place in spec.placements])
+    if isinstance(spec, EnumerableShardingSpec):
+        boxes = [(b.shard_offsets, b.shard_sizes, str(b.placement)) for b in spec.shards]
+        return ("enumerable", boxes)
+    raise ArgumentError(f"{spec!r} is your own kind of spec: a file cannot hold it.")
+
+
+def _spec_of(plain: Any) -> ShardingSpec:
+    if plain[0] == "chunk":
+        return ChunkShardingSpec(plain[1], plain[2])
+    return EnumerableShardingSpec([ShardMetadata(*box) for box in plain[1]])

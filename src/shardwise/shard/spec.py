@@ -1,0 +1,182 @@
+"""Sharding specs: which rank holds which box of a tensor, as values that compare and hash."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from shardwise.core.chunks import chunk_length, lengths
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.shard.device import RankDevice, parse_device
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ShardMetadata:
+    """One box of a tensor: where it starts, how large it is, and which rank holds it.
+
+    >>> ShardMetadata([0, 4], [2, 4], "rank:1/cpu")
+    ShardMetadata(shard_offsets=(0, 4), shard_sizes=(2, 4), placement=rank:1/cpu)
+    """
+
+    shard_offsets: Sequence[int]
+    shard_sizes: Sequence[int]
+    placement: Any
+
+    def __post_init__(self) -> None:
+        offsets, sizes = _numbers(self.shard_offsets), _numbers(self.shard_sizes)
+        if len(offsets) != len(sizes):
+            raise LayoutError(f"A shard has as many offsets as sizes, found {offsets} and {sizes}.")
+        object.__setattr__(self, "shard_offsets", offsets)
+        object.__setattr__(self, "shard_sizes", sizes)
+        object.__setattr__(self, "placement", parse_device(self.placement))
+
+    @property
+    def rank(self) -> int:
+        place: RankDevice = self.placement
+        return place.rank
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shard_sizes)
+
+
+def _numbers(given: Any) -> Shape:
+    if isinstance(given, (str, int)) or any(
+        not isinstance(n, int) or isinstance(n, bool) for n in given
+    ):
+        raise ArgumentError(f"Offsets and sizes are lists of ints, found {given!r}.")
+    if any(n < 0 for n in given):
+        raise LayoutError(f"Offsets and sizes are not negative, found {tuple(given)}.")
+    return tuple(given)
+
+
+class ShardingSpec(ABC):
+    """How a tensor of some size is cut into boxes."""
+
+    @abstractmethod
+    def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        """The boxes of a tensor of this size, checked: they fill it and do not overlap."""
+
+    @abstractmethod
+    def places(self) -> tuple[RankDevice, ...]:
+        """The ranks and devices that the spec names."""
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkShardingSpec(ShardingSpec):
+    """One dim cut as `torch.chunk` cuts it; chunk i is on the rank that `placements[i]` names.
+
+    Ranks may come in any order, more than once, or not at all.
+
+    >>> spec = ChunkShardingSpec(dim=0, placements=["rank:1/cpu", "rank:0/cpu"])
+    >>> [(shard.rank, shard.shard_offsets, shard.shard_sizes) for shard in spec.boxes([5, 2])]
+    [(1, (0, 0), (3, 2)), (0, (3, 0), (2, 2))]
+    """
+
+    dim: int
+    placements: Sequence[Any]
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.dim, int) or isinstance(self.dim, bool):
+            raise ArgumentError(f"ChunkShardingSpec cuts one dim, an int; found {self.dim!r}.")
+        if isinstance(self.placements, str):
+            raise ArgumentError(f"placements is a list of texts, found {self.placements!r}.")
+        object.__setattr__(self, "placements", tuple(map(parse_device, self.placements)))
+        if not self.placements:
+            raise LayoutError("ChunkShardingSpec needs at least one placement.")
+
+    def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        ndim = len(size)
+        if not -ndim <= self.dim < ndim:
+            raise LayoutError(
+                f"{self} cuts dim {self.dim}, but the tensor of shape {tuple(size)} has {ndim} "
+                "dims."
+            )
+        dim, parts = self.dim % ndim, len(self.placements)
+        step = chunk_length(size[dim], parts)
+        found = []
+        for number, length in enumerate(lengths(size[dim], parts, None)):
+            offsets, sizes = [0] * ndim, list(size)
+            offsets[dim], sizes[dim] = min(number * step, size[dim]), length
+            found.append(ShardMetadata(offsets, sizes, self.placements[number]))
+        return tuple(found)
+
+    def places(self) -> tuple[RankDevice, ...]:
+        return tuple(self.placements)
+
+
+@dataclass(frozen=True, slots=True)
+class EnumerableShardingSpec(ShardingSpec):
+    """Any tiling, box by box.
+
+    >>> top = ShardMetadata([0, 0], [1, 4], "rank:0/cpu")
+    >>> spec = EnumerableShardingSpec([top, ShardMetadata([1, 0], [3, 4], "rank:1/cpu")])
+    >>> spec.boxes([5, 4])
+    Traceback (most recent call last):
+    shardwise.errors.LayoutError: The shards hold 16 of the 20 values of shape (5, 4): they leave \
+holes, or reach beyond the tensor.
+    """
+
+    shards: Sequence[ShardMetadata]
+
+    def __post_init__(self) -> None:
+        boxes = tuple(self.shards)
+        for box in boxes:
+            if not isinstance(box, ShardMetadata):
+                raise ArgumentError(f"The shards of a spec are ShardMetadata, found {box!r}.")
+        if not boxes:
+            raise LayoutError("EnumerableShardingSpec needs at least one shard.")
+        if len({len(box.shard_sizes) for box in boxes}) > 1:
+            raise LayoutError(f"The shards of a spec have one number of dims, found {boxes}.")
+        _check_apart(boxes)
+        object.__setattr__(self, "shards", boxes)
+
+    def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        for box in self.shards:
+            ends = [o + s for o, s in zip(box.shard_offsets, box.shard_sizes, strict=True)]
+            if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
+                raise LayoutError(f"{box} lies outside a tensor of shape {tuple(size)}.")
+        held, wanted = sum(box.numel for box in self.shards), math.prod(size)
+        if held != wanted:
+            raise LayoutError(
+                f"The shards hold {held} of the {wanted} values of shape {tuple(size)}: they leave "
+                "holes, or reach beyond the tensor."
+            )
+        return tuple(self.shards)
+
+    def places(self) -> tuple[RankDevice, ...]:
+        return tuple(box.placement for box in self.shards)
+
+
+def overlap(a: ShardMetadata, b: ShardMetadata) -> tuple[Shape, Shape] | None:
+    """`(offsets, sizes)` of what two boxes share; None when that is nothing."""
+    offsets, sizes = [], []
+    for start_a, size_a, start_b, size_b in zip(
+        a.shard_offsets, a.shard_sizes, b.shard_offsets, b.shard_sizes, strict=True
+    ):
+        start = max(start_a, start_b)
+        length = min(start_a + size_a, start_b + size_b) - start
+        if length <= 0:
+            return None
+        offsets.append(start)
+        sizes.append(length)
+    return tuple(offsets), tuple(sizes)
+
+
+def _check_apart(boxes: Sequence[ShardMetadata]) -> None:
+    # Sorted by where they start along dim 0, only boxes that start before another ends can meet it.
+    ordered = sorted((b for b in boxes if b.numel), key=lambda b: tuple(b.shard_offsets[:1]))
+    for number, first in enumerate(ordered):
+        for second in itertools.islice(ordered, number + 1, None):
+            if first.shard_sizes and (
+                second.shard_offsets[0] >= first.shard_offsets[0] + first.shard_sizes[0]
+            ):
+                break
+            if overlap(first, second) is not None:
+                raise LayoutError(f"{first} and {second} overlap.")

@@ -1,0 +1,281 @@
+"""ShardedTensor: a DTensor with a sharding spec on top.
+
+See Note [Natural, permuted and loose tilings] for what it holds.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.ranks import rank_values
+from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.placements import Placement, short
+from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.shard.blocks import natural_spec, on_device
+from shardwise.shard.device import RankDevice
+from shardwise.shard.dispatch import dispatch
+from shardwise.shard.group import home_grid
+from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
+from shardwise.shard.moves import Block, Reshard
+from shardwise.shard.pickled import packed, unpacked
+from shardwise.shard.reshard import move_pieces
+from shardwise.shard.spec import (
+    EnumerableShardingSpec,
+    ShardingSpec,
+    ShardMetadata,
+)
+from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+
+aten = torch.ops.aten
+_make_wrapper = torch.Tensor._make_wrapper_subclass
+_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
+
+GRAD_REDUCTIONS = ("mean", "sum")
+
+
+class ShardedTensor(DTensor):
+    """A tensor whose pieces lie where a spec says.
+
+    Made by `shard_tensor`, `shard_parameter`, `shard_module`, `init_from_local_shards` and the
+    factories of this package. Where each rank brings its own plain batch to a lookup or a linear
+    layer, the gradient is that of the mean of the ranks' losses; `grad_reduction="sum"` is the
+    other choice.
+    """
+
+    __slots__ = ("_tiling", "grad_reduction")
+    _tiling: Tiling
+    grad_reduction: str
+
+    @staticmethod
+    def over(
+        local: torch.Tensor, tiling: Tiling, layout: Layout | None = None, like: Any = None
+    ) -> ShardedTensor:
+        """A sharded tensor out of what the ranks hold, unchecked."""
+        layout = layout or tiling.layout(local.dtype)
+        stride = layout.stride if tiling.natural else contiguous_stride(tiling.shape)
+        keys = _KEYS if tiling.natural else _NO_KEYS
+        out = _make_wrapper(
+            ShardedTensor,
+            tiling.shape,
+            stride,
+            None,
+            None,
+            layout.dtype,
+            torch.strided,
+            local.device,
+            False,
+            False,
+            None,
+            False,
+            False,
+            keys,
+        )
+        out._local, out._layout, out._tiling = local, layout, tiling
+        out.grad_reduction = "mean" if like is None else like.grad_reduction
+        return out
+
+    # -- ops ---------------------------------------------------------------------------------
+
+    @classmethod
+    def __torch_function__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        special = functions.get(func)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        wish: Layout | None = None,
+    ) -> Any:
+        return dispatch(ShardedTensor, func, args, kwargs or {})
+
+    # -- what it is --------------------------------------------------------------------------
+
+    def sharding_spec(self) -> ShardingSpec:
+        return self._tiling.spec
+
+    def metadata(self) -> ShardedTensorMetadata:
+        """All pieces, on all ranks."""
+        properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
+        return ShardedTensorMetadata(self._tiling.boxes, torch.Size(self._tiling.shape), properties)
+
+    def local_shards(self) -> list[Shard]:
+        """The pieces of the ranks present: this one's, or all of a simulated world's.
+
+        What is written to them is written to the tensor.
+        """
+        tiling, found = self._tiling, []
+        for (place,), held in rank_values(tiling.grid, self._local):
+            rank = tiling.grid.ranks[place]
+            pieces = tiling.pieces(rank, held)
+            found += [Shard(p, b) for p, b in zip(pieces, tiling.on_rank(rank), strict=True)]
+        return found
+
+    def local_tensor(self) -> torch.Tensor:
+        """This rank's block, differentiable; empty on a rank that has none."""
+        if self._tiling.blocks is None:
+            raise UnsupportedError(
+                f"A rank has several pieces of this tensor, which do not join to one block: "
+                f"{self.sharding_spec()}. Use local_shards(), or reshard() it first."
+            )
+        return Block.apply(self)
+
+    @property
+    def process_group(self) -> Any:
+        return self._tiling.grid.mesh.get_group(0)
+
+    @property
+    def placements(self) -> tuple[Placement, ...]:
+        self._check_natural("placements")
+        return self._layout.placements
+
+    def _check_natural(self, asked: str) -> None:
+        if not self._tiling.natural:
+            raise UnsupportedError(
+                f"{asked} is not there for {self.sharding_spec()}: no layout of a mesh has pieces "
+                "in that order. Use reshard(spec) with one block per rank, in the order of ranks."
+            )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        grad = ", requires_grad=True" if self.requires_grad else ""
+        held = short(self._layout.placements) if self._tiling.natural else "in pieces"
+        return (
+            f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {held} on "
+            f"{self._tiling.grid!r}{grad}, spec={self.sharding_spec()},\nlocal={self._local!r})"
+        )
+
+    def __checkpoint_pieces__(self) -> list[tuple[int, tuple[int, ...], torch.Tensor]]:
+        """The pieces as shardwise.checkpoint asks for them."""
+        rank_of = [(s.metadata.placement.rank, s) for s in self.local_shards()]
+        return [(rank, s.metadata.shard_offsets, s.tensor) for rank, s in rank_of]
+
+    # -- moving ------------------------------------------------------------------------------
+
+    def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
+        if not isinstance(resharding_spec, ShardingSpec):
+            raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
+        source = self._tiling
+        kind = device_type_of(resharding_spec)
+        if kind != source.grid.device_type:
+            raise LayoutError(
+                f"reshard() stays on {source.grid.device_type}; {resharding_spec} is on {kind}. "
+                "Move the tensor first: .to(device)."
+            )
+        target = make_tiling(resharding_spec, source.shape, source.grid)
+        return self if target is source else Reshard.apply(self, target)
+
+    def gather(  # type: ignore[override]
+        self, dst: int = 0, out: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> torch.Tensor | None:
+        """The whole tensor on rank `dst` of the group, None elsewhere; also written to `out`.
+
+        In a simulated world, where rank `dst` is always present, it is returned.
+        """
+        tiling = self._tiling
+        if not 0 <= dst < len(tiling.grid.ranks):
+            raise LayoutError(f"dst={dst} is no rank of a group of {len(tiling.grid.ranks)}.")
+        rank = tiling.grid.ranks[dst]
+        place = RankDevice(rank, torch.device(tiling.grid.device_type))
+        one = EnumerableShardingSpec([ShardMetadata([0] * self.dim(), tiling.shape, place)])
+        target = make_tiling(one, tiling.shape, tiling.grid)
+        held = move_pieces(self._local.detach(), tiling, target, "gather")
+        for (at,), mine in rank_values(tiling.grid, held):
+            if at == dst:
+                whole = target.pieces(rank, mine)[0].to(dtype or self.dtype)
+                return whole if out is None else out.copy_(whole)
+        return None
+
+    def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        """The whole tensor, on every rank."""
+        if self._tiling.natural:
+            return super().full_tensor(grad_placements=grad_placements)
+        self._check_one_block("full_tensor()")
+        ordered = self.reshard(natural_spec(self._tiling))
+        return ordered.full_tensor(grad_placements=grad_placements)
+
+    def _check_one_block(self, asked: str) -> None:
+        if not self._tiling.shape:
+            raise UnsupportedError(f"{asked} of a tensor without dims: read the owner's piece.")
+
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """As for any DTensor; the result has no spec."""
+        self._check_natural("redistribute()")
+        return super().redistribute(*args, **kwargs)
+
+    def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
+        self._check_natural("to_local()")
+        return super().to_local(grad_placements=grad_placements)
+
+    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        """Another dtype or another kind of device, as for any tensor."""
+        copied = kwargs.pop("copy", False)
+        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
+        new: Any = self
+        if dtype is not None and dtype != self.dtype:
+            new = torch.Tensor.to(self, dtype)
+        tiling = self._tiling
+        if device is None or device.type == tiling.grid.device_type:
+            new = new.clone() if copied and new is self else new
+            return new
+        grid = home_grid(self.process_group, device.type)
+        spec = on_device(tiling.spec, device)
+        moved = make_tiling(spec, tiling.shape, grid)
+        return ShardedTensor.over(new._local.detach().to(device), moved, like=self)
+
+    def cpu(self, *args: Any, **kwargs: Any) -> ShardedTensor:
+        return self.to("cpu")
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
+        return self.to(torch.device("cuda") if device is None else device)
+
+    # -- copies ------------------------------------------------------------------------------
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ShardedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise ShardwiseError(
+                "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
+            )
+        copied = ShardedTensor.over(
+            self._local.detach().clone(), self._tiling, self._layout, like=self
+        )
+        copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
+        copied.requires_grad_(self.requires_grad)
+        if self.grad is not None:
+            copied.grad = copy.deepcopy(self.grad, memo)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        state = packed(self._local.detach(), self._tiling)
+        marks = (self.grad_reduction, self.requires_grad)
+        return _unpickle, (state, marks, _lasting(self.__dict__))
+
+
+def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTensor:
+    restored = ShardedTensor.over(*unpacked(*state))
+    restored.grad_reduction, requires_grad = marks
+    restored.__dict__.update(attributes)
+    restored.requires_grad_(requires_grad)
+    return restored
+
+
+# What a saved ShardedTensor consists of besides tensors: torch.load reads it with weights_only.
+torch.serialization.add_safe_globals([_unpickle])
+
+#: Functions of torch that are not simply passed on, and what runs instead; filled by `functions`.
+functions: dict[Any, Any] = {}

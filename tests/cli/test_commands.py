@@ -1,0 +1,120 @@
+"""The command line, as a person meets it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import report_models
+from click.testing import CliRunner
+
+from shardwise.cli.main import main
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("plan.toml").write_text(report_models.TENSOR_PLAN)
+    return lambda *words: CliRunner().invoke(main, [*map(str, words)])
+
+
+def test_help_has_examples_and_needs_no_torch():
+    program = (
+        "import sys; from shardwise.cli.main import main\n"
+        "try: main(['--help'])\n"
+        "except SystemExit: assert 'torch' not in sys.modules and 'rich' not in sys.modules"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert "shardwise check my_model:make" in ran.stdout
+
+
+def test_version(run):
+    assert run("--version").output.startswith("shardwise, version 0.")
+
+
+def test_explain_as_text_and_json(run):
+    asked = ("explain", "report_models:mlp", "--plan", "plan.toml", "--mesh", "dp=2,tp=2")
+    text = run(*asked, "--html", "page.html")
+    assert text.exit_code == 0, text.output
+    assert "[R, S(0)]" in text.output
+    assert Path("page.html").read_text().startswith("<!doctype html>")
+    content = json.loads(run(*asked, "--json").output)
+    assert content["axes"] == [["dp", 2], ["tp", 2]]
+
+
+def test_check_says_what_differs_by_its_exit_status(run):
+    good = run("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2")
+    assert good.exit_code == 0, good.output
+    assert good.output.count("agrees with one device") == 2
+    bad = run("check", "report_models:careless", "--plan", "plan.toml", "--ranks", "2")
+    assert bad.exit_code == 1
+    assert "differs" in bad.output
+    assert "on rank 0" in bad.output
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("check", "nowhere:make"), "There is no module 'nowhere'"),
+        (("check", "report_models"), "pkg.module:factory"),
+        (("check", "report_models:nothing"), "has no callable 'nothing'; it has"),
+        (("check", "report_models:no_module"), "a module and a sample batch"),
+        (("check", "report_models:failing"), "the weights are elsewhere"),
+        (("check", "report_models:mlp", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
+        (("explain", "report_models:mlp", "--mesh", "dp=x"), "A mesh is written dp=2,tp=4"),
+        (("rules", "mn"), "Did you mean"),
+        (("demo", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
+        (("demo", "--data", "gone.tsv"), "no file 'gone.tsv'"),
+        (("demo", "--ranks", "3"), "do not divide among 3 ranks"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_a_mistake_is_one_message(run, words, said):
+    result = run(*words)
+    assert result.exit_code == 2
+    assert said in result.output
+    assert "Traceback" not in result.output
+    assert run("--debug", *words).exception is not None
+
+
+def test_rules(run):
+    assert "m k, k n -> m n" in run("rules", "aten.mm.default").output
+    assert "[S(1), S(0)]" in run("rules", "mm").output
+    listed = run("rules").output
+    assert "a rule of its own" in listed
+    assert "embedding" in listed
+
+
+def test_completion_scripts(run):
+    for shell in ("bash", "zsh", "fish"):
+        assert "_SHARDWISE_COMPLETE" in run("completion", shell).output
+
+
+@pytest.mark.parametrize("columns", ["40", "80"])
+def test_narrow_terminals_get_no_longer_lines(run, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    output = run("explain", "report_models:mlp", "--plan", "plan.toml").output
+    assert max(map(len, output.splitlines())) <= int(columns)
+
+
+def test_pipes_get_no_colours(run, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    assert "\x1b[" not in run("explain", "report_models:mlp", "--plan", "plan.toml").output
+
+
+@pytest.mark.processes
+def test_doctor():
+    program = "from shardwise.cli.main import main; main(['doctor'])"
+    ran = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+    assert "2 processes added a number over loopback" in ran.stdout

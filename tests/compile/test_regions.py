@@ -1,0 +1,194 @@
+"""What may stand inside a compiled region, next to ops: doors, placements, modules, optimizers."""
+
+import pytest
+import torch
+from by_hand import value
+from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise.dtensor.traced import read, spelled
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """Each test starts without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def pair():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        shardwise.zeros(1, device_mesh=mesh)  # the mesh is known
+        yield mesh
+
+
+def compiled(fn, **options):
+    counter = CompileCounterWithBackend("aot_eager")
+    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(10, 24), nn.Linear(24, 14)
+
+    def forward(self, x):
+        return self.second(self.first(x).relu())
+
+
+def gradients(module):
+    return [value(p.grad) for p in module.parameters()]
+
+
+def assert_same(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+# -- doors -----------------------------------------------------------------------------------
+
+
+def test_local_tensors_enter_and_leave(pair):
+    def doubled(x):
+        whole = DTensor.from_local(x, pair, [Shard(0)])
+        return (whole.redistribute(placements=[Shard(1)]) * 2).to_local()
+
+    fast, _ = compiled(doubled)
+    parts = torch.randn(2, 3, 4)
+
+    def run(fn):
+        x = LocalTensor.per_rank(lambda rank: parts[rank].clone()).requires_grad_()
+        y = fn(x)
+        y.square().sum().backward()
+        return y.detach(), x.grad
+
+    for found, expected in zip(run(fast), run(doubled), strict=True):
+        for rank in range(2):
+            torch.testing.assert_close(found.on_rank(rank), expected.on_rank(rank))
+
+
+def test_a_plain_tensor_that_all_ranks_hold(pair):
+    def scaled(x, weight):
+        return (DTensor.from_local(x, pair, [Replicate()]) @ weight).full_tensor()
+
+    fast, _ = compiled(scaled)
+    x = torch.randn(6, 10, requires_grad=True)
+    weight = distribute_tensor(torch.randn(10, 14), pair, [S1])
+    fast(x, weight).sum().backward()
+    torch.testing.assert_close(x.grad, value(weight).sum(1).expand(6, 10))
+
+
+def test_placements_are_read_and_compared(pair):
+    def chosen(x):
+        y = x * 2
+        if y.placements == (Shard(0),) and x.placements[0].is_shard(0):
+            return y.redistribute(placements=[Replicate()])
+        return y
+
+    fast, _ = compiled(chosen)
+    x = torch.randn(6, 10)
+    for placement in (S0, S1):
+        laid = distribute_tensor(x, pair, [placement])
+        assert fast(laid).placements == chosen(laid).placements
+        torch.testing.assert_close(value(fast(laid)), x * 2)
+
+
+def test_what_cannot_be_compiled_says_so(pair):
+    with pytest.raises(Exception, match="outside torch"):
+        compiled(lambda x: distribute_tensor(x, pair, [S0]))[0](torch.randn(4))
+    with pytest.raises(Exception, match="outside torch"):
+        compiled(lambda x: DTensor.from_local(x, pair, [R], run_check=True))[0](torch.randn(4))
+
+
+def test_placements_as_numbers():
+    placements = [Shard(1, sizes=(3, 0)), R, Partial("max"), Shard(2)]
+    assert read(spelled(placements)) == placements
+    assert read(spelled(None)) is None
+
+
+# -- modules and optimizers ------------------------------------------------------------------
+
+
+def test_a_parallelized_module_of_any_batch_size(pair):
+    model = parallelize_module(
+        Layers(), pair, {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    )
+    fast, counter = compiled(model)
+    for rows in (7, 9, 12, 15):
+        x = torch.randn(rows, 10)
+        grads = []
+        for run in (model, fast):
+            model.zero_grad()
+            out = run(x)
+            out.square().sum().backward()
+            grads.append([out.agreed().detach(), *gradients(model)])
+        assert_same(*grads)
+    assert counter.frame_count == 2  # the first batch size, and all others
+
+
+def test_training_on_after_a_backward(pair):
+    """The gradient of a replicated parameter is Partial: it has more parts than the parameter."""
+    models = [shardwise.distribute_module(Layers(), pair) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in models]
+    fast, _ = compiled(models[1])
+    fast_step = torch.compile(optimizers[1].step, backend="aot_eager")
+    for rows in (6, 8):
+        x = distribute_tensor(torch.randn(rows, 10), pair, [S0])
+        for optimizer, run, step in zip(
+            optimizers, (models[0], fast), (optimizers[0].step, fast_step), strict=True
+        ):
+            run(x).square().mean().backward()
+            step()
+            optimizer.zero_grad()
+    assert_same(*([value(p.detach()) for p in model.parameters()] for model in models))
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_autocast(pair, inside):
+    def layer(x, weight):
+        if not inside:
+            return F.linear(x, weight)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return F.linear(x, weight)
+
+    x = distribute_tensor(torch.randn(6, 10), pair, [S0])
+    weight = distribute_tensor(torch.randn(14, 10), pair, [R]).requires_grad_()
+    found = []
+    for run in (layer, compiled(layer)[0]):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
+            out = run(x, weight)
+        assert out.dtype == torch.bfloat16
+        (grad,) = torch.autograd.grad(out.float().square().sum(), weight)
+        found.append((value(out), value(grad)))
+    assert_same(*found)
+
+
+# -- sizes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("placement", [S0, R], ids=repr)
+def test_small_sizes_in_any_order(pair, placement):
+    """Two rows on two ranks after five: each piece has size 1, the whole a symbol."""
+
+    def layer(x, weight):
+        return F.linear(x, weight).relu()
+
+    fast, _ = compiled(layer)
+    weight = distribute_tensor(torch.randn(14, 10), pair, [S0]).requires_grad_()
+    for rows in (5, 0, 1, 2, 9):
+        x = distribute_tensor(torch.randn(rows, 10), pair, [placement])
+        found = []
+        for run in (layer, fast):
+            out = run(x, weight)
+            found.append((value(out), value(torch.autograd.grad(out.sum(), weight)[0])))
+        assert_same(*found)

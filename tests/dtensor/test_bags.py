@@ -1,0 +1,181 @@
+"""EmbeddingBag in all its forms, against one device."""
+
+import pytest
+import torch
+from by_hand import lay, value
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import Replicate, Shard
+from shardwise.debug import CommDebugMode
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+ROWS, COLUMNS = 11, 6
+LINE = [S0, Shard(0, sizes=(0, 2, 9, 0)), S1, Shard(1, sizes=(6, 0, 0, 0)), R]
+SQUARE = [[R, S0], [S1, R], [S0, S1], [S0, S0]]
+
+_generator = torch.Generator().manual_seed(0)
+
+
+def _ids(*shape, dtype=torch.long):
+    return torch.randint(0, ROWS, shape, dtype=dtype, generator=_generator)
+
+
+FORMS = {
+    "two dims": (_ids(7, 3), None, False),
+    "two dims, no bags": (torch.empty(0, 3, dtype=torch.long), None, False),
+    "offsets": (_ids(9), torch.tensor([0, 0, 4, 4, 7]), False),
+    "last offset": (_ids(9), torch.tensor([0, 0, 4, 4, 9]), True),
+    "only empty bags": (torch.empty(0, dtype=torch.long), torch.tensor([0, 0]), False),
+    "int32": (_ids(5, 2, dtype=torch.int32), None, False),
+}
+
+
+def check(mesh, table_placements, ids_placements, form, weighted=False, dtype=None, **options):
+    """Bags and all gradients are those of one device, and lie like the table."""
+    ids, offsets, include_last = FORMS[form]
+    options |= {"include_last_offset": include_last}
+    weight = torch.randn(ROWS, COLUMNS, dtype=dtype)
+    samples = torch.randn(ids.shape, dtype=dtype) if weighted else None
+    one = [None if t is None else t.clone().requires_grad_() for t in (weight, samples)]
+    expected = F.embedding_bag(ids, one[0], offsets, per_sample_weights=one[1], **options)
+    upstream = torch.randn_like(expected)
+    expected.backward(upstream)
+
+    everywhere = [R] * mesh.ndim
+    sharded = lay(weight, mesh, table_placements).requires_grad_()
+    laid = None if samples is None else lay(samples, mesh, ids_placements).requires_grad_()
+    starts = None if offsets is None else lay(offsets, mesh, everywhere)
+    found = F.embedding_bag(
+        lay(ids, mesh, ids_placements), sharded, starts, per_sample_weights=laid, **options
+    )
+    found.backward(lay(upstream, mesh, everywhere))
+    torch.testing.assert_close(value(found), expected.detach())
+    grad = sharded.grad.to_dense() if options.get("sparse") else sharded.grad
+    torch.testing.assert_close(value(grad), one[0].grad.to_dense())
+    if weighted:
+        torch.testing.assert_close(value(laid.grad), one[1].grad)
+    for lies, asked in zip(sharded.grad.placements, table_placements, strict=True):
+        assert lies == asked or asked == R
+    return found
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("placement", LINE, ids=repr)
+def test_every_form(mesh, placement, form, mode):
+    check(mesh, [placement], [R], form, mode=mode)
+    check(mesh, [placement], [R], form, mode=mode, padding_idx=3)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placement", LINE, ids=repr)
+def test_bags_of_a_sharded_batch_stay_sharded(mesh, placement, mode):
+    found = check(mesh, [placement], [S0], "two dims", mode=mode, padding_idx=-1)
+    assert found.placements == ((placement,) if placement.is_shard(1) else (S0,))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("placements", SQUARE, ids=str)
+def test_a_table_on_a_grid(square, placements, mode):
+    check(square, placements, [R, R], "offsets", mode=mode, padding_idx=3)
+    check(square, placements, [S0, R], "two dims", mode=mode)
+    check(square, placements, [S0, S0], "two dims", mode=mode)
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("form", ["two dims", "last offset"])
+@pytest.mark.parametrize("placement", LINE, ids=repr)
+def test_weights_of_the_samples(mesh, placement, form, sparse):
+    check(mesh, [placement], [R], form, weighted=True, mode="sum", padding_idx=3, sparse=sparse)
+    if form == "two dims":
+        check(mesh, [placement], [S0], form, weighted=True, mode="sum", sparse=sparse)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_sparse_gradients(mesh, placement, mode):
+    check(mesh, [placement], [R], "offsets", mode=mode, sparse=True)
+    check(mesh, [placement], [S0], "two dims", mode=mode, sparse=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_floating_dtypes(mesh, placement, dtype):
+    for mode in ("sum", "mean", "max"):
+        # Half the rows have one term each: no rounding depends on the order of a sum.
+        ids = torch.arange(8).view(4, 2)
+        weight = torch.randn(ROWS, COLUMNS).to(dtype)
+        found = F.embedding_bag(lay(ids, mesh, [R]), lay(weight, mesh, [placement]), mode=mode)
+        expected = F.embedding_bag(ids, weight, mode=mode)
+        torch.testing.assert_close(value(found), expected)
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_gradients_are_scaled_by_how_often_an_id_occurs(mesh, placement):
+    """Torch's own bags on the CPU divide by the count of another row: told by hand."""
+    ids, weight = torch.tensor([[1, 1], [1, 8]]), torch.randn(ROWS, COLUMNS)
+    sharded = lay(weight, mesh, [placement]).requires_grad_()
+    F.embedding_bag(
+        lay(ids, mesh, [R]), sharded, mode="sum", scale_grad_by_freq=True
+    ).sum().backward()
+    expected = torch.zeros(ROWS, COLUMNS)
+    expected[1], expected[8] = 1.0, 1.0
+    torch.testing.assert_close(value(sharded.grad), expected)
+
+
+def test_rows_of_a_maximal_norm(mesh):
+    weight, ids = torch.randn(ROWS, COLUMNS), torch.randint(0, ROWS, (4, 2))
+    for placement in (S0, R):
+        one, sharded = weight.clone(), lay(weight, mesh, [placement])
+        expected = F.embedding_bag(ids, one, mode="sum", max_norm=1.0)
+        found = F.embedding_bag(lay(ids, mesh, [S0]), sharded, mode="sum", max_norm=1.0)
+        torch.testing.assert_close(value(found), expected)
+        torch.testing.assert_close(value(sharded), one)
+
+
+def test_a_module_trains_as_on_one_device(mesh):
+    one = nn.EmbeddingBag(ROWS, COLUMNS, mode="mean", padding_idx=2)
+    sharded = nn.EmbeddingBag(ROWS, COLUMNS, mode="mean", padding_idx=2)
+    sharded.weight = nn.Parameter(lay(one.weight.detach().clone(), mesh, [S0]))
+    for module, place in ((one, lambda x: x), (sharded, lambda x: lay(x, mesh, [S0]))):
+        torch.manual_seed(1)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
+        for _ in range(3):
+            module(place(torch.randint(0, ROWS, (5, 3)))).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    torch.testing.assert_close(value(sharded.weight), one.weight.detach())
+
+
+def test_only_sums_travel(mesh):
+    """Sharded ids of a row-wise table: ids are gathered, one sum per bag is reduce-scattered."""
+    weight = lay(torch.randn(ROWS, COLUMNS), mesh, [S0])
+    ids = lay(torch.randint(0, ROWS, (8, 3)), mesh, [S0])
+    with CommDebugMode() as comm:
+        F.embedding_bag(ids, weight, mode="sum")
+    assert [(e.kind, e.num_bytes) for e in comm.events] == [
+        ("all_gather_into_tensor", 2 * 3 * 8),
+        ("reduce_scatter_tensor", 8 * COLUMNS * 4),
+    ]
+
+
+@pytest.mark.parametrize("placement", LINE, ids=repr)
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_an_id_out_of_range_is_an_error(mesh, placement, mode):
+    weight = lay(torch.randn(ROWS, COLUMNS), mesh, [placement])
+    for bad in (ROWS, -1):
+        ids = torch.tensor([[0, 1], [2, 3], [4, bad]])
+        for ids_placement in (R, S0):
+            with pytest.raises(IndexError, match="out of range"):
+                F.embedding_bag(lay(ids, mesh, [ids_placement]), weight, mode=mode)
+
+
+def test_plain_offsets_are_refused(mesh):
+    weight = lay(torch.randn(ROWS, COLUMNS), mesh, [S0])
+    ids = lay(torch.randint(0, ROWS, (6,)), mesh, [R])
+    with pytest.raises(shardwise.MixedTensorsError, match="offsets is a plain tensor"):
+        F.embedding_bag(ids, weight, torch.tensor([0, 1]))
+    with pytest.raises(shardwise.MixedTensorsError, match="input is a plain"):
+        F.embedding_bag(torch.zeros(2, 2, dtype=torch.long), weight)

@@ -1,0 +1,101 @@
+"""Picking and writing entries: what goes in place, what has no known shape, what is refused."""
+
+import pytest
+import torch
+from parity import whole
+
+from shardwise import Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+
+ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
+
+WRITES = {
+    "index_put_": lambda x, i, v: x.index_put_((i[0],), v[:3], accumulate=True),
+    "setitem": lambda x, i, v: x.__setitem__((i[0],), v[:3]),
+    "index_add_": lambda x, i, v: x.index_add_(0, i[0], v[:3]),
+    "index_fill_": lambda x, i, v: x.index_fill_(0, i[0], 7.0),
+    "scatter_": lambda x, i, v: x.scatter_(1, i, v[:2, :3]),
+    "scatter_add_": lambda x, i, v: x.scatter_add_(0, i, v[:2, :3]),
+    "masked_fill_": lambda x, i, v: x.masked_fill_(v > 0, 7.0),
+    "masked_scatter_": lambda x, i, v: x.masked_scatter_(v > 0, v.exp()),
+    "put_": lambda x, i, v: x.put_(i, v[:2, :3]),
+}
+
+
+@pytest.mark.parametrize(
+    "placements",
+    [[Shard(0), Replicate()], [Shard(1), Shard(0)], [Shard(0, sizes=(1, 4)), Shard(1)]],
+    ids=str,
+)
+@pytest.mark.parametrize("name", WRITES)
+def test_writes_in_place(square, name, placements):
+    x, values = torch.randn(5, 6), torch.randn(5, 6)
+    placed = distribute_tensor(x.clone(), square, placements)
+    everywhere = [Replicate()] * 2
+    here = placed._local
+    WRITES[name](
+        placed,
+        distribute_tensor(ids, square, everywhere),
+        distribute_tensor(values, square, everywhere),
+    )
+    WRITES[name](x, ids, values)
+    torch.testing.assert_close(whole(placed), x)
+    assert placed.placements == tuple(placements)
+    assert placed._local is here
+
+
+def test_a_lookup_along_a_sharded_dim_gathers_nothing(mesh):
+    x = distribute_tensor(torch.randn(7, 3), mesh, [Shard(0)])
+    rows = distribute_tensor(torch.tensor([6, 0, 6, 2]), mesh, [Replicate()])
+    for call in (lambda: x[rows], lambda: x.index_select(0, rows)):
+        with CommDebugMode() as comm:
+            found = call()
+        assert not comm.events
+        assert found.placements[0].is_partial("sum")
+        torch.testing.assert_close(whole(found), whole(x)[whole(rows)])
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_an_index_out_of_range_raises_what_one_device_raises(mesh, placement):
+    x, far = torch.randn(4, 3), torch.tensor([1, 4])
+    placed, index = (
+        distribute_tensor(x, mesh, [placement]),
+        distribute_tensor(far, mesh, [Replicate()]),
+    )
+    for call in (
+        lambda x, i: x[i],
+        lambda x, i: x.index_select(0, i),
+        lambda x, i: x.gather(0, i[:, None]),
+        lambda x, i: x.scatter(0, i[:, None], 1.0),
+        lambda x, i: x.take(i + 10),
+    ):
+        with pytest.raises((IndexError, RuntimeError)) as expected:
+            call(x, far)
+        with pytest.raises(expected.type):
+            call(placed, index)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_results_whose_shape_depends_on_values(mesh, placement):
+    x = torch.randn(5, 3)
+    placed = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    for call in (
+        lambda x: x[x > 0],
+        lambda x: x.masked_select(x > 0),
+        lambda x: x.nonzero(),
+        lambda x: torch.where(x > 0)[1],
+        lambda x: torch.argwhere(x > 1),
+    ):
+        found = call(placed)
+        assert found.placements == (Replicate(),)
+        torch.testing.assert_close(whole(found), call(x))
+    placed[placed > 0].sum().backward()
+    torch.testing.assert_close(whole(placed.grad), (x > 0).float())
+
+
+def test_a_write_to_a_sum_that_is_not_reduced_yet(mesh):
+    x = torch.randn(4, 3)
+    partial = distribute_tensor(x, mesh, [Shard(0)]).sum(0)
+    assert partial.placements[0].is_partial()
+    partial.index_fill_(0, distribute_tensor(torch.tensor([1, 0]), mesh, [Replicate()]), 1.0)
+    torch.testing.assert_close(whole(partial), torch.tensor([1.0, 1.0, x.sum(0)[2]]))

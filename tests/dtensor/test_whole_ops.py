@@ -1,0 +1,260 @@
+"""Norms, attention, products and recurrent nets: the numbers of one device, and little sent."""
+
+import copy
+
+import pytest
+import torch
+from parity import whole
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import Partial, Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+
+
+def compare(mesh, fn, tensors, placements, tolerance=1e-4):
+    """`fn` of plain tensors and of DTensors: the result, and the gradient of every operand."""
+    plain = [t.clone().requires_grad_(t.is_floating_point()) for t in tensors]
+    placed = [
+        distribute_tensor(t, mesh, p).requires_grad_(t.is_floating_point())
+        for t, p in zip(tensors, placements, strict=True)
+    ]
+    expected, found = fn(*plain), fn(*placed)
+    torch.testing.assert_close(whole(found), expected.detach(), rtol=tolerance, atol=tolerance)
+    grad = torch.randn(expected.shape)
+    expected.backward(grad)
+    found.backward(distribute_tensor(grad, mesh, [Replicate()] * mesh.ndim))
+    for a, b in zip(plain, placed, strict=True):
+        if a.grad is not None:
+            torch.testing.assert_close(whole(b.grad), a.grad, rtol=tolerance, atol=tolerance)
+    return found
+
+
+# -- batch norm ------------------------------------------------------------------------------
+
+BATCHES = {
+    "batch": [Shard(0), Replicate()],
+    "batch twice": [Shard(0), Shard(0)],
+    "channels": [Shard(1), Replicate()],
+    "batch and channels": [Shard(0), Shard(1)],
+    "positions": [Shard(2), Replicate()],
+    "nothing on most ranks": [Shard(0, sizes=(5, 0)), Shard(0)],
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("placements", BATCHES.values(), ids=BATCHES)
+def test_batch_norm_sees_the_whole_batch(square, placements, training):
+    net = torch.nn.BatchNorm2d(6, momentum=0.3).train(training)
+    torch.nn.init.normal_(net.weight)
+    sharded = shardwise.distribute_module(copy.deepcopy(net), square)
+    # Far from zero: sums of squares would lose the variance here.
+    x = torch.randn(5, 6, 3, 2) + 300
+    plain, placed = x.clone().requires_grad_(), distribute_tensor(x, square, placements)
+    placed.requires_grad_()
+    expected, found = net(plain), sharded(placed)
+    grad = torch.randn(expected.shape)
+    expected.backward(grad)
+    found.backward(distribute_tensor(grad, square, [Replicate()] * 2))
+    torch.testing.assert_close(whole(found), expected.detach(), rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole(placed.grad), plain.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole(sharded.weight.grad), net.weight.grad, rtol=1e-3, atol=1e-3)
+    torch.testing.assert_close(whole(sharded.bias.grad), net.bias.grad, rtol=1e-4, atol=1e-4)
+    for name, value in net.named_buffers():
+        torch.testing.assert_close(whole(sharded.get_buffer(name)), value, rtol=1e-4, atol=1e-4)
+
+
+def test_batch_norm_sends_sums_alone(mesh):
+    net = shardwise.distribute_module(torch.nn.BatchNorm2d(6), mesh)
+    x = distribute_tensor(torch.randn(8, 6, 4, 4), mesh, [Shard(0)]).requires_grad_()
+    with CommDebugMode() as forward:
+        out = net(x)
+    assert out.placements == (Shard(0),)
+    assert [e.kind for e in forward.events] == ["all_reduce"] * 2
+    with CommDebugMode() as backward:
+        out.backward(torch.ones_like(out))
+    assert [e.kind for e in backward.events] == ["all_reduce"]
+
+
+def test_a_second_derivative_of_batch_norm(mesh):
+    weight, x = torch.randn(3), torch.randn(4, 3, 2)
+
+    def penalty(x, weight):
+        out = F.batch_norm(x, None, None, weight, training=True)
+        (grad,) = torch.autograd.grad(out.pow(3).sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    compare(mesh, penalty, [x, weight], [[Shard(0)], [Replicate()]], 1e-3)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Shard(2), Partial()], ids=repr)
+@pytest.mark.parametrize("name", ["group", "instance", "rms", "layer"])
+def test_norms(mesh, name, placement):
+    calls = {
+        "group": lambda x, w: F.group_norm(x, 3, w),
+        "instance": lambda x, w: F.instance_norm(x, weight=w),
+        "rms": lambda x, w: F.rms_norm(x.mT, (6,), w),
+        "layer": lambda x, w: F.layer_norm(x.mT, (6,), w),
+    }
+    start = [Replicate()] if placement.is_partial() else [placement]
+    fn = calls[name]
+
+    def call(x, w):
+        if isinstance(x, shardwise.DTensor) and placement.is_partial():
+            x = x.redistribute(placements=[placement])
+        return fn(x, w)
+
+    compare(mesh, call, [torch.randn(5, 6, 7), torch.randn(6)], [start, [Replicate()]])
+
+
+def test_instance_norm_keeps_running_statistics(mesh):
+    net = torch.nn.InstanceNorm1d(6, track_running_stats=True)
+    sharded = shardwise.distribute_module(copy.deepcopy(net), mesh)
+    x = torch.randn(5, 6, 7)
+    expected, found = net(x), sharded(distribute_tensor(x, mesh, [Shard(0)]))
+    torch.testing.assert_close(whole(found), expected)
+    torch.testing.assert_close(whole(sharded.running_var), net.running_var)
+
+
+# -- attention -------------------------------------------------------------------------------
+
+ATTENTION = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "grouped": {"enable_gqa": True},
+}
+
+
+@pytest.mark.parametrize("dims", [(0, 1), (1, 1), (0, 2), (2, 1)], ids=str)
+@pytest.mark.parametrize("name", [*ATTENTION, "mask", "mask with gradient", "three dims"])
+def test_attention(square, name, dims):
+    options = ATTENTION.get(name, {})
+    heads = 2 if name == "grouped" else 4
+    q, k, v = torch.randn(3, 4, 5, 8), torch.randn(3, heads, 6, 8), torch.randn(3, heads, 6, 8)
+    tensors, placed = [q, k, v], [[Shard(d) for d in dims]] * 3
+    if name == "three dims":
+        tensors, options = [t[:, 0] for t in tensors], {"is_causal": True}
+    if name.startswith("mask"):
+        tensors.append(torch.randn(3, 1, 5, 6))
+        placed = [*placed, [Shard(0), Replicate()]]
+
+    def call(q, k, v, mask=None):
+        if mask is not None:
+            mask = mask if "gradient" in name else mask.detach()
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, **options)
+
+    compare(square, call, tensors, placed)
+
+
+def test_sharded_heads_need_no_communication(mesh):
+    q, k, v = (distribute_tensor(torch.randn(2, 4, 5, 8), mesh, [Shard(1)]) for _ in range(3))
+    q.requires_grad_()
+    with CommDebugMode() as comm:
+        F.scaled_dot_product_attention(q, k, v, is_causal=True).square().backward(
+            torch.ones_like(q)
+        )
+    assert not comm.events
+
+
+# -- products --------------------------------------------------------------------------------
+
+SHAPES = [
+    ((6,), (6,)),
+    ((5, 6), (6,)),
+    ((6,), (3, 6, 4)),
+    ((3, 5, 6), (6, 4)),
+    ((3, 5, 6), (6,)),
+    ((2, 1, 5, 6), (3, 6, 4)),
+    ((5, 6), (2, 3, 6, 4)),
+]
+
+
+@pytest.mark.parametrize(("left", "right"), SHAPES, ids=str)
+def test_every_shape_that_matmul_takes(mesh, left, right):
+    for a in [Replicate(), *(Shard(d) for d in range(len(left)))]:
+        for b in [Replicate(), *(Shard(d) for d in range(len(right)))]:
+            compare(mesh, torch.matmul, [torch.randn(left), torch.randn(right)], [[a], [b]])
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        torch.matmul,
+        lambda x, w: torch.einsum("bsk,kn->bsn", x, w),
+    ],
+    ids=["matmul", "einsum"],
+)
+def test_a_sharded_middle_dim_is_not_gathered(mesh, call):
+    x = distribute_tensor(torch.randn(2, 8, 6), mesh, [Shard(1)]).requires_grad_()
+    w = distribute_tensor(torch.randn(6, 4), mesh, [Replicate()]).requires_grad_()
+    with CommDebugMode() as comm:
+        out = call(x, w)
+        out.backward(torch.ones_like(out))
+    assert out.placements == (Shard(1),)
+    assert not comm.events
+    assert w.grad.placements == (Partial(),)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shapes"),
+    [
+        ("bhqd,bhkd->bhqk", [(2, 3, 4, 5), (2, 3, 6, 5)]),
+        ("...k,kn->...n", [(2, 3, 5), (5, 4)]),
+        ("ab,ac,ad->bcd", [(3, 2), (3, 4), (3, 5)]),
+        ("ij->", [(4, 5)]),
+        ("ij,k", [(4, 5), (3,)]),
+    ],
+)
+def test_einsum(mesh, equation, shapes):
+    def call(*operands):
+        return torch.einsum(equation, *operands)
+
+    for dim in (0, 1):
+        placements = [[Shard(min(dim, len(s) - 1))] for s in shapes]
+        compare(mesh, call, [torch.randn(s) for s in shapes], placements)
+
+
+def test_a_complex_product(mesh):
+    left = torch.complex(torch.randn(3, 4), torch.randn(3, 4))
+    right = torch.complex(torch.randn(4, 5), torch.randn(4, 5))
+
+    a, b = left.clone().requires_grad_(), right.clone().requires_grad_()
+    c = distribute_tensor(left, mesh, [Shard(1)]).requires_grad_()
+    d = distribute_tensor(right, mesh, [Shard(0)]).requires_grad_()
+    (a @ b).abs().sum().backward()
+    (c @ d).abs().sum().backward()
+    torch.testing.assert_close(whole(c.grad), a.grad)
+    torch.testing.assert_close(whole(d.grad), b.grad)
+
+
+# -- recurrent nets --------------------------------------------------------------------------
+
+NETS = {
+    "lstm": lambda: torch.nn.LSTM(5, 6, num_layers=2, bidirectional=True),
+    "gru": lambda: torch.nn.GRU(5, 6, batch_first=True),
+    "rnn": lambda: torch.nn.RNN(5, 6, bias=False),
+    "projected": lambda: torch.nn.LSTM(5, 6, proj_size=3),
+}
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")  # torch says so of plain tensors too
+@pytest.mark.parametrize("weights", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("name", NETS)
+def test_recurrent_nets(mesh, name, placement, weights):
+    net = NETS[name]()
+    sharded = copy.deepcopy(net)
+    for key, parameter in list(sharded.named_parameters()):
+        placed = distribute_tensor(parameter.detach(), mesh, [weights])
+        setattr(sharded, key, torch.nn.Parameter(placed))
+    x = torch.randn(3, 5, 5)
+    plain, placed = x.clone().requires_grad_(), distribute_tensor(x, mesh, [placement])
+    placed.requires_grad_()
+    (expected, _), (found, _) = net(plain), sharded(placed)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(whole(found), expected.detach())
+    torch.testing.assert_close(whole(placed.grad), plain.grad, rtol=1e-4, atol=1e-5)
+    for key, parameter in net.named_parameters():
+        ours = whole(sharded.get_parameter(key).grad)
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5)

@@ -1,0 +1,131 @@
+"""Ops that write: in place, to `out=`, and views in place, in layouts that do not suit them."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import Partial, Replicate, Shard
+from shardwise.testing.op_sweep.play import laid_out
+
+PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(0, (0, 5, 0, 0)), Partial()]
+
+
+def whole(x):
+    return x.full_tensor().detach().agreed()
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.cumsum_(0),
+        lambda x: x.clamp_(0),
+        lambda x: x.square_(),
+        lambda x: x.masked_fill_(x > 0, 2.0),
+    ],
+)
+def test_in_place_the_tensor_stays_where_it_lies(mesh, write, placement):
+    value = torch.randn(5, 6)
+    x = laid_out(value, mesh, [placement])
+    before, layout = x, x._layout
+    assert write(x) is before
+    assert x._layout is layout
+    torch.testing.assert_close(whole(x), write(value.clone()))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+def test_out_keeps_its_layout(mesh, placement):
+    a, b = torch.randn(5, 6), torch.randn(5, 6)
+    target = shardwise.distribute_tensor(torch.zeros(5, 6), mesh, [Shard(1)])
+    layout = target._layout
+    result = torch.add(laid_out(a, mesh, [placement]), laid_out(b, mesh, [Shard(0)]), out=target)
+    assert result is target
+    assert target._layout is layout
+    torch.testing.assert_close(whole(target), a + b)
+
+
+def test_out_of_several_results(mesh):
+    value = torch.randn(5, 6)
+    x = shardwise.distribute_tensor(value, mesh, [Shard(0)])
+    values = shardwise.distribute_tensor(torch.zeros(5), mesh, [Shard(0)])
+    indices = shardwise.distribute_tensor(torch.zeros(5, dtype=torch.int64), mesh, [Replicate()])
+    torch.max(x, 1, out=(values, indices))
+    expected = value.max(1)
+    assert torch.equal(whole(values), expected.values)
+    assert torch.equal(whole(indices), expected.indices)
+
+
+def test_out_that_does_not_fit_is_refused(mesh):
+    x = shardwise.distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)])
+    short = shardwise.distribute_tensor(torch.zeros(5), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="cannot be resized"):
+        torch.exp(x, out=short)
+    whole_numbers = shardwise.distribute_tensor(torch.zeros(5, 6).int(), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="can't be cast"):
+        torch.exp(x, out=whole_numbers)
+
+
+def test_a_tensor_becomes_a_view_of_itself(mesh):
+    value = torch.randn(5, 6)
+    x = shardwise.distribute_tensor(value, mesh, [Shard(0)])
+    x.t_()
+    assert x.placements == (Shard(1),)
+    assert x.shape == (6, 5)
+    assert torch.equal(whole(x.unsqueeze_(0)), value.t().unsqueeze(0))
+
+
+def test_strict_mode_refuses_what_a_write_would_move(mesh):
+    x = shardwise.distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)])
+    with shardwise.explicit_redistribution(), pytest.raises(shardwise.RedistributionError):
+        x.cumsum_(0)
+
+
+def test_tensors_that_a_formula_makes_are_whole(mesh):
+    """The gradient of copysign for its second operand is zeros, made from a size."""
+    a, b = torch.randn(5, 6), torch.randn(5, 6)
+    x, y = (shardwise.distribute_tensor(t, mesh, [Shard(0)]).requires_grad_() for t in (a, b))
+    torch.copysign(x, y).sum().backward()
+    assert y.grad.placements == (Shard(0),)
+    assert not whole(y.grad).any()
+
+
+def test_a_plain_tensor_of_a_user_function_is_still_refused(mesh):
+    class Double(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x * 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * torch.full(grad.shape, 2.0)
+
+    x = shardwise.distribute_tensor(torch.randn(5, 6), mesh, [Shard(0)]).requires_grad_()
+    with pytest.raises(shardwise.MixedTensorsError):
+        Double.apply(x).sum().backward()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1)], ids=repr)
+def test_cross_entropy_with_class_weights(mesh, placement, smoothing, reduction):
+    logits, target = torch.randn(7, 5, dtype=torch.float64), torch.tensor([0, 4, -100, 2, 2, 1, 3])
+    weight = torch.rand(5, dtype=torch.float64)
+    options = {"reduction": reduction, "label_smoothing": smoothing}
+    alone = logits.clone().requires_grad_()
+    expected = F.cross_entropy(alone, target, weight, **options)
+    expected.sum().backward()
+    x = shardwise.distribute_tensor(logits, mesh, [placement]).requires_grad_()
+    ids = shardwise.distribute_tensor(target, mesh, [Shard(0)])
+    weights = shardwise.distribute_tensor(weight, mesh, [Replicate()])
+    found = F.cross_entropy(x, ids, weights, **options)
+    found.sum().backward()
+    torch.testing.assert_close(whole(found), expected.detach())
+    torch.testing.assert_close(whole(x.grad), alone.grad)
+
+
+def test_cross_entropy_refuses_what_torch_refuses(mesh):
+    x = shardwise.distribute_tensor(torch.randn(7, 5), mesh, [Shard(0)])
+    ids = shardwise.distribute_tensor(torch.zeros(6, dtype=torch.int64), mesh, [Shard(0)])
+    with pytest.raises(ValueError, match="batch_size"):
+        F.cross_entropy(x, ids)

@@ -1,0 +1,202 @@
+"""Tables, plans and batches for the tests of collections; programs for both worlds."""
+
+import copy
+import dataclasses
+import functools
+
+import torch
+import torch.distributed as dist
+
+import shardwise
+from shardwise import LocalTensor
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
+
+TABLES = [
+    Table("user", 11, 8),
+    Table("item", 7, 8, features=("seen", "bought"), pooling="mean"),
+    Table("place", 5, 4),
+    Table("word", 9, 6),
+    Table("day", 4, 8),
+]
+SUMS = [dataclasses.replace(table, pooling="sum") for table in TABLES]
+
+PLANS = {
+    "row_wise": "row_wise",
+    "column_wise": "column_wise",
+    "table_wise": "table_wise",
+    "grid": {"*": {"kind": "grid", "ranks": [1, 3]}},
+    "data_parallel": "data_parallel",
+    "mixed": {
+        "user": "row_wise",
+        "item": "column_wise",
+        "place": {"kind": "table_wise", "rank": 2},
+        "word": {"kind": "grid", "ranks": [1, 2]},
+        "day": "data_parallel",
+    },
+    "few_columns": {"*": {"kind": "column_wise", "ranks": [0, 2]}},
+}
+
+
+def batch(seed, num_bags=3, tables=TABLES, weighted=False, uneven=False):
+    """Bags of zero to four ids; with `uneven`, a number of bags of its own for each feature."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def below(number):
+        return int(torch.randint(number, (1,), generator=draw))
+
+    ids, weights = {}, {}
+    for table in tables:
+        for feature in table.features:
+            num = below(4) if uneven else num_bags
+            ids[feature] = [
+                [below(table.num_embeddings) for _ in range(below(5))] for _ in range(num)
+            ]
+            weights[feature] = [[below(100) / 50 - 1 for _ in bag] for bag in ids[feature]]
+    return Jagged.from_lists(ids, weights if weighted else None)
+
+
+def spread(batches):
+    """Each rank's own batch: a Jagged of LocalTensors, or that of this process."""
+    if dist.is_initialized() and dist.get_backend() == "gloo":
+        return batches[dist.get_rank()]
+
+    def per_rank(name):
+        if getattr(batches[0], name) is None:
+            return None
+        return LocalTensor.per_rank(lambda rank: getattr(batches[rank], name))
+
+    return Jagged(
+        batches[0].features,
+        per_rank("values"),
+        lengths=per_rank("lengths"),
+        weights=per_rank("weights"),
+        batch_sizes=per_rank("batch_sizes"),
+    )
+
+
+def make(kind=EmbeddingBagCollection, tables=TABLES, optimizer=None, **options):
+    """A collection whose weights are the same each time."""
+    collection = kind(tables, optimizer=copy.copy(optimizer), **options)
+    draw = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in collection.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=draw))
+    return collection
+
+
+def loss_of(outputs):
+    """A number that every entry of the output has its own part in."""
+    if isinstance(outputs, torch.Tensor):
+        return outputs.pow(2).sum()
+    rows = [each if isinstance(each, torch.Tensor) else each.values for each in outputs.values()]
+    return sum(each.pow(2).sum() for each in rows)
+
+
+def train_alone(collection, per_step, torch_optimizer=None, reduction="mean"):
+    """One device: the gradient of the mean of all batches' losses, step by step."""
+    optimizer = torch_optimizer(collection.parameters()) if torch_optimizer else None
+    for batches in per_step:
+        parts = len(batches) if reduction == "mean" else 1
+        losses = [loss_of(collection(each)) / parts for each in batches]
+        sum(losses).backward() if optimizer else _in_one_update(collection, losses)
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in collection.named_parameters()}
+
+
+def _in_one_update(collection, losses):
+    with collection.optimizer.hold():
+        for loss in losses:
+            loss.backward()
+    collection.optimizer.step()
+
+
+def train_sharded(collection, per_step, torch_optimizer=None):
+    """Each rank its own batch; the tables afterwards, whole."""
+    optimizer = torch_optimizer(collection.parameters()) if torch_optimizer else None
+    for batches in per_step:
+        loss_of(collection(spread(batches))).backward()
+        if optimizer:
+            optimizer.step()
+            optimizer.zero_grad()
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+
+
+def whole(tensor):
+    value = tensor.full_tensor()
+    return value.agreed() if isinstance(value, LocalTensor) else value
+
+
+def trained_in_processes(plan, optimizer, num_steps, kind=EmbeddingBagCollection):
+    """In four gloo processes: the tables after some steps of training."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(kind, optimizer=optimizer).shard(mesh, plan)
+    steps = [[batch(10 * step + rank) for rank in range(4)] for step in range(num_steps)]
+    return train_sharded(collection, steps)
+
+
+def beside_ddp(plan):
+    """In four gloo processes: tables here, a dense part wrapped in DDP, one optimizer each."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    bags = make(output="tensor").shard(mesh, plan)
+    torch.manual_seed(1)
+    dense = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(42, 3))
+    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.002)
+    for step in range(20):
+        optimizer.zero_grad()
+        dense(bags(batch(10 * step + dist.get_rank()))).pow(2).sum().backward()
+        optimizer.step()
+    return {
+        **{name: whole(p.detach()) for name, p in bags.named_parameters()},
+        **{name: p.detach() for name, p in dense.module.named_parameters()},
+    }
+
+
+def beside_dense():
+    """On one device: what `beside_ddp` computes."""
+    bags = make(output="tensor")
+    torch.manual_seed(1)
+    dense = torch.nn.Linear(42, 3)
+    optimizer = torch.optim.SGD([*bags.parameters(), *dense.parameters()], lr=0.002)
+    for step in range(20):
+        optimizer.zero_grad()
+        for rank in range(4):
+            (dense(bags(batch(10 * step + rank))).pow(2).sum() / 4).backward()
+        optimizer.step()
+    return {
+        **{name: p.detach() for name, p in bags.named_parameters()},
+        **{name: p.detach() for name, p in dense.named_parameters()},
+    }
+
+
+def broken_on_one_rank(plan):
+    """In four gloo processes: rank 2 has an id that is no row."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make().shard(mesh, plan)
+    mine = batch(dist.get_rank())
+    if dist.get_rank() == 2:
+        mine.values[0] = 99
+    collection(mine)
+
+
+def trained_by_sgd(plan, num_steps):
+    """In four gloo processes: tables with row-sparse gradients and torch's own SGD."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    steps = [[batch(10 * step + rank) for rank in range(4)] for step in range(num_steps)]
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    return train_sharded(make().shard(mesh, plan), steps, sgd)
+
+
+def trained_with_prefetch(plan, num_steps):
+    """In four gloo processes: the ids of the next batch travel while backward runs."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
+    mine = [batch(10 * step + dist.get_rank()) for step in range(num_steps)]
+    ahead = collection.prefetch(mine[0])
+    for number in range(num_steps):
+        loss = loss_of(collection(ahead))
+        if number + 1 < num_steps:
+            ahead = collection.prefetch(mine[number + 1])
+        loss.backward()
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}

@@ -1,0 +1,134 @@
+"""Kernels behind the seam agree with each other, and with a loop over ids."""
+
+import embedding_cases as cases
+import pytest
+import torch
+from torch.testing import assert_close
+
+from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run
+from shardwise.embedding import torch_backend as module
+from shardwise.embedding.backends import make_backend
+from shardwise.embedding.stacks import states_like
+from shardwise.errors import ArgumentError
+
+OPTIMIZERS = [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)]
+each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+
+
+def backend_or_skip(name):
+    if name == "fbgemm":
+        pytest.importorskip("fbgemm_gpu")
+    return make_backend(name)
+
+
+def query(weighted=False, pooled=True, runs=True):
+    """Two tables of 6 and 4 rows in a stack; three bags for each, from two ranks."""
+    ids = torch.tensor([5, 0, 5, 3, 7, 9, 0, 1, 0, 8, 8, 6], dtype=torch.int32)
+    lengths = torch.tensor([3, 1, 1, 1, 0, 3, 2, 1], dtype=torch.int32)
+    tables = (Run(2, 0, 6), Run(2, 6, 4), Run(2, 0, 6), Run(2, 6, 4))
+    return Query(
+        ids,
+        lengths if pooled else None,
+        torch.linspace(-1, 2, len(ids)) if weighted else None,
+        tables if pooled and runs else None,
+    )
+
+
+def bags_of(asked):
+    if asked.lengths is None:
+        return list(range(len(asked.ids)))
+    return torch.repeat_interleave(torch.arange(len(asked.lengths)), asked.lengths).tolist()
+
+
+def by_hand(weight, asked, grad):
+    """Lookups and the gradient of the weight, id by id."""
+    out = torch.zeros(asked.num_bags, weight.shape[1])
+    of_weight = torch.zeros_like(weight)
+    for number, (row, bag) in enumerate(zip(asked.ids.tolist(), bags_of(asked), strict=True)):
+        factor = 1.0 if asked.weights is None else float(asked.weights[number])
+        out[bag] += factor * weight[row]
+        of_weight[row] += factor * grad[bag]
+    return out, of_weight
+
+
+@pytest.mark.parametrize("name", ["torch", "fbgemm"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+def test_lookups_and_gradients(name, weighted, pooled):
+    backend, asked = backend_or_skip(name), query(weighted, pooled)
+    weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
+    out, of_weight = by_hand(weight, asked, grad)
+    assert_close(backend.look_up(weight, asked), out)
+    rows, values = backend.row_gradient(weight, asked, grad)
+    assert rows.tolist() == sorted(set(asked.ids.tolist()))
+    assert_close(torch.zeros(10, 4).index_copy_(0, rows, values), of_weight)
+
+
+@pytest.mark.parametrize("name", ["torch", "fbgemm"])
+@each_optimizer
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize(("product", "wide"), [(False, 32), (True, 32), (True, 1)])
+def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, wide):
+    """All ways of updating give what the optimizer makes of the gradient by hand."""
+    backend, asked = backend_or_skip(name), query(weighted, pooled)
+    monkeypatch.setattr(module, "_ROWS_PER_ID", 8 if product else 0)
+    monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
+    monkeypatch.setattr(module, "_WIDE", wide)
+    weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
+    expected = weight.clone()
+    _, of_weight = by_hand(weight, asked, grad)
+    names = optimizer.states
+    states = [
+        {key: torch.zeros(10) if per_row else torch.zeros(10, 4) for key, per_row in names.items()}
+        for _ in range(2)
+    ]
+    rows = torch.tensor(sorted(set(asked.ids.tolist())))
+    for step in (1, 2):
+        backend.update(weight, asked, grad.clone(), RowUpdate(optimizer, states[0], step))
+        RowUpdate(optimizer, states[1], step).apply(expected, rows, of_weight[rows].clone())
+    assert_close(weight, expected)
+    for key in names:
+        assert_close(states[0][key], states[1][key])
+
+
+@each_optimizer
+def test_a_query_of_nothing(optimizer):
+    backend = make_backend("torch")
+    nothing = Query(torch.empty(0, dtype=torch.int32), torch.zeros(3, dtype=torch.int32), None)
+    weight = torch.randn(10, 4)
+    before = weight.clone()
+    collection = cases.make(tables=[cases.Table("t", 10, 4)], optimizer=optimizer)
+    state = states_like(collection._engine.stacks, optimizer.states)[0][0]
+    backend.update(weight, nothing, torch.randn(3, 4), RowUpdate(optimizer, state, 1))
+    assert torch.equal(weight, before)
+    assert torch.equal(backend.look_up(weight, nothing), torch.zeros(3, 4))
+
+
+def test_sorting_by_table_is_sorting_at_once():
+    asked, plain = query(), query(runs=False)
+    by_table, at_once = module.by_row(asked, 10), module.by_row(plain, 10)
+    for mine, theirs in zip(by_table, at_once, strict=True):
+        if mine is not None:
+            assert mine.tolist() == theirs.tolist()
+
+
+def test_a_backend_of_ones_own(mesh):
+    class Counting(type(make_backend("torch"))):
+        name = "counting"
+        lookups = 0
+
+        def look_up(self, weight, asked):
+            Counting.lookups += 1
+            return super().look_up(weight, asked)
+
+    collection = cases.make(backend=Counting()).shard(mesh, "row_wise")
+    collection(cases.batch(0))
+    # Three widths of tables on the first three ranks; the last has rows of one width only.
+    assert Counting.lookups == 3 * 3 + 1
+
+
+def test_fbgemm_that_is_not_there(monkeypatch):
+    monkeypatch.setitem(__import__("sys").modules, "fbgemm_gpu", None)
+    with pytest.raises(ArgumentError, match="pip install fbgemm-gpu-cpu"):
+        make_backend("fbgemm")

@@ -1,0 +1,232 @@
+"""Batches that do not fit: the same error on every rank, before any id is sent."""
+
+import embedding_cases as cases
+import pytest
+import torch
+
+import shardwise
+from shardwise import LocalTensor
+from shardwise.debug import CommDebugMode
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, Table
+from shardwise.errors import ArgumentError, BatchError, IdRangeError, LayoutError, ShardwiseError
+
+TABLES = [Table("user", 5, 4), Table("item", 6, 4, features=("seen", "bought"))]
+GOOD = {"user": [[1], [2, 3]], "seen": [[0], []], "bought": [[5], [4]]}
+
+
+def batch(**changes):
+    good = Jagged.from_lists(GOOD)
+    options = {
+        "features": good.features,
+        "values": good.values,
+        "lengths": good.lengths,
+        **changes,
+    }
+    if "offsets" in options:
+        del options["lengths"]
+    return Jagged(options.pop("features"), options.pop("values"), **options)
+
+
+def ints(*numbers):
+    return torch.tensor(numbers)
+
+
+BAD = {
+    "unknown feature": (
+        lambda: batch(features=["user", "seen", "sold"]),
+        BatchError,
+        "feature 'sold' belongs to no table",
+    ),
+    "missing feature": (
+        lambda: batch(features=["user", "seen"], values=ints(1, 2, 3, 0), lengths=ints(1, 2, 1, 0)),
+        BatchError,
+        "feature 'bought' of table 'item' is missing",
+    ),
+    "feature twice": (
+        lambda: batch(features=["user", "seen", "seen"]),
+        BatchError,
+        "feature 'seen' is there more than once",
+    ),
+    "offsets decrease": (
+        lambda: batch(offsets=ints(0, 1, 3, 2, 4, 5, 6)),
+        BatchError,
+        "feature 'seen' of table 'item': offsets decrease, bag 0 has length -1",
+    ),
+    "offsets overrun": (
+        lambda: batch(offsets=ints(0, 1, 3, 4, 4, 5, 9)),
+        BatchError,
+        "sum to 9, up to feature 'bought' of table 'item', but there are 6 ids",
+    ),
+    "offsets begin late": (
+        lambda: batch(offsets=ints(1, 1, 3, 4, 4, 5, 7)),
+        BatchError,
+        "offsets must begin with 0",
+    ),
+    "lengths do not sum": (
+        lambda: batch(lengths=ints(1, 2, 1, 0, 1, 0)),
+        BatchError,
+        "sum to 5, up to feature 'bought' of table 'item', but there are 6 ids",
+    ),
+    "bags do not divide": (
+        lambda: batch(lengths=ints(1, 2, 1, 2)),
+        BatchError,
+        "4 bags do not divide among 3 features",
+    ),
+    "batch sizes": (
+        lambda: batch(batch_sizes=[2, 2, 3]),
+        BatchError,
+        r"batch_sizes \[2, 2, 3\] do not fit 3 features with 6 bags",
+    ),
+    "weights of another length": (
+        lambda: batch(weights=torch.ones(4)),
+        BatchError,
+        r"weights have shape \(4,\), the ids \(6,\)",
+    ),
+    "id too large": (
+        lambda: batch(values=ints(1, 2, 5, 0, 5, 4)),
+        IdRangeError,
+        r"feature 'user' of table 'user': id 5 \(number 2 of the feature\) is out of range, "
+        "the table has rows 0 to 4",
+    ),
+    "id negative": (
+        lambda: batch(values=ints(1, 2, 3, 0, -1, 4)),
+        IdRangeError,
+        "feature 'bought' of table 'item': id -1",
+    ),
+}
+
+every_bad = pytest.mark.parametrize(("make", "kind", "says"), BAD.values(), ids=BAD)
+
+
+@every_bad
+def test_alone(make, kind, says):
+    with pytest.raises(kind, match=says):
+        EmbeddingBagCollection(TABLES)(make())
+
+
+@every_bad
+@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise", "data_parallel"])
+def test_on_one_rank_of_four(mesh, make, kind, says, plan):
+    bags = EmbeddingBagCollection(TABLES, optimizer=SGD(0.1)).shard(mesh, plan)
+    bad = make()
+    if bad.features != ("user", "seen", "bought"):
+        given = bad  # names are the same on every rank of a simulated world
+        where = "rank 0"
+    else:
+        # Ranks whose batch is fine have the same tensors where the bad one has any.
+        good = Jagged.from_lists(GOOD, {k: [[1.0] * len(b) for b in v] for k, v in GOOD.items()})
+        good.first = ints(0)
+        good.batch_sizes = ints(2, 2, 2)
+
+        def per_rank(name):
+            if getattr(bad, name) is None:
+                return None
+            return LocalTensor.per_rank(lambda r: getattr(bad if r == 2 else good, name))
+
+        given = Jagged(
+            bad.features,
+            per_rank("values"),
+            lengths=per_rank("lengths"),
+            weights=per_rank("weights"),
+            batch_sizes=per_rank("batch_sizes"),
+        )
+        given.first = per_rank("first")
+        where = "rank 2"
+    with CommDebugMode() as comm, pytest.raises(kind, match=says) as raised:
+        bags(given)
+    assert where in str(raised.value)
+    # The counts, in which the complaint is announced, and its text; no ids.
+    assert {event.op for event in comm.events} == {"counts of a batch"}
+
+
+def test_an_error_is_an_ordinary_one():
+    assert issubclass(BatchError, ValueError)
+    assert issubclass(IdRangeError, IndexError)
+
+
+def test_weights_want_sums():
+    bags = EmbeddingBagCollection([Table("user", 5, 4, pooling="mean")])
+    weighted = Jagged.from_lists({"user": [[1]]}, {"user": [[0.5]]})
+    with pytest.raises(BatchError, match="'user' is pooled by mean; weights per id need"):
+        bags(weighted)
+
+
+def test_after_an_error_the_collection_works(mesh):
+    bags = EmbeddingBagCollection(TABLES).shard(mesh, "row_wise")
+    with pytest.raises(IdRangeError):
+        bags(batch(values=ints(1, 2, 5, 0, 5, 4)))
+    assert bags(batch())["user"].on_rank(0).shape == (2, 4)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "says"),
+    [
+        (lambda: Table("a", 0, 4), ArgumentError, "num_embeddings must be a positive int"),
+        (lambda: Table("a.b", 1, 4), ArgumentError, "without dots"),
+        (lambda: Table("a", 1, 4, features="x"), ArgumentError, "a sequence of names"),
+        (lambda: Table("a", 1, 4, pooling="max"), LayoutError, "one of sum, mean"),
+        (lambda: EmbeddingBagCollection([]), ArgumentError, "at least one Table"),
+        (
+            lambda: EmbeddingBagCollection([Table("a", 1, 4), Table("a", 1, 4)]),
+            LayoutError,
+            "twice there: a",
+        ),
+        (lambda: EmbeddingBagCollection(TABLES, backend="abacus"), ArgumentError, "'abacus'"),
+        (
+            lambda: EmbeddingBagCollection(TABLES, output="list"),
+            ArgumentError,
+            "'dict' or 'tensor'",
+        ),
+        (lambda: Jagged(["a"], ints(1)), ArgumentError, "lengths or offsets"),
+        (lambda: Jagged("a", ints(1), lengths=ints(1)), ArgumentError, "a list of features"),
+        (
+            lambda: Jagged(["a"], torch.ones(1), lengths=ints(1)),
+            ArgumentError,
+            "values are int32 or int64",
+        ),
+        (lambda: EmbeddingBagCollection(TABLES)([1, 2]), ArgumentError, "found list"),
+    ],
+)
+def test_what_cannot_be_made(make, error, says):
+    with pytest.raises(error, match=says):
+        make()
+
+
+def test_sharding_twice(mesh):
+    bags = EmbeddingBagCollection(TABLES).shard(mesh, "row_wise")
+    with pytest.raises(ShardwiseError, match="sharded already"):
+        bags.shard(mesh, "row_wise")
+
+
+def test_a_mesh_with_two_axes(square):
+    with pytest.raises(LayoutError, match="one axis"):
+        EmbeddingBagCollection(TABLES).shard(square, "row_wise")
+
+
+def test_a_plan_that_leaves_a_table_out_changes_nothing(mesh):
+    bags = EmbeddingBagCollection(TABLES)
+    with pytest.raises(LayoutError, match="leaves out: item"):
+        bags.shard(mesh, Plan({"user": "row_wise"}))
+    assert bags.plan is None
+    assert type(bags.parameter("user").data) is torch.Tensor
+
+
+def test_a_batch_of_another_collection(mesh):
+    first = cases.make().shard(mesh, "row_wise")
+    second = cases.make().shard(mesh, "row_wise")
+    with pytest.raises(BatchError, match="another collection"):
+        second(first.prefetch(cases.batch(0)))
+
+
+def test_a_parameter_that_was_replaced():
+    bags = EmbeddingBagCollection(TABLES)
+    bags.parameter("user").data = torch.zeros(5, 4)
+    with pytest.raises(ShardwiseError, match="'user' was replaced"):
+        bags(batch())
+
+
+def test_weights_with_a_gradient():
+    weighted = Jagged.from_lists({"user": [[1]]}, {"user": [[0.5]]})
+    weighted.weights.requires_grad_()
+    with pytest.raises(shardwise.UnsupportedError, match="have no gradient"):
+        EmbeddingBagCollection([Table("user", 5, 4)])(weighted)

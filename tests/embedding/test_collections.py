@@ -1,0 +1,438 @@
+"""Sharded collections compute what unsharded ones do: outputs, gradients, training."""
+
+import copy
+import functools
+
+import embedding_cases as cases
+import pytest
+import torch
+from torch.testing import assert_close
+
+import shardwise
+from shardwise import LocalTensor
+from shardwise.debug import CommDebugMode
+from shardwise.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    Jagged,
+    RowWiseAdagrad,
+    Table,
+)
+
+# torch's own optimizers make sparse tensors without saying whether to check them.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+every_plan = pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
+both_kinds = pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+
+
+def steps(num, **options):
+    return [[cases.batch(10 * s + r, **options) for r in range(4)] for s in range(num)]
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(found[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+
+# -- against torch's own modules ---------------------------------------------------------------
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_bags_are_those_of_torch(pooling):
+    bags = cases.make(tables=[Table("t", 11, 8, pooling=pooling)])
+    batch = Jagged.from_lists({"t": [[1, 2, 1], [], [10]]})
+    theirs = torch.nn.EmbeddingBag(11, 8, mode=pooling, include_last_offset=True)
+    theirs.weight.data.copy_(bags.parameter("t"))
+    ours = bags(batch)["t"]
+    expected = theirs(batch.values, torch.tensor([0, 3, 3, 4]))
+    assert_close(ours, expected)
+    ours.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_close(bags.parameter("t").grad.to_dense(), theirs.weight.grad)
+
+
+def test_weights_of_ids_are_those_of_torch():
+    bags = cases.make(tables=[Table("t", 11, 8)])
+    batch = Jagged.from_lists({"t": [[1, 2, 1], [10]]}, {"t": [[0.5, 2, -1], [3]]})
+    weight = bags.parameter("t").detach().clone().requires_grad_()
+    expected = torch.nn.functional.embedding_bag(
+        batch.values, weight, torch.tensor([0, 3]), mode="sum", per_sample_weights=batch.weights
+    )
+    ours = bags(batch)["t"]
+    assert_close(ours, expected)
+    ours.pow(2).sum().backward()
+    expected.pow(2).sum().backward()
+    assert_close(bags.parameter("t").grad.to_dense(), weight.grad)
+
+
+# -- outputs and gradients ---------------------------------------------------------------------
+
+
+@every_plan
+@both_kinds
+@pytest.mark.parametrize("uneven", [False, True])
+def test_outputs_and_gradients(mesh, plan, kind, uneven):
+    alone, sharded = cases.make(kind), cases.make(kind).shard(mesh, plan)
+    batches = [cases.batch(rank, uneven=uneven) for rank in range(4)]
+    found = sharded(cases.spread(batches))
+    for rank, batch in enumerate(batches):
+        for feature, expected in alone(batch).items():
+            here = found[feature]
+            if kind is EmbeddingCollection:
+                here, expected = here.values, expected.values
+            assert_close(here.on_rank(rank), expected)
+    cases.loss_of(found).backward()
+    sum(cases.loss_of(alone(batch)) / 4 for batch in batches).backward()
+    for name, parameter in alone.named_parameters():
+        grad = sharded.get_parameter(name).grad
+        assert grad.placements == sharded.get_parameter(name).placements
+        assert_close(cases.whole(grad), parameter.grad.to_dense())
+
+
+@every_plan
+def test_features_side_by_side(mesh, plan):
+    alone, sharded = cases.make(output="tensor"), cases.make(output="tensor").shard(mesh, plan)
+    batches = [cases.batch(rank) for rank in range(4)]
+    found = sharded(cases.spread(batches))
+    for rank, batch in enumerate(batches):
+        assert_close(found.on_rank(rank), alone(batch))
+
+
+@every_plan
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
+def test_weights_of_ids(mesh, plan, optimizer):
+    torch_sgd = None if optimizer else functools.partial(torch.optim.SGD, lr=0.1)
+    per_step = steps(3, tables=cases.SUMS, weighted=True)
+    alone = cases.make(tables=cases.SUMS, optimizer=optimizer)
+    sharded = cases.make(tables=cases.SUMS, optimizer=optimizer).shard(mesh, plan)
+    close(
+        cases.train_sharded(sharded, per_step, torch_sgd),
+        cases.train_alone(alone, per_step, torch_sgd),
+    )
+
+
+def test_only_some_ranks_have_weights(mesh):
+    alone = cases.make(tables=cases.SUMS)
+    sharded = cases.make(tables=cases.SUMS).shard(mesh, "row_wise")
+    batches = [cases.batch(rank, tables=cases.SUMS, weighted=True) for rank in range(4)]
+    batches[1].weights.fill_(1)
+    found = sharded(cases.spread(batches))
+    batches[1].weights = None
+    for feature, expected in alone(batches[1]).items():
+        assert_close(found[feature].on_rank(1), expected)
+
+
+def test_a_feature_that_no_loss_reads(mesh):
+    sharded = cases.make().shard(mesh, cases.PLANS["mixed"])
+    found = sharded(cases.spread([cases.batch(rank) for rank in range(4)]))
+    found["user"].sum().backward()
+    assert cases.whole(sharded.parameter("user").grad).abs().sum() > 0
+    assert cases.whole(sharded.parameter("word").grad).abs().sum() == 0
+
+
+def test_sum_of_losses(mesh):
+    per_step = steps(2)
+    sgd = functools.partial(torch.optim.SGD, lr=0.05)
+    sharded = cases.make().shard(mesh, cases.PLANS["mixed"], grad_reduction="sum")
+    close(
+        cases.train_sharded(sharded, per_step, sgd),
+        cases.train_alone(cases.make(), per_step, sgd, reduction="sum"),
+    )
+
+
+# -- training ----------------------------------------------------------------------------------
+
+
+@every_plan
+@both_kinds
+@pytest.mark.parametrize(
+    "optimizer",
+    [SGD(0.1), Adagrad(0.1), Adam(0.05), RowWiseAdagrad(0.1)],
+    ids=lambda o: type(o).__name__,
+)
+def test_twenty_fused_steps(mesh, plan, kind, optimizer):
+    per_step = steps(20 if kind is EmbeddingBagCollection else 4)
+    alone = cases.make(kind, optimizer=optimizer)
+    sharded = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
+    close(cases.train_sharded(sharded, per_step), cases.train_alone(alone, per_step))
+    assert all(parameter.grad is None for parameter in sharded.parameters())
+
+
+@every_plan
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(
+    "torch_optimizer",
+    [functools.partial(torch.optim.SGD, lr=0.1), functools.partial(torch.optim.Adagrad, lr=0.1)],
+    ids=["SGD", "Adagrad"],
+)
+def test_twenty_steps_of_ordinary_optimizers(mesh, plan, sparse, torch_optimizer):
+    per_step = steps(20)
+    close(
+        cases.train_sharded(cases.make(sparse=sparse).shard(mesh, plan), per_step, torch_optimizer),
+        cases.train_alone(cases.make(sparse=sparse), per_step, torch_optimizer),
+    )
+
+
+@every_plan
+def test_twenty_steps_of_sparse_adam(mesh, plan):
+    adam = functools.partial(torch.optim.SparseAdam, lr=0.05)
+    per_step = steps(20)
+    close(
+        cases.train_sharded(cases.make().shard(mesh, plan), per_step, adam),
+        cases.train_alone(cases.make(), per_step, adam),
+    )
+
+
+@pytest.mark.parametrize(
+    ("fused", "ordinary"),
+    [
+        (SGD(0.1), functools.partial(torch.optim.SGD, lr=0.1)),
+        (Adagrad(0.1), functools.partial(torch.optim.Adagrad, lr=0.1)),
+        (Adam(0.1), functools.partial(torch.optim.SparseAdam, lr=0.1)),
+    ],
+    ids=["SGD", "Adagrad", "Adam"],
+)
+def test_fused_updates_are_those_of_torch(fused, ordinary):
+    per_step = steps(20)
+    close(
+        cases.train_alone(cases.make(optimizer=fused), per_step),
+        cases.train_alone(cases.make(sparse=True), per_step, ordinary),
+    )
+
+
+def test_row_wise_adagrad_by_hand():
+    bags = cases.make(tables=[Table("t", 5, 4)], optimizer=RowWiseAdagrad(0.5, eps=1e-3))
+    weight, state = bags.parameter("t").detach().clone(), torch.zeros(5)
+    for ids in ([[0, 3], [3]], [[3, 3], [1]]):
+        grad = torch.zeros(5, 4)
+        for row in [*ids[0], *ids[1]]:
+            grad[row] += 1
+        state += grad.pow(2).mean(1)
+        weight -= 0.5 * grad / (state.sqrt() + 1e-3).unsqueeze(1)
+        bags(Jagged.from_lists({"t": ids}))["t"].sum().backward()
+    assert_close(bags.parameter("t").detach(), weight)
+    assert_close(bags.optimizer.state["t"]["sum"], state.unsqueeze(1))
+
+
+def test_row_wise_adagrad_of_each_part_of_the_columns(mesh):
+    """`across_columns=False`: as many tables, each as wide as a part."""
+    optimizer = RowWiseAdagrad(0.5, across_columns=False)
+    sharded = cases.make(tables=[Table("t", 6, 8)], optimizer=optimizer).shard(mesh, "column_wise")
+    weight = sharded.parameter("t").full_tensor().agreed().clone()
+    narrow = [EmbeddingBagCollection([Table("t", 6, 2)], optimizer=optimizer) for _ in range(4)]
+    with torch.no_grad():
+        for part, columns in zip(narrow, weight.split(2, dim=1), strict=True):
+            part.parameter("t").copy_(columns)
+    for ids in ([[0, 3], [3]], [[3, 3], [1]]):
+        batch = Jagged.from_lists({"t": ids})
+        sharded(batch)["t"].pow(2).sum().backward()
+        for part in narrow:
+            part(batch)["t"].pow(2).sum().backward()
+    expected = torch.cat([part.parameter("t") for part in narrow], 1)
+    assert_close(sharded.parameter("t").full_tensor().agreed(), expected)
+    assert sharded.optimizer.state["t"]["sum"].shape == (6, 4)
+
+
+# -- stepping, skipping, resting ---------------------------------------------------------------
+
+
+@every_plan
+def test_two_losses_are_one_update(mesh, plan):
+    alone = cases.make(optimizer=Adagrad(0.1))
+    sharded = cases.make(optimizer=Adagrad(0.1)).shard(mesh, plan)
+    batches = [cases.batch(rank) for rank in range(4)]
+    with sharded.optimizer.hold():
+        cases.loss_of(sharded(cases.spread(batches))).backward()
+        cases.loss_of(sharded(cases.spread(batches[::-1]))).backward()
+    before = {name: cases.whole(p.detach()).clone() for name, p in sharded.named_parameters()}
+    assert sharded.optimizer.num_held == 2
+    sharded.optimizer.step()
+    assert sharded.optimizer.num_held == 0
+    for name, parameter in sharded.named_parameters():
+        assert not torch.equal(before[name], cases.whole(parameter.detach()))
+    with alone.optimizer.hold():
+        for batch in [*batches, *batches]:
+            (cases.loss_of(alone(batch)) / 4).backward()
+    alone.optimizer.step()
+    close(
+        {name: cases.whole(p.detach()) for name, p in sharded.named_parameters()},
+        {name: p.detach() for name, p in alone.named_parameters()},
+    )
+
+
+def test_skipped_updates_change_nothing(mesh):
+    sharded = cases.make(optimizer=Adam(0.1)).shard(mesh, cases.PLANS["mixed"])
+    before = {name: cases.whole(p.detach()).clone() for name, p in sharded.named_parameters()}
+    with sharded.optimizer.hold():
+        cases.loss_of(sharded(cases.spread([cases.batch(r) for r in range(4)]))).backward()
+    sharded.optimizer.skip()
+    sharded.optimizer.step()
+    close({n: cases.whole(p.detach()) for n, p in sharded.named_parameters()}, before)
+    assert sharded.optimizer.num_steps == 0
+
+
+@every_plan
+@pytest.mark.parametrize("optimizer", [None, Adagrad(0.1)])
+def test_a_table_that_rests(mesh, plan, optimizer):
+    sharded = cases.make(optimizer=optimizer)
+    sharded.parameter("item").requires_grad_(False)
+    sharded.shard(mesh, plan)
+    alone = cases.make(optimizer=optimizer)
+    alone.parameter("item").requires_grad_(False)
+    sgd = None if optimizer else functools.partial(torch.optim.SGD, lr=0.1)
+    per_step = steps(3)
+    found = cases.train_sharded(sharded, per_step, sgd)
+    close(found, cases.train_alone(alone, per_step, sgd))
+    assert_close(found["embedding_bags.item.weight"], cases.make().parameter("item").detach())
+
+
+@every_plan
+def test_state_goes_through_a_checkpoint(mesh, plan):
+    per_step = steps(6)
+    straight = cases.make(optimizer=Adam(0.1)).shard(mesh, plan)
+    expected = cases.train_sharded(straight, per_step)
+    first = cases.make(optimizer=Adam(0.1)).shard(mesh, plan)
+    cases.train_sharded(first, per_step[:3])
+    second = cases.make(optimizer=Adam(0.5)).shard(mesh, plan)
+    second.load_state_dict(first.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    assert second.optimizer.lr == 0.1
+    close(cases.train_sharded(second, per_step[3:]), expected)
+
+
+def test_held_gradients_are_not_lost_in_a_checkpoint(mesh):
+    sharded = cases.make(optimizer=SGD(0.1)).shard(mesh, "row_wise")
+    with sharded.optimizer.hold():
+        cases.loss_of(sharded(cases.spread([cases.batch(r) for r in range(4)]))).backward()
+    with pytest.raises(shardwise.ShardwiseError, match="1 backward passes are held"):
+        sharded.optimizer.state_dict()
+
+
+# -- communication -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("plan", "forward", "backward"),
+    [
+        ("row_wise", 3, 1),
+        ("column_wise", 3, 1),
+        ("table_wise", 3, 1),
+        ({"*": {"kind": "grid", "ranks": [1, 3]}}, 3, 1),
+        ("data_parallel", 1, 1),
+        (cases.PLANS["mixed"], 3, 2),
+    ],
+    ids=["row_wise", "column_wise", "table_wise", "grid", "data_parallel", "mixed"],
+)
+@pytest.mark.parametrize("num_copies", [1, 5])
+def test_exchanges_do_not_grow_with_tables(mesh, plan, forward, backward, num_copies):
+    """Counts and ids out, rows back; then gradients: whatever the number of tables and kinds."""
+    tables = [
+        Table(t.name + "x" * n, t.num_embeddings, t.embedding_dim)
+        for n in range(num_copies)
+        for t in cases.TABLES
+    ]
+    if isinstance(plan, dict):
+        plan = {name if "*" in name else f"{name}*": entry for name, entry in plan.items()}
+    sharded = cases.make(tables=tables, optimizer=SGD(0.1)).shard(mesh, plan)
+    batch = cases.spread([cases.batch(rank, tables=tables) for rank in range(4)])
+    with CommDebugMode() as comm:
+        loss = cases.loss_of(sharded(batch))
+    assert comm.get_total_counts() == forward
+    with CommDebugMode() as comm:
+        loss.backward()
+    assert comm.get_total_counts() == backward
+
+
+def test_prefetched_batches(mesh):
+    per_step = steps(4)
+    sharded = cases.make(optimizer=SGD(0.1)).shard(mesh, cases.PLANS["mixed"])
+    ahead = sharded.prefetch(cases.spread(per_step[0]))
+    for number in range(4):
+        loss = cases.loss_of(sharded(ahead))
+        if number + 1 < 4:
+            ahead = sharded.prefetch(cases.spread(per_step[number + 1]))
+        loss.backward()
+    expected = cases.train_sharded(
+        cases.make(optimizer=SGD(0.1)).shard(mesh, cases.PLANS["mixed"]), per_step
+    )
+    close({n: cases.whole(p.detach()) for n, p in sharded.named_parameters()}, expected)
+
+
+# -- weights -----------------------------------------------------------------------------------
+
+
+@every_plan
+def test_existing_weights_are_kept(mesh, plan):
+    alone, sharded = cases.make(), cases.make().shard(mesh, plan)
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(cases.whole(sharded.get_parameter(name).detach()), parameter)
+
+
+def test_a_rank_holds_only_its_part(mesh):
+    sharded = cases.make(optimizer=Adam(0.1)).shard(mesh, "row_wise")
+    local = sharded.parameter("user").to_local()
+    assert [tuple(local.on_rank(r).shape) for r in range(4)] == [(3, 8), (3, 8), (3, 8), (2, 8)]
+    state = sharded.optimizer.state["user"]["exp_avg"]
+    assert state.placements == sharded.parameter("user").placements
+
+
+def test_output_of_no_bags(mesh):
+    sharded = cases.make(optimizer=SGD(0.1)).shard(mesh, cases.PLANS["mixed"])
+    empty = cases.batch(0, num_bags=0)
+    found = sharded(empty)
+    cases.loss_of(found).backward()
+    assert all(len(rows.on_rank(3)) == 0 for rows in found.values())
+
+
+def test_double_precision(mesh):
+    alone = cases.make(dtype=torch.float64)
+    sharded = cases.make(dtype=torch.float64).shard(mesh, cases.PLANS["mixed"])
+    batches = [cases.batch(rank) for rank in range(4)]
+    found = sharded(cases.spread(batches))
+    for feature, expected in alone(batches[2]).items():
+        assert expected.dtype == torch.float64
+        assert_close(found[feature].on_rank(2), expected)
+
+
+def test_conversion_before_sharding(mesh):
+    bags = cases.make(optimizer=Adagrad(0.1)).double()
+    expected = cases.make(optimizer=Adagrad(0.1), dtype=torch.float64)
+    with torch.no_grad():
+        for mine, theirs in zip(expected.parameters(), bags.parameters(), strict=True):
+            mine.copy_(theirs)
+    per_step = steps(2)
+    close(cases.train_alone(bags, per_step), cases.train_alone(expected, per_step))
+    sharded = bags.shard(mesh, "row_wise")
+    with pytest.raises(shardwise.ShardwiseError, match=r"convert it before shard\(\)"):
+        sharded.float()
+    assert sharded.double() is sharded
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_copy_trains_by_itself(mesh, sharded):
+    bags = cases.make(optimizer=Adam(0.1))
+    if sharded:
+        bags.shard(mesh, cases.PLANS["mixed"])
+    before = {name: p.detach().clone() for name, p in bags.named_parameters()}
+    copied = copy.deepcopy(bags)
+    batch = cases.batch(0)
+    cases.loss_of(copied(batch)).backward()
+    cases.loss_of(copied(batch)).backward()
+    for name, parameter in bags.named_parameters():
+        value, other = before[name], copied.get_parameter(name)
+        if sharded:
+            parameter, value, other = map(cases.whole, (parameter.detach(), value, other.detach()))
+        assert torch.equal(parameter, value)
+        assert not torch.equal(other, value)
+    cases.loss_of(bags(batch)).backward()
+
+
+def test_a_batch_that_all_ranks_share(mesh):
+    sharded = cases.make().shard(mesh, "row_wise")
+    found = sharded(cases.batch(3))
+    assert isinstance(found["user"], LocalTensor)
+    assert_close(found["user"].on_rank(1), cases.make()(cases.batch(3))["user"])

@@ -1,0 +1,90 @@
+"""Jagged in its several spellings."""
+
+import embedding_cases as cases
+import pytest
+import torch
+from torch.testing import assert_close
+
+from shardwise.embedding import EmbeddingCollection, Jagged, Table
+from shardwise.errors import ArgumentError
+
+
+def nested(*bags):
+    return torch.nested.nested_tensor([torch.tensor(bag) for bag in bags], layout=torch.jagged)
+
+
+def test_one_nested_tensor_is_not_copied():
+    ids = nested([1, 2], [3], [4], [5, 6, 7])
+    batch = Jagged.from_nested(ids, ["a", "b"])
+    assert batch.values.data_ptr() == ids.values().data_ptr()
+    assert batch.bags("a") == [[1, 2], [3]]
+    assert batch.bags("b") == [[4], [5, 6, 7]]
+
+
+def test_a_nested_tensor_per_feature():
+    batch = Jagged.from_nested({"a": nested([1, 2], [3]), "b": nested([4])})
+    assert batch.bags("a") == [[1, 2], [3]]
+    assert batch.bags("b") == [[4]]
+
+
+def test_nested_weights():
+    weights = torch.nested.nested_tensor(
+        [torch.tensor([0.5, 1.0]), torch.tensor([2.0])], layout=torch.jagged
+    )
+    batch = Jagged.from_nested(nested([1, 2], [3]), ["a"], weights)
+    assert batch.weights.tolist() == [0.5, 1.0, 2.0]
+    batch = Jagged.from_nested({"a": nested([1, 2], [3])}, weights={"a": weights})
+    assert batch.weights.tolist() == [0.5, 1.0, 2.0]
+
+
+def test_a_collection_takes_nested_tensors():
+    collection = cases.make(tables=[Table("a", 9, 4), Table("b", 9, 4)])
+    found = collection({"a": nested([1, 2], [3]), "b": nested([4], [5])})
+    expected = collection(Jagged.from_lists({"a": [[1, 2], [3]], "b": [[4], [5]]}))
+    assert_close(found, expected)
+
+
+def test_rows_as_a_nested_tensor():
+    collection = cases.make(EmbeddingCollection, tables=[Table("a", 9, 4)])
+    rows = collection(Jagged.from_lists({"a": [[1, 2], [3]]}))["a"].to_nested()
+    first, second = rows.unbind()
+    assert_close(first, collection.parameter("a")[[1, 2]])
+    assert_close(second, collection.parameter("a")[[3]])
+
+
+def test_offsets_are_lengths():
+    batch = Jagged(["a"], torch.tensor([1, 2, 3]), offsets=torch.tensor([0, 2, 2, 3]))
+    assert batch.bags("a") == [[1, 2], [], [3]]
+
+
+def test_features_in_any_order():
+    collection = cases.make()
+    batch = cases.batch(1)
+    turned = {feature: batch.bags(feature) for feature in reversed(batch.features)}
+    assert_close(collection(Jagged.from_lists(turned)), collection(batch))
+
+
+def test_int32_ids_and_lengths():
+    collection = cases.make()
+    batch = cases.batch(1)
+    small = Jagged(batch.features, batch.values.int(), lengths=batch.lengths.int())
+    assert_close(collection(small), collection(batch))
+
+
+def test_a_keyed_jagged_tensor_is_not_copied():
+    jagged_tensor = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    theirs = jagged_tensor.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([1, 1, 0, 2]),
+        weights=torch.tensor([0.1, 0.2, 0.3, 0.4]),
+    )
+    batch = Jagged.of(theirs)
+    assert batch.values.data_ptr() == theirs.values().data_ptr()
+    assert batch.weights.data_ptr() == theirs.weights().data_ptr()
+    assert batch.bags("b") == [[], [3, 4]]
+
+
+def test_a_strided_nested_tensor():
+    with pytest.raises(ArgumentError, match=r"layout torch\.jagged"):
+        Jagged.from_nested({"a": torch.ones(3)})

@@ -1,0 +1,70 @@
+"""Collections in four gloo processes, against one device and against the simulated world."""
+
+import functools
+
+import embedding_cases as cases
+import pytest
+import torch
+from torch.testing import assert_close
+
+import shardwise
+from shardwise.embedding import SGD, Adagrad, Adam, EmbeddingBagCollection, EmbeddingCollection
+from shardwise.errors import IdRangeError
+
+pytestmark = pytest.mark.processes
+
+
+def steps(num):
+    return [[cases.batch(10 * s + r) for r in range(4)] for s in range(num)]
+
+
+def close(found, expected):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        assert_close(found[name], expected[name])
+
+
+@pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_both_worlds_train_alike(processes, plan, kind):
+    optimizer = Adagrad(0.1)
+    found = processes(cases.trained_in_processes, plan, optimizer, 5, kind)
+    for other in found[1:]:
+        for name in other:
+            assert torch.equal(other[name], found[0][name])
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        simulated = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
+        close(found[0], cases.train_sharded(simulated, steps(5)))
+    close(found[0], cases.train_alone(cases.make(kind, optimizer=optimizer), steps(5)))
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.05)], ids=["SGD", "Adam"])
+def test_twenty_steps(processes, optimizer):
+    found = processes(cases.trained_in_processes, cases.PLANS["mixed"], optimizer, 20)
+    close(found[0], cases.train_alone(cases.make(optimizer=optimizer), steps(20)))
+
+
+def test_ordinary_optimizer(processes):
+    found = processes(cases.trained_by_sgd, cases.PLANS["mixed"], 20)
+    sgd = functools.partial(torch.optim.SGD, lr=0.1)
+    close(found[0], cases.train_alone(cases.make(), steps(20), sgd))
+
+
+@pytest.mark.parametrize("plan", ["row_wise", cases.PLANS["mixed"]], ids=["row_wise", "mixed"])
+def test_together_with_ddp(processes, plan):
+    found = processes(cases.beside_ddp, plan)
+    close(found[3], cases.beside_dense())
+
+
+@pytest.mark.parametrize("plan", ["row_wise", "table_wise", "data_parallel"])
+def test_an_id_out_of_range_on_one_rank(processes, plan):
+    failures = processes.run(cases.broken_on_one_rank, plan)
+    for failure in failures:
+        assert failure.kind is IdRangeError
+        assert "rank 2: feature 'user' of table 'user': id 99" in failure.message
+
+
+def test_prefetch_overlaps_and_computes_the_same(processes):
+    found = processes(cases.trained_with_prefetch, cases.PLANS["mixed"], 4)
+    close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))

@@ -1,0 +1,75 @@
+"""Models for the tests of reports and of the command line, as a person would write them."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
+
+TENSOR_PLAN = """format = "shardwise plan 1"
+
+[modules]
+up = "colwise"
+down = "rowwise"
+"""
+TABLE_PLAN = """format = "shardwise embedding plan 1"
+
+[tables]
+user = "row_wise"
+"*" = "table_wise"
+"""
+
+
+class MLP(nn.Module):
+    def __init__(self, drop=0.0):
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(6, 10), nn.Linear(10, 6), nn.Dropout(drop)
+
+    def forward(self, x, target):
+        return F.mse_loss(self.drop(self.down(F.gelu(self.up(x)))), target)
+
+
+def mlp():
+    return MLP(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+def dropping():
+    return MLP(0.5), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Careless(MLP):
+    """Uses the local part of a weight as if it were the whole."""
+
+    def forward(self, x, target):
+        weight = self.up.weight
+        part = weight.to_local() if hasattr(weight, "to_local") else weight
+        return super().forward(x, target) + part.sum()
+
+
+def careless():
+    return Careless(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Clicks(nn.Module):
+    def __init__(self):
+        super().__init__()
+        tables = [Table("user", 11, 4), Table("item", 7, 4), Table("day", 3, 4)]
+        self.tables = EmbeddingBagCollection(tables, output="tensor", optimizer=SGD(lr=0.1))
+        self.top = nn.Linear(12, 1)
+
+    def forward(self, ids):
+        return self.top(self.tables(ids)).pow(2).mean()
+
+
+def clicks():
+    ids = torch.arange(24) % 3
+    batch = Jagged(["user", "item", "day"], ids, lengths=torch.ones(24, dtype=torch.int64))
+    return Clicks(), (batch,)
+
+
+def no_module():
+    return 3
+
+
+def failing():
+    raise RuntimeError("the weights are elsewhere")

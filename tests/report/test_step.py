@@ -1,0 +1,59 @@
+"""One step as a report: what it says follows from the model's shapes."""
+
+import json
+
+import pytest
+import report_models
+
+from shardwise.cli.explain import explain_step
+from shardwise.report import Case, Mesh
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory):
+    plan = tmp_path_factory.mktemp("plans") / "plan.toml"
+    plan.write_text(report_models.TENSOR_PLAN)
+    return explain_step(Case("report_models:mlp", str(plan)), Mesh.parse("dp=2,tp=2"), "adamw")
+
+
+def test_memory_follows_from_the_shapes(report):
+    # up: 5x6 and 5, down: 6x5 and the whole bias of 6; in single precision.
+    parameters = 4 * (30 + 5 + 30 + 6)
+    for memory in report.memory:
+        assert (memory.parameters, memory.gradients) == (parameters, parameters)
+        assert memory.optimizer == 2 * parameters  # two moments
+        assert memory.activations > 0
+
+
+def test_collectives_have_module_axis_and_phase(report):
+    found = [(each.module, each.axis, each.phase, each.kind) for each in report.collectives]
+    assert ("down", "tp", "forward", "all_reduce") in found
+    assert ("dp", "backward") in [(axis, phase) for _, axis, phase, _ in found]
+    assert report.num_implicit == 0
+    assert report.num_bytes == sum(each.num_bytes for each in report.collectives)
+
+
+def test_parts_cover_each_parameter_once(report):
+    for parameter in report.parameters:
+        covered = sum(volume(part.box) for part in parameter.parts)
+        assert covered == volume([(0, size) for size in parameter.shape])
+        assert sorted(r for part in parameter.parts for r in part.ranks) == [0, 1, 2, 3]
+
+
+def test_outputs_are_named(report):
+    texts = {each.module: each.text for each in report.outputs}
+    assert texts["up"] == "4x5 of each rank's own"
+
+
+def test_json_holds_the_same(report):
+    content = json.loads(report.to_json())
+    assert content["totals"]["bytes"] == report.num_bytes
+    assert [each["name"] for each in content["parameters"]] == [p.name for p in report.parameters]
+    assert len(content["memory"]) == 4
+
+
+def volume(box):
+    total = 1
+    for start, stop in box:
+        total *= stop - start
+    return total

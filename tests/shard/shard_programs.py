@@ -1,0 +1,181 @@
+"""Programs with sharded tensors that run alike in both worlds."""
+
+import torch
+import torch.distributed as dist
+from programs import mine
+from shard_cases import chunks, stretches, tiles
+from shard_models import Collection, HalfAndHalf, Nested, Towers
+from torch import nn
+from torch.nn import functional as F
+
+from shardwise.core.world import current_world
+from shardwise.shard import (
+    Shard,
+    ShardedOptimizer,
+    ShardingPlan,
+    init_from_local_shards,
+    shard_module,
+    shard_tensor,
+)
+
+SPECS = [
+    chunks(0, 0, 1, 2, 3),
+    chunks(0, 2, 0, 3),
+    chunks(1, 3, 1, 0, 2),
+    stretches(1, (11, 6), (1, 0, 4, 1)),
+    tiles((11, 6)),
+]
+
+
+def seeded(rank):
+    return torch.Generator().manual_seed(100 + rank)
+
+
+def moves():
+    """Every spec to every other; what each rank holds afterwards."""
+    whole, found = torch.randn(11, 6), {}
+    for a, source in enumerate(SPECS):
+        st = shard_tensor(whole, source)
+        found[f"{a} whole"] = st.full_tensor()
+        for b, target in enumerate(SPECS):
+            found[f"{a} to {b}"] = st.reshard(target)._local
+    return found
+
+
+def lookups(number, mode):
+    st = shard_tensor(torch.randn(11, 6).requires_grad_(), SPECS[number])
+    ids = mine(lambda rank: torch.randint(0, 11, (rank, 3), generator=seeded(rank)))
+    rows = F.embedding(ids, st, max_norm=1.5)
+    bags = F.embedding_bag(ids, st, mode=mode, padding_idx=2)
+    (rows.sum() + bags.square().sum()).backward()
+    return {"rows": rows, "bags": bags, "grad": st.grad._local, "table": st._local}
+
+
+def weighted_bags(number):
+    st = shard_tensor(torch.randn(11, 6).requires_grad_(), SPECS[number])
+    lengths = [[2, 0, 3], [1], [0], [0, 4]]
+    ids = mine(lambda rank: torch.randint(0, 11, (sum(lengths[rank]),), generator=seeded(rank)))
+    offsets = mine(lambda rank: torch.tensor([0, *lengths[rank]]).cumsum(0))
+    weights = mine(lambda rank: torch.randn(sum(lengths[rank]), generator=seeded(rank)))
+    weights.requires_grad_()
+    out = F.embedding_bag(
+        ids, st, offsets, mode="sum", per_sample_weights=weights, include_last_offset=True
+    )
+    out.square().sum().backward()
+    return {"out": out, "table grad": st.grad._local, "weights grad": weights.grad}
+
+
+def training():
+    """A few steps with the wrapper; the dense part is sharded too, so nothing is left to DDP."""
+    model = Towers()
+    plan = {
+        "user.weight": chunks(0, 2, 0, 3, 1),
+        "item.weight": chunks(1, 0, 1, 2, 3),
+        "dense.weight": chunks(0, 1, 3),
+        "dense.bias": chunks(0, 0, 1),
+    }
+    shard_module(model, ShardingPlan(plan))
+    optimizer = ShardedOptimizer(dict(model.named_parameters()), torch.optim.AdamW, lr=0.05)
+    found = {}
+    for step in range(3):
+        users = mine(
+            lambda rank, s=step: torch.randint(0, 11, (rank + 1,), generator=seeded(rank + s))
+        )
+        items = mine(
+            lambda rank, s=step: torch.randint(0, 9, (rank + 1, 2), generator=seeded(rank + s))
+        )
+        optimizer.zero_grad()
+        loss = model(users, items).square().mean()
+        loss.backward()
+        optimizer.step()
+        found[f"loss {step}"] = loss
+    found |= {name: p.detach().full_tensor() for name, p in model.named_parameters()}
+    return found
+
+
+def sharders_and_outputs():
+    model = Nested()
+    outputs = {"head": chunks(1, 3, 0)}
+    plan = ShardingPlan({"collection": HalfAndHalf()}, outputs, return_local_tensor=["head"])
+    shard_module(model, plan)
+    ids = mine(lambda rank: torch.randint(0, 10, (2, 2), generator=seeded(rank)))
+    return {"out": model(ids)}
+
+
+def pieces_of_ones_own():
+    shards = []
+    for rank in range(4):
+        if _present(rank):
+            piece = torch.full((2, 3), float(rank))
+            shards.append(Shard.from_tensor_and_offsets(piece, [2 * rank, 0], rank))
+    st = init_from_local_shards(shards, 8, 3)
+    gathered = st.gather(2)
+    assert (gathered is not None) == _present(2)
+    return {"whole": st.full_tensor()}
+
+
+def _present(rank):
+    return current_world().simulated or dist.get_rank() == rank
+
+
+def on_a_group():
+    """Ranks 0 and 2 shard among themselves."""
+    group, whole = dist.new_group([0, 2]), torch.arange(10.0).view(5, 2)
+    if not (_present(0) or _present(2)):
+        return
+    st = shard_tensor(whole, chunks(0, 2, 0), 1, process_group=group)
+    gathered = st.gather(0)
+    assert gathered is None or torch.equal(gathered, whole)
+    assert torch.equal(F.embedding(torch.tensor([4, 0]), st), whole[[4, 0]])
+
+
+# -- bad input -------------------------------------------------------------------------------------
+
+
+def disagreeing_specs():
+    ranks = (0, 1) if dist.get_rank() == 2 else (1, 0)
+    shard_module(Collection(), ShardingPlan({"tables.t0.weight": chunks(0, *ranks)}))
+
+
+def disagreeing_shapes():
+    rows = 12 if dist.get_rank() == 1 else 11
+    shard_module(nn.Embedding(rows, 4), ShardingPlan({"weight": chunks(0, 0, 1)}))
+
+
+def one_rank_with_a_wrong_path():
+    name = "wieght" if dist.get_rank() == 3 else "weight"
+    shard_module(nn.Embedding(11, 4), ShardingPlan({name: chunks(0, 0, 1)}))
+
+
+def one_rank_with_an_empty_plan():
+    plan = {} if dist.get_rank() == 0 else {"weight": chunks(0, 0, 1)}
+    shard_module(nn.Embedding(11, 4), ShardingPlan(plan))
+
+
+def conflict_on_all_ranks():
+    plan = {"collection": HalfAndHalf(), "collection.tables.t0.weight": chunks(0, 0)}
+    shard_module(Nested(), ShardingPlan(plan))
+
+
+def one_rank_with_bad_offsets():
+    st = shard_tensor(torch.randn(11, 6), chunks(0, 0, 1, 2, 3))
+    offsets = [0, 9] if dist.get_rank() == 1 else [0, 1]
+    F.embedding_bag(torch.tensor([1, 2, 3]), st, torch.tensor(offsets))
+
+
+def one_rank_with_a_bad_id():
+    st = shard_tensor(torch.randn(11, 6), chunks(1, 0, 1, 2, 3))
+    F.embedding(torch.tensor([1, 11 if dist.get_rank() == 3 else 2]), st)
+
+
+def one_rank_with_pieces_that_overlap():
+    start = 0 if dist.get_rank() == 1 else 2 * dist.get_rank()
+    piece = Shard.from_tensor_and_offsets(torch.ones(2), [start], dist.get_rank())
+    init_from_local_shards([piece], 8)
+
+
+def sum_over_ranks():
+    """Whether the processes still understand each other."""
+    x = torch.tensor([dist.get_rank()])
+    dist.all_reduce(x)
+    return x.item()

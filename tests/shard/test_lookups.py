@@ -1,0 +1,316 @@
+"""Each rank's own batch, different on each, gives what one device with the whole table gives."""
+
+import pytest
+import torch
+from shard_cases import TABLE_SPECS, chunks, per_rank, tiles
+from torch import nn
+from torch.nn import functional as F
+
+from shardwise import LocalTensor, UnsupportedError
+from shardwise.debug import CommDebugMode
+from shardwise.shard import shard_tensor
+
+SHAPE = (11, 6)
+RANKS = range(4)
+
+
+@pytest.fixture(params=TABLE_SPECS.values(), ids=TABLE_SPECS.keys())
+def spec(request):
+    return request.param
+
+
+def table():
+    return torch.randn(SHAPE, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+def on_rank(x, rank):
+    return x.on_rank(rank) if isinstance(x, LocalTensor) else x
+
+
+def check(spec, lookup, *batch, table=None, grad_reduction="mean"):
+    """Forward, the weight after it, and gradients of weight and batch, against one device."""
+    whole = globals()["table"]() if table is None else table
+    st = shard_tensor(whole.clone().requires_grad_(), spec, grad_reduction=grad_reduction)
+    batch = [_leaf(x) for x in batch]
+    out = lookup(st, *batch)
+    expected_grad = torch.zeros_like(whole)
+    after = whole.clone()
+    upstream = {}
+    singles = []
+    for rank in RANKS:
+        weight = whole.clone().requires_grad_()
+        own = [
+            _leaf(on_rank(x.detach(), rank)) if _has_grad(x) else on_rank(x, rank) for x in batch
+        ]
+        single = lookup(weight, *own)
+        torch.testing.assert_close(on_rank(out, rank), single, msg=lambda m, r=rank: f"{r}: {m}")
+        generator = torch.Generator().manual_seed(rank)
+        upstream[rank] = torch.randn(single.shape, generator=generator, dtype=single.dtype)
+        (single * upstream[rank]).sum().backward()
+        expected_grad += weight.grad / (4 if grad_reduction == "mean" else 1)
+        changed = (weight.detach() != whole).any(1)
+        after[changed] = weight.detach()[changed]
+        singles.append(own)
+    (out * LocalTensor.per_rank(upstream.get)).sum().backward()
+    torch.testing.assert_close(st.grad.full_tensor().agreed(), expected_grad)
+    torch.testing.assert_close(st.detach().full_tensor().agreed(), after)
+    for place, x in enumerate(batch):
+        if _has_grad(x):
+            for rank in RANKS:
+                torch.testing.assert_close(on_rank(x.grad, rank), singles[rank][place].grad)
+
+
+def _has_grad(x):
+    return x is not None and x.is_floating_point()
+
+
+def _leaf(x):
+    return x.detach().requires_grad_() if _has_grad(x) else x
+
+
+def ids_of(*shapes):
+    return per_rank(lambda rank, g: torch.randint(0, SHAPE[0], shapes[rank], generator=g))
+
+
+UNEVEN = ((2, 3), (4, 1), (0, 2), (5, 2))
+EVEN = ((3, 2),) * 4
+
+
+# -- Embedding ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shapes", [EVEN, UNEVEN, ((4,), (1,), (3,), (0,)), ((),) * 4], ids=str)
+def test_embedding(world, spec, shapes):
+    check(spec, lambda w, ids: F.embedding(ids, w), ids_of(*shapes))
+
+
+def test_a_batch_that_all_ranks_share(world, spec):
+    check(spec, lambda w, ids: F.embedding(ids, w), torch.tensor([[0, 10], [3, 3]]))
+
+
+def test_nobody_brings_anything(world, spec):
+    check(spec, lambda w, ids: F.embedding(ids, w), ids_of((0,), (0,), (0,), (0,)))
+
+
+@pytest.mark.parametrize("padding_idx", [0, 5, -1])
+def test_embedding_padding_idx(world, spec, padding_idx):
+    check(spec, lambda w, ids: F.embedding(ids, w, padding_idx=padding_idx), ids_of(*UNEVEN))
+
+
+def test_embedding_scale_grad_by_freq(world, spec):
+    check(spec, lambda w, ids: F.embedding(ids, w, scale_grad_by_freq=True), ids_of(*UNEVEN))
+
+
+@pytest.mark.parametrize("norm_type", [1.0, 2.0, 3.5, float("inf")])
+def test_embedding_max_norm(world, spec, norm_type):
+    def lookup(weight, ids):
+        return F.embedding(ids, weight, max_norm=0.9, norm_type=norm_type)
+
+    check(spec, lookup, ids_of(*UNEVEN))
+
+
+def test_the_sum_of_losses(world, spec):
+    check(spec, lambda w, ids: F.embedding(ids, w), ids_of(*UNEVEN), grad_reduction="sum")
+
+
+# -- EmbeddingBag ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("shapes", [EVEN, UNEVEN], ids=["even", "uneven"])
+def test_bags_of_one_length(world, spec, mode, shapes):
+    check(spec, lambda w, ids: F.embedding_bag(ids, w, mode=mode), ids_of(*shapes))
+
+
+def jagged(include_last_offset=False):
+    """Bags of different lengths, some empty, one rank without any."""
+    lengths = [[2, 0, 3], [1], [], [0, 4, 0, 1, 1]]
+    ids = ids_of(*[(sum(each),) for each in lengths])
+
+    def offsets(rank):
+        ends = torch.tensor([0, *lengths[rank]]).cumsum(0)
+        return ends if include_last_offset else ends[:-1]
+
+    return ids, LocalTensor.per_rank(offsets)
+
+
+@pytest.mark.parametrize("include_last_offset", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_offsets(world, spec, mode, include_last_offset):
+    def lookup(weight, ids, offsets):
+        return F.embedding_bag(
+            ids, weight, offsets, mode=mode, include_last_offset=include_last_offset
+        )
+
+    check(spec, lookup, *jagged(include_last_offset))
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bag_padding_idx(world, spec, mode):
+    def lookup(weight, ids, offsets):
+        return F.embedding_bag(ids, weight, offsets, mode=mode, padding_idx=4)
+
+    ids, offsets = jagged()
+    with_padding = LocalTensor.per_rank(
+        lambda rank: ids.on_rank(rank).masked_fill(ids.on_rank(rank) % 2 == 0, 4)
+    )
+    check(spec, lookup, with_padding, offsets)
+
+
+def test_per_sample_weights(world, spec):
+    def lookup(weight, ids, offsets, weights):
+        return F.embedding_bag(ids, weight, offsets, mode="sum", per_sample_weights=weights)
+
+    ids, offsets = jagged()
+    weights = per_rank(
+        lambda rank, g: torch.randn(ids.on_rank(rank).shape, generator=g, dtype=torch.float64)
+    )
+    check(spec, lookup, ids, offsets, weights)
+
+
+def test_per_sample_weights_of_two_dims(world, spec):
+    def lookup(weight, ids, weights):
+        return F.embedding_bag(ids, weight, mode="sum", per_sample_weights=weights)
+
+    weights = per_rank(lambda rank, g: torch.randn(UNEVEN[rank], generator=g, dtype=torch.float64))
+    check(spec, lookup, ids_of(*UNEVEN), weights)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean"])
+def test_bag_scale_grad_by_freq(world, spec, mode):
+    def lookup(weight, ids, offsets):
+        return F.embedding_bag(ids, weight, offsets, mode=mode, scale_grad_by_freq=True)
+
+    check(spec, lookup, *jagged())
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_bag_max_norm(world, spec, mode, norm_type):
+    def lookup(weight, ids, offsets):
+        return F.embedding_bag(ids, weight, offsets, mode=mode, max_norm=0.8, norm_type=norm_type)
+
+    check(spec, lookup, *jagged())
+
+
+def test_ties_in_a_maximum_go_to_the_first_row(world, spec):
+    level = torch.ones(SHAPE, dtype=torch.float64)
+    ids = torch.tensor([[9, 1, 4], [4, 9, 9]])
+    check(spec, lambda w, x: F.embedding_bag(x, w, mode="max"), ids, table=level)
+
+
+# -- what travels --------------------------------------------------------------------------------
+
+
+def test_bags_travel_pooled(world):
+    """Twenty ids in a bag cost no more rows on the wire than one."""
+    st = shard_tensor(table(), chunks(0, 0, 1, 2, 3))
+    sent = []
+    for length in (1, 20):
+        with CommDebugMode() as comm:
+            F.embedding_bag(torch.zeros(8, length, dtype=torch.int64), st, mode="sum")
+        sent.append([e.num_bytes for e in comm.events if e.kind == "reduce_scatter_tensor"])
+    assert sent[0] == sent[1] == [4 * 8 * 6 * 8]
+
+
+def test_the_table_does_not_travel(world, spec):
+    big = shard_tensor(torch.zeros(5000, 6), chunks(0, *range(4)))
+    with CommDebugMode() as comm:
+        F.embedding(torch.tensor([1, 2]), big)
+    assert sum(event.num_bytes for event in comm.events) < 1000
+
+
+# -- bad input -----------------------------------------------------------------------------------
+
+
+def test_an_id_out_of_range(world, spec):
+    st = shard_tensor(table(), spec)
+    ids = LocalTensor.per_rank(lambda rank: torch.tensor([0, 11 if rank == 2 else 1]))
+    with pytest.raises(IndexError, match="11 rows"):
+        F.embedding(ids, st)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "said"),
+    [
+        ([1, 2], "first offset is 0"),
+        ([0, 3, 2], "do not decrease"),
+        ([0, 9], "last offset is 9"),
+        (None, "need offsets"),
+    ],
+)
+def test_bad_offsets(world, offsets, said):
+    st = shard_tensor(table(), chunks(0, 0, 1))
+    offsets = None if offsets is None else torch.tensor(offsets)
+    with pytest.raises(ValueError, match=said):
+        F.embedding_bag(torch.tensor([1, 2, 3]), st, offsets)
+
+
+def test_options_that_do_not_exist(world):
+    st = shard_tensor(table(), chunks(0, 0, 1))
+    ids = torch.tensor([[1]])
+    with pytest.raises(TypeError, match="mode is one of"):
+        F.embedding_bag(ids, st, mode="median")
+    with pytest.raises(UnsupportedError, match="sparse"):
+        F.embedding_bag(ids, st, mode="sum", sparse=True)
+    with pytest.raises(UnsupportedError, match="mode='sum'"):
+        F.embedding_bag(ids, st, mode="mean", per_sample_weights=torch.ones(1, 1))
+    with pytest.raises(TypeError, match="padding_idx=11"):
+        F.embedding(ids, st, padding_idx=11)
+    with pytest.raises(ValueError, match="float"):
+        F.embedding(torch.ones(2), st)
+
+
+def test_tiles_are_for_storage(world):
+    st = shard_tensor(table(), tiles(SHAPE))
+    with pytest.raises(UnsupportedError, match="one block per rank"):
+        F.embedding(torch.tensor([1]), st)
+
+
+# -- Linear --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bias", ["none", "plain", "sharded"])
+def test_linear(world, spec, bias):
+    offset = torch.randn(11, dtype=torch.float64)
+    held = {
+        "none": None,
+        "plain": offset.clone().requires_grad_(),
+        "sharded": shard_tensor(offset.clone().requires_grad_(), chunks(0, 3, 0, 1)),
+    }[bias]
+
+    def apply(weight, x):
+        own = offset if type(weight) is torch.Tensor and bias != "none" else held
+        return F.linear(x, weight, own)
+
+    shapes = [(2, 3, 6), (5, 1, 6), (0, 2, 6), (1, 4, 6)]
+    x = per_rank(lambda rank, g: torch.randn(shapes[rank], generator=g, dtype=torch.float64))
+    check(spec, apply, x)
+    if bias == "sharded":
+        ups = [
+            torch.randn(
+                (*shapes[rank][:-1], 11),
+                generator=torch.Generator().manual_seed(rank),
+                dtype=torch.float64,
+            ).reshape(-1, 11)
+            for rank in RANKS
+        ]
+        expected = sum(each.sum(0) for each in ups) / 4
+        torch.testing.assert_close(held.grad.full_tensor().agreed(), expected)
+
+
+def test_a_sharded_bias_alone(world):
+    layer = nn.Linear(3, 5)
+    x = torch.randn(2, 3)
+    expected = layer(x)
+    bias = shard_tensor(layer.bias.detach().requires_grad_(), chunks(0, 1, 2))
+    out = F.linear(x, layer.weight.detach(), bias)
+    torch.testing.assert_close(out.agreed(), expected)
+    out.sum().backward()
+    torch.testing.assert_close(bias.grad.full_tensor().agreed(), torch.full((5,), 2.0))
+
+
+def test_inputs_that_do_not_fit(world):
+    st = shard_tensor(table(), chunks(0, 0, 1))
+    with pytest.raises(ValueError, match=r"shape \(\.\.\., 6\)"):
+        F.linear(torch.ones(2, 5, dtype=torch.float64), st)

@@ -1,0 +1,85 @@
+"""The same in four real processes as in one that plays them; and no rank is left waiting."""
+
+import pytest
+import shard_programs as programs
+import torch
+from programs import record
+
+import shardwise
+from shardwise.errors import LayoutError, PlanError
+
+pytestmark = pytest.mark.processes
+
+
+def both(processes, program, *args):
+    with shardwise.simulate(4):
+        events, held = record(program, *args)
+    answers = processes(record, program, *args)
+    for rank, (real_events, _) in enumerate(answers):
+        kinds = [(event.kind, event.axis) for event in real_events]
+        assert kinds == [(e.kind, e.axis) for e in events], f"rank {rank} communicated otherwise"
+    assert [e.num_bytes for e in answers[0][0]] == [e.num_bytes for e in events]
+    for name, parts in held.items():
+        # A value that all simulated ranks share is held once.
+        for rank in range(4):
+            expected = parts[rank] if len(parts) == 4 else parts[0]
+            torch.testing.assert_close(
+                answers[rank][1][name][0],
+                expected,
+                msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}",
+            )
+
+
+def test_moves(processes):
+    both(processes, programs.moves)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("number", range(4))
+def test_lookups(processes, number, mode):
+    both(processes, programs.lookups, number, mode)
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_weighted_bags(processes, number):
+    both(processes, programs.weighted_bags, number)
+
+
+def test_training(processes):
+    both(processes, programs.training)
+
+
+def test_sharders_and_outputs(processes):
+    both(processes, programs.sharders_and_outputs)
+
+
+def test_pieces_of_ones_own(processes):
+    both(processes, programs.pieces_of_ones_own)
+
+
+def test_a_group_of_some_ranks(processes):
+    processes(programs.on_a_group)
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "said"),
+    [
+        (programs.disagreeing_specs, LayoutError, "Rank 0 has: .*rank:1/cpu, rank:0/cpu.* Rank 2"),
+        (programs.disagreeing_shapes, LayoutError, r"\(11, 4\).*Rank 1 has.*\(12, 4\)"),
+        (programs.one_rank_with_a_wrong_path, LayoutError, "rank 3: PathError.*'weight'"),
+        (programs.one_rank_with_an_empty_plan, LayoutError, "Rank 0 has: nothing more"),
+        (programs.conflict_on_all_ranks, PlanError, "should not conflict"),
+        (programs.one_rank_with_bad_offsets, LayoutError, "rank 1: the last offset is 9"),
+        (programs.one_rank_with_a_bad_id, IndexError, "11 rows"),
+        (programs.one_rank_with_pieces_that_overlap, LayoutError, "overlap"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_all_ranks_raise_the_same(processes, program, error, said):
+    answers = processes.run(program)
+    assert len({answer.message for answer in answers}) == 1
+    for answer in answers:
+        assert issubclass(answer.kind, error)
+        with pytest.raises(error, match=said):
+            raise answer.kind(answer.message)
+    assert processes(programs.sum_over_ranks) == [6] * 4

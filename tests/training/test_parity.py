@@ -1,0 +1,26 @@
+"""Twenty steps of training take a sharded model where they take it on one device."""
+
+import math
+
+import pytest
+import training_runs
+from training_runs import RUNS
+
+import shardwise
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["", "with dropout"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_simulated(run, dropout):
+    expected = training_runs.one_device(run, dropout)
+    with shardwise.simulate(math.prod(run.mesh)):
+        found = training_runs.sharded(run, dropout)
+    training_runs.assert_same(found, expected)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["GPT, data x tensor", "recommender, rows"])
+def test_in_processes(processes, name):
+    expected = training_runs.one_device(RUNS[name])
+    for found in processes(training_runs.sharded, RUNS[name], timeout_s=180):
+        training_runs.assert_same(found, expected)
