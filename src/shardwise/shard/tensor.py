@@ -158,8 +158,8 @@ class ShardedTensor(DTensor):
 
     def __checkpoint_pieces__(self) -> list[tuple[int, tuple[int, ...], torch.Tensor]]:
         """The pieces as shardwise.checkpoint asks for them."""
-        rank_of = [(s.metadata.placement.rank, s) for s in self.local_shards()]
-        return [(rank, s.metadata.shard_offsets, s.tensor) for rank, s in rank_of]
+        found = [(shard.metadata, shard.tensor) for shard in self.local_shards()]
+        return [(at.placement.rank, tuple(at.shard_offsets), piece) for at, piece in found]
 
     # -- moving ------------------------------------------------------------------------------
 
