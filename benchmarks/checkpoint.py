@@ -152,6 +152,8 @@ def main(arguments: list[str] | None = None) -> None:
         pairs = list(zip(rows["shardwise"], rows["torch"], strict=True))
         wall, cpu = (statistics.median(a[i] / b[i] for a, b in pairs) for i in (0, 1))
         print(f"{kind}  shardwise / torch: wall {wall:.2f}, CPU {cpu:.2f}")
+        each = "  ".join(f"{a[0] / b[0]:.2f}/{a[1] / b[1]:.2f}" for a, b in pairs)
+        print(f"{kind}  wall/CPU ratio of each repeat: {each}")
     if options.json:
         Path(options.json).write_text(json.dumps(found, indent=2))
 

@@ -9,7 +9,6 @@ sharded checkpoints. Nothing in it is executed.
 """
 
 from shardwise.checkpoint.loading import load
-from shardwise.checkpoint.pieces import Piece, Pieces
 from shardwise.checkpoint.report import CheckpointReport, TensorReport, Verdict, inspect, verify
 from shardwise.checkpoint.saving import Saving, save, save_async
 from shardwise.checkpoint.series import Checkpoints
@@ -18,8 +17,6 @@ from shardwise.checkpoint.whole import convert
 __all__ = [
     "CheckpointReport",
     "Checkpoints",
-    "Piece",
-    "Pieces",
     "Saving",
     "TensorReport",
     "Verdict",

@@ -2,9 +2,9 @@
 
 Note [Pieces]
 A checkpoint knows a tensor as pieces: a rank, an offset in the global tensor, and a plain tensor
-whose memory is the tensor's own. An object that is not a DTensor or a plain tensor takes part by a
-method `__checkpoint_pieces__()` that returns a `Pieces`; it may have any number of pieces per rank
-and any tiling. In a simulated world the pieces of all ranks are present.
+whose memory is the tensor's own. An object with a shape and a dtype takes part by a method
+`__checkpoint_pieces__()` that returns a list of (rank, offset, tensor); it may have any number of
+pieces per rank and any tiling. In a simulated world the pieces of all ranks are present.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     """The pieces of a tensor on the ranks present; a plain tensor is whole on each of them."""
     told = getattr(value, "__checkpoint_pieces__", None)
     if told is not None:
-        return told()
+        found = [Piece(rank, tuple(offset), part.detach()) for rank, offset, part in told()]
+        return Pieces(tuple(value.shape), value.dtype, found)
     if isinstance(value, DTensor):
         return _of_dtensor(value, name)
     plain = value.detach()
