@@ -48,7 +48,7 @@ def test_a_rank_that_ends_is_named_and_the_others_end(kind, words):
 
 def test_a_rank_that_never_finishes():
     with pytest.raises(shardwise.LaunchError, match=r"Ranks? .*1 did not (finish|start) within"):
-        launch(programs.sleep, 2, 1, timeout_s=25)
+        launch(programs.sleep, 2, 1, timeout_s=60)
 
 
 def test_a_port_in_use():
