@@ -430,6 +430,9 @@ UNCHECKED_KERNELS = {
 
 #: What is right for the few entries that these samples pick need not be right for others.
 BY_CHANCE = {
+    # Outside of training, statistics are empty or not read: anything is right for them.
+    aten.native_batch_norm.default,
+    aten.native_batch_norm_backward.default,
     aten.index_put.default,
     aten.scatter.reduce,
     aten.scatter.value_reduce,
