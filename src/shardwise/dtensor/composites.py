@@ -14,7 +14,8 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.watch import implicit_replication
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.tensor import DTensor, as_layouts
+from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.wrapped import as_layouts
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten

@@ -14,7 +14,6 @@ cost, where a `__torch_function__` on the class would cost every call.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections.abc import Sequence
@@ -26,43 +25,27 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
-from shardwise.comm.watch import watch
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import untraced
-from shardwise.core.world import world_caches
 from shardwise.dtensor import autograd, doors, torch_checkpoint
-from shardwise.dtensor.fallback import parts_of
+from shardwise.dtensor.call_key import add_argument
 from shardwise.dtensor.flat import FlatContext, flattened, source_digest
-from shardwise.dtensor.foreach import foreach_entry, is_foreach
-from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.mixing import check_plain
-from shardwise.dtensor.numbers import beside_plain, numbers_as_plain
-from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.miss import entries, plan_and_run
+from shardwise.dtensor.numbers import beside_plain
 from shardwise.dtensor.planning import Entry
 from shardwise.dtensor.traced import install, traced_from_local
+from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
     MixedTensorsError,
     ShardwiseError,
-    UnsupportedError,
 )
-from shardwise.rules.catalog import (
-    CATALOG,
-    changes_shape,
-    find_rule,
-    functional_twin,
-    rule_caches,
-    written_twin,
-)
-from shardwise.rules.positional import Positional, plain_op
-from shardwise.rules.propagate import unsupported
 
-aten = torch.ops.aten
 # The keys of autocast too: torch would give a tensor of that backend none.
 _KEYS = functools.reduce(
     lambda keys, key: keys.add(key),
@@ -71,42 +54,17 @@ _KEYS = functools.reduce(
 )
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
-
-#: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
-_entries: dict[Any, Entry] = {}
-_MAX_ENTRIES = 8192
-#: Keys of calls in place that no choice leaves in place; see _write_back.
-_written_back: set[Any] = set()
-#: Hits of entries that are gone, and all misses; see cache_counts.
-_past_hits, _misses = 0, 0
+#: What the hot path asks; debug.explain puts a table in its place that notes the hits.
+_entries: dict[Any, Entry] = entries
 
 
-def _forget_entries() -> None:
-    global _past_hits
-    _past_hits += sum(entry.hits for entry in _entries.values())
-    _entries.clear()
-    _written_back.clear()
-
-
-world_caches.append(_forget_entries)
-rule_caches.append(_forget_entries)
-
-
-def cache_counts() -> tuple[int, int, int, int]:
-    """Hits and misses of this process so far, entries now, and how many there may be."""
-    hits = _past_hits + sum(entry.hits for entry in _entries.values())
-    return hits, _misses, len(_entries), _MAX_ENTRIES
-
-
-class DTensor(torch.Tensor):
+class DTensor(Wrapped):
     """A global tensor, of which this process holds the part that its layout says.
 
     Made by `distribute_tensor`, `DTensor.from_local`, the factories, and by ops on DTensors.
     """
 
-    __slots__ = ("_layout", "_local")
-    _local: torch.Tensor
-    _layout: Layout
+    __slots__ = ()
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -158,14 +116,14 @@ class DTensor(torch.Tensor):
                     key.append(arg)
                     operands.append(arg)
                 elif kind is float:
-                    key.append(float)  # as _add_static does
+                    key.append(float)  # as add_argument does
                     operands.append(arg)
                 else:
-                    _add_static(func, arg, key, operands)
+                    add_argument(func, arg, key, operands)
             if kwargs:
                 for name, value in kwargs.items():
                     key.append(name)
-                    _add_static(func, value, key, None)
+                    add_argument(func, value, key, None)
         except TensorByKeyword:
             run_it = DTensor.__torch_dispatch__
             return run_by_keyword(func, args, kwargs or {}, run_it, as_layouts)
@@ -176,7 +134,7 @@ class DTensor(torch.Tensor):
         except TypeError:  # a symbolic int has no hash
             entry = None
         if entry is None:
-            return _miss(func, args, kwargs or {}, key, operands, wish)
+            return plan_and_run(DTensor, func, args, kwargs or {}, key, operands, wish)
         entry.hits += 1
         if entry.move is not None:
             entry.move(operands, args)
@@ -433,213 +391,6 @@ def _unpickle(
     restored = DTensor.wrap(*doors.unpacked(local, mesh, layout))
     restored.__dict__.update(attributes)
     return restored.requires_grad_(requires_grad)
-
-
-# -- the miss path ---------------------------------------------------------------------------
-
-
-class _Flag:
-    """Stands for True or False in a key, where they would equal 1 and 0."""
-
-
-_TRUE, _FALSE = _Flag(), _Flag()
-
-
-def _add_static(
-    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
-) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands.
-
-    `position` is that of the list which holds it; without, it is the next argument.
-    """
-    kind = type(value)
-    if kind is float:
-        # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
-        key.append(float)
-    elif kind is bool:
-        key.append(_TRUE if value else _FALSE)
-    elif kind is list or kind is tuple:
-        part, value = _list_key(op, value, None if operands is None else len(operands))
-        key.append(part)
-    elif isinstance(value, DTensor):
-        if operands is None:
-            raise TensorByKeyword
-        key.append(value._layout)
-        value = value._local
-    elif isinstance(value, torch.Tensor):
-        if position is None and operands is not None:
-            position = len(operands)
-        check_plain(op, value, position)
-        key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
-    elif kind is torch.Generator:
-        key.append(kind)  # its state changes values, never a layout
-    else:
-        key.append(value)
-    if operands is not None:
-        operands.append(value)
-
-
-def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any, list[Any]]:
-    """What a list adds to the key, and its items as local operands.
-
-    `position` is that of the argument, or None for a keyword.
-    """
-    first = type(items[0]) if items else None
-    if first is DTensor and position is not None:
-        try:  # the lists of a foreach op are long, and of tensors only
-            return tuple([x._layout for x in items]), [x._local for x in items]
-        except AttributeError:
-            pass
-    elif first is float and set(map(type, items)) == {float}:
-        return (float, len(items)), list(items)
-    key: list[Any] = []
-    operands: list[Any] = []
-    for item in items:
-        if type(item) is int:
-            key.append(item)
-            operands.append(item)
-        elif isinstance(item, torch.Tensor) and not isinstance(item, DTensor) and is_foreach(op):
-            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
-            operands.append(item)
-        else:
-            _add_static(op, item, key, None if position is None else operands, position)
-    return tuple(key), operands
-
-
-def as_layouts(value: Any) -> Any:
-    if isinstance(value, DTensor):
-        return value._layout
-    if isinstance(value, (list, tuple)):
-        return [as_layouts(v) for v in value]
-    return value
-
-
-#: Ids of ops whose plans depend on floats among their arguments: the key of a hit has none.
-_by_value = {id(op) for op, rule in CATALOG.items() if rule.by_value}
-
-
-def _miss(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    key: list[Any],
-    operands: list[Any],
-    wish: Layout | None,
-) -> Any:
-    """Plan the call, remember the plan, and run it for the first time."""
-    try:
-        return _planned(op, args, kwargs, key, operands, wish)
-    except UnsupportedError:
-        if not may_fall_back(op):
-            raise
-    layouts = [as_layouts(a) for a in args]
-    return run_gathered(op, args, kwargs, layouts, operands, DTensor.wrap)
-
-
-def _planned(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: dict[str, Any],
-    key: list[Any],
-    operands: list[Any],
-    wish: Layout | None,
-) -> Any:
-    global _misses
-    if key[0] in _by_value:
-        key += [a for a in (*args, *kwargs.values()) if type(a) is float]
-        if (known := _entries.get(tuple(key))) is not None:
-            known.hits += 1
-            return _run_entry(known, operands, args, kwargs)
-    if changes_shape(op):
-        return _view_in_place(op, args, kwargs)
-    if not is_foreach(op) and (on_one := numbers_as_plain(args)) is not None:
-        return DTensor.__torch_dispatch__(op, None, tuple(on_one), kwargs, wish)
-    twin = written_twin(op)
-    if twin is not None and (find_rule(op) is None or _known_write(key)):
-        return _write_back(twin, args, kwargs)
-    layouts = [as_layouts(a) for a in args]
-    entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
-    if entry is None:
-        parts = parts_of(plain_op(op)) if find_rule(plain_op(op)) is None else None
-        if parts is not None:
-            if isinstance(op, Positional):
-                parts = functools.partial(op.spell, parts)
-            return _in_parts(op, parts, args, kwargs)
-        try:
-            entry = entry_of_call(op, layouts, kwargs, wish)
-        except UnsupportedError:
-            if twin is None or not isinstance(args[0], DTensor) or args[0]._layout.snapshot:
-                raise
-            with contextlib.suppress(TypeError):
-                if len(_written_back) < _MAX_ENTRIES:
-                    _written_back.add(tuple(key))
-            return _write_back(twin, args, kwargs)
-    plan = entry.plan
-    _misses += 1
-    if watch.notes is not None:
-        watch.notes.append(entry)
-    if not any(layout.symbolic for layout in (*plan.inputs, *plan.outputs)):
-        if len(_entries) >= _MAX_ENTRIES:
-            _forget_entries()
-        with contextlib.suppress(TypeError):
-            _entries[tuple(key)] = entry
-    return _run_entry(entry, operands, args, kwargs)
-
-
-def _run_entry(
-    entry: Entry, operands: list[Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> Any:
-    if entry.move is not None:
-        entry.move(operands, args)
-    local = entry.call(*operands, **kwargs)
-    if entry.out is not None:
-        return DTensor.wrap(local, entry.out)
-    assert entry.finish is not None, "an entry either has one output or knows how to finish"
-    return entry.finish(local, args, DTensor.wrap)
-
-
-def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op that turns a tensor into a view of itself, such as `t_`."""
-    x, twin = args[0], functional_twin(op)
-    if twin is None:
-        raise UnsupportedError(unsupported(op, [x._layout], [0]))
-    view = twin(*args, **kwargs)
-    if view._layout.snapshot and not x._layout.snapshot:
-        raise UnsupportedError(unsupported(op, [x._layout], [0]))
-    with torch._C._DisableTorchDispatch():
-        op(*args, **kwargs)  # the wrapper's own shape
-    x._local, x._layout = view._local, view._layout
-    return x
-
-
-def _known_write(key: list[Any]) -> bool:
-    try:
-        return tuple(key) in _written_back
-    except TypeError:  # a symbolic int has no hash
-        return False
-
-
-def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
-    aten.copy_.default(args[0], twin(*args, **kwargs))
-    return args[0]
-
-
-def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op that has no rule through others; where one of those has none, `op` fails."""
-    cause: Exception | None = None
-    try:
-        result = parts(*args, **kwargs)
-        if result is not NotImplemented:
-            return result
-    except (NotImplementedError, MixedTensorsError) as error:
-        cause = error
-    layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, DTensor)]
-    raise UnsupportedError(unsupported(op, layouts)) from cause
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)
 
 
 def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:

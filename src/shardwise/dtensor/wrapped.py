@@ -1,0 +1,31 @@
+"""The two parts of a DTensor, for the code that plans its calls and that the class itself needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+
+
+class Wrapped(torch.Tensor):
+    """A global tensor in two parts: what this process holds, and how all of it is laid out."""
+
+    __slots__ = ("_layout", "_local")
+    _local: torch.Tensor
+    _layout: Layout
+
+    @staticmethod
+    def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
+        """The two parts as one tensor, unchecked."""
+        raise NotImplementedError
+
+
+def as_layouts(value: Any) -> Any:
+    """`value` with the layout of each tensor in its place."""
+    if isinstance(value, Wrapped):
+        return value._layout
+    if isinstance(value, (list, tuple)):
+        return [as_layouts(v) for v in value]
+    return value
