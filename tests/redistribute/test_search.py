@@ -104,7 +104,8 @@ def test_together_can_be_cheaper(grids, mesh_shape, before, after):
         (Partial(), Partial("max"), ["all_reduce", "to_partial"]),
         (Shard(0), Partial(), ["all_gather", "to_partial"]),
         (Shard(0, (1000, 0, 0, 0)), Shard(1), ["all_to_all"]),
-        (Shard(0, (1000, 0, 0, 0)), Shard(0), ["all_gather", "slice"]),
+        (Shard(0, (1000, 0, 0, 0)), Shard(0), ["resplit"]),
+        (Shard(0), Shard(0, (0, 400, 200, 400)), ["resplit"]),
     ],
     ids=repr,
 )

@@ -107,10 +107,10 @@ def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> 
     return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
 
 
-def _as_bytes(x: torch.Tensor) -> torch.Tensor:
+def as_bytes(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a tensor, dense. Played ranks may hold parts of other strides than the first."""
     if isinstance(x, LocalTensor):
-        return LocalTensor([_as_bytes(part) for part in x._parts], x._roster, x._sized)
+        return LocalTensor([as_bytes(part) for part in x._parts], x._roster, x._sized)
     if type(x.numel()) is int and x.numel() == 0:
         shape = (*x.shape[:-1], x.shape[-1] * x.dtype.itemsize) if x.dim() else (0,)
         return x.new_empty(shape, dtype=torch.uint8)
@@ -122,7 +122,7 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
-        x = _as_bytes(x)
+        x = as_bytes(x)
     return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
 
 
@@ -135,7 +135,7 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
 
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
-        x = _as_bytes(x)
+        x = as_bytes(x)
     splits = [1] * grid.shape[axis]
     return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
 

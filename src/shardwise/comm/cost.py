@@ -28,6 +28,11 @@ def collective_s(kind: str, num_ranks: int, num_bytes: float) -> float:
     return LATENCY_S + _TRAFFIC[kind](num_ranks) * num_bytes / BYTES_PER_S
 
 
+def exchange_s(num_bytes: float) -> float:
+    """Seconds for an exchange in which no rank sends or receives more than `num_bytes`."""
+    return LATENCY_S + num_bytes / BYTES_PER_S
+
+
 #: A copy on the device: what a step without communication costs, so that fewer steps win.
 def local_s(num_bytes: float) -> float:
     return 1e-6 + num_bytes / (50 * BYTES_PER_S)

@@ -17,11 +17,19 @@ from shardwise.comm.local_tensor import (
     shared_roster,
     wrap_results,
 )
+from shardwise.comm.rank_int import rank_int
 from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 
-__all__ = ["each_rank", "localize", "my_coordinate", "one_for_all", "rank_values"]
+__all__ = [
+    "each_rank",
+    "each_ranks_counts",
+    "localize",
+    "my_coordinate",
+    "one_for_all",
+    "rank_values",
+]
 
 
 def my_coordinate(grid: Grid) -> Coordinate:
@@ -105,6 +113,14 @@ def each_rank(
         here = [t._parts[t._roster.index[place]] if type(t) is LocalTensor else t for t in tensors]
         results.append(fn(grid.coordinates[rank], *here))
     return wrap_results(results, roster, getattr(fn, "__name__", "a value per rank"))
+
+
+def each_ranks_counts(grid: Grid, fn: Callable[[Coordinate], Sequence[int]]) -> list[Any]:
+    """`fn(coordinate)`, some numbers, on every rank present: RankInts where ranks differ."""
+    if not grid.world.simulated:
+        return list(fn(my_coordinate(grid)))
+    columns = zip(*(fn(grid.coordinates[rank]) for rank in grid.ranks), strict=True)
+    return [rank_int(grid.world, grid.ranks, column) for column in columns]
 
 
 def rank_values(grid: Grid, tensor: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:

@@ -5,6 +5,8 @@ Sizes may be ints or torch's symbolic ints; nothing here branches on a symbolic 
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -46,6 +48,22 @@ def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size
     return (
         sizes if sizes is not None else tuple(piece(size, parts, i, None)[1] for i in range(parts))
     )
+
+
+def shared(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
+    """How much of each piece of one split lies in each piece of another split of the same dim.
+
+    >>> shared((2, 3), (4, 1))
+    [[2, 0], [2, 1]]
+    """
+    ends_after = list(itertools.accumulate(after))
+    table, start = [], 0
+    for length in before:
+        end = start + length
+        spans = zip(after, ends_after, strict=True)
+        table.append([max(0, min(end, stop) - max(start, stop - n)) for n, stop in spans])
+        start = end
+    return table
 
 
 def settled(size: Size) -> Size:

@@ -273,6 +273,7 @@ _COLLECTIVES = {
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",
     "all_to_all": "all_to_all_single",
+    "resplit": "all_to_all_single",
     "all_reduce": "all_reduce",
 }
 

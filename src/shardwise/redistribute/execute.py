@@ -1,8 +1,8 @@
 """Running steps on local tensors.
 
-Every collective is called with the same shape on all ranks of its group: pieces of uneven length
-are padded to the longest one and cut afterwards. Ranks then never disagree about sizes, in eager or
-compiled.
+A collective is called with the same shape on all ranks of its group: pieces of uneven length are
+padded to the longest one and cut afterwards. Ranks then never disagree about sizes, in eager or
+compiled. The one exception is a resplit, whose sizes are in the layouts and never symbolic.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from shardwise.comm.collectives import (
     start_all_gather,
     start_all_reduce,
     start_all_to_all,
+    start_all_to_all_uneven,
     start_reduce_scatter,
 )
-from shardwise.comm.ranks import each_rank, my_coordinate
-from shardwise.core.chunks import Size, lengths, piece
+from shardwise.comm.ranks import each_rank, each_ranks_counts, my_coordinate
+from shardwise.core.chunks import Size, lengths, piece, shared
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Shard
@@ -242,6 +243,35 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
     )
 
 
+def _resplit(step: Step) -> Move:
+    """Each rank sends what another one owns from now on, and no more.
+
+    The only collective here whose pieces differ in length: padded to the longest, a table that
+    moves from one rank to all would be sent as often as there are ranks.
+    """
+    grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
+    dim, dtype = _dim(source, axis), source.dtype
+    origin = (0,) * grid.num_axes  # no other axis shards this dim, so the lengths are everyone's
+    table = shared(_lengths(source, axis, origin), _lengths(target, axis, origin))
+    num_sent = each_ranks_counts(grid, lambda mine: table[mine[axis]])
+    num_received = each_ranks_counts(grid, lambda mine: [row[mine[axis]] for row in table])
+
+    def rows(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        t = t.movedim(dim, 0).unsqueeze(-1).contiguous()  # the last dim may become bytes
+        return collectives.as_bytes(t) if collectives.is_moved_as_bytes(dtype) else t
+
+    def back(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t.squeeze(-1).movedim(0, dim).contiguous()
+
+    arrived = _arrived(dtype)
+    return Move(
+        lambda x: start_all_to_all_uneven(
+            each_rank(grid, rows, x, axes=()), num_sent, num_received, grid, axis
+        ),
+        lambda x: each_rank(grid, back, arrived(x), axes=()),
+    )
+
+
 def _all_reduce(step: Step) -> Move:
     grid, axis = step.source.grid, step.axis
     partial = step.source.placements[axis]
@@ -329,6 +359,7 @@ _PREPARE: dict[str, Callable[[Step], Move]] = {
     "reduce_scatter": _reduce_scatter,
     "all_to_all": _all_to_all,
     "all_reduce": _all_reduce,
+    "resplit": _resplit,
     "slice": _slice,
     "to_partial": _to_partial,
 }

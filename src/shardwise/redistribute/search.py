@@ -18,7 +18,13 @@ from shardwise.core.layout import Layout, canonical_order
 from shardwise.core.placements import Placement, Replicate, Shard, plain
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
-from shardwise.redistribute.steps import Step, local_bytes, step_cost_s, step_kind
+from shardwise.redistribute.steps import (
+    Step,
+    local_bytes,
+    resplit_cost_s,
+    step_cost_s,
+    step_kind,
+)
 
 #: A step that sends nothing, at least.
 _LOCAL_S = local_s(0)
@@ -71,6 +77,8 @@ def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
         if spent > best[state]:
             continue
         for axis, kind, after in _moves(state, wanted):
+            if kind == "resplit" and source.symbolic:
+                continue  # who sends how much to whom would be compiled in, rank by rank
             cost = spent + price(kind, axis, state[0], after[0])
             if cost < best.get(after, float("inf")) - 1e-15:
                 best[after] = cost
@@ -147,6 +155,10 @@ def _prices(layout: Layout) -> Callable[..., float]:
     def price(
         kind: str, axis: int, before: tuple[Placement, ...], after: tuple[Placement, ...]
     ) -> float:
+        old, new = before[axis], after[axis]
+        if kind == "resplit" and isinstance(old, Shard) and isinstance(new, Shard):
+            size = layout.shape[new.dim]
+            return resplit_cost_s(size, sizes[axis], old, new, num_bytes(before) * sizes[axis])
         return step_cost_s(kind, sizes[axis], num_bytes(before), num_bytes(after))
 
     return price

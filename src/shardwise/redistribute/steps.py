@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from shardwise.comm.cost import collective_s, local_s
-from shardwise.core.chunks import Size, chunk_length
+from shardwise.comm.cost import collective_s, exchange_s, local_s
+from shardwise.core.chunks import Size, chunk_length, lengths, shared
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard
 
-#: (placement before, placement after) -> what moves it.
+#: (placement before, placement after) -> what moves it. Other pieces of the same dim: a resplit.
 _KINDS: dict[tuple[type, type], str] = {
     (Shard, Replicate): "all_gather",
     (Shard, Shard): "all_to_all",
@@ -47,7 +47,7 @@ class Step:
 def step_kind(before: Placement, after: Placement) -> str | None:
     """The kind of step between two placements of one axis; None when no single step does it."""
     if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
-        return None
+        return "resplit" if before.sizes != after.sizes else None
     if isinstance(before, NormPartial) and isinstance(after, Shard):
         return None  # reduced first: terms are powers only on the way
     before_type = Partial if isinstance(before, Partial) else type(before)
@@ -60,6 +60,17 @@ def step_cost_s(kind: str, num_ranks: int, bytes_before: float, bytes_after: flo
     if kind in LOCAL_KINDS:
         return local_s(bytes_after)
     return collective_s(kind, num_ranks, larger)
+
+
+def resplit_cost_s(size: int, parts: int, before: Shard, after: Shard, whole_bytes: float) -> float:
+    """The rank that sends or receives most decides; what a rank keeps costs nothing.
+
+    `whole_bytes` is what all pieces have together.
+    """
+    pieces = lengths(size, parts, before.sizes), lengths(size, parts, after.sizes)
+    kept = [row[place] for place, row in enumerate(shared(*pieces))]
+    moved = max(max(a, b) - k for a, b, k in zip(*pieces, kept, strict=True))
+    return exchange_s(whole_bytes * moved / max(size, 1))
 
 
 def local_bytes(
