@@ -244,3 +244,12 @@ def test_requests_that_make_no_sense_are_refused(square):
     other = shardwise.init_device_mesh("cpu", (4,))
     with pytest.raises(ValueError, match="one mesh"):
         x.redistribute(other, [Shard(0)])
+
+
+def test_an_expanded_tensor_arrives_dense(mesh):
+    """Kernels ask for a last dim without gaps, which a copy of an expanded tensor has."""
+    rows = shardwise.distribute_tensor(torch.arange(12.0).view(1, 4, 3), mesh, [Shard(1)])
+    for after in (Shard(0), Shard(2), Replicate()):
+        moved = rows.expand(5, 4, 3).redistribute(placements=[after])
+        assert all(moved.to_local().on_rank(rank).is_contiguous() for rank in range(4))
+        assert torch.equal(value(moved)[4], torch.arange(12.0).view(4, 3))

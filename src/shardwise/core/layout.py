@@ -152,6 +152,8 @@ def make_layout(
 
 
 def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
+    if 0 in stride:
+        return None  # an expanded dim has no place in memory: a copy of its tensor is dense
     own = tuple(range(len(stride)))
     order = tuple(sorted(own, key=lambda d: -stride[d]))
     return None if order == own else order
