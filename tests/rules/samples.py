@@ -123,6 +123,7 @@ def _reduce() -> list[Sample]:
             for rest in ((), ([1],), ([-2], True))
         ),
         Sample(aten.linalg_vector_norm.default, (t(5),), {"dtype": torch.float64}),
+        Sample(aten.linalg_vector_norm.default, (x.abs(),)),  # norms of parts, their norm
         Sample(aten.mean.dim, (x, [0])),
         Sample(aten.mean.dim, (t(2, 3, 5), [1, -1], True)),
         Sample(aten._local_scalar_dense.default, (torch.tensor(3.0),)),
@@ -173,6 +174,7 @@ def _join() -> list[Sample]:
         Sample(aten.cat.default, ([x, t(4, 2), t(4, 3)], -1)),
         Sample(aten.stack.default, ([x, y],)),
         Sample(aten.stack.default, ([x, y], -1)),
+        Sample(aten.stack.default, ([t(5).abs(), t(5).abs()],)),  # may be norms of parts
         Sample(aten.split.Tensor, (x, 4, 1)),
         Sample(aten.split_with_sizes.default, (t(7, 3), [1, 4, 2])),
         Sample(aten.unbind.int, (t(3, 5),)),

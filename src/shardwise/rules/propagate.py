@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -108,13 +108,38 @@ def _least_s(combination: Combination, current: Sequence[tuple[Placement, ...]])
 
 
 def every_plan(
-    rule: Rule, call: Call, layouts: Sequence[Layout], wish: Layout | None = None
+    rule: Rule, call: Call, starts: Iterable[tuple[Sequence[Layout], Layout | None]]
 ) -> Iterator[CallPlan]:
-    """The plan of each combination of choices, the cheap and the dear ones: for checking rules."""
-    grid = layouts[0].grid
-    for combination in _combinations(rule, call, layouts, grid, wish):
-        if wish is None or _meets(combination, wish):
-            yield _plan(rule, call, layouts, combination, grid)
+    """The plan of each combination of choices, the cheap and the dear ones: for checking rules.
+
+    `starts` are the layouts in which the inputs may lie, each with a wish. A plan that several of
+    them lead to comes once, and without the steps that would lead there.
+    """
+    asked: dict[Any, list[Choice]] = {}
+    # Equal choices become one object, so that a combination is known by theirs.
+    known: dict[Choice, Choice] = {}
+    done: set[Any] = set()
+    for layouts, wish in starts:
+        grid = layouts[0].grid
+        per_axis = []
+        for seen in _along_axes(call, layouts, grid, wish):
+            key = (seen.axis_size, seen.placed, seen.wanted)
+            if key not in asked:
+                asked[key] = [known.setdefault(c, c) for c in rule.choices(seen)]
+            per_axis.append(asked[key])
+        for choices in itertools.product(*per_axis):
+            for order in _orders(layouts, wish):
+                combination = Combination(choices, order)
+                met = (*map(id, choices), order)
+                if met in done or not (wish is None or _meets(combination, wish)):
+                    continue
+                done.add(met)
+                if _compatible(choices, call, grid) and _means_something(combination, call):
+                    plan = _plan(rule, call, layouts, combination, grid, moved=False)
+                    same = (plan.inputs, plan.outputs, plan.local)
+                    if same not in done:
+                        done.add(same)
+                        yield plan
 
 
 def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -> str:
@@ -137,23 +162,32 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
 def _combinations(
     rule: Rule, call: Call, layouts: Sequence[Layout], grid: Grid, wish: Layout | None
 ) -> Iterator[Combination]:
-    per_axis = []
-    for axis, size in enumerate(grid.shape):
-        seen = replace(
-            call,
-            axis_size=size,
-            placed=tuple(plain(layout.placements[axis]) for layout in layouts),
-            wanted=(wish.placements[axis],) if wish is not None else (),
-        )
-        per_axis.append(list(rule.choices(seen)))
-    wished = [wish.order] if wish is not None else []
-    orders = list(dict.fromkeys([*wished, *(layout.order for layout in layouts)]))
+    per_axis = [list(rule.choices(seen)) for seen in _along_axes(call, layouts, grid, wish)]
+    orders = _orders(layouts, wish)
     for choices in itertools.product(*per_axis):
         if _compatible(choices, call, grid):
             for order in orders:
                 combination = Combination(choices, order)
                 if _means_something(combination, call):
                     yield combination
+
+
+def _along_axes(
+    call: Call, layouts: Sequence[Layout], grid: Grid, wish: Layout | None
+) -> Iterator[Call]:
+    """The call as the rule sees it along each axis."""
+    for axis, size in enumerate(grid.shape):
+        yield replace(
+            call,
+            axis_size=size,
+            placed=tuple(plain(layout.placements[axis]) for layout in layouts),
+            wanted=(wish.placements[axis],) if wish is not None else (),
+        )
+
+
+def _orders(layouts: Sequence[Layout], wish: Layout | None) -> list[tuple[int, ...]]:
+    wished = [wish.order] if wish is not None else []
+    return list(dict.fromkeys([*wished, *(layout.order for layout in layouts)]))
 
 
 def _compatible(choices: Sequence[Choice], call: Call, grid: Grid) -> bool:
@@ -251,12 +285,20 @@ def _preference(combination: Combination, num_outputs: int) -> tuple[int, int]:
 
 
 def _plan(
-    rule: Rule, call: Call, layouts: Sequence[Layout], chosen: Combination, grid: Grid
+    rule: Rule,
+    call: Call,
+    layouts: Sequence[Layout],
+    chosen: Combination,
+    grid: Grid,
+    *,
+    moved: bool = True,
 ) -> CallPlan:
+    """The plan of a combination; where its inputs are not `moved`, they lie there already."""
     inputs = tuple(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )
-    steps = tuple(find_steps(a, b) for a, b in zip(layouts, inputs, strict=True))
+    starts = layouts if moved else inputs
+    steps = tuple(find_steps(a, b) for a, b in zip(starts, inputs, strict=True))
     local = next((c.local for c in chosen.choices if c.local is not None), None)
     copied = any(steps) or (local is not None and local.copies)
     snapshot = is_view(call.op) and (copied or any(layout.snapshot for layout in layouts))

@@ -19,7 +19,7 @@ from shardwise.comm.local_tensor import LocalTensor, shared_roster
 from shardwise.comm.ranks import each_rank, localize, my_coordinate
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, Partial, Shard
+from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.errors import RankMismatchError, UnsupportedError
 from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
 from shardwise.random.generators import generator_digest, generator_kind
@@ -220,7 +220,8 @@ def fill_choices(call: Call) -> Iterator[Choice]:
     for choice in _placed_alike(call):
         yield replace(choice, local=local)
     before = call.placed[0] if call.placed else REPLICATE
-    if isinstance(before, Partial):
+    # Draws may be negative, norms are not.
+    if isinstance(before, Partial) and not isinstance(before, NormPartial):
         yield Choice((before,), (REPLICATE,), local)
         yield Choice((before,), (before,), local)
 

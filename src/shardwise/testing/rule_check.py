@@ -16,27 +16,37 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import localize
 from shardwise.comm.simulate import simulate
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
-from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Replicate, Shard, short
+from shardwise.core.placements import (
+    REDUCE_OPS,
+    REPLICATE,
+    SUM,
+    NormPartial,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+    short,
+)
 from shardwise.dtensor.planning import local_call
-from shardwise.redistribute.execute import execute
-from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import CallPlan, every_plan
 from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Rule, TensorMeta
+from shardwise.testing.parts import gathered, scattered
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
+
+#: Terms in which an input may lie; norms are for inputs without negative values only.
+_PARTIALS: tuple[Partial, ...] = (*map(Partial, REDUCE_OPS), NormPartial())
 
 
 @dataclass(frozen=True)
@@ -89,12 +99,13 @@ def check_rule(
     if rule is None:
         raise KeyError(f"{sample.op} has no rule")
     report = Report()
-    for shape in meshes:
-        with simulate(math.prod(shape)):
-            grid = grid_of(init_device_mesh("cpu", shape))
-            for plan in _plans(rule, sample, grid):
+    alone = _Alone(sample)
+    with simulate(max(map(math.prod, meshes))):
+        for shape in meshes:
+            world = _Played(alone, _grid(shape))
+            for plan in world.plans(rule):
                 report.num_played += 1
-                why = _why_wrong(plan, sample, grid)
+                why = world.why_wrong(plan)
                 if why:
                     report.mistakes.append(
                         Mistake(shape, _spelled(plan.inputs), _spelled(plan.outputs), why)
@@ -102,30 +113,82 @@ def check_rule(
     return report
 
 
-def _plans(rule: Rule, sample: Sample, grid: Grid) -> Iterator[CallPlan]:
-    """The plans of every combination, from starting layouts that bring every kind of split in."""
-    call = _call(sample)
-    seen = set()
-    for layouts in _starting_layouts(call, grid):
-        for wish in _wishes(sample, call, grid):
-            for plan in every_plan(rule, call, layouts, wish):
-                key = (plan.inputs, plan.outputs, plan.local)
-                if key not in seen:
-                    seen.add(key)
-                    yield plan
+def _grid(shape: tuple[int, ...]) -> Grid:
+    return grid_of(DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape)))
+
+
+class _Alone:
+    """The sample on one device: found out once, compared with many times."""
+
+    def __init__(self, sample: Sample) -> None:
+        self.sample = sample
+        self.tensors = _tensors(sample.args)
+        inputs = tuple(TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype) for t in self.tensors)
+        outputs, self._shape = _outputs(sample)
+        self.call = Call(plain_op(sample.op), sample.args, sample.kwargs, inputs, outputs)
+        # The op may write to its operands.
+        self.result = self.run([t.clone() for t in self.tensors], sample.op)
+
+    def run(self, tensors: Sequence[torch.Tensor], fn: Any) -> Any:
+        """`fn` with the sample's arguments, `tensors` in place of its own."""
+        remaining = iter(tensors)
+        with _same_seed():
+            return fn(*[_replace(arg, remaining) for arg in self.sample.args], **self.sample.kwargs)
+
+    def asked(self, result: Any) -> list[torch.Tensor]:
+        """The tensors of a result; kernels may return some that nobody asked for."""
+        if isinstance(result, torch.Tensor):
+            return [result]
+        pairs = zip(result, self._shape, strict=True)
+        asked = [r for r, meta in pairs if isinstance(meta, TensorMeta)]
+        return [r.dense() if isinstance(r, SparseRows) else r for r in asked]
+
+
+class _Played:
+    """The sample in a simulated world: its tensors are cut once for each layout."""
+
+    def __init__(self, alone: _Alone, grid: Grid) -> None:
+        self._alone, self._grid = alone, grid
+        schema = getattr(alone.call.op, "_schema", None)
+        self._written = schema is not None and schema.is_mutable
+        self._parts: dict[tuple[int, Layout], torch.Tensor] = {}
+
+    def plans(self, rule: Rule) -> Iterator[CallPlan]:
+        """The plans of every combination, from layouts that bring every kind of split in."""
+        call, wish = self._alone.call, self._alone.sample.wish
+        starts = itertools.product(
+            _starting_layouts(self._alone, self._grid), list(_wishes(wish, call, self._grid))
+        )
+        return every_plan(rule, call, starts)
+
+    def parts(self, layouts: Sequence[Layout]) -> list[torch.Tensor]:
+        """The sample's tensors as `layouts` say."""
+        found = []
+        for number, (tensor, layout) in enumerate(zip(self._alone.tensors, layouts, strict=True)):
+            if (number, layout) not in self._parts:
+                self._parts[number, layout] = scattered(tensor.clone(), layout)
+            part = self._parts[number, layout]
+            found.append(part.clone() if self._written else part)
+        return found
+
+    def why_wrong(self, plan: CallPlan) -> str:
+        """Empty when the plan gives one device's result."""
+        alone = self._alone
+        op = alone.sample.op
+        spelled = op if isinstance(op, Positional) else None
+        found = alone.run(self.parts(plan.inputs), local_call(plain_op(op), plan, spelled))
+        if not plan.outputs:
+            return "" if found == alone.result else f"{found} instead of {alone.result}"
+        asked = zip(alone.asked(found), alone.asked(alone.result), plan.outputs, strict=True)
+        for number, (part, whole, layout) in enumerate(asked):
+            if why := _difference(part, whole, layout):
+                return f"output {number} {why}"
+        return ""
 
 
 def _tensors(args: Sequence[Any]) -> list[torch.Tensor]:
     flat = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else [a] for a in args)
     return [a for a in flat if isinstance(a, torch.Tensor)]
-
-
-def _call(sample: Sample) -> Call:
-    outputs, _ = _outputs(sample)
-    inputs = tuple(
-        TensorMeta(tuple(t.shape), tuple(t.stride()), t.dtype) for t in _tensors(sample.args)
-    )
-    return Call(plain_op(sample.op), sample.args, sample.kwargs, inputs, outputs)
 
 
 def _outputs(sample: Sample) -> tuple[tuple[TensorMeta, ...], Any]:
@@ -138,13 +201,16 @@ def _outputs(sample: Sample) -> tuple[tuple[TensorMeta, ...], Any]:
         return tuple([shape] if isinstance(shape, TensorMeta) else tree_leaves(shape)), shape
 
 
-def _starting_layouts(call: Call, grid: Grid) -> Iterator[list[Layout]]:
+def _starting_layouts(alone: _Alone, grid: Grid) -> Iterator[list[Layout]]:
+    call = alone.call
     whole = [_layout(meta, (REPLICATE,) * grid.num_axes, grid) for meta in call.inputs]
     yield whole
     for number, meta in enumerate(call.inputs):
-        partial = list(whole)
-        partial[number] = _layout(meta, (SUM,) * grid.num_axes, grid)
-        yield partial
+        is_norm = _could_be_norms(alone.tensors[number])
+        for term in _PARTIALS if is_norm else _PARTIALS[:-1]:
+            partial = list(whole)
+            partial[number] = _layout(meta, (term,) * grid.num_axes, grid)
+            yield partial
         for dim, size in enumerate(meta.shape):
             for axis, parts in enumerate(grid.shape):
                 placements: list[Placement] = [REPLICATE] * grid.num_axes
@@ -167,6 +233,10 @@ def _starting_layouts(call: Call, grid: Grid) -> Iterator[list[Layout]]:
             yield inner_first
 
 
+def _could_be_norms(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() and bool((tensor >= 0).all())
+
+
 def _ones(size: int, parts: int) -> list[int]:
     """Sizes that start with ones: uneven the other way round than chunks are."""
     ones = [min(1, size)] * (parts - 1)
@@ -178,42 +248,12 @@ def _layout(meta: TensorMeta, placements: tuple[Placement, ...], grid: Grid) -> 
     return make_layout(grid, normal, meta.shape, meta.stride, meta.dtype)
 
 
-def _wishes(sample: Sample, call: Call, grid: Grid) -> Iterator[Layout | None]:
-    if not sample.wish:
+def _wishes(wish: Sequence[Placement], call: Call, grid: Grid) -> Iterator[Layout | None]:
+    if not wish:
         yield None
         return
-    for placements in itertools.product(sample.wish, repeat=grid.num_axes):
+    for placements in itertools.product(wish, repeat=grid.num_axes):
         yield _layout(call.outputs[0], placements, grid)
-
-
-def _why_wrong(plan: CallPlan, sample: Sample, grid: Grid) -> str:
-    """Empty when the plan gives one device's result."""
-    tensors = _tensors(sample.args)
-    parts = iter([scattered(t.clone(), lo) for t, lo in zip(tensors, plan.inputs, strict=True)])
-    args = [_replace(arg, parts) for arg in sample.args]
-    spelled = sample.op if isinstance(sample.op, Positional) else None
-    with _same_seed():
-        found = local_call(plain_op(sample.op), plan, spelled)(*args, **sample.kwargs)
-    expected = _on_one_device(sample)
-    if not plan.outputs:
-        return "" if found == expected else f"{found} instead of {expected}"
-    return _difference(_asked(found, sample), _asked(expected, sample), plan.outputs, grid)
-
-
-def _asked(result: Any, sample: Sample) -> list[torch.Tensor]:
-    """The tensors of a result; kernels may return some that nobody asked for."""
-    if isinstance(result, torch.Tensor):
-        return [result]
-    _, shape = _outputs(sample)
-    asked = [r for r, meta in zip(result, shape, strict=True) if isinstance(meta, TensorMeta)]
-    return [r.dense() if isinstance(r, SparseRows) else r for r in asked]
-
-
-def _on_one_device(sample: Sample) -> Any:
-    """The op on copies: it may write to them."""
-    copies = iter([t.clone() for t in _tensors(sample.args)])
-    with _same_seed():
-        return sample.op(*[_replace(arg, copies) for arg in sample.args], **sample.kwargs)
 
 
 @contextlib.contextmanager
@@ -235,68 +275,18 @@ def _replace(arg: Any, parts: Iterator[torch.Tensor]) -> Any:
     return arg
 
 
-def _difference(
-    found: Sequence[Any], expected: Sequence[Any], layouts: Sequence[Layout], grid: Grid
-) -> str:
-    for number, (part, whole, layout) in enumerate(zip(found, expected, layouts, strict=True)):
-        for rank in grid.ranks:
-            shape = tuple(part.on_rank(rank).shape)
-            if shape != layout.local_shape(grid.coordinates[rank]):
-                return f"output {number} has shape {shape} on rank {rank}"
-        together = gathered(part, layout)
-        if together.dtype != whole.dtype:
-            return f"output {number} is {together.dtype} instead of {whole.dtype}"
-        if not torch.allclose(together, whole, rtol=1e-4, atol=1e-5, equal_nan=True):
-            return f"output {number} differs by {(together - whole).abs().max().item():.3g}"
+def _difference(part: Any, whole: torch.Tensor, layout: Layout) -> str:
+    """How `part`, laid out so, is not `whole`; empty where it is."""
+    for rank, coordinate in layout.grid.coordinates.items():
+        here = part.on_rank(rank)
+        if tuple(here.shape) != layout.local_shape(coordinate):
+            return f"has shape {tuple(here.shape)} on rank {rank}"
+        if here.dtype != whole.dtype:
+            return f"is {here.dtype} instead of {whole.dtype} on rank {rank}"
+    together = gathered(part, layout)
+    if not torch.allclose(together, whole, rtol=1e-4, atol=1e-5, equal_nan=True):
+        return f"differs by {(together - whole).abs().max().item():.3g}"
     return ""
-
-
-def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """A plain tensor laid out; Partial axes get random terms that reduce to it."""
-    grid = layout.grid
-    whole = layout.with_placements((REPLICATE,) * grid.num_axes)
-    sharded = tuple(REPLICATE if isinstance(p, Partial) else p for p in layout.placements)
-    target = layout.with_placements(sharded)
-    local = execute(localize(grid, tensor), find_steps(whole, target))
-    for axis, placement in enumerate(layout.placements):
-        if isinstance(placement, Partial):
-            local = _split_terms(local, placement.reduce_op, axis, grid)
-    return local
-
-
-def _split_terms(local: torch.Tensor, reduce_op: str, axis: int, grid: Grid) -> torch.Tensor:
-    """Random terms along `axis`, the same in each group of ranks that shares the rest."""
-    assert isinstance(local, LocalTensor), "rules are checked in a simulated world"
-    made: dict[int, torch.Tensor] = {}
-    for line in grid.lines(axis):
-        for rank, term in zip(
-            line, _terms(local.on_rank(line[0]), reduce_op, len(line)), strict=True
-        ):
-            made[rank] = term
-    return LocalTensor.per_rank(lambda rank: made[rank], grid.ranks)
-
-
-def _terms(value: torch.Tensor, reduce_op: str, num: int) -> list[torch.Tensor]:
-    generator = torch.Generator().manual_seed(value.numel())
-    noise = [
-        torch.randint(-3, 4, value.shape, generator=generator).to(value.dtype)
-        for _ in range(num - 1)
-    ]
-    if reduce_op in ("max", "min"):
-        sign = -1 if reduce_op == "max" else 1
-        return [value, *(value + sign * n.abs() for n in noise)]
-    if reduce_op == "product":
-        return [value, *(torch.ones_like(value) for _ in noise)]
-    total = value * num if reduce_op == "avg" else value
-    return [*noise, total - sum(noise)] if noise else [total]
-
-
-def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The plain tensor that parts in `layout` stand for."""
-    whole = layout.with_placements((REPLICATE,) * layout.grid.num_axes)
-    result = execute(local, find_steps(layout, whole))
-    assert isinstance(result, LocalTensor), "rules are checked in a simulated world"
-    return result.agreed()
 
 
 def _spelled(layouts: Sequence[Layout]) -> tuple[str, ...]:
@@ -306,30 +296,30 @@ def _spelled(layouts: Sequence[Layout]) -> tuple[str, ...]:
 # -- the other way round ---------------------------------------------------------------------
 
 
-def missing_choices(sample: Sample, rule: Rule | None = None, ranks: int = 2) -> list[str]:
+def missing_choices(
+    sample: Sample, rule: Rule | None = None, ranks: int = 2, *, sums: bool = True
+) -> list[str]:
     """Placements along one axis that are right for the op itself and that the rule does not offer.
 
-    Only choices that shard something, or let a Partial sum through, are of use.
+    Only choices that shard something, or let a Partial sum through, are of use. Without `sums`
+    no input is tried as such a sum.
     """
     rule = rule or find_rule(plain_op(sample.op))
     if rule is None:
         raise KeyError(f"{sample.op} has no rule")
-    tensors = _tensors(sample.args)
     missing = []
+    alone = _Alone(sample)
+    call = alone.call
+    if not call.outputs:
+        return []  # an answer about a part is none about the whole
     with simulate(ranks):
-        grid = grid_of(init_device_mesh("cpu", (ranks,)))
-        call = _call(sample)
-        if not call.outputs:
-            return []  # an answer about a part is none about the whole
-        offered = {
-            (_spelled(plan.inputs), _spelled(plan.outputs)) for plan in _plans(rule, sample, grid)
-        }
-        for placements in itertools.product(*map(_ways, call.inputs)):
+        world = _Played(alone, grid := _grid((ranks,)))
+        offered = {(_spelled(plan.inputs), _spelled(plan.outputs)) for plan in world.plans(rule)}
+        for placements in itertools.product(*(_ways(meta, sums) for meta in call.inputs)):
             if all(isinstance(p, Replicate) for p in placements):
                 continue
             layouts = [_layout(m, (p,), grid) for m, p in zip(call.inputs, placements, strict=True)]
-            parts = [scattered(t.clone(), lo) for t, lo in zip(tensors, layouts, strict=True)]
-            for outputs in _right_outputs(sample, call, parts, grid):
+            for outputs in _right_outputs(alone, world.parts(layouts), grid):
                 if (_spelled(layouts), _spelled(outputs)) not in offered:
                     missing.append(
                         f"{', '.join(_spelled(layouts))} -> {', '.join(_spelled(outputs))}"
@@ -337,30 +327,24 @@ def missing_choices(sample: Sample, rule: Rule | None = None, ranks: int = 2) ->
     return missing
 
 
-def _ways(meta: TensorMeta) -> list[Placement]:
+def _ways(meta: TensorMeta, sums: bool = True) -> list[Placement]:
     # Terms of an integer tensor would be ids out of range, which some kernels do not survive.
-    sums = [SUM] if meta.dtype.is_floating_point else []
-    return [REPLICATE, *sums, *(Shard(d) for d in range(meta.ndim))]
+    terms = [SUM] if sums and meta.dtype.is_floating_point else []
+    return [REPLICATE, *terms, *(Shard(d) for d in range(meta.ndim))]
 
 
-def _right_outputs(
-    sample: Sample, call: Call, parts: list[torch.Tensor], grid: Grid
-) -> Iterator[list[Layout]]:
-    remaining = iter(parts)
-    args = [_replace(arg, remaining) for arg in sample.args]
+def _right_outputs(alone: _Alone, parts: list[torch.Tensor], grid: Grid) -> Iterator[list[Layout]]:
     try:
-        with _same_seed():
-            found = sample.op(*args, **sample.kwargs)
+        found = alone.run(parts, alone.sample.op)
     except Exception:
         return  # the op itself does not run on such parts
-    expected = _on_one_device(sample)
-    if isinstance(found, (list, tuple)) and len(found) != len(expected):
+    if isinstance(found, (list, tuple)) and len(found) != len(alone.result):
         return  # parts that are split make fewer results than the whole
-    pairs = zip(_asked(found, sample), _asked(expected, sample), strict=True)
+    pairs = zip(alone.asked(found), alone.asked(alone.result), strict=True)
     # Outputs do not depend on one another: each has its right placements.
     right = [
-        [lo for lo in _layouts_to_try(meta, grid) if _is_right(part, whole, lo, grid)]
-        for meta, (part, whole) in zip(call.outputs, pairs, strict=True)
+        [lo for lo in _layouts_to_try(meta, grid) if _is_right(part, whole, lo)]
+        for meta, (part, whole) in zip(alone.call.outputs, pairs, strict=True)
     ]
     yield from map(list, itertools.product(*right))
 
@@ -369,8 +353,8 @@ def _layouts_to_try(meta: TensorMeta, grid: Grid) -> list[Layout]:
     return [_layout(meta, (placement,), grid) for placement in _ways(meta)]
 
 
-def _is_right(part: torch.Tensor, whole: torch.Tensor, layout: Layout, grid: Grid) -> bool:
+def _is_right(part: torch.Tensor, whole: torch.Tensor, layout: Layout) -> bool:
     try:
-        return not _difference([part], [whole], [layout], grid)
+        return not _difference(part, whole, layout)
     except Exception:
         return False  # parts of other shapes than this layout has

@@ -1,0 +1,107 @@
+"""A plain tensor cut into what each rank of a simulated world holds, and put together again.
+
+None of it is a redistribution: what rules are compared with relies on no collective.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor, from_ranks, same_values
+from shardwise.core.grid import Grid
+from shardwise.core.layout import Layout
+from shardwise.core.placements import NormPartial, Partial
+from shardwise.errors import RankMismatchError
+from shardwise.redistribute.execute import in_memory_order
+
+
+def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A plain tensor laid out; Partial axes get random terms that reduce to it."""
+    grid = layout.grid
+    blocks: dict[Any, torch.Tensor] = {}
+    for coordinate in grid.coordinates.values():
+        box = layout.box(coordinate)
+        if box not in blocks:
+            blocks[box] = in_memory_order(tensor[_place(box)], layout)
+    held = [blocks[layout.box(grid.coordinates[rank])] for rank in grid.ranks]
+    local: torch.Tensor = from_ranks(grid.world, grid.ranks, held)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            local = _split_terms(local, placement, axis, grid)
+    return local
+
+
+def _split_terms(local: torch.Tensor, partial: Partial, axis: int, grid: Grid) -> torch.Tensor:
+    """Random terms along `axis`, the same in each group of ranks that shares the rest."""
+    assert isinstance(local, LocalTensor), "rules are checked in a simulated world"
+    made: dict[int, torch.Tensor] = {}
+    for line in grid.lines(axis):
+        terms = _terms(local.on_rank(line[0]), partial, len(line))
+        made.update(zip(line, terms, strict=True))
+    return LocalTensor.per_rank(lambda rank: made[rank], grid.ranks)
+
+
+def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(value.numel())
+    noise = [
+        torch.randint(-3, 4, value.shape, generator=generator).to(value.dtype)
+        for _ in range(num - 1)
+    ]
+    match partial.reduce_op:
+        case "max":
+            return [value, *(value - n.abs() for n in noise)]
+        case "min":
+            return [value, *(value + n.abs() for n in noise)]
+        case "product":
+            factors = [torch.where(n < 0, -1, 1).to(value.dtype) for n in noise]
+            return [functools.reduce(torch.mul, factors, value), *factors]
+        case "norm":
+            assert isinstance(partial, NormPartial), "only a NormPartial is a norm"
+            return [value * num ** (-1 / partial.norm_type)] * num
+    total = value * num if partial.reduce_op == "avg" else value
+    return [*noise, total - sum(noise)] if noise else [total]
+
+
+def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The plain tensor that parts in `layout` stand for."""
+    assert isinstance(local, LocalTensor), "rules are checked in a simulated world"
+    grid = layout.grid
+    parts = {rank: local.on_rank(rank) for rank in grid.ranks}
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            for line in grid.lines(axis):
+                value = _reduced([parts[rank] for rank in line], placement)
+                parts.update(dict.fromkeys(line, value))
+    blocks: dict[Any, torch.Tensor] = {}
+    for rank, part in parts.items():
+        first = blocks.setdefault(layout.box(grid.coordinates[rank]), part)
+        if first is not part and not same_values(first, part):
+            raise RankMismatchError(f"Rank {rank} holds other values of a block than its replicas.")
+    whole = parts[grid.ranks[0]].new_empty(layout.shape)
+    for box, part in blocks.items():
+        whole[_place(box)] = part
+    return whole
+
+
+def _place(box: Any) -> tuple[slice, ...]:
+    offset, shape = box
+    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
+
+
+def _reduced(terms: Sequence[torch.Tensor], partial: Partial) -> torch.Tensor:
+    match partial.reduce_op:
+        case "max":
+            return functools.reduce(torch.maximum, terms)
+        case "min":
+            return functools.reduce(torch.minimum, terms)
+        case "product":
+            return functools.reduce(torch.mul, terms)
+        case "norm":
+            assert isinstance(partial, NormPartial), "only a NormPartial is a norm"
+            return torch.linalg.vector_norm(torch.stack(list(terms)), partial.norm_type, dim=0)
+    total = functools.reduce(torch.add, terms)
+    return (total / len(terms)).to(total.dtype) if partial.reduce_op == "avg" else total
