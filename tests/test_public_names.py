@@ -140,3 +140,17 @@ for name in ("torch.distributed.tensor", "torch.distributed._shard", "torch._dyn
     assert name not in sys.modules, name
 """
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_packages_need_no_import_of_their_own():
+    program = """
+import sys, shardwise
+assert "torch" not in sys.modules
+for name in ("checkpoint", "debug", "embedding", "interop", "parallel", "shard", "testing"):
+    assert getattr(shardwise, name) is sys.modules[f"shardwise.{name}"]
+    assert name in dir(shardwise)
+assert not hasattr(shardwise, "tensors")
+for name in ("torch.distributed.tensor", "torch.distributed._shard"):
+    assert name not in sys.modules, name
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
+#: The packages that belong to `import shardwise`, without a line of their own for each.
+_PACKAGES = ("checkpoint", "debug", "embedding", "interop", "parallel", "shard", "testing")
+
 
 def __getattr__(name: str) -> Any:
     """The public names are looked up when first asked for.
@@ -26,6 +29,8 @@ def __getattr__(name: str) -> Any:
     """
     if name.startswith("_") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name in _PACKAGES:
+        return importlib.import_module(f"shardwise.{name}")
     front = importlib.import_module("shardwise.front")
     if name == "__all__" or name in front.__all__:
         return globals().setdefault(name, getattr(front, name))
@@ -34,4 +39,4 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     front = importlib.import_module("shardwise.front")
-    return [*front.__all__, "__version__"]
+    return [*front.__all__, *_PACKAGES, "__version__"]
