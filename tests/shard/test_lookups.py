@@ -202,15 +202,53 @@ def test_ties_in_a_maximum_go_to_the_first_row(world, spec):
 # -- what travels --------------------------------------------------------------------------------
 
 
-def test_bags_travel_pooled(world):
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_bags_travel_pooled(world, mode):
     """Twenty ids in a bag cost no more rows on the wire than one."""
-    st = shard_tensor(table(), chunks(0, 0, 1, 2, 3))
+    st = shard_tensor(table().requires_grad_(), chunks(0, 0, 1, 2, 3))
     sent = []
     for length in (1, 20):
         with CommDebugMode() as comm:
-            F.embedding_bag(torch.zeros(8, length, dtype=torch.int64), st, mode="sum")
-        sent.append([e.num_bytes for e in comm.events if e.kind == "reduce_scatter_tensor"])
-    assert sent[0] == sent[1] == [4 * 8 * 6 * 8]
+            F.embedding_bag(torch.zeros(8, length, dtype=torch.int64), st, mode=mode)
+        _, ids, *answers = [e.num_bytes for e in comm.events]
+        assert ids == 8 * length * 4
+        sent.append(answers)
+    values = 4 * 8 * 6
+    assert sent[0] == sent[1] == ([values * 8] if mode == "sum" else [values * 8, values])
+
+
+def test_only_owners_are_asked(world):
+    """Ids that one rank holds cost the others nothing, and padding is asked of nobody."""
+    st = shard_tensor(table(), chunks(0, 0, 1, 2, 3))
+    per_event = []
+    for ids in ([9, 10, 9], [9, 10, 0]):
+        asking = LocalTensor.per_rank(lambda rank, ids=ids: torch.tensor(ids if rank == 1 else []))
+        with CommDebugMode() as comm:
+            out = F.embedding(asking.long(), st)
+        per_event.append([e.num_bytes for e in comm.events])
+        assert torch.equal(out.on_rank(1), table()[ids])
+    # Seen from rank 0: only the second time does it send a row.
+    assert [each[1:] for each in per_event] == [[0, 0], [0, 6 * 8]]
+    with CommDebugMode() as comm:
+        F.embedding_bag(torch.zeros(5, 3, dtype=torch.int64), st, mode="sum", padding_idx=0)
+    assert [e.num_bytes for e in comm.events][1:] == [0, 0]
+
+
+def test_an_owner_that_is_asked_for_nothing_has_a_gradient(world, spec):
+    """Also where nobody asks for anything."""
+    for ids in (torch.tensor([[1, 1]]), torch.empty(0, 2, dtype=torch.int64)):
+        st = shard_tensor(table().requires_grad_(), spec)
+        F.embedding_bag(ids, st, mode="max").sum().backward()
+        expected = torch.zeros(SHAPE, dtype=torch.float64)
+        expected[1] = float(ids.numel() > 0)
+        torch.testing.assert_close(st.grad.full_tensor().agreed(), expected)
+
+
+def test_long_bags(world, spec):
+    """The winner of a maximum is one of more than a byte can tell."""
+    ids = per_rank(lambda rank, g: torch.randint(0, SHAPE[0], (2, 300), generator=g))
+    level = torch.randint(0, 2, SHAPE, generator=torch.Generator().manual_seed(1)).double()
+    check(spec, lambda w, x: F.embedding_bag(x, w, mode="max"), ids, table=level)
 
 
 def test_the_table_does_not_travel(world, spec):

@@ -10,6 +10,9 @@ import itertools
 import torch
 from torch.nn import functional as F
 
+#: The number of mode="max" in torch's own op.
+_MAXIMUM = 2
+
 
 def fault_of_ids(ids: torch.Tensor) -> str | None:
     whole = ids.dtype in (torch.int32, torch.int64)
@@ -88,25 +91,31 @@ def pool(
         padding = ids.numel()
         place = place.masked_fill(ids == padding_idx, padding)
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return lookup(rows, place, lengths, mode, weights, padding)
+    return lookup(rows, place, starts(lengths), mode, weights, padding)
 
 
 def lookup(
     table: torch.Tensor,
     ids: torch.Tensor,
-    lengths: torch.Tensor,
+    starts: torch.Tensor,
     mode: str,
-    weights: torch.Tensor | None,
+    weights: torch.Tensor | None = None,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
     """torch's own `embedding_bag`, which does not take empty tables."""
-    if not table.numel() or not lengths.numel():
-        return table.new_zeros(lengths.numel(), table.shape[1])
+    if not table.numel() or not starts.numel():
+        return table.new_zeros(starts.numel(), table.shape[1])
     return F.embedding_bag(
-        ids,
-        table,
-        starts(lengths),
-        mode=mode,
-        per_sample_weights=weights,
-        padding_idx=padding_idx,
+        ids, table, starts, mode=mode, per_sample_weights=weights, padding_idx=padding_idx
     )
+
+
+def maximum(
+    table: torch.Tensor, ids: torch.Tensor, starts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum of each bag, none of which is empty, and the row that it is from."""
+    if not table.numel():
+        shape = (starts.numel(), table.shape[1])
+        return table.new_zeros(shape), ids.new_zeros(shape)
+    values, _, _, rows = torch._embedding_bag(table, ids, starts, mode=_MAXIMUM)
+    return values, rows

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from shardwise.shard.paths import find_tensor
+from shardwise.shard.row_owners import wire_dtype
 from shardwise.shard.spec import ShardingSpec, ShardMetadata
 
 ID_BYTES = 8
@@ -116,27 +117,52 @@ def _traffic(
     dims = {d for box in boxes for d, s in enumerate(box.shard_sizes) if s != tensor.shape[d]}
     if name != "weight" or tensor.dim() != 2 or len(dims) > 1:
         return ()
-    dim, item = min(dims, default=0), tensor.element_size()
-    columns = max(box.shard_sizes[1] for box in boxes)
+    by_columns = dims == {1}
     if isinstance(owner, nn.Linear):
-        there = Traffic("all_gather", tensor.shape[1] * item, "row of this rank")
-        outputs = max(box.shard_sizes[0] for box in boxes)
-        if dim == 0:
-            return there, Traffic("all_to_all", outputs * item, "row of all ranks")
-        return there, Traffic("reduce_scatter", tensor.shape[0] * item, "row of all ranks")
-    if not isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-        return ()
-    found = [Traffic("all_gather", ID_BYTES, "id of this rank")]
-    unit = "id"
-    if isinstance(owner, nn.EmbeddingBag):
-        pooled = not owner.scale_grad_by_freq and (owner.mode != "max" or dim == 1)
-        if pooled:
-            unit = "bag"
-            found.append(Traffic("all_gather", ID_BYTES, "bag of this rank"))
-    if owner.max_norm is not None and dim == 1:
-        found.append(Traffic("all_reduce", item, "different id of all ranks"))
-    if dim == 0:
-        found.append(Traffic("reduce_scatter", tensor.shape[1] * item, f"{unit} of all ranks"))
-    else:
-        found.append(Traffic("all_to_all", columns * item, f"{unit} of all ranks"))
+        return _linear(tensor, boxes, by_columns)
+    if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
+        width = max(box.shard_sizes[1] for box in boxes) * tensor.element_size()
+        return _columns(owner, tensor, width) if by_columns else _rows(owner, tensor, width)
+    return ()
+
+
+def _linear(
+    weight: torch.Tensor, boxes: tuple[ShardMetadata, ...], by_columns: bool
+) -> tuple[Traffic, ...]:
+    (num_outputs, num_inputs), item = weight.shape, weight.element_size()
+    there = Traffic("all_gather", num_inputs * item, "row of this rank")
+    if by_columns:
+        return there, Traffic("reduce_scatter", num_outputs * item, "row of all ranks")
+    outputs = max(box.shard_sizes[0] for box in boxes)
+    return there, Traffic("all_to_all", outputs * item, "row of all ranks")
+
+
+def _columns(
+    owner: nn.Embedding | nn.EmbeddingBag, weight: torch.Tensor, width: int
+) -> tuple[Traffic, ...]:
+    found, unit = [Traffic("all_gather", ID_BYTES, "id of this rank")], "id"
+    if owner.max_norm is not None:
+        found.append(Traffic("all_reduce", weight.element_size(), "different id of all ranks"))
+    if isinstance(owner, nn.EmbeddingBag) and not owner.scale_grad_by_freq:
+        unit = "bag"
+        found.append(Traffic("all_gather", ID_BYTES, "bag of this rank"))
+    return *found, Traffic("all_to_all", width, f"{unit} of all ranks")
+
+
+def _rows(
+    owner: nn.Embedding | nn.EmbeddingBag, weight: torch.Tensor, width: int
+) -> tuple[Traffic, ...]:
+    id_bytes = wire_dtype(weight.shape[0]).itemsize
+    if not isinstance(owner, nn.EmbeddingBag) or owner.scale_grad_by_freq:
+        return (
+            Traffic("all_to_all", id_bytes, "different id of this rank"),
+            Traffic("all_to_all", width, "different id that this rank is asked for"),
+        )
+    piece = "bag that this rank is asked for"
+    found = [
+        Traffic("all_to_all", id_bytes, "id of this rank"),
+        Traffic("all_to_all", width, piece),
+    ]
+    if owner.mode == "max":
+        found.append(Traffic("all_to_all", weight.shape[1], f"{piece}, in training"))
     return tuple(found)

@@ -9,8 +9,11 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.placements import Partial
+from shardwise.shard.announce import announced
 from shardwise.shard.blocks import natural_spec
-from shardwise.shard.own_batch import Exchange, Flat, OwnBatch, announced, blocks_for
+from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
+from shardwise.shard.routes import ToEveryone
+from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
 
@@ -37,29 +40,35 @@ def linear(
         return [mine.numel() // in_features if in_features else 0], None
 
     counts = tuple(n for (n,) in announced(grid, what, describe, x))
+    route = ToEveryone(
+        grid,
+        blocks,
+        joined=dim == 0,
+        num_columns=out_features,
+        num_brought=counts,
+        num_rows=counts,
+    )
     exchange = Exchange(
         what,
         weight._tiling,
         blocks,
+        route,
         local=_outputs if dim == 0 else _terms,
         finish=_shaped,
-        joined=dim == 0,
-        num_columns=out_features,
-        num_rows=counts,
-        travels=(counts,) if whole is None else (counts, None),
+        travels=(True,) if whole is None else (True, False),
         grad_reduction=weight.grad_reduction,
     )
     rows = Flat.apply(x, grid, in_features)
     return OwnBatch.apply(weight, exchange, (), (x,), rows, *([] if whole is None else [whole]))
 
 
-def _outputs(_: Stretch, block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    return F.linear(x, block)
+def _outputs(_: Stretch, block: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.linear(x, block),)
 
 
-def _terms(stretch: Stretch, block: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _terms(stretch: Stretch, block: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
     start, length = stretch
-    return F.linear(x[:, start : start + length], block)
+    return (F.linear(x[:, start : start + length], block),)
 
 
 def _shaped(rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

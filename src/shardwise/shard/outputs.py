@@ -17,12 +17,12 @@ from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.shard.announce import announced
 from shardwise.shard.blocks import blocks_of, held_blocks, sized
 from shardwise.shard.device import RankDevice
 from shardwise.shard.group import home_grid
 from shardwise.shard.linear import ShareOfGradient
 from shardwise.shard.moves import sharded_like, with_spec
-from shardwise.shard.own_batch import announced
 from shardwise.shard.spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling

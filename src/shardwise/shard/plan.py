@@ -35,8 +35,8 @@ class ShardingPlan:
     0.weight (5, 4) cut along dim 0: 48 B, 32 B
     parameters per rank: 48 B, 32 B; the largest holds 1.20 times the average
     forward of 0 (Embedding):
-      all_gather 8 B per id of this rank
-      reduce_scatter 16 B per id of all ranks
+      all_to_all 4 B per different id of this rank
+      all_to_all 16 B per different id that this rank is asked for
     """
 
     plan: Mapping[str, ShardingSpec | Sharder]

@@ -1,10 +1,11 @@
-"""What a rank computes for everybody's ids, and what it does with the rows that came home.
+"""What a rank computes for those who ask, and what it does with the rows that came home.
 
 Everything here runs on one rank's plain tensors, under torch's own autograd.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,97 +14,93 @@ from torch.nn import functional as F
 from shardwise.shard import bags
 from shardwise.shard.tiling import Stretch
 
-# -- what one rank computes for everybody's ids ------------------------------------------------
+# -- what one rank computes for those who ask ----------------------------------------------------
 
 
-def rows_of(
-    stretch: Stretch, block: torch.Tensor, ids: torch.Tensor, *, padding_idx: int | None = None
-) -> torch.Tensor:
-    """A row per id: its own where it is this rank's, else zeros."""
-    start, num_rows = stretch
-    if not block.numel():
-        return block.new_zeros(ids.numel(), block.shape[1])
-    row = (ids - start).clamp(0, num_rows - 1)
-    foreign = row != ids - start
-    padding = None
-    if padding_idx is not None and start <= padding_idx < start + num_rows:
-        padding = padding_idx - start
-    return F.embedding(row, block, padding).masked_fill(foreign.unsqueeze(1), 0)
+class RowsAsked:
+    """The rows that a rank is asked for."""
+
+    def __init__(self, padding_idx: int | None) -> None:
+        self.padding_idx = padding_idx
+
+    def __call__(
+        self, stretch: Stretch, block: torch.Tensor, rows: torch.Tensor, *_: torch.Tensor
+    ) -> tuple[torch.Tensor]:
+        if not rows.numel():
+            return (block.new_zeros(0, block.shape[1]),)
+        start, num_rows = stretch
+        padding = None
+        if self.padding_idx is not None and start <= self.padding_idx < start + num_rows:
+            padding = self.padding_idx - start
+        return (F.embedding(rows, block, padding),)
 
 
-def columns_of(
-    stretch: Stretch, block: torch.Tensor, ids: torch.Tensor, *, padding_idx: int | None = None
-) -> torch.Tensor:
+class ColumnsOf:
     """This rank's columns of the row of each id."""
-    if not block.numel():
-        return block.new_zeros(ids.numel(), block.shape[1])
-    return F.embedding(ids, block, padding_idx)
+
+    def __init__(self, padding_idx: int | None) -> None:
+        self.padding_idx = padding_idx
+
+    def __call__(self, _: Stretch, block: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        if not block.numel():
+            return (block.new_zeros(ids.numel(), block.shape[1]),)
+        return (F.embedding(ids, block, self.padding_idx),)
 
 
-def pooled_rows(
-    stretch: Stretch,
-    block: torch.Tensor,
-    ids: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    mode: str,
-    padding_idx: int | None,
-) -> torch.Tensor:
-    """The sum of each bag over the rows that this rank holds; a mean is divided at home."""
-    start, num_rows = stretch
-    owned = (ids >= start) & (ids < start + num_rows)
-    if padding_idx is not None:
-        owned &= ids != padding_idx
-    bag = torch.repeat_interleave(lengths)
-    kept = owned.nonzero().squeeze(1)
-    counts = torch.bincount(bag[kept], minlength=lengths.numel())
-    if weights is not None:
-        weights = weights[kept]
-    return bags.lookup(block, ids[kept] - start, counts, "sum", weights)
-
-
-def pooled_columns(
-    stretch: Stretch,
-    block: torch.Tensor,
-    ids: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None = None,
-    *,
-    mode: str,
-    padding_idx: int | None,
-) -> torch.Tensor:
+class PooledColumns:
     """This rank's columns of each pooled bag."""
-    return bags.lookup(block, ids, lengths, mode, weights, padding_idx)
+
+    def __init__(self, mode: str, padding_idx: int | None) -> None:
+        self.mode, self.padding_idx = mode, padding_idx
+
+    def __call__(
+        self,
+        _: Stretch,
+        block: torch.Tensor,
+        ids: torch.Tensor,
+        lengths: torch.Tensor,
+        weights: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor]:
+        starts = bags.starts(lengths)
+        return (bags.lookup(block, ids, starts, self.mode, weights, self.padding_idx),)
 
 
-# -- what a rank does with the rows that came home ----------------------------------------------
+# -- what a rank does with what came home --------------------------------------------------------
 
 
 def same(rows: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return rows.view_as(rows)
 
 
-class Divide:
-    """Sums to means: the padding id does not count, and an empty bag stays zero."""
+class RowPerId:
+    """One row for each id of a batch of any shape."""
 
-    def __init__(self, padding_idx: int | None) -> None:
-        self.padding_idx = padding_idx
+    def __init__(self, by_frequency: bool) -> None:
+        self.by_frequency = by_frequency
+
+    def __call__(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if self.by_frequency:
+            rows = scaled_by_frequency(rows, ids.reshape(-1))
+        return rows.view(*ids.shape, rows.shape[-1])
+
+
+class SpreadRows:
+    """The same, out of one row for each different id."""
+
+    def __init__(self, finish: Callable[..., torch.Tensor]) -> None:
+        self.finish = finish
 
     def __call__(
-        self, rows: torch.Tensor, ids: torch.Tensor, lengths: torch.Tensor
+        self, rows: torch.Tensor, inverse: torch.Tensor, *rest: torch.Tensor
     ) -> torch.Tensor:
-        if self.padding_idx is not None:
-            bag = torch.repeat_interleave(lengths)
-            lengths = torch.bincount(bag[ids != self.padding_idx], minlength=lengths.numel())
-        return rows / lengths.clamp(min=1).unsqueeze(1).to(rows.dtype)
+        return self.finish(rows.index_select(0, inverse), *rest)
 
 
-class Pool:
-    """Rows to bags."""
+class PoolByFrequency:
+    """Rows to bags; gradients divided by how often this rank's batch names their row."""
 
-    def __init__(self, mode: str, padding_idx: int | None, by_frequency: bool) -> None:
-        self.mode, self.padding_idx, self.by_frequency = mode, padding_idx, by_frequency
+    def __init__(self, mode: str, padding_idx: int | None) -> None:
+        self.mode, self.padding_idx = mode, padding_idx
 
     def __call__(
         self,
@@ -112,9 +109,8 @@ class Pool:
         lengths: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        if self.by_frequency:
-            rows = scaled_by_frequency(rows, ids)
         flat = None if weights is None else weights.reshape(-1)
+        rows = scaled_by_frequency(rows, ids)
         return bags.pool(rows, ids, lengths, self.mode, flat, self.padding_idx)
 
 

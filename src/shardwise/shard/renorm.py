@@ -9,54 +9,33 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank
-from shardwise.errors import ArgumentError
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Blocks
 
 
-def renorm(
-    weight: ShardedTensor,
-    blocks: Blocks,
-    everyones: torch.Tensor,
-    max_norm: float,
-    norm_type: float,
+@torch.no_grad()
+def renorm_rows(
+    weight: ShardedTensor, rows: torch.Tensor, max_norm: float, norm_type: float
+) -> None:
+    """Shorten these rows of each rank's block to `max_norm`, in place."""
+    tiling = weight._tiling
+
+    def shorten(place: Any, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        if rows.numel():
+            block = tiling.block(tiling.grid.ranks[place[0]], held)
+            torch.embedding_renorm_(block, rows, max_norm, norm_type)
+        return held
+
+    each_rank(tiling.grid, shorten, weight._local, rows)
+
+
+@torch.no_grad()
+def renorm_columns(
+    weight: ShardedTensor, everyones: torch.Tensor, max_norm: float, norm_type: float
 ) -> None:
     """Shorten each row that somebody looks up to `max_norm`, in place.
 
-    Where ranks hold columns, none knows a row's norm: they add up their parts of it first.
+    No rank knows a row's norm: they add up their parts of it first.
     """
-    if not norm_type > 0:
-        raise ArgumentError(f"norm_type is a positive number, found {norm_type}.")
-    with torch.no_grad():
-        if blocks.dim == 0:
-            _renorm_rows(weight, blocks, everyones, max_norm, norm_type)
-        else:
-            _renorm_columns(weight, everyones, max_norm, norm_type)
-
-
-def _renorm_rows(
-    weight: ShardedTensor,
-    blocks: Blocks,
-    everyones: torch.Tensor,
-    max_norm: float,
-    norm_type: float,
-) -> None:
-    tiling = weight._tiling
-
-    def shorten(place: Any, held: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rank = tiling.grid.ranks[place[0]]
-        start, num_rows = blocks.stretches[rank]
-        owned = ids[(ids >= start) & (ids < start + num_rows)] - start
-        if owned.numel():
-            torch.embedding_renorm_(tiling.block(rank, held), owned, max_norm, norm_type)
-        return held
-
-    each_rank(tiling.grid, shorten, weight._local, everyones)
-
-
-def _renorm_columns(
-    weight: ShardedTensor, everyones: torch.Tensor, max_norm: float, norm_type: float
-) -> None:
     tiling = weight._tiling
     grid = tiling.grid
 

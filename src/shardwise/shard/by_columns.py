@@ -1,0 +1,118 @@
+"""Lookups in a table that is cut by columns: every rank has a part of every row.
+
+All ids go to every rank, and columns of rows or of pooled bags come home.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.ranks import each_rank, localize
+from shardwise.comm.watch import because
+from shardwise.shard import bags
+from shardwise.shard.announce import announced, check_range, range_of
+from shardwise.shard.own_batch import Exchange, OwnBatch
+from shardwise.shard.pooling import ColumnsOf, PoolByFrequency, PooledColumns, RowPerId, same
+from shardwise.shard.renorm import renorm_columns
+from shardwise.shard.routes import ToEveryone
+from shardwise.shard.stage import Flat
+from shardwise.shard.uneven import all_gather_uneven
+from shardwise.shard.wanted import BagBatch, Lookup
+
+
+def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
+    def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        fault = bags.fault_of_ids(mine)
+        return [mine.numel(), *range_of(mine, fault)], fault
+
+    num_ids, lows, highs = zip(*announced(lookup.grid, lookup.what, describe, ids), strict=True)
+    check_range(lookup.grid, lookup.what, lookup.num_rows, lows, highs)
+    flat = each_rank(lookup.grid, lambda _, mine: mine.reshape(-1).long(), ids)
+    everyones = _gathered(lookup, flat, num_ids)
+
+    exchange = _exchange(
+        lookup,
+        num_ids,
+        num_ids,
+        local=ColumnsOf(lookup.padding_idx),
+        finish=RowPerId(lookup.by_frequency),
+        travels=(),
+    )
+    return OwnBatch.apply(lookup.weight, exchange, (everyones,), (ids,))
+
+
+def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
+    grid, tensors = lookup.grid, batch.tensors
+
+    def describe(*mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
+        own = batch.of_rank(mine)
+        return [own.ids.numel(), own.lengths.numel(), *range_of(own.ids, own.fault)], own.fault
+
+    def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own = batch.of_rank(mine)
+        return own.ids, own.lengths
+
+    counted = announced(grid, lookup.what, describe, *tensors)
+    num_ids, num_bags, lows, highs = zip(*counted, strict=True)
+    check_range(grid, lookup.what, lookup.num_rows, lows, highs)
+    ids, lengths = each_rank(grid, canonical, *tensors)
+    everyones = _gathered(lookup, ids, num_ids)
+    weights = () if batch.weights is None else (batch.weights,)
+    if lookup.by_frequency:
+        # The gradient is divided before it leaves, row by row.
+        exchange = _exchange(
+            lookup,
+            num_ids,
+            num_ids,
+            local=ColumnsOf(None),
+            finish=PoolByFrequency(batch.mode, lookup.padding_idx),
+            travels=(False,) * len(weights),
+        )
+        return OwnBatch.apply(lookup.weight, exchange, (everyones,), (ids, lengths), *weights)
+    with because(lookup.what, implicit=False):
+        all_lengths = all_gather_uneven(localize(grid, lengths), num_bags, grid)
+    exchange = _exchange(
+        lookup,
+        num_ids,
+        num_bags,
+        local=PooledColumns(batch.mode, lookup.padding_idx),
+        finish=same,
+        travels=(True,) * len(weights),
+    )
+    flat = [Flat.apply(w, grid) for w in weights]
+    return OwnBatch.apply(lookup.weight, exchange, (everyones, all_lengths), (), *flat)
+
+
+def _exchange(
+    lookup: Lookup, num_brought: tuple[int, ...], num_rows: tuple[int, ...], **functions: Any
+) -> Exchange:
+    tiling = lookup.weight._tiling
+    route = ToEveryone(
+        tiling.grid,
+        lookup.blocks,
+        joined=True,
+        num_columns=tiling.shape[1],
+        num_brought=num_brought,
+        num_rows=num_rows,
+    )
+    return Exchange(
+        lookup.what,
+        tiling,
+        lookup.blocks,
+        route,
+        grad_reduction=lookup.weight.grad_reduction,
+        **functions,
+    )
+
+
+def _gathered(lookup: Lookup, flat: torch.Tensor, num_ids: tuple[int, ...]) -> torch.Tensor:
+    """All ranks' ids; the rows that they name are shortened to `max_norm`."""
+    grid = lookup.grid
+    with because(lookup.what, implicit=False):
+        everyones = all_gather_uneven(localize(grid, flat), num_ids, grid)
+        if lookup.max_norm is not None:
+            renorm_columns(lookup.weight, everyones, lookup.max_norm, lookup.norm_type)
+    return everyones
