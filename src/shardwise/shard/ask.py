@@ -70,9 +70,8 @@ class Asked:
     #: Rows of this rank's block, piece by piece, and where each piece begins.
     rows: torch.Tensor
     starts: torch.Tensor
-    #: Where each piece begins that this rank asked for, and how many it asked each rank for.
+    #: Where each piece begins that this rank asked for.
     own_starts: torch.Tensor
-    own_counts: torch.Tensor
     #: What is true of some rank.
     longest: int
     padded: bool
@@ -104,7 +103,7 @@ def ask(
         route = ToOwners(grid, order, entries, *counts)
         asked = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
     rows, starts = _decoded(lookup, asked)
-    found = Asked(route, rows, starts, own_starts, num_wanted, longest, padded, training)
+    found = Asked(route, rows, starts, own_starts, longest, padded, training)
     return found, tuple(keep)
 
 

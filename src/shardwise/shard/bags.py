@@ -113,9 +113,9 @@ def lookup(
 def maximum(
     table: torch.Tensor, ids: torch.Tensor, starts: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of each bag, none of which is empty, and the row that it is from."""
-    if not table.numel():
+    """The maximum of each bag and the row that it is from; 0 for an empty bag, from any row."""
+    if not table.numel() or not starts.numel():
         shape = (starts.numel(), table.shape[1])
-        return table.new_zeros(shape), ids.new_zeros(shape)
+        return table.new_zeros(shape), ids.new_full(shape, -1)
     values, _, _, rows = torch._embedding_bag(table, ids, starts, mode=_MAXIMUM)
     return values, rows

@@ -48,7 +48,7 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     if batch.mode == "max":
         local = StrongestRows(asked.longest if asked.trains else None)
         exchange = _exchange(lookup, asked, local=local, finish=MaximumOfPieces(asked.trains))
-        own = (*own, asked.own_counts, asked.own_starts, asked.route.order)
+        own = (*own, asked.own_starts, asked.route.order)
         return OwnBatch.apply(lookup.weight, exchange, there, own)
     weights = [] if batch.weights is None else [Flat.apply(batch.weights, lookup.grid)]
     finish = AddPieces(mean=batch.mode == "mean")

@@ -106,20 +106,27 @@ class MaximumOfPieces:
         self.trains = trains
 
     def __call__(self, pieces: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        if self.trains:
-            winners, bag, lengths, counts, starts, order = rest
-            place = order[starts.unsqueeze(1) + winners]
-        else:
-            bag, lengths, counts, *_ = rest
-            place = torch.zeros_like(pieces, dtype=torch.int64)
-        return BagMaximum.apply(pieces, place, bag, lengths, counts.tolist())
+        if not self.trains:
+            bag, lengths, *_ = rest
+            return _maximum_by_bag(pieces, bag, lengths)[0]
+        winners, bag, lengths, starts, order = rest
+        place = order.int()[starts.unsqueeze(1) + winners]
+        return BagMaximum.apply(pieces, place, bag, lengths)
+
+
+def _maximum_by_bag(
+    pieces: torch.Tensor, bag: torch.Tensor, lengths: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The maximum of the pieces of each bag, and a piece that has it; zero for an empty bag."""
+    num_pieces = torch.bincount(bag, minlength=lengths.numel())
+    values, piece = bags.maximum(pieces, torch.argsort(bag), bags.starts(num_pieces))
+    return values, piece.clamp_(min=0)
 
 
 class BagMaximum(torch.autograd.Function):
-    """`apply(pieces, place, bag, lengths, counts)`: the maximum of each bag.
+    """`apply(pieces, place, bag, lengths)`: the maximum of each bag.
 
-    `place` says where in the batch each value of a piece came from, `bag` the bag of each piece,
-    and `counts` how many pieces came from each rank: of one bag at most one.
+    `place` says where in the batch each value of a piece is from, `bag` the bag of each piece.
     """
 
     @staticmethod
@@ -129,23 +136,22 @@ class BagMaximum(torch.autograd.Function):
         place: torch.Tensor,
         bag: torch.Tensor,
         lengths: torch.Tensor,
-        counts: list[int],
     ) -> torch.Tensor:
-        shape = (lengths.numel(), pieces.shape[1])
-        best = pieces.new_full(shape, -torch.inf)
-        best_place = place.new_full(shape, torch.iinfo(place.dtype).max)
-        parts = (x.split(counts) for x in (pieces, place, bag))
-        for values, places, bags_here in zip(*parts, strict=True):
-            held, held_place = best[bags_here], best_place[bags_here]
-            first = (values == held) & (places < held_place)
-            better = (values > held) | values.isnan() | first
-            best[bags_here] = torch.where(better, values, held)
-            best_place[bags_here] = torch.where(better, places, held_place)
-        ctx.save_for_backward(best_place[bag] == place, bag)
-        return best.masked_fill_((lengths == 0).unsqueeze(1), 0)
+        values, piece = _maximum_by_bag(pieces, bag, lengths)
+        if not bag.numel():
+            ctx.save_for_backward(torch.zeros_like(pieces, dtype=torch.bool), bag)
+            return values
+        first = place.gather(0, piece)
+        shared = pieces == values[bag]
+        if bool((shared & (place < first[bag])).any()):
+            late = torch.iinfo(place.dtype).max
+            to = bag.unsqueeze(1).expand_as(place)
+            first = first.scatter_reduce(0, to, place.masked_fill(~shared, late), "amin")
+        ctx.save_for_backward(place == first[bag], bag)
+        return values
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         won, bag = ctx.saved_tensors
-        return grad[bag] * won, None, None, None, None
+        return grad[bag] * won, None, None, None
