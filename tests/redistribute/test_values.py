@@ -246,10 +246,16 @@ def test_requests_that_make_no_sense_are_refused(square):
         x.redistribute(other, [Shard(0)])
 
 
-def test_an_expanded_tensor_arrives_dense(mesh):
-    """Kernels ask for a last dim without gaps, which a copy of an expanded tensor has."""
+def test_an_expanded_tensor_stays_expanded(mesh):
+    """Ops lay their results out by the strides of their operands, on parts as on the whole."""
     rows = shardwise.distribute_tensor(torch.arange(12.0).view(1, 4, 3), mesh, [Shard(1)])
+    columns = torch.arange(60.0).view(3, 5, 4).permute(1, 2, 0)
     for after in (Shard(0), Shard(2), Replicate()):
         moved = rows.expand(5, 4, 3).redistribute(placements=[after])
-        assert all(moved.to_local().on_rank(rank).is_contiguous() for rank in range(4))
+        parts = [moved.to_local().on_rank(rank) for rank in range(4)]
+        assert {part.stride(0) for part in parts if part.shape[0] > 1} == {0}
         assert torch.equal(value(moved)[4], torch.arange(12.0).view(4, 3))
+        other = shardwise.distribute_tensor(columns, mesh, [after])
+        product = rows.expand(5, 4, 3) * other
+        viewed = product.permute(2, 0, 1).view(3, 20)  # possible, since memory has columns first
+        assert torch.equal(value(viewed), (value(moved) * columns).permute(2, 0, 1).view(3, 20))

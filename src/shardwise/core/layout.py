@@ -36,6 +36,7 @@ class Layout:
     __slots__ = (
         "__weakref__",
         "dtype",
+        "expanded",
         "grid",
         "here",
         "memory_order",
@@ -57,6 +58,8 @@ class Layout:
     snapshot: bool
     #: The dims from the outermost in memory to the innermost; None when that is their own order.
     memory_order: tuple[int, ...] | None
+    #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
+    expanded: tuple[int, ...]
     #: The local shape in this process; filled on first use, never in a simulated world.
     here: Shape | None
 
@@ -146,16 +149,16 @@ def make_layout(
     layout.shape, layout.stride, layout.dtype = shape, stride, dtype
     layout.symbolic, layout.snapshot, layout.here = symbolic, snapshot, None
     layout.memory_order = None if symbolic else _memory_order(stride)
+    layout.expanded = tuple([d for d, s in enumerate(stride) if type(s) is int and s == 0])
     if key is not None:
         _interned[key] = layout
     return layout
 
 
 def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
-    if 0 in stride:
-        return None  # an expanded dim has no place in memory: a copy of its tensor is dense
     own = tuple(range(len(stride)))
-    order = tuple(sorted(own, key=lambda d: -stride[d]))
+    # Expanded dims have no place in memory, so they do not come between those that have.
+    order = tuple(sorted(own, key=lambda d: (stride[d] != 0, -stride[d])))
     return None if order == own else order
 
 

@@ -73,9 +73,10 @@ def _runs(steps: Sequence[Step], *, ends: bool = True) -> list[Run]:
 
 
 def _ending(steps: Sequence[Step]) -> list[Run]:
-    if steps and steps[-1].target.memory_order is not None:
-        return [_reorder(steps[-1].target)]
-    return []
+    if not steps:
+        return []
+    target = steps[-1].target
+    return [_reorder(target)] if target.memory_order or target.expanded else []
 
 
 def _chain(runs: Sequence[Run]) -> Run:
@@ -124,12 +125,21 @@ def _reorder(layout: Layout) -> Run:
 
 
 def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same tensor, dense, with its dims in memory as the layout's strides have them."""
-    order = layout.memory_order
+    """The same tensor, dense, with its dims in memory as the layout's strides have them.
+
+    Dims that the layout calls expanded are expanded: an op that looks at strides to lay its result
+    out must see the same on every rank as on one device.
+    """
+    order, shape = layout.memory_order, x.shape
+    for dim in layout.expanded:
+        if type(shape[dim]) is int and shape[dim] > 1:
+            x = x.narrow(dim, 0, 1)
     if order is None:
-        return x.contiguous()
-    inverse = sorted(range(len(order)), key=lambda i: order[i])
-    return x.permute(order).contiguous().permute(inverse)
+        x = x.contiguous()
+    else:
+        inverse = sorted(range(len(order)), key=lambda i: order[i])
+        x = x.permute(order).contiguous().permute(inverse)
+    return x.expand(shape) if layout.expanded else x
 
 
 def is_even(layout: Layout, axis: int) -> bool:
@@ -319,13 +329,15 @@ def _slice(step: Step) -> Move:
         size = target.outer_size(axis, dim, coordinate)
         return piece(size, parts, coordinate[axis], shard.sizes)
 
-    # Dense, as the layout's strides say: some kernels read past the strides of a view.
+    # Dense, as the layout's strides say: some kernels read past the strides of a view. What is
+    # expanded stays so; see in_memory_order.
+    dense = torch.Tensor.contiguous if not target.expanded else lambda t: t
     if not grid.world.simulated:
         start, length = place(my_coordinate(grid))
-        return Move(lambda x: x.narrow(dim, start, length).contiguous())
+        return Move(lambda x: dense(x.narrow(dim, start, length)))
 
     def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return t.narrow(dim, *place(coordinate)).contiguous()
+        return dense(t.narrow(dim, *place(coordinate)))
 
     axes = (*_outside(target, axis, dim), axis)
     return Move(lambda x: each_rank(grid, cut, x, axes=axes))
