@@ -94,6 +94,7 @@ def gpt2(num_layers=2):
 
 
 def mixtral(num_layers=2):
+    """The config's own plans: the one for experts goes before the one for tensors."""
     config = transformers.MixtralConfig(
         vocab_size=61,
         hidden_size=32,
@@ -105,11 +106,7 @@ def mixtral(num_layers=2):
         max_position_embeddings=64,
         pad_token_id=0,
     )
-    plan = {
-        "model.embed_tokens": "rowwise",
-        "model.layers.*.self_attn.[qkv]_proj": "colwise",
-        "model.layers.*.self_attn.o_proj": "rowwise",
-        "model.layers.*.mlp.experts": "experts",
-        "lm_head": "colwise_rep",
-    }
+    words = config.base_model_tp_plan | config.base_model_ep_plan
+    plan = {f"model.{path}": word for path, word in words.items()}
+    plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
     return transformers.MixtralForCausalLM(config), plan

@@ -141,13 +141,19 @@ def hugging_face_steps(model, ids, num=5):
 
 
 def hugging_face(make, num_ranks):
-    """A model made from a config: five AdamW steps and generated tokens, as on one device."""
+    """A model made from a config: five AdamW steps and generated tokens, as on one device.
+
+    A world of more ranks than `num_ranks` does it several times over.
+    """
     torch.manual_seed(0)
     model, plan = make()
     ids = torch.randint(1, 61, (2, 10))
     reference = deepcopy(model)
-    mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
-    assert not check_plan(model, plan, mesh).mistakes
+    shape = (dist.get_world_size() // num_ranks, num_ranks)
+    mesh = shardwise.init_device_mesh("cpu", shape, mesh_dim_names=("copies", "tp"))["tp"]
+    report = check_plan(model, plan, mesh)
+    assert not report.mistakes
+    assert not report.doubts
     parallelize_module(model, mesh, plan, strict=True)
     found, expected = (hugging_face_steps(each, ids) for each in (model, reference))
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):

@@ -1,8 +1,10 @@
 """Plans as words, tables and files, and a look at them before anything changes."""
 
+import re
+
 import pytest
 import torch
-from parallel_models import Block, TiedLM, assert_trains_alike
+from parallel_models import Block, Mixture, TiedLM, assert_trains_alike
 from torch import nn
 
 import shardwise
@@ -21,6 +23,11 @@ from shardwise.parallel import (
     save_plan,
 )
 from shardwise.parallel.words import WORDS, entry_of, style_of
+
+
+def pairs(*shape, num=2):
+    return [(torch.randn(shape), torch.randn(shape)) for _ in range(num)]
+
 
 STYLES = [
     ColwiseParallel(),
@@ -140,6 +147,61 @@ def test_report_lists_all_mistakes():
     assert len(report.mistakes) == 3
     assert "did you mean 'mlp.up'" in report.mistakes[-1]
     assert list(report.sharded) == ["mlp.down.weight"]
+
+
+def test_report_doubts_plain_parameters_between_parallel_layers():
+    """Norms of each head stand between; those of the block do not."""
+
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.q, self.o = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.q_norm, self.scale = nn.LayerNorm(2), nn.Parameter(torch.ones(4))
+
+    model = nn.ModuleDict({"norm": nn.LayerNorm(8), "attention": Attention()})
+    plan = {"attention.q": "colwise", "attention.o": "rowwise"}
+    report = check_plan(model, plan, 4)
+    assert not report.mistakes
+    names = ["attention.scale", "attention.q_norm.weight", "attention.q_norm.bias"]
+    assert [doubt.split("'")[1] for doubt in report.doubts] == names
+    assert "doubt        'attention.scale' is plain and stands beside 'attention.q'" in str(report)
+    plan["attention.q_norm"] = "replicated_with_grad_allreduce"
+    assert len(check_plan(model, plan, 4).doubts) == 1
+    for whole in ({"attention.q": "colwise_rep"}, {"attention.o": "rowwise_rep"}):
+        assert not check_plan(model, plan | whole, 4).doubts
+
+
+EXPERTS_PLAN = {
+    "router": "ep_router",
+    "experts": "ep_dispatch_experts",
+    "experts.up": "grouped_gemm",
+    "experts.down": "grouped_gemm",
+}
+
+
+def test_experts_by_hugging_faces_words(mesh):
+    assert_trains_alike(Mixture(), mesh, EXPERTS_PLAN, pairs(10, 8))
+    model = parallelize_module(Mixture(), mesh, EXPERTS_PLAN, strict=True)
+    assert model.experts.up.placements == (Shard(0),)
+    assert not isinstance(model.router.weight, shardwise.DTensor)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"experts.up": "packed_colwise"}, "'packed_colwise' for 'experts.up'.*base_model_ep_plan"),
+        ({"experts": "moe_tp_experts", "experts.up": "rowwise"}, "'moe_tp_experts' for 'experts'"),
+        ({"router": "mla_kv_a_proj"}, "'mla_kv_a_proj' for 'router'.*Leave the layer out"),
+        ({"router": "all_reduce"}, "'all_reduce' for 'router'"),
+    ],
+)
+def test_words_without_a_counterpart(mesh, change, said):
+    """Each is a mistake of its own in a report, and an error when the plan is applied."""
+    plan = EXPERTS_PLAN | change
+    report = check_plan(Mixture(), plan, 4)
+    assert any(re.search(said, mistake) for mistake in report.mistakes)
+    with pytest.raises(ArgumentError, match="no counterpart here"):
+        parallelize_module(Mixture(), mesh, plan)
 
 
 def test_report_needs_no_world():

@@ -5,7 +5,6 @@ from collections import Counter
 import parallel_programs
 import pytest
 import torch
-from launcher import Processes
 
 import shardwise
 from shardwise.debug import CommDebugMode
@@ -27,18 +26,11 @@ def test_as_on_one_device(make, num_ranks):
         parallel_programs.hugging_face(make, num_ranks)
 
 
-@pytest.fixture(scope="module")
-def two_processes():
-    """Fewer than elsewhere: each of them imports the library."""
-    started = Processes(2)
-    yield started
-    started.kill()
-
-
 @pytest.mark.processes
+@pytest.mark.parametrize("num_ranks", [4, 2])
 @pytest.mark.parametrize("make", MODELS, ids=lambda make: make.__name__)
-def test_in_processes(two_processes, make):
-    two_processes(parallel_programs.hugging_face, make, 2, timeout_s=120)
+def test_in_processes(processes, make, num_ranks):
+    processes(parallel_programs.hugging_face, make, num_ranks, timeout_s=120)
 
 
 #: What the table in docs/howto/parallel.md says of a layer, and of what runs once: how many

@@ -13,8 +13,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.core.chunks import lengths
 from shardwise.core.placements import Placement, Shard
 from shardwise.errors import LayoutError
+from shardwise.parallel.doubts import doubts
 from shardwise.parallel.parallelize import Plan
-from shardwise.parallel.resolve import Target, fits, problems, resolve, styles_of
+from shardwise.parallel.resolve import Target, fits, problems, readable, resolve, styles_of
 from shardwise.parallel.spot import tensor_axis
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.words import entry_of
@@ -56,18 +57,24 @@ class PlanReport:
     #: Bytes of parameters on each rank along the tensor axis.
     bytes_per_rank: tuple[int, ...]
     mistakes: tuple[str, ...]
+    #: Parameters that may see a part of an activation only; see `doubts`.
+    doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         lines = [f"{'sharded':12} {name}: {where}" for name, where in self.sharded.items()]
         lines += [f"{'replicated':12} {name}" for name in self.replicated]
         lines += [f"{'not in plan':12} {name}" for name in self.untouched]
         lines += [f"{'mistake':12} {mistake}" for mistake in self.mistakes]
+        lines += [f"{'doubt':12} {doubt}" for doubt in self.doubts]
         sizes = ", ".join(f"{size:,}" for size in self.bytes_per_rank)
         return "\n".join([*lines, f"bytes of parameters per rank: {sizes}"])
 
 
 def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> PlanReport:
-    """What a plan would do to a module, mistakes included; nothing is changed.
+    """What a plan would do to a module, mistakes and doubts included; nothing is changed.
+
+    A doubt is a plain parameter beside layers that hand each other parts of an activation: whether
+    it meets such a part only the module's forward knows.
 
     Instead of a mesh, the number of ranks will do: no process group is needed, and the module may
     be on the meta device.
@@ -89,8 +96,9 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
         num_ranks = device_mesh.size(tensor_axis(device_mesh))
     if num_ranks < 1:
         raise LayoutError(f"A plan is for at least one rank, found {num_ranks}.")
-    found = resolve(module, plan, check=False)
-    mistakes = (*map(str, problems(list(found.targets))), *found.unmatched)
+    styles, unreadable = readable(plan)
+    found = resolve(module, styles, check=False)
+    wrong = [*unreadable, *problems(list(found.targets))]
     placed = _placements(found.targets)
     names = {id(p): name for name, p in module.named_parameters()}
     sizes = [0] * num_ranks
@@ -102,7 +110,8 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
         tuple(names[i] for i, p in placed.items() if not isinstance(p, Shard)),
         tuple(name for i, name in names.items() if i not in placed),
         tuple(sizes),
-        mistakes,
+        (*map(str, wrong), *found.unmatched),
+        doubts(module, found.targets, placed),
     )
 
 

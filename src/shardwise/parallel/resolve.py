@@ -11,6 +11,7 @@ from torch import nn
 
 from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.parallel.hugging_face import with_experts_joined
 from shardwise.parallel.paths import matching_modules, nearest_paths
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.words import style_of
@@ -46,11 +47,25 @@ def styles_of(plan: Any) -> dict[str, ParallelStyle]:
             f"{type(plan).__name__}."
         )
     styles = {}
-    for pattern, entry in plan.items():
+    for pattern, entry in with_experts_joined(plan).items():
         if not isinstance(pattern, str):
             raise ArgumentError(f"A path in a plan is a string, found {pattern!r}.")
         styles[pattern] = style_of(entry, pattern)
     return styles
+
+
+def readable(plan: Any) -> tuple[Any, list[ShardwiseError]]:
+    """The entries of a plan that say what a style is, and what is wrong with the others."""
+    if not isinstance(plan, Mapping):
+        return plan, []
+    kept: dict[str, ParallelStyle] = {}
+    wrong: list[ShardwiseError] = []
+    for pattern, entry in with_experts_joined(plan).items():
+        try:
+            kept |= styles_of({pattern: entry})
+        except ShardwiseError as error:
+            wrong.append(error)
+    return kept, wrong
 
 
 def resolve(

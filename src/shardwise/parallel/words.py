@@ -9,6 +9,7 @@ from typing import Any
 from shardwise.core.placements import Placement, Replicate
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel.experts import ExpertParallel
+from shardwise.parallel.hugging_face import WITHOUT_COUNTERPART
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
@@ -20,9 +21,8 @@ from shardwise.parallel.style import ParallelStyle
 from shardwise.planfile.files import Entry
 from shardwise.planfile.placements import parse_placement, placement_text
 
-#: What each word makes. Words of `tp_plan` that mean something else are not here: those for single
-#: parameters (packed_*, grouped_gemm), and those for modules that talk to each other by themselves
-#: (all_reduce, moe_*, ep_*). "experts" is our own.
+#: What each word makes: those of `tp_plan` that mean the same here, and "experts", our own. See
+#: `hugging_face` for the others.
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
     "rowwise": RowwiseParallel,
@@ -74,6 +74,11 @@ def style_of(entry: Any, pattern: str) -> ParallelStyle:
 
 def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
     make = WORDS.get(name) or STYLES.get(name)
+    if make is None and name in WITHOUT_COUNTERPART:
+        raise ArgumentError(
+            f"The plan says {name!r} for {pattern!r}, a word of Hugging Face's that has no "
+            f"counterpart here. {WITHOUT_COUNTERPART[name]}"
+        )
     if make is None:
         raise ArgumentError(
             f"The plan says {name!r} for {pattern!r}, which is no word for a style here. The "
