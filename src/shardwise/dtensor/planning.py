@@ -20,13 +20,15 @@ from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.reduced import reduced_once
 from shardwise.dtensor.strict import forbid_move, forbid_sent
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.redistribute.execute import prepare
+from shardwise.redistribute.execute import in_memory_order, prepare
 from shardwise.redistribute.steps import Step
 from shardwise.rules.catalog import find_rule, written_inputs
 from shardwise.rules.infer import hollowed, outputs_of
 from shardwise.rules.positional import Positional, in_order, plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
+
+aten = torch.ops.aten
 
 #: Where a tensor stands in the arguments: a position, or a position and one inside a list.
 Path = tuple[int, ...]
@@ -173,9 +175,37 @@ def _forbid(
         forbid_move(plan.op, path[0], steps, target)
 
 
+#: Ops whose kernels lay their results out otherwise than torch says without running them.
+_LAID_OTHERWISE = frozenset(
+    {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
+)
+
+
 def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
+    """What runs on the local operands; its results lie in memory as the layouts say."""
+    call = _local_call(op, plan, binding)
+    return _relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
+
+
+def _relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    def relay(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
+        return in_memory_order(part, layout)
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        result = call(*operands, **kwargs)
+        parts = [result] if isinstance(result, torch.Tensor) else result
+        relaid = [
+            each_rank(layout.grid, functools.partial(relay, layout), part, axes=())
+            for part, layout in zip(parts, outputs, strict=True)
+        ]
+        return relaid[0] if isinstance(result, torch.Tensor) else tuple(relaid)
+
+    return run
+
+
+def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
     """What runs on the local operands, mapped over the ranks where they need to be apart.
 
     That is where the function or an argument differs between ranks, and, in a simulated world,

@@ -45,7 +45,12 @@ def recurrent_grads(
     with torch.enable_grad():
         leaves = [t.detach().requires_grad_() for t in inputs]
         outputs = recurrent(kind, has_biases, bidirectional, batch_first, *leaves)
-        return torch.autograd.grad(outputs, leaves, grads)
+        found = torch.autograd.grad(outputs, leaves, grads)
+    # The kernels lay gradients out as they like; without data they were promised like the inputs.
+    return tuple(
+        g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)
+        for g, x in zip(found, inputs, strict=True)
+    )
 
 
 def _cut(sizes: tuple[int, ...] | None, batch_first: bool, num: int) -> tuple[Placement, ...]:

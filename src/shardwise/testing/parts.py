@@ -48,7 +48,7 @@ def _split_terms(local: torch.Tensor, partial: Partial, axis: int, grid: Grid) -
 def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(value.numel())
     noise = [
-        torch.randint(-3, 4, value.shape, generator=generator).to(value.dtype)
+        torch.empty_like(value).copy_(torch.randint(-3, 4, value.shape, generator=generator))
         for _ in range(num - 1)
     ]
     match partial.reduce_op:
