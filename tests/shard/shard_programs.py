@@ -1,5 +1,7 @@
 """Programs with sharded tensors that run alike in both worlds."""
 
+import io
+
 import torch
 import torch.distributed as dist
 from programs import mine
@@ -13,9 +15,12 @@ from shardwise.shard import (
     Shard,
     ShardedOptimizer,
     ShardingPlan,
+    full,
     init_from_local_shards,
+    randn,
     shard_module,
     shard_tensor,
+    zeros,
 )
 
 SPECS = [
@@ -114,6 +119,54 @@ def pieces_of_ones_own():
     return {"whole": st.full_tensor()}
 
 
+def making_and_keeping():
+    """Factories, initialisation, comparison, gathering, and files of one's own pieces."""
+    found = {}
+    for number, spec in enumerate(SPECS):
+        torch.manual_seed(3)
+        drawn = randn(spec, 11, 6)
+        found[f"{number} drawn"] = drawn._local
+        found[f"{number} initialised"] = nn.init.kaiming_uniform_(zeros(spec, 11, 6))._local
+        assert torch.equal(drawn, drawn.clone().reshard(SPECS[0]))
+        assert not torch.allclose(drawn, full(spec, [11, 6], 0.5))
+        out = torch.empty(11, 6, dtype=torch.float64) if _present(2) else None
+        gathered = drawn.to(torch.float64).gather(2, out)
+        assert gathered is out
+        if out is not None:
+            torch.manual_seed(3)
+            assert torch.equal(out, torch.randn(11, 6).double())
+        buffer = io.BytesIO()
+        torch.save({"drawn": drawn}, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=True)["drawn"]
+        assert loaded.sharding_spec() == spec
+        assert torch.equal(loaded, drawn)
+    return found
+
+
+def state_of_another_plan():
+    """Parameters and optimizer state, from one plan to another."""
+    torch.manual_seed(1)
+    models = [nn.EmbeddingBag(9, 6, max_norm=1.0, mode="max") for _ in range(2)]
+    optimizers = []
+    for model, spec in zip(models, (chunks(0, 3, 1, 0), chunks(1, 0, 1, 2, 3)), strict=True):
+        shard_module(model, ShardingPlan({"weight": spec}))
+        named = dict(model.named_parameters())
+        optimizers.append(ShardedOptimizer(named, torch.optim.Adam, lr=0.1))
+    found = {}
+    for step in range(4):
+        which = step // 2
+        if step == 2:
+            models[1].load_state_dict(models[0].state_dict())
+            optimizers[1].load_state_dict(optimizers[0].state_dict())
+        ids = mine(lambda rank, s=step: torch.randint(0, 9, (rank, 2), generator=seeded(rank + s)))
+        optimizers[which].zero_grad()
+        models[which](ids).square().sum().backward()
+        optimizers[which].step()
+        found[f"step {step}"] = models[which].weight.detach().full_tensor()
+    return found
+
+
 def _present(rank):
     return current_world().simulated or dist.get_rank() == rank
 
@@ -135,6 +188,11 @@ def on_a_group():
 def disagreeing_specs():
     ranks = (0, 1) if dist.get_rank() == 2 else (1, 0)
     shard_module(Collection(), ShardingPlan({"tables.t0.weight": chunks(0, *ranks)}))
+
+
+def disagreeing_sharders():
+    ranks = (3, 2, 1, 0) if dist.get_rank() == 2 else (0, 1, 2, 3)
+    shard_module(Nested(), ShardingPlan({"collection": HalfAndHalf(ranks)}))
 
 
 def disagreeing_shapes():

@@ -57,6 +57,14 @@ def test_pieces_of_ones_own(processes):
     both(processes, programs.pieces_of_ones_own)
 
 
+def test_making_and_keeping(processes):
+    both(processes, programs.making_and_keeping)
+
+
+def test_state_of_another_plan(processes):
+    both(processes, programs.state_of_another_plan)
+
+
 def test_a_group_of_some_ranks(processes):
     processes(programs.on_a_group)
 
@@ -65,6 +73,7 @@ def test_a_group_of_some_ranks(processes):
     ("program", "error", "said"),
     [
         (programs.disagreeing_specs, LayoutError, "Rank 0 has: .*rank:1/cpu, rank:0/cpu.* Rank 2"),
+        (programs.disagreeing_sharders, LayoutError, "HalfAndHalf.rows=.*rank:0.*Rank 2 has: .*"),
         (programs.disagreeing_shapes, LayoutError, r"\(11, 4\).*Rank 1 has.*\(12, 4\)"),
         (programs.one_rank_with_a_wrong_path, LayoutError, "rank 3: PathError.*'weight'"),
         (programs.one_rank_with_an_empty_plan, LayoutError, "Rank 0 has: nothing more"),

@@ -132,7 +132,7 @@ def _described(module: nn.Module, plan: Any) -> list[str]:
     entries = getattr(plan, "plan", None)
     for path, entry in entries.items() if isinstance(entries, Mapping) else ():
         if isinstance(entry, Sharder):
-            lines.append(f"{path}: {type(entry).__module__}.{type(entry).__qualname__}")
+            lines.append(f"{path}: {_described_sharder(entry)}")
             continue
         try:
             tensor = find_tensor(module, path)[2]
@@ -143,6 +143,23 @@ def _described(module: nn.Module, plan: Any) -> list[str]:
         lines.append(f"output of {path!r}: {spec}")
     lines += [f"local output of {p!r}" for p in getattr(plan, "return_local_tensor", None) or ()]
     return lines
+
+
+def _described_sharder(sharder: Sharder) -> str:
+    """Its class and what it was made with, as far as values of other ranks can be compared."""
+    kind = type(sharder)
+    values = ", ".join(f"{n}={_comparable(v)}" for n, v in vars(sharder).items())
+    return f"{kind.__module__}.{kind.__qualname__}({values})"
+
+
+def _comparable(value: Any) -> str:
+    if value is None or isinstance(value, (str, int, float, ShardingSpec, torch.dtype)):
+        return repr(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_comparable, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{k}: {_comparable(v)}' for k, v in value.items())}}}"
+    return type(value).__qualname__
 
 
 def _apply(
