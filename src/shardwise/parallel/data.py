@@ -11,9 +11,8 @@ bucket carries one flag per parameter, so a parameter that no rank used keeps no
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,13 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid, grid_of
-from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
+from shardwise.parallel.buckets import Bucket, flattened, make_buckets, put_back, waits
+from shardwise.parallel.line import Line, line_of
 
 
 def data_parallel(
@@ -74,34 +72,6 @@ def data_parallel(
     return module
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """A mesh axis, in the whole mesh that it was taken from; `own` is the axis as a mesh."""
-
-    grid: Grid
-    axis: int
-    own: Grid
-
-    @property
-    def size(self) -> int:
-        return self.grid.shape[self.axis]
-
-    def axis_in(self, grid: Grid) -> int | None:
-        """The axis of `grid` that this is; None where it has no part in `grid`."""
-        if grid is self.grid:
-            return self.axis
-        return 0 if grid is self.own else None
-
-
-def line_of(mesh: DeviceMesh) -> Line:
-    own = grid_of(mesh)
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
-    names, asked = root.mesh_dim_names, mesh.mesh_dim_names
-    if root is not mesh and names and asked and asked[0] in names:
-        return Line(grid_of(root), names.index(asked[0]), own)
-    return Line(own, 0, own)
-
-
 def _broadcast(module: nn.Module, line: Line, source: int) -> None:
     """Plain tensors, and DTensors of other meshes, start alike along the axis."""
     for tensor in (*module.parameters(), *module.buffers()):
@@ -115,16 +85,6 @@ def _broadcast(module: nn.Module, line: Line, source: int) -> None:
             continue  # one tensor for all ranks
         with torch.no_grad(), because("data_parallel", implicit=False):
             local.copy_(collectives.broadcast(local, source, line.grid, line.axis))
-
-
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Parameters whose gradients travel together; `average` when they are each rank's own."""
-
-    parameters: tuple[nn.Parameter, ...]
-    grid: Grid
-    axis: int
-    average: bool
 
 
 @dataclass(slots=True)
@@ -184,10 +144,10 @@ class Reducer:
     def _start(self) -> None:
         bucket = self.buckets[self.num_started]
         self.num_started += 1
-        members = [p for p in bucket.parameters if _waits(p, bucket)]
+        members = [p for p in bucket.parameters if waits(p, bucket)]
         if members:
             with torch.no_grad(), because("data_parallel", implicit=False):
-                flat = _flattened(members, bucket)
+                flat = flattened(members, bucket)
                 flat = collectives.start_all_reduce(flat, "sum", bucket.grid, bucket.axis)
             self.sent.append(Sent(bucket, members, flat))
 
@@ -198,42 +158,7 @@ class Reducer:
         self._forget()
         for each in sent:
             with torch.no_grad(), because("data_parallel", implicit=False):
-                _put_back(each, collectives.finished(each.flat))
-
-
-def make_buckets(module: nn.Module, line: Line, bucket_bytes: int) -> list[Bucket]:
-    """Parameters in reverse order, in buckets of one dtype, mesh and kind."""
-    buckets: list[Bucket] = []
-    room: dict[Any, tuple[int, list[nn.Parameter]]] = {}
-    for parameter in reversed([p for p in module.parameters() if p.requires_grad]):
-        kind = _kind(parameter, line)
-        if kind is None or line.size == 1:
-            continue
-        key = (parameter.dtype, parameter.device, *kind)
-        left, members = room.get(key, (0, []))
-        size = parameter.numel() * parameter.element_size()
-        if size > left and members:
-            buckets.append(Bucket(tuple(members), *kind))
-            left, members = 0, []
-        members.append(parameter)
-        room[key] = ((left or bucket_bytes) - size, members)
-    return [*buckets, *(Bucket(tuple(m), *key[2:]) for key, (_, m) in room.items())]
-
-
-def _kind(parameter: torch.Tensor, line: Line) -> tuple[Grid, int, bool] | None:
-    """Grid and axis to reduce over, and whether to average; None when there is nothing to do."""
-    if not isinstance(parameter, DTensor):
-        return line.grid, line.axis, True
-    grid = parameter._layout.grid
-    axis = line.axis_in(grid)
-    if axis is not None:
-        return (grid, axis, False) if parameter.placements[axis].is_replicate() else None
-    if grid.world.simulated:
-        raise LayoutError(
-            f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh that "
-            "rank 0 sees. A simulated world has all ranks: give parallelize_module the whole mesh."
-        )
-    return line.grid, line.axis, True
+                put_back(each.parameters, each.bucket, collectives.finished(each.flat))
 
 
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
@@ -245,59 +170,3 @@ def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
             parameter.grad = LocalTensor.per_rank(lambda _: held.clone(), grad.ranks)
 
     return spread
-
-
-def _waits(parameter: torch.Tensor, bucket: Bucket) -> bool:
-    """Whether there is something to reduce: a DTensor's gradient may be whole already."""
-    grad = parameter.grad
-    if bucket.average or grad is None:
-        return True
-    return isinstance(grad, DTensor) and grad.placements[bucket.axis].is_partial()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local if isinstance(tensor, DTensor) else tensor
-
-
-def _flattened(members: Sequence[nn.Parameter], bucket: Bucket) -> torch.Tensor:
-    """All gradients and the flags in one row; each rank's share of the mean where they are own."""
-    flags = [float(p.grad is not None) for p in members]
-    parts = [
-        torch.zeros_like(_local(p)) if p.grad is None else _local(p.grad).detach() for p in members
-    ]
-    share = 1 / bucket.grid.shape[bucket.axis] if bucket.average else 1.0
-
-    def flatten(_: Any, *here: torch.Tensor) -> torch.Tensor:
-        row = torch.cat([*(part.reshape(-1) for part in here), here[0].new_tensor(flags)])
-        return row if share == 1 else row.mul_(share)
-
-    held = [localize(bucket.grid, part) for part in parts]
-    return each_rank(bucket.grid, flatten, *held, axes=())
-
-
-def _put_back(sent: Sent, flat: torch.Tensor) -> None:
-    shapes = [localize(sent.bucket.grid, _local(p).detach()) for p in sent.parameters]
-
-    def unflatten(_: Any, row: torch.Tensor, *here: torch.Tensor) -> list[torch.Tensor]:
-        pieces = row.split([*(part.numel() for part in here), len(here)])
-        views = [piece.view(part.shape) for piece, part in zip(pieces, here, strict=False)]
-        return [*views, pieces[-1]]
-
-    *pieces, flags = each_rank(sent.bucket.grid, unflatten, flat, *shapes, axes=())
-    for number, (parameter, piece) in enumerate(zip(sent.parameters, pieces, strict=True)):
-        if parameter.grad is None and not one_for_all(flags)[number]:
-            continue  # no rank used it
-        _set_gradient(parameter, piece, sent.bucket)
-
-
-def _set_gradient(parameter: nn.Parameter, piece: torch.Tensor, bucket: Bucket) -> None:
-    if not isinstance(parameter, DTensor):
-        parameter.grad = one_for_all(piece) if type(parameter.data) is torch.Tensor else piece
-        return
-    grad: Any = parameter.grad
-    layout = parameter._layout if grad is None else grad._layout
-    if not bucket.average:
-        placements = list(layout.placements)
-        placements[bucket.axis] = REPLICATE
-        layout = layout.with_placements(tuple(placements))
-    parameter.grad = DTensor.wrap(piece, layout)

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
-from shardwise.parallel.data import Line, line_of
+from shardwise.parallel.line import Line, line_of
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = False) -> nn.Module:
