@@ -214,3 +214,19 @@ def test_the_fallback_writes_in_place(mesh):
         add_one_(placed)
     assert placed.placements == (Shard(0),)
     torch.testing.assert_close(whole(placed), x + 1)
+
+
+def test_an_op_that_has_a_kernel_and_nothing_else(mesh):
+    """No formula for its gradient, none for autograd to pass it on: as C++ extensions define it."""
+    library = torch.library.Library("shardwise_test_bare", "FRAGMENT")
+    library.define("doubled(Tensor x) -> Tensor")
+    library.impl("doubled", lambda x: x * 2, "CPU")
+    library.impl("doubled", torch.empty_like, "Meta")
+    op = torch.ops.shardwise_test_bare.doubled.default
+    x = distribute_tensor(torch.arange(6.0), mesh, [Shard(0)])
+    with pytest.raises(NotImplementedError, match="sharding strategy"):
+        op(x)
+    register_rule(op, "n -> n")
+    doubled = op(x)
+    assert doubled.placements == (Shard(0),)
+    assert torch.equal(whole(doubled), torch.arange(6.0) * 2)

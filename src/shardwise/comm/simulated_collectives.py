@@ -191,6 +191,11 @@ def as_local(x: torch.Tensor) -> LocalTensor:
     """A plain tensor counts as the same on every rank."""
     if isinstance(x, LocalTensor):
         return x
+    if hasattr(x, "placements"):
+        raise UnsupportedError(
+            f"A collective got a {type(x).__name__}, whose parts it would mix without its layout "
+            "knowing. Use redistribute() or full_tensor(), or the collective on x.to_local()."
+        )
     world = current_world()
     return LocalTensor((x,), shared_roster(world, tuple(range(world.size))))
 

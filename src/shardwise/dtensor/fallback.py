@@ -25,8 +25,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if op is aten._amp_foreach_non_finite_check_and_unscale_.default:
-        return _unscale
+    if op in _OWN_PARTS:
+        return _OWN_PARTS[op]
     if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
@@ -101,6 +101,26 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
     for tensor in tensors:
         tensor.mul_(inv_scale)
     count_writes(tensors)
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `v * (g / norms)`, where `norms` are those of the slices of `v` along `dim`."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return (g / norms) * (grad - v * (along / norms)), along
+
+
+#: Ops that torch does not take apart itself.
+_OWN_PARTS: dict[Any, Callable[..., Any]] = {
+    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten._is_any_true.default: aten.any.default,
+    aten._is_all_true.default: aten.all.default,
+    # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
+    aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
+}
 
 
 def _item(args: Sequence[Any], number: int) -> list[Any]:

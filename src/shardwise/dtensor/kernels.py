@@ -396,6 +396,7 @@ def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) 
 # -- registration ----------------------------------------------------------------------------
 
 _library = torch.library.Library("aten", "IMPL")
+_any_library = torch.library.Library("_", "IMPL")
 
 
 def register() -> None:
@@ -417,3 +418,5 @@ def register() -> None:
     ):
         _library.impl(name, kernel, "AutogradPrivateUse3")
     composites.register(_library)
+    # Ops of other libraries know nothing of the key: they go on to the device's autograd.
+    _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")

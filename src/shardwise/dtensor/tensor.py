@@ -211,6 +211,10 @@ class DTensor(Wrapped):
             f"local={self._local!r})"
         )
 
+    def __format__(self, spec: str) -> str:
+        """As any tensor's: that of the number where there is one, `f"{loss:.3f}"`."""
+        return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+
     # -- doors -------------------------------------------------------------------------------
 
     @staticmethod
