@@ -1,6 +1,7 @@
 """Programs with sharded tensors that run alike in both worlds."""
 
 import io
+import pickle
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from shardwise.shard import (
     ShardingPlan,
     full,
     init_from_local_shards,
+    load_with_process_group,
     randn,
     shard_module,
     shard_tensor,
@@ -119,6 +121,21 @@ def pieces_of_ones_own():
     return {"whole": st.full_tensor()}
 
 
+def sparse_gradients():
+    found = {}
+    for dim in (0, 1):
+        table = nn.Embedding(9, 6, sparse=True)
+        shard_module(table, ShardingPlan({"weight": chunks(dim, 0, 1, 2, 3)}))
+        optimizer = torch.optim.SparseAdam(table.parameters(), lr=0.1)
+        for _ in range(2):
+            ids = mine(lambda rank: torch.randint(0, 9, (rank, 2), generator=seeded(rank)))
+            optimizer.zero_grad()
+            table(ids).square().sum().backward()
+            optimizer.step()
+        found[f"dim {dim}"] = table.weight.detach().full_tensor()
+    return found
+
+
 def making_and_keeping():
     """Factories, initialisation, comparison, gathering, and files of one's own pieces."""
     found = {}
@@ -180,6 +197,10 @@ def on_a_group():
     gathered = st.gather(0)
     assert gathered is None or torch.equal(gathered, whole)
     assert torch.equal(F.embedding(torch.tensor([4, 0]), st), whole[[4, 0]])
+    with load_with_process_group(group):
+        loaded = pickle.loads(pickle.dumps(st))
+    assert torch.equal(loaded, st)
+    assert loaded.process_group.size() == 2
 
 
 # -- bad input -------------------------------------------------------------------------------------

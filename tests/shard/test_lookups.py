@@ -199,6 +199,56 @@ def test_ties_in_a_maximum_go_to_the_first_row(world, spec):
     check(spec, lambda w, x: F.embedding_bag(x, w, mode="max"), ids, table=level)
 
 
+# -- sparse gradients ----------------------------------------------------------------------------
+
+NATURAL = ["rows", "rows twice a rank", "rows by size", "columns", "columns by size", "one rank"]
+
+
+@pytest.mark.parametrize("spec", [TABLE_SPECS[name] for name in NATURAL], ids=NATURAL)
+def test_sparse_gradients(world, spec):
+    """The rows that were looked up, the same values as a dense gradient."""
+    ids, offsets = jagged()
+    weights = per_rank(
+        lambda rank, g: torch.randn(ids.on_rank(rank).shape, generator=g, dtype=torch.float64)
+    )
+    lookups = [
+        lambda w, s: F.embedding(ids, w, padding_idx=4, sparse=s),
+        lambda w, s: F.embedding_bag(ids, w, offsets, mode="mean", padding_idx=4, sparse=s),
+        lambda w, s: F.embedding_bag(
+            ids, w, offsets, mode="sum", per_sample_weights=weights, sparse=s
+        ),
+    ]
+    for lookup in lookups:
+        found = []
+        for sparse in (True, False):
+            st = shard_tensor(table().requires_grad_(), spec)
+            lookup(st, sparse).square().sum().backward()
+            assert st.grad.is_sparse is sparse
+            found.append(st.grad.full_tensor().agreed())
+        torch.testing.assert_close(*found)
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
+def test_optimizers_take_sparse_gradients(world, make):
+    ids = ids_of(*UNEVEN)
+    for spec in (chunks(0, 0, 1, 2, 3), chunks(1, 0, 1, 2, 3)):
+        whole = table().requires_grad_()
+        st = shard_tensor(table().requires_grad_(), spec)
+        optimizers = make([whole], lr=0.1), make([st], lr=0.1)
+        for _ in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            losses = [
+                F.embedding(ids.on_rank(rank), whole, sparse=True).square().sum() for rank in RANKS
+            ]
+            (sum(losses) / 4).backward()
+            F.embedding(ids, st, sparse=True).square().sum().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        torch.testing.assert_close(st.detach().full_tensor().agreed(), whole.detach())
+
+
 # -- what travels --------------------------------------------------------------------------------
 
 
@@ -289,8 +339,10 @@ def test_options_that_do_not_exist(world):
     ids = torch.tensor([[1]])
     with pytest.raises(TypeError, match="mode is one of"):
         F.embedding_bag(ids, st, mode="median")
-    with pytest.raises(UnsupportedError, match="sparse"):
-        F.embedding_bag(ids, st, mode="sum", sparse=True)
+    with pytest.raises(TypeError, match="sparse gradients, as in torch"):
+        F.embedding_bag(ids, st, mode="max", sparse=True)
+    with pytest.raises(UnsupportedError, match="order of ranks"):
+        F.embedding(ids, shard_tensor(table(), chunks(0, 1, 0)), sparse=True)
     with pytest.raises(UnsupportedError, match="mode='sum'"):
         F.embedding_bag(ids, st, mode="mean", per_sample_weights=torch.ones(1, 1))
     with pytest.raises(TypeError, match="padding_idx=11"):

@@ -57,6 +57,10 @@ def test_pieces_of_ones_own(processes):
     both(processes, programs.pieces_of_ones_own)
 
 
+def test_sparse_gradients(processes):
+    both(processes, programs.sparse_gradients)
+
+
 def test_making_and_keeping(processes):
     both(processes, programs.making_and_keeping)
 

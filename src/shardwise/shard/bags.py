@@ -101,12 +101,19 @@ def lookup(
     mode: str,
     weights: torch.Tensor | None = None,
     padding_idx: int | None = None,
+    sparse: bool = False,
 ) -> torch.Tensor:
     """torch's own `embedding_bag`, which does not take empty tables."""
     if not table.numel() or not starts.numel():
         return table.new_zeros(starts.numel(), table.shape[1])
     return F.embedding_bag(
-        ids, table, starts, mode=mode, per_sample_weights=weights, padding_idx=padding_idx
+        ids,
+        table,
+        starts,
+        mode=mode,
+        sparse=sparse,
+        per_sample_weights=weights,
+        padding_idx=padding_idx,
     )
 
 

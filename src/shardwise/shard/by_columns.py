@@ -37,7 +37,7 @@ def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
         lookup,
         num_ids,
         num_ids,
-        local=ColumnsOf(lookup.padding_idx),
+        local=ColumnsOf(lookup.padding_idx, lookup.sparse),
         finish=RowPerId(lookup.by_frequency),
         travels=(),
     )
@@ -67,7 +67,7 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
             lookup,
             num_ids,
             num_ids,
-            local=ColumnsOf(None),
+            local=ColumnsOf(None, lookup.sparse),
             finish=PoolByFrequency(batch.mode, lookup.padding_idx),
             travels=(False,) * len(weights),
         )
@@ -78,7 +78,7 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
         lookup,
         num_ids,
         num_bags,
-        local=PooledColumns(batch.mode, lookup.padding_idx),
+        local=PooledColumns(batch.mode, lookup.padding_idx, lookup.sparse),
         finish=same,
         travels=(True,) * len(weights),
     )
@@ -103,6 +103,7 @@ def _exchange(
         tiling,
         lookup.blocks,
         route,
+        sparse=lookup.sparse,
         grad_reduction=lookup.weight.grad_reduction,
         **functions,
     )

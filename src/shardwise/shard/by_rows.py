@@ -30,7 +30,8 @@ def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
 
     asked, (inverse,) = ask(lookup, wish, ids)
     _shorten(lookup, asked)
-    local, finish = RowsAsked(lookup.padding_idx), SpreadRows(RowPerId(lookup.by_frequency))
+    local = RowsAsked(lookup.padding_idx, lookup.sparse)
+    finish = SpreadRows(RowPerId(lookup.by_frequency))
     exchange = _exchange(lookup, asked, local=local, finish=finish)
     return OwnBatch.apply(lookup.weight, exchange, (asked.rows,), (inverse, ids))
 
@@ -53,7 +54,11 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     weights = [] if batch.weights is None else [Flat.apply(batch.weights, lookup.grid)]
     finish = AddPieces(mean=batch.mode == "mean")
     exchange = _exchange(
-        lookup, asked, local=PoolPieces(), finish=finish, travels=(True,) * len(weights)
+        lookup,
+        asked,
+        local=PoolPieces(lookup.sparse),
+        finish=finish,
+        travels=(True,) * len(weights),
     )
     return OwnBatch.apply(lookup.weight, exchange, there, own, *weights)
 
@@ -69,7 +74,7 @@ def _pooled_at_home(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     exchange = _exchange(
         lookup,
         asked,
-        local=RowsAsked(None),
+        local=RowsAsked(None, lookup.sparse),
         finish=SpreadRows(PoolByFrequency(batch.mode, lookup.padding_idx)),
         travels=(False,) * len(weights),
     )
@@ -83,6 +88,7 @@ def _exchange(lookup: Lookup, asked: Asked, travels: Any = (), **functions: Any)
         lookup.blocks,
         asked.route,
         travels=travels,
+        sparse=lookup.sparse,
         grad_reduction=lookup.weight.grad_reduction,
         **functions,
     )

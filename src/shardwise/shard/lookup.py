@@ -48,7 +48,7 @@ def embedding_bag(
     """`F.embedding_bag` for each rank's own plain bags."""
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    _check_mode(what, mode, per_sample_weights, scale_grad_by_freq)
+    _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)
@@ -67,15 +67,15 @@ def _lookup(
     sparse: bool,
 ) -> Lookup:
     blocks = blocks_for(weight, what)
-    if sparse:
+    if sparse and not weight._tiling.natural:
         raise UnsupportedError(
-            f"{what} of a ShardedTensor has no sparse gradients: the gradient is as large as this "
-            "rank's block. Use sparse=False."
+            f"{what} has sparse gradients for blocks in the order of ranks, found "
+            f"{weight.sharding_spec()}. Use sparse=False, or reshard(spec) first."
         )
     if max_norm is not None and not norm_type > 0:
         raise ArgumentError(f"{what}: norm_type is a positive number, found {norm_type}.")
     padding = _row(padding_idx, weight, what)
-    return Lookup(what, weight, blocks, padding, max_norm, norm_type, by_frequency)
+    return Lookup(what, weight, blocks, padding, max_norm, norm_type, by_frequency, sparse)
 
 
 def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:
@@ -90,7 +90,7 @@ def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | Non
 
 
 def _check_mode(
-    what: str, mode: str, weights: torch.Tensor | None, scale_grad_by_freq: bool
+    what: str, mode: str, weights: torch.Tensor | None, scale_grad_by_freq: bool, sparse: bool
 ) -> None:
     if mode not in MODES:
         raise ArgumentError(f"{what}: mode is one of {', '.join(MODES)}; found {mode!r}.")
@@ -98,3 +98,5 @@ def _check_mode(
         raise UnsupportedError(f"{what}: per_sample_weights go with mode='sum', found {mode!r}.")
     if mode == "max" and scale_grad_by_freq:
         raise ArgumentError(f"{what}: mode='max' has no scale_grad_by_freq, as in torch.")
+    if mode == "max" and sparse:
+        raise ArgumentError(f"{what}: mode='max' has no sparse gradients, as in torch.")

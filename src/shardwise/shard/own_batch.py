@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
+from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
 from shardwise.shard.blocks import held_blocks, sized
 from shardwise.shard.routes import Route
@@ -68,6 +69,8 @@ class Exchange:
     #: For each tensor that has a gradient: whether it travels, or stays with the rank it is of.
     travels: tuple[bool, ...]
     grad_reduction: str
+    #: Whether the weight's gradient holds only the rows that were looked up.
+    sparse: bool = False
 
 
 class OwnBatch(torch.autograd.Function):
@@ -139,10 +142,21 @@ class OwnBatch(torch.autograd.Function):
         return weight_grad, None, None, None, *grads
 
 
-def _weight_gradient(ctx: Any, block: torch.Tensor) -> ShardedTensor:
+def _weight_gradient(ctx: Any, block: torch.Tensor) -> torch.Tensor:
     exchange: Exchange = ctx.exchange
     tiling = exchange.tiling
     num_losses = len(tiling.grid.ranks) if exchange.grad_reduction == "mean" else 1
+    if exchange.sparse:
+        layout = tiling.layout(ctx.weight.dtype)
+        rows, values = each_rank(tiling.grid, lambda _, g: _rows_of(g), block)
+        return make_row_sparse(layout, rows, values) / num_losses
     if num_losses > 1:
         block = each_rank(tiling.grid, lambda _, g: g.div_(num_losses), block)
     return ShardedTensor.over(held_blocks(tiling, block), tiling, like=ctx.weight)
+
+
+def _rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows of a block that have a gradient, and theirs; none where no lookup was run."""
+    if grad.layout is torch.sparse_coo:
+        return grad._indices()[0], grad._values()
+    return torch.empty(0, dtype=torch.int64, device=grad.device), grad[:0]

@@ -19,6 +19,9 @@ from shardwise.shard.tiling import Stretch
 class PoolPieces:
     """The sum of each piece."""
 
+    def __init__(self, sparse: bool) -> None:
+        self.sparse = sparse
+
     def __call__(
         self,
         _: Stretch,
@@ -27,7 +30,7 @@ class PoolPieces:
         starts: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor]:
-        return (bags.lookup(block, rows, starts, "sum", weights),)
+        return (bags.lookup(block, rows, starts, "sum", weights, sparse=self.sparse),)
 
 
 class StrongestRows:

@@ -20,8 +20,8 @@ from shardwise.shard.tiling import Stretch
 class RowsAsked:
     """The rows that a rank is asked for."""
 
-    def __init__(self, padding_idx: int | None) -> None:
-        self.padding_idx = padding_idx
+    def __init__(self, padding_idx: int | None, sparse: bool) -> None:
+        self.padding_idx, self.sparse = padding_idx, sparse
 
     def __call__(
         self, stretch: Stretch, block: torch.Tensor, rows: torch.Tensor, *_: torch.Tensor
@@ -32,26 +32,26 @@ class RowsAsked:
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < start + num_rows:
             padding = self.padding_idx - start
-        return (F.embedding(rows, block, padding),)
+        return (F.embedding(rows, block, padding, sparse=self.sparse),)
 
 
 class ColumnsOf:
     """This rank's columns of the row of each id."""
 
-    def __init__(self, padding_idx: int | None) -> None:
-        self.padding_idx = padding_idx
+    def __init__(self, padding_idx: int | None, sparse: bool) -> None:
+        self.padding_idx, self.sparse = padding_idx, sparse
 
     def __call__(self, _: Stretch, block: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
         if not block.numel():
             return (block.new_zeros(ids.numel(), block.shape[1]),)
-        return (F.embedding(ids, block, self.padding_idx),)
+        return (F.embedding(ids, block, self.padding_idx, sparse=self.sparse),)
 
 
 class PooledColumns:
     """This rank's columns of each pooled bag."""
 
-    def __init__(self, mode: str, padding_idx: int | None) -> None:
-        self.mode, self.padding_idx = mode, padding_idx
+    def __init__(self, mode: str, padding_idx: int | None, sparse: bool) -> None:
+        self.mode, self.padding_idx, self.sparse = mode, padding_idx, sparse
 
     def __call__(
         self,
@@ -61,8 +61,8 @@ class PooledColumns:
         lengths: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor]:
-        starts = bags.starts(lengths)
-        return (bags.lookup(block, ids, starts, self.mode, weights, self.padding_idx),)
+        options = self.mode, weights, self.padding_idx, self.sparse
+        return (bags.lookup(block, ids, bags.starts(lengths), *options),)
 
 
 # -- what a rank does with what came home --------------------------------------------------------

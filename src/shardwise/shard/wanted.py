@@ -25,6 +25,8 @@ class Lookup:
     norm_type: float
     #: Whether gradients are divided by how often a rank's batch names their row.
     by_frequency: bool
+    #: Whether the table's gradient holds only the rows that were looked up.
+    sparse: bool
 
     @property
     def grid(self) -> Grid:
