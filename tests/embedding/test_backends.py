@@ -132,3 +132,14 @@ def test_fbgemm_that_is_not_there(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "fbgemm_gpu", None)
     with pytest.raises(ArgumentError, match="pip install fbgemm-gpu-cpu"):
         make_backend("fbgemm")
+
+
+def test_the_backend_that_chooses_agrees_with_torch():
+    """Rows wide enough for fbgemm's update, where it is installed."""
+    asked, weight, grad = query(), torch.randn(10, 32), torch.randn(8, 32)
+    results = []
+    for name in ("auto", "torch"):
+        changed, state = weight.clone(), {"sum": torch.zeros(10)}
+        make_backend(name).update(changed, asked, grad, RowUpdate(RowWiseAdagrad(0.1), state, 1))
+        results.append((changed, state["sum"]))
+    assert_close(*results)

@@ -8,12 +8,14 @@ import torch
 
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.fbgemm_backend import FbgemmBackend
-from shardwise.embedding.fused import RowUpdate
+from shardwise.embedding.fused import RowUpdate, RowWiseAdagrad
 from shardwise.embedding.torch_backend import TorchBackend
 from shardwise.errors import ArgumentError
 
 #: What the fused kernels can hold.
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Columns from which on fbgemm updates faster than torch.
+_FBGEMM_WIDTH = 32
 
 
 def make_backend(backend: str | Backend) -> Backend:
@@ -47,14 +49,16 @@ def _triton() -> Backend:
 
 
 class ByDevice:
-    """Fused kernels for tables on a GPU where Triton is installed, torch's for all others."""
+    """The fastest kernels that are installed: fused ones for tables on a GPU where there is Triton,
+    fbgemm's for the updates on a CPU that it does faster than torch, torch's for all else."""
 
     name = "auto"
 
     def __init__(self) -> None:
         self._torch = TorchBackend()
-        self._triton: Backend | None = None
         self._has_triton = importlib.util.find_spec("triton") is not None
+        self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
+        self._made: dict[str, Backend] = {}
 
     def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
         return self._for(weight).look_up(weight, query)
@@ -67,14 +71,27 @@ class ByDevice:
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        states = rule.state.values()
-        self._for(weight, *states).update(weight, query, grad, rule)
+        backend = self._for(weight, *rule.state.values())
+        if self._has_fbgemm and _fbgemm_is_faster(weight, rule):
+            backend = self._known("fbgemm")
+        backend.update(weight, query, grad, rule)
 
     def _for(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
         fused = self._has_triton and weight.is_cuda and weight.dtype in _FUSED_DTYPES
         fused = fused and all(state.dtype == torch.float32 for state in states)
-        if not fused:
-            return self._torch
-        if self._triton is None:
-            self._triton = _triton()
-        return self._triton
+        return self._known("triton") if fused else self._torch
+
+    def _known(self, name: str) -> Backend:
+        if name not in self._made:
+            self._made[name] = make_backend(name)
+        return self._made[name]
+
+
+def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
+    """Row-wise Adagrad of rows that are not narrow: torch's kernels go over gradients twice."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.shape[1] >= _FBGEMM_WIDTH
+        and isinstance(rule.optimizer, RowWiseAdagrad)
+    )
