@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from shardwise.kernels import lookup, update  # noqa: E402  (after the check for Triton)
+from shardwise.kernels import lookup, sample_grads, update  # noqa: E402  (after the check for Triton)
 from shardwise.kernels.tables import TableSet, one_after_another, side_by_side  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -220,7 +220,7 @@ def test_weights_of_samples_get_their_gradient():
     tables, rows, out, _ = look_up(batch, "sum", weights)
     grad = torch.randn_like(out)
     expected.backward(grad.double())
-    found = lookup.per_sample_weight_grads(
+    found = sample_grads.per_sample_weight_grads(
         tables, batch.ids, batch.offsets, batch.first_bag, batch.batch_size, rows, grad.flatten()
     )
     assert_close(found.double(), leaf.grad, rtol=1e-5, atol=1e-5)

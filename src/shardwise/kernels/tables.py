@@ -76,16 +76,23 @@ class TableSet:
         for table in tables:
             self.dtypes |= 1 << DTYPES.index(table.dtype)
         self._cached: dict[str, tuple[object, torch.Tensor]] = {}
-        #: Set by the kernels and never taken back: an id was out of range; a bag was long.
-        self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._counters = torch.zeros(0, dtype=torch.int32, device=self.device)
+        #: Set by interpreted kernels where an id was out of range; on a GPU they fail.
+        self.flags = None if self._counters.is_cuda else torch.zeros(1, dtype=torch.int32)
 
     @property
     def device(self) -> torch.device:
         return self.tables[0].device
 
+    def counters(self, num: int) -> torch.Tensor:
+        """Zeros, which kernels count in and set back to zero."""
+        if self._counters.numel() < num:
+            self._counters = torch.zeros(num, dtype=torch.int32, device=self.device)
+        return self._counters
+
     def features(self, out: OutputRows) -> torch.Tensor:
         """One row per feature, as FEATURE_COLUMNS says."""
-        addresses = tuple(table.data_ptr() for table in self.tables)
+        addresses = self._addresses()
 
         def rows() -> list[list[int]]:
             return [
@@ -109,7 +116,7 @@ class TableSet:
 
     def table_rows(self, *states: Sequence[torch.Tensor]) -> torch.Tensor:
         """One row per table, as TABLE_COLUMNS says, and one after the last that ends the keys."""
-        addresses = tuple(table.data_ptr() for table in self.tables)
+        addresses = self._addresses()
         beside = tuple(tuple(tensor.data_ptr() for tensor in state) for state in states)
 
         def rows() -> list[list[int]]:
@@ -127,6 +134,10 @@ class TableSet:
             return [*found, [0, self.num_keys, 0, 0, 0, 0]]
 
         return self._remember("tables", (addresses, beside), rows)
+
+    def _addresses(self) -> tuple[int, ...]:
+        """Read anew: who owns a table may have given it other memory."""
+        return tuple([table.data_ptr() for table in self.tables])
 
     def _remember(
         self, name: str, key: object, rows: Callable[[], list[list[int]]]

@@ -22,7 +22,8 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.lookup import Trace, _last_at_most, _next_power, load_rows
+from shardwise.kernels.lookup import Trace
+from shardwise.kernels.memory import last_at_most, load_rows, padded_dim, store_rows
 from shardwise.kernels.tables import TableSet
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, GRADIENT = 0, 1, 2, 3, 4
@@ -35,23 +36,6 @@ OPTIMIZERS = {
     "gradient": GRADIENT,
 }
 SPAN = 128
-
-
-@triton.jit
-def _store_rows(address, at, values, mask, dtype, DTYPES: tl.constexpr):
-    if DTYPES == 1:
-        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
-    elif DTYPES == 2:
-        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + at, values.to(tl.bfloat16), mask=mask)
-    elif DTYPES == 4:
-        tl.store(address.to(tl.pointer_type(tl.float16)) + at, values.to(tl.float16), mask=mask)
-    else:
-        wide = address.to(tl.pointer_type(tl.float32))
-        brain = address.to(tl.pointer_type(tl.bfloat16))
-        half = address.to(tl.pointer_type(tl.float16))
-        tl.store(wide + at, values, mask=mask & (dtype == 0))
-        tl.store(brain + at, values.to(tl.bfloat16), mask=mask & (dtype == 1))
-        tl.store(half + at, values.to(tl.float16), mask=mask & (dtype == 2))
 
 
 @triton.jit
@@ -114,25 +98,10 @@ def _fetch(
 
 
 @triton.jit
-def _step(
-    line,
-    row,
-    weight,
-    state,
-    second,
-    grad,
-    d,
-    lr,
-    eps,
-    decay,
-    beta1,
-    beta2,
-    correction1,
-    correction2,
-    OPTIMIZER: tl.constexpr,
-    DTYPES: tl.constexpr,
-):
+def _step(fetched, grad, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr):
     """One optimizer step of one row, whose values and state were fetched."""
+    line, row, weight, state, second = fetched
+    lr, eps, decay, beta1, beta2, correction1, correction2 = numbers
     dim = tl.load(line + 2)
     mask = d < dim
     at = row * dim + d
@@ -157,7 +126,7 @@ def _step(
             tl.store(beside + at, state, mask=mask)
             tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
             change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
-        _store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
+        store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
 
 
 @triton.jit
@@ -174,6 +143,38 @@ def _term(
     if SCALED:
         found *= tl.load(scale + which, mask=live, other=0.0)
     return found
+
+
+@triton.jit
+def _read(
+    tables, num_tables, order, out_at, scale, argmax, grad, at, key, after, began, num_keys, d,
+    SCALED: tl.constexpr, MAX: tl.constexpr, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Sorted id number `at`: what it adds, whether it ends a segment, and the row if it does."""
+    # Keys beyond the last belong to other shards' rows.
+    live = (key >= 0) & (key < num_keys)
+    line = tables
+    if not ONE_SHAPE:
+        line = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)[0]
+    term = _term(order, out_at, scale, argmax, grad, at, live, tl.load(line + 2), d, SCALED, MAX)
+    ends = live & (key != after)
+    row = _fetch(
+        tables, num_tables, key, ends & began, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+    )
+    return term, ends, row
+
+
+@triton.jit
+def _finish(
+    total, ends, began, row, head, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr
+):
+    """At the end of a segment: step its row, or keep what this program has of its sum."""
+    if ends:
+        if began:
+            _step(row, total, d, numbers, OPTIMIZER, DTYPES)
+        else:
+            tl.store(head, total)
 
 
 @triton.jit
@@ -226,77 +227,37 @@ def update_rows(
         k2 = tl.load(keys + at + 2, mask=at + 2 < num_ids, other=-1)
         k3 = tl.load(keys + at + 3, mask=at + 3 < num_ids, other=-1)
         key = tl.load(keys + at + 4, mask=at + 4 < num_ids, other=-1)
-        # Keys beyond the last belong to other shards' rows.
-        live0 = (k0 >= 0) & (k0 < num_keys)
-        live1 = (k1 >= 0) & (k1 < num_keys)
-        live2 = (k2 >= 0) & (k2 < num_keys)
-        live3 = (k3 >= 0) & (k3 < num_keys)
-        if ONE_SHAPE:
-            width = tl.load(tables + 2)
-            w0, w1, w2, w3 = width, width, width, width
-        else:
-            w0 = tl.load(_locate(tables, num_tables, k0, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
-            w1 = tl.load(_locate(tables, num_tables, k1, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
-            w2 = tl.load(_locate(tables, num_tables, k2, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
-            w3 = tl.load(_locate(tables, num_tables, k3, ONE_SHAPE, COLUMNS, SEARCH)[0] + 2)
-        g0 = _term(order, out_at, scale, argmax, grad, at, live0, w0, d, SCALED, MAX)
-        g1 = _term(order, out_at, scale, argmax, grad, at + 1, live1, w1, d, SCALED, MAX)
-        g2 = _term(order, out_at, scale, argmax, grad, at + 2, live2, w2, d, SCALED, MAX)
-        g3 = _term(order, out_at, scale, argmax, grad, at + 3, live3, w3, d, SCALED, MAX)
         began0 = began | (k0 != before)
         began1 = began0 | (k1 != k0)
         began2 = began1 | (k2 != k1)
         began3 = began2 | (k3 != k2)
-        ends0, ends1 = live0 & (k0 != k1), live1 & (k1 != k2)
-        ends2, ends3 = live2 & (k2 != k3), live3 & (k3 != key)
-        l0, r0, v0, s0, t0 = _fetch(
-            tables, num_tables, k0, ends0 & began0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
-        )
-        l1, r1, v1, s1, t1 = _fetch(
-            tables, num_tables, k1, ends1 & began1, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
-        )
-        l2, r2, v2, s2, t2 = _fetch(
-            tables, num_tables, k2, ends2 & began2, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
-        )
-        l3, r3, v3, s3, t3 = _fetch(
-            tables, num_tables, k3, ends3 & began3, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
-        )
+        # All reads before any sum: what each id adds, and the rows that end a segment.
+        g0, ends0, row0 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at, k0, k1, began0, num_keys, d,
+            SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g1, ends1, row1 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 1, k1, k2, began1,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g2, ends2, row2 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 2, k2, k3, began2,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g3, ends3, row3 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 3, k3, key, began3,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        head = heads + block.to(tl.int64) * DIM + d
         total = tl.where(k0 != before, g0, total + g0)
-        if ends0:
-            if began0:
-                _step(
-                    l0, r0, v0, s0, t0, total, d, lr, eps, decay, beta1, beta2, correction1,
-                    correction2, OPTIMIZER, DTYPES,
-                )  # fmt: skip
-            else:
-                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        _finish(total, ends0, began0, row0, head, d, numbers, OPTIMIZER, DTYPES)
         total = tl.where(k1 != k0, g1, total + g1)
-        if ends1:
-            if began1:
-                _step(
-                    l1, r1, v1, s1, t1, total, d, lr, eps, decay, beta1, beta2, correction1,
-                    correction2, OPTIMIZER, DTYPES,
-                )  # fmt: skip
-            else:
-                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        _finish(total, ends1, began1, row1, head, d, numbers, OPTIMIZER, DTYPES)
         total = tl.where(k2 != k1, g2, total + g2)
-        if ends2:
-            if began2:
-                _step(
-                    l2, r2, v2, s2, t2, total, d, lr, eps, decay, beta1, beta2, correction1,
-                    correction2, OPTIMIZER, DTYPES,
-                )  # fmt: skip
-            else:
-                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        _finish(total, ends2, began2, row2, head, d, numbers, OPTIMIZER, DTYPES)
         total = tl.where(k3 != k2, g3, total + g3)
-        if ends3:
-            if began3:
-                _step(
-                    l3, r3, v3, s3, t3, total, d, lr, eps, decay, beta1, beta2, correction1,
-                    correction2, OPTIMIZER, DTYPES,
-                )  # fmt: skip
-            else:
-                tl.store(heads + block.to(tl.int64) * DIM + d, total)
+        _finish(total, ends3, began3, row3, head, d, numbers, OPTIMIZER, DTYPES)
         before = k3
         began = began3
     # `key` is the first of the next program, `before` this one's last.
@@ -339,7 +300,7 @@ def update_split_rows(
         # Where the segment began: behind the last key that is smaller.
         begin = low * 0
         if tl.load(keys) < key:
-            begin = _last_at_most(keys, low, key - 1) + 1
+            begin = last_at_most(keys, low, key - 1) + 1
         d = tl.arange(0, DIM)
         many = tl.zeros([ROWS, DIM], tl.float32)
         for b in range(begin // SPAN, block, ROWS):
@@ -347,13 +308,11 @@ def update_split_rows(
             at = which.to(tl.int64)[:, None] * DIM + d[None, :]
             many += tl.load(tails + at, mask=(which < block)[:, None], other=0.0)
         total = tl.sum(many, 0) + tl.load(heads + block.to(tl.int64) * DIM + d)
-        line, row, weight, state, second = _fetch(
+        row = _fetch(
             tables, num_tables, key, key >= 0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
         )
-        _step(
-            line, row, weight, state, second, total, d, lr, eps, decay, beta1, beta2, correction1,
-            correction2, OPTIMIZER, DTYPES,
-        )  # fmt: skip
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        _step(row, total, d, numbers, OPTIMIZER, DTYPES)
 
 
 def update(
@@ -385,7 +344,7 @@ def update(
     if not num_ids:
         return
     keys, order = torch.sort(trace.keys)
-    dim = _next_power(tables.max_dim)
+    dim = padded_dim(tables.max_dim)
     num_blocks = triton.cdiv(num_ids, SPAN)
     heads = torch.empty(num_blocks, dim, device=tables.device)
     tails = torch.empty_like(heads)

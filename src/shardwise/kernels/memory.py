@@ -1,0 +1,67 @@
+"""What several kernels do: read and write rows of any dtype, search rising numbers."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def load_rows(address, at, mask, dtype, DTYPES: tl.constexpr):
+    """Elements `at` of a table at an address, as float32."""
+    if DTYPES == 1:
+        return tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
+    elif DTYPES == 2:
+        found = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=mask, other=0.0)
+        return found.to(tl.float32)
+    elif DTYPES == 4:
+        found = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0)
+        return found.to(tl.float32)
+    else:
+        wide = address.to(tl.pointer_type(tl.float32))
+        brain = address.to(tl.pointer_type(tl.bfloat16))
+        half = address.to(tl.pointer_type(tl.float16))
+        found = tl.load(wide + at, mask=mask & (dtype == 0), other=0.0)
+        found += tl.load(brain + at, mask=mask & (dtype == 1), other=0.0).to(tl.float32)
+        return found + tl.load(half + at, mask=mask & (dtype == 2), other=0.0).to(tl.float32)
+
+
+@triton.jit
+def store_rows(address, at, values, mask, dtype, DTYPES: tl.constexpr):
+    """Write float32 values to elements `at` of a table at an address."""
+    if DTYPES == 1:
+        tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+    elif DTYPES == 2:
+        tl.store(address.to(tl.pointer_type(tl.bfloat16)) + at, values.to(tl.bfloat16), mask=mask)
+    elif DTYPES == 4:
+        tl.store(address.to(tl.pointer_type(tl.float16)) + at, values.to(tl.float16), mask=mask)
+    else:
+        wide = address.to(tl.pointer_type(tl.float32))
+        brain = address.to(tl.pointer_type(tl.bfloat16))
+        half = address.to(tl.pointer_type(tl.float16))
+        tl.store(wide + at, values, mask=mask & (dtype == 0))
+        tl.store(brain + at, values.to(tl.bfloat16), mask=mask & (dtype == 1))
+        tl.store(half + at, values.to(tl.float16), mask=mask & (dtype == 2))
+
+
+@triton.jit
+def last_at_most(values, count, wanted):
+    """The last of `count` rising values that is at most `wanted`."""
+    low, high = 0 * count, count
+    while high - low > 1:
+        middle = (low + high) // 2
+        if tl.load(values + middle) <= wanted:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def padded_dim(dim: int) -> int:
+    """How many columns a kernel works on for tables of up to `dim`."""
+    return max(4, triton.next_power_of_2(dim))
+
+
+def rows_in_flight(dim: int) -> int:
+    """How many rows of `dim` columns a warp reads at a time."""
+    return max(1, min(16, 512 // dim))
