@@ -200,3 +200,15 @@ def trained_with_prefetch(plan, num_steps):
             ahead = collection.prefetch(mine[number + 1])
         loss.backward()
     return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+
+
+def gradients_of_weights(plan):
+    """In four gloo processes: the weights of ids get gradients on odd ranks, others want none."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(tables=SUMS, optimizer=SGD(0.1)).shard(mesh, plan)
+    rank = dist.get_rank()
+    mine = batch(rank, tables=SUMS, weighted=rank != 2)
+    if rank % 2:
+        mine.weights.requires_grad_()
+    loss_of(collection(mine)).backward()
+    return mine.weights.grad if rank % 2 else None

@@ -4,7 +4,6 @@ import embedding_cases as cases
 import pytest
 import torch
 
-import shardwise
 from shardwise import LocalTensor
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, Table
@@ -223,10 +222,3 @@ def test_a_parameter_that_was_replaced():
     bags.parameter("user").data = torch.zeros(5, 4)
     with pytest.raises(ShardwiseError, match="'user' was replaced"):
         bags(batch())
-
-
-def test_weights_with_a_gradient():
-    weighted = Jagged.from_lists({"user": [[1]]}, {"user": [[0.5]]})
-    weighted.weights.requires_grad_()
-    with pytest.raises(shardwise.UnsupportedError, match="have no gradient"):
-        EmbeddingBagCollection([Table("user", 5, 4)])(weighted)

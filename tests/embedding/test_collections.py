@@ -115,6 +115,34 @@ def test_weights_of_ids(mesh, plan, optimizer):
     )
 
 
+@every_plan
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+@pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
+def test_weights_of_ids_get_the_gradient_of_their_ranks_loss(mesh, plan, kind, optimizer):
+    batches = [cases.batch(rank, tables=cases.SUMS, weighted=True) for rank in range(4)]
+    given = cases.spread(batches)
+    given.weights.requires_grad_()
+    sharded = cases.make(kind, tables=cases.SUMS, optimizer=optimizer).shard(mesh, plan)
+    cases.loss_of(sharded(given)).backward()
+    for rank, batch in enumerate(batches):
+        batch.weights.requires_grad_()
+        cases.loss_of(cases.make(kind, tables=cases.SUMS)(batch)).backward()
+        assert_close(given.weights.grad.on_rank(rank), batch.weights.grad)
+
+
+def test_weights_of_ids_get_the_gradient_that_torch_gives():
+    bags, batch = cases.make(tables=cases.SUMS[:1]), cases.batch(0, tables=cases.SUMS[:1])
+    weights = torch.rand(len(batch.values), requires_grad=True)
+    twin = weights.detach().clone().requires_grad_()
+    offsets = batch.lengths.cumsum(0) - batch.lengths
+    expected = torch.nn.functional.embedding_bag(
+        batch.values, bags.parameter("user"), offsets, mode="sum", per_sample_weights=twin
+    )
+    expected.pow(2).sum().backward()
+    cases.loss_of(bags(batch.with_weights(weights))).backward()
+    assert_close(weights.grad, twin.grad)
+
+
 def test_only_some_ranks_have_weights(mesh):
     alone = cases.make(tables=cases.SUMS)
     sharded = cases.make(tables=cases.SUMS).shard(mesh, "row_wise")

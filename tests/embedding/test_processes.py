@@ -68,3 +68,15 @@ def test_an_id_out_of_range_on_one_rank(processes, plan):
 def test_prefetch_overlaps_and_computes_the_same(processes):
     found = processes(cases.trained_with_prefetch, cases.PLANS["mixed"], 4)
     close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))
+
+
+def test_gradients_of_weights_where_they_are_wanted(processes):
+    """Rank 2 has no weights, rank 0 has some that want no gradient."""
+    found = processes(cases.gradients_of_weights, cases.PLANS["mixed"])
+    for rank in (1, 3):
+        batch = cases.batch(rank, tables=cases.SUMS, weighted=True)
+        batch.weights.requires_grad_()
+        cases.loss_of(cases.make(tables=cases.SUMS)(batch)).backward()
+        assert_close(found[rank], batch.weights.grad)
+    assert found[0] is None
+    assert found[2] is None

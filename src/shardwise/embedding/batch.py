@@ -36,6 +36,8 @@ class Bags:
     ids_to: tuple[int, ...]
     bags_from: tuple[int, ...]
     num_bags: tuple[int, ...]
+    #: Whether the weights want a gradient.
+    weights_train: bool = False
 
     def ids_of(self, feature: int) -> torch.Tensor:
         return self.values[self.ids_from[feature] : self.ids_to[feature]]
@@ -60,6 +62,7 @@ def checked_bags(
     weights: torch.Tensor | None,
     batch_sizes: torch.Tensor | None,
     first: torch.Tensor | None,
+    weights_train: bool,
 ) -> Bags | Complaint:
     """The bags of one rank, in the order in which the tables declare their features."""
     wanted = [feature for table in tables for feature in table.features]
@@ -84,11 +87,12 @@ def checked_bags(
         ids_to=tuple(id_starts[place + 1] for place in places),
         bags_from=tuple(bag_starts[place] for place in places),
         num_bags=tuple(sizes[place] for place in places),
+        weights_train=weights_train,
     )
     return _ids_complaint(bags, wanted, owners) or bags
 
 
-def bags_of(tables: Sequence[Table], batch: Jagged) -> Bags | Complaint:
+def bags_of(tables: Sequence[Table], batch: Jagged, weights_train: bool) -> Bags | Complaint:
     """The bags of a batch that holds plain tensors."""
     return checked_bags(
         tables,
@@ -98,6 +102,7 @@ def bags_of(tables: Sequence[Table], batch: Jagged) -> Bags | Complaint:
         batch.weights,
         batch.batch_sizes,
         batch.first,
+        weights_train,
     )
 
 
@@ -192,18 +197,20 @@ def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence
 def _ids_complaint(
     bags: Bags, features: Sequence[str], owners: dict[str, Table]
 ) -> Complaint | None:
-    for number, feature in enumerate(features):
-        ids = bags.ids_of(number)
-        if not ids.numel():
-            continue
-        table = owners[feature]
-        low, high = torch.aminmax(ids)
-        if int(low) < 0 or int(high) >= table.num_embeddings:
-            wrong = int(low) if int(low) < 0 else int(high)
-            where = int((ids == wrong).nonzero()[0])
+    numbers = [n for n in range(len(features)) if bags.num_ids(n)]
+    if not numbers:
+        return None
+    # Read all at once: on a GPU each look at a number waits for it.
+    extremes = torch.stack([bound for n in numbers for bound in torch.aminmax(bags.ids_of(n))])
+    for number, (low, high) in zip(numbers, extremes.view(-1, 2).tolist(), strict=True):
+        table = owners[features[number]]
+        if low < 0 or high >= table.num_embeddings:
+            wrong = low if low < 0 else high
+            where = int((bags.ids_of(number) == wrong).nonzero()[0])
             return Complaint(
-                f"feature {feature!r} of table {table.name!r}: id {wrong} (number {where} of the "
-                f"feature) is out of range, the table has rows 0 to {table.num_embeddings - 1}",
+                f"feature {features[number]!r} of table {table.name!r}: id {wrong} (number {where} "
+                f"of the feature) is out of range, the table has rows 0 to "
+                f"{table.num_embeddings - 1}",
                 about_ids=True,
             )
     return None

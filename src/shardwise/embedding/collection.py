@@ -33,7 +33,6 @@ from shardwise.errors import (
     BatchError,
     LayoutError,
     ShardwiseError,
-    UnsupportedError,
 )
 
 REDUCTIONS = ("mean", "sum")
@@ -201,10 +200,6 @@ class _Collection(nn.Module):
         The exchange goes on while other work is done, such as the backward pass of the last batch.
         """
         jagged = Jagged.of(batch)
-        if jagged.weights is not None and jagged.weights.requires_grad:
-            raise UnsupportedError(
-                "The weights of ids have no gradient in a collection: detach() them."
-            )
         self._check_views()
         return send_ids(self._engine.route, self._engine.grid, jagged)
 

@@ -72,6 +72,18 @@ class Jagged:
         copied.first = moved(self.first)
         return copied
 
+    def with_weights(self, weights: torch.Tensor | None) -> Jagged:
+        """The same ids with other weights."""
+        other = Jagged(
+            self.features,
+            self.values,
+            lengths=self.lengths,
+            weights=weights,
+            batch_sizes=self.batch_sizes,
+        )
+        other.first = self.first
+        return other
+
     # -- other spellings ---------------------------------------------------------------------
 
     @staticmethod

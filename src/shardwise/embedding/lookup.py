@@ -27,6 +27,7 @@ from shardwise.embedding.step import (
     gradients_per_stack,
     look_up,
 )
+from shardwise.embedding.weight_gradients import weight_gradients, weights_train
 from shardwise.exchange.between import one_tensor, part_per_rank
 
 
@@ -49,11 +50,11 @@ def run_lookup(
 ) -> tuple[torch.Tensor, ...]:
     """One tensor per feature, or one of all features side by side."""
     if engine.optimizer is None:
-        return _Lookup.apply(engine, ahead, joined, *parameters)
+        return _Lookup.apply(engine, ahead, joined, ahead.weights, *parameters)
     # The tables take no part in autograd then: something has to call backward.
     start = torch.zeros((), requires_grad=any(p.requires_grad for p in parameters))
     resting = [p.requires_grad for p in parameters]
-    return _FusedLookup.apply(engine, ahead, joined, resting, start)
+    return _FusedLookup.apply(engine, ahead, joined, resting, ahead.weights, start)
 
 
 def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], tuple[Any, ...]]:
@@ -76,9 +77,9 @@ def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], t
 
 def _backward(
     engine: Engine, visits: list[Visit], grads: tuple[torch.Tensor | None, ...], joined: bool
-) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]]]:
-    """Per rank present: what each sharded stack was asked and the gradients of its answers; and the
-    rows of copied stacks, summed over ranks."""
+) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]], torch.Tensor | None]:
+    """Per rank present: what each sharded stack was asked and the gradients of its answers; the
+    rows of copied stacks, summed over ranks; and the gradient of the ids' weights."""
     route, grid = engine.route, engine.grid
     per_rank: list[list[torch.Tensor | None]]
     if grid is None:
@@ -94,13 +95,23 @@ def _backward(
         homes.append(home)
     received = exchange_rows(route, grid, visits, buffers, back=True)
     asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
-    copies = []
+    copies, at_homes = [], []
     for place, (visit, flat, home) in enumerate(zip(visits, received, homes, strict=True)):
         per_stack = gradients_per_stack(route, visit, flat) if visit.asked else {}
         asked.append({k: (visit.query(k), grad) for k, grad in per_stack.items()})
         at_home = {k: (visit.query(k), grad) for k, grad in home.items()}
+        at_homes.append(at_home)
         copies.append(row_gradients(engine.stacks, place, engine.backend, at_home))
-    return asked, sum_of_copies(engine.stacks, copies)
+    of_weights = None
+    if weights_train(visits):
+        # Before any row changes. The loss is this rank's own: no mean over ranks.
+        found = weight_gradients(
+            route, grid, visits, engine.stacks.weights, asked, at_homes, engine.backend
+        )
+        if visits[0].bags.weights_train:
+            found = [part / engine.scale for part in found]
+            of_weights = found[0] if grid is None else one_tensor(grid, found)
+    return asked, sum_of_copies(engine.stacks, copies), of_weights
 
 
 class _Lookup(torch.autograd.Function):
@@ -108,7 +119,12 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, engine: Engine, ahead: Ahead, joined: bool, *parameters: torch.Tensor
+        ctx: Any,
+        engine: Engine,
+        ahead: Ahead,
+        joined: bool,
+        weights: torch.Tensor | None,
+        *parameters: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
@@ -118,8 +134,8 @@ class _Lookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
-        needed = ctx.needs_input_grad[3:]
-        asked, copies = _backward(engine, ctx.visits, grads, ctx.joined)
+        needed = ctx.needs_input_grad[4:]
+        asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
         rows = [
             {**row_gradients(engine.stacks, place, engine.backend, queries), **copies[place]}
             for place, queries in enumerate(asked)
@@ -128,7 +144,7 @@ class _Lookup(torch.autograd.Function):
             table_gradient(engine.stacks, table, rows, sparse=engine.sparse) if need else None
             for table, need in enumerate(needed)
         ]
-        return (None, None, None, *found)
+        return (None, None, None, of_weights, *found)
 
 
 class _FusedLookup(torch.autograd.Function):
@@ -141,6 +157,7 @@ class _FusedLookup(torch.autograd.Function):
         ahead: Ahead,
         joined: bool,
         trained: list[bool],
+        weights: torch.Tensor | None,
         start: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
@@ -151,12 +168,12 @@ class _FusedLookup(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
-        asked, copies = _backward(engine, ctx.visits, grads, ctx.joined)
+        asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
         if not all(ctx.trained):
             _leave_out(engine.stacks, ctx.trained, asked, copies)
         assert engine.optimizer is not None, "fused lookups have an optimizer"
         engine.optimizer.take(asked, copies)
-        return None, None, None, None, None
+        return None, None, None, None, of_weights, None
 
 
 def _leave_out(

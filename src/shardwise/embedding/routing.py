@@ -89,7 +89,8 @@ class Packed:
     sent: list[int]
     #: Ids to each leg, by rank.
     ids_per_leg: list[list[int]]
-    #: For tables split by rows, unpooled: where in the feature each id that was sent stood.
+    #: For tables split by rows: where in the feature each id that was sent to a rank stood; known
+    #: where one number or row per id comes back.
     positions: dict[tuple[int, int], torch.Tensor]
     note: torch.Tensor
 
@@ -102,118 +103,106 @@ class _Split:
     weights: torch.Tensor | None
     positions: torch.Tensor
     #: (owner, feature) -> from, up to, in `ids`.
-    spans: dict[tuple[int, int], tuple[int, int]]
+    spans: dict[tuple[int, int], slice]
     #: Per owner, the length of each bag there; None for unpooled lookups.
     lengths: torch.Tensor | None
     #: feature -> its first bag among those of the split features.
     bags_from: dict[int, int]
 
 
+class _Outgoing:
+    """What one rank sends on each leg, whether its table is split by rows or not."""
+
+    def __init__(self, route: Route, bags: Bags) -> None:
+        self.bags = bags
+        self._split = _split_by_owner(route, bags) if route.split_features else None
+
+    def split_of(self, leg: Leg) -> _Split | None:
+        if not leg.split:
+            return None
+        assert self._split is not None, "a leg to a part of the rows without split features"
+        return self._split
+
+    def num_ids(self, leg: Leg) -> int:
+        split = self.split_of(leg)
+        if split is None:
+            return self.bags.num_ids(leg.feature)
+        span = split.spans[leg.tile.rank, leg.feature]
+        return span.stop - span.start
+
+    def write_lengths(self, leg: Leg, target: torch.Tensor) -> int:
+        """Write to the beginning of `target`; how much was written."""
+        num, split = self.bags.num_bags[leg.feature], self.split_of(leg)
+        if split is None:
+            target[:num] = self.bags.lengths_of(leg.feature)
+        else:
+            assert split.lengths is not None, "pooled bags have lengths"
+            start = split.bags_from[leg.feature]
+            target[:num] = split.lengths[leg.tile.rank, start : start + num]
+        return num
+
+    def write_ids(self, leg: Leg, target: torch.Tensor) -> int:
+        num, split = self.num_ids(leg), self.split_of(leg)
+        if split is None:
+            shift = leg.tile.base - leg.tile.rows[0]
+            torch.add(self.bags.ids_of(leg.feature), shift, out=target[:num])
+        else:
+            target[:num] = split.ids[split.spans[leg.tile.rank, leg.feature]]
+        return num
+
+    def write_weights(self, leg: Leg, target: torch.Tensor) -> int:
+        """As the bits of single precision."""
+        num, split = self.num_ids(leg), self.split_of(leg)
+        if split is None:
+            weights = self.bags.weights_of(leg.feature)
+        else:
+            assert split.weights is not None, "weights went missing"
+            weights = split.weights[split.spans[leg.tile.rank, leg.feature]]
+        target[:num] = weights.to(torch.float32).contiguous().view(torch.int32)
+        return num
+
+    def positions(self) -> dict[tuple[int, int], torch.Tensor]:
+        if self._split is None:
+            return {}
+        return {key: self._split.positions[span] for key, span in self._split.spans.items()}
+
+
 def pack(route: Route, bags: Bags) -> Packed:
     """The messages of one rank; see Note [Messages]."""
-    split = _split_by_owner(route, bags) if route.split_features else None
+    outgoing = _Outgoing(route, bags)
+    writers = [outgoing.write_lengths] if route.pooled else []
+    writers.append(outgoing.write_ids)
+    if bags.weights is not None:
+        writers.append(outgoing.write_weights)
     ids_per_leg, sent = [], []
-    for rank, legs in enumerate(route.legs):
-        counts = [_num_ids(leg, rank, bags, split) for leg in legs]
+    for legs in route.legs:
+        counts = [outgoing.num_ids(leg) for leg in legs]
         ids_per_leg.append(counts)
         num = sum(counts) * (1 if bags.weights is None else 2)
         sent.append(num + (sum(bags.num_bags[leg.feature] for leg in legs) if route.pooled else 0))
     message = torch.empty(sum(sent), dtype=route.id_dtype, device=bags.values.device)
     at = 0
-    for rank, legs in enumerate(route.legs):
-        if route.pooled:
-            at = _write_lengths(message, at, rank, legs, bags, split)
-        at = _write_ids(message, at, rank, legs, bags, split)
-        if bags.weights is not None:
-            at = _write_weights(message, at, rank, legs, bags, split)
-    positions = {}
-    if split is not None and not route.pooled:
-        positions = {key: split.positions[a:b] for key, (a, b) in split.spans.items()}
+    for legs in route.legs:
+        for write, leg in itertools.product(writers, legs):
+            at += write(leg, message[at:])
+    one_per_id = not route.pooled or bags.weights_train
+    positions = outgoing.positions() if one_per_id else {}
     return Packed(message, sent, ids_per_leg, positions, _note(route, bags, ids_per_leg))
 
 
 def _note(route: Route, bags: Bags, ids_per_leg: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Per rank: the bags of each feature, the ids to each stack of its, and if ids have weights."""
+    """Per rank: the bags of each feature, the ids to each stack of its, and if ids have weights.
+
+    The last is 0 without weights, 1 with them, 2 if they want a gradient.
+    """
+    weights = 0 if bags.weights is None else 1 + bags.weights_train
     rows = []
     for legs, counts in zip(route.legs, ids_per_leg, strict=True):
         per_stack = [0] * route.max_stacks
         for leg, count in zip(legs, counts, strict=True):
             per_stack[leg.tile.stack] += count
-        rows.append([*bags.num_bags, *per_stack, int(bags.weights is not None)])
+        rows.append([*bags.num_bags, *per_stack, weights])
     return torch.tensor(rows, dtype=torch.int64)
-
-
-def _num_ids(leg: Leg, rank: int, bags: Bags, split: _Split | None) -> int:
-    if not leg.split:
-        return bags.num_ids(leg.feature)
-    assert split is not None, "a leg to a part of the rows without split features"
-    start, end = split.spans[rank, leg.feature]
-    return end - start
-
-
-def _write_lengths(
-    message: torch.Tensor,
-    at: int,
-    rank: int,
-    legs: Sequence[Leg],
-    bags: Bags,
-    split: _Split | None,
-) -> int:
-    for leg in legs:
-        num = bags.num_bags[leg.feature]
-        if leg.split:
-            assert split is not None, "a leg to a part of the rows without split features"
-            assert split.lengths is not None, "pooled bags have lengths"
-            start = split.bags_from[leg.feature]
-            message[at : at + num] = split.lengths[rank, start : start + num]
-        else:
-            message[at : at + num] = bags.lengths_of(leg.feature)
-        at += num
-    return at
-
-
-def _write_ids(
-    message: torch.Tensor,
-    at: int,
-    rank: int,
-    legs: Sequence[Leg],
-    bags: Bags,
-    split: _Split | None,
-) -> int:
-    for leg in legs:
-        if leg.split:
-            assert split is not None, "a leg to a part of the rows without split features"
-            start, end = split.spans[rank, leg.feature]
-            message[at : at + end - start] = split.ids[start:end]
-            at += end - start
-        else:
-            ids = bags.ids_of(leg.feature)
-            shift = leg.tile.base - leg.tile.rows[0]
-            torch.add(ids, shift, out=message[at : at + ids.shape[0]])
-            at += ids.shape[0]
-    return at
-
-
-def _write_weights(
-    message: torch.Tensor,
-    at: int,
-    rank: int,
-    legs: Sequence[Leg],
-    bags: Bags,
-    split: _Split | None,
-) -> int:
-    for leg in legs:
-        if leg.split:
-            assert split is not None, "a leg to a part of the rows without split features"
-            assert split.weights is not None, "weights went missing"
-            start, end = split.spans[rank, leg.feature]
-            weights = split.weights[start:end]
-        else:
-            weights = bags.weights_of(leg.feature)
-        num = weights.shape[0]
-        message[at : at + num] = weights.to(torch.float32).contiguous().view(torch.int32)
-        at += num
-    return at
 
 
 def _split_by_owner(route: Route, bags: Bags) -> _Split:
@@ -244,10 +233,10 @@ def _split_by_owner(route: Route, bags: Bags) -> _Split:
     spans, start = {}, next(firsts)
     for rank, feature in itertools.product(range(route.num_ranks), features):
         end = next(firsts)
-        spans[rank, feature] = (start, end)
+        spans[rank, feature] = slice(start, end)
         start = end
     positions = order
-    if not route.pooled:
+    if not route.pooled or bags.weights_train:
         first_of = torch.tensor(starts[:-1], device=device)
         nums = torch.tensor([bags.num_ids(f) for f in features], device=device)
         positions = order - first_of.index_select(0, repeated(nums, num_ids)).index_select(0, order)
@@ -283,6 +272,8 @@ class Asked:
     weights: torch.Tensor | None
     #: Rows that each asking rank gets.
     num_rows: list[int]
+    #: Ids of each asking rank.
+    num_ids: list[int]
     #: Which bags look up which table; None for unpooled lookups.
     runs: tuple[Run, ...] | None
 
@@ -307,11 +298,14 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
     legs_of = {k: [leg for leg in route.legs[rank] if leg.tile.stack == k] for k in stacks}
     pieces: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
     num_rows: dict[int, list[int]] = {k: [] for k in stacks}
+    num_ids: dict[int, list[int]] = {k: [] for k in stacks}
     runs: dict[int, list[Run]] = {k: [] for k in stacks}
     at = 0
     weighted = False
     for row in notes.tolist():
         nums = {k: row[route.num_features + k] for k in stacks}
+        for k in stacks:
+            num_ids[k].append(nums[k])
         weighted = weighted or bool(row[-1])
         if route.pooled:
             for k in stacks:
@@ -339,6 +333,7 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
             if weighted
             else None,
             num_rows=num_rows[k],
+            num_ids=num_ids[k],
             runs=tuple(runs[k]) if route.pooled else None,
         )
         for k in stacks
@@ -366,6 +361,7 @@ def asked_at_home(route: Route, rank: int, bags: Bags) -> dict[int, Asked]:
             lengths.to(route.id_dtype) if route.pooled else None,
             weights,
             [num],
+            [ids.shape[0]],
             runs if route.pooled else None,
         )
     return found

@@ -63,8 +63,11 @@ class Ahead:
         bags: list[Bags],
         packed: list[Packed],
         notes: list[torch.Tensor],
+        weights: torch.Tensor | None,
     ) -> None:
         self.route, self.grid = route, grid
+        #: Of the ids, as the batch has them: their gradient goes there.
+        self.weights = weights
         self._bags, self._packed, self._notes = bags, packed, notes
         self._ranks = [0] if grid is None else ranks_present(grid)
         self._exchange: torch.Tensor | None = None
@@ -108,7 +111,9 @@ class Ahead:
 
 def send_ids(route: Route, grid: Grid | None, batch: Jagged) -> Ahead:
     """Check a batch on every rank, and start the exchange of its ids."""
-    found = [bags_of(route.tiling.tables, each) for each in _jagged_per_rank(grid, batch)]
+    weights = batch.weights
+    train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    found = [bags_of(route.tiling.tables, each, train) for each in _jagged_per_rank(grid, batch)]
     if grid is None or route.num_ranks == 1:
         for each in found:
             if isinstance(each, Complaint):
@@ -126,12 +131,15 @@ def send_ids(route: Route, grid: Grid | None, batch: Jagged) -> Ahead:
         [each for each in found if isinstance(each, Bags)],
         [p for p in packed if isinstance(p, Packed)],
         arrived,
+        weights,
     )
 
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
+    weights = None if batch.weights is None else batch.weights.detach()
     if grid is None or not grid.world.simulated:
-        return [batch]
+        return [batch.with_weights(weights)]
+    batch = batch.with_weights(weights)
     names = ("values", "lengths", "weights", "batch_sizes", "first")
     columns: dict[str, Any] = {}
     for name in names:
@@ -246,7 +254,8 @@ def leg_views(
             num = _rows_of(route, visit, rank, place)
             rows = flat[at : at + num * leg.tile.width].view(num, leg.tile.width)
             at += num * leg.tile.width
-            yield leg, rows, visit.packed.positions.get((rank, leg.feature))
+            positions = None if route.pooled else visit.packed.positions.get((rank, leg.feature))
+            yield leg, rows, positions
 
 
 def home_views(
