@@ -7,6 +7,7 @@ lengths each id is a bag of its own. Sums only: what makes a mean is multiplied 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -41,7 +42,12 @@ class Query:
 
 
 class Backend(Protocol):
-    """Local kernels. Ids are in range and on the weight's device; calls are without autograd."""
+    """Local kernels. Ids are in range and on the weight's device; calls are without autograd.
+
+    A backend that can serve all stacks of a rank at once has `look_up_stacks(weights, queries)` and
+    `update_stacks(weights, queries, grads, rules)` too; one with its own kernel for the gradient of
+    weights of ids has `weight_gradient(weight, query, grad)`.
+    """
 
     name: str
 
@@ -60,3 +66,29 @@ class Backend(Protocol):
     ) -> None:
         """Change the rows that were looked up, by `rule`, from the gradient of each bag."""
         ...
+
+
+def look_up_stacks(
+    backend: Backend, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+) -> list[torch.Tensor]:
+    """The rows that each stack is asked for: at once where the backend can."""
+    at_once = getattr(backend, "look_up_stacks", None)
+    if at_once is not None and weights:
+        return at_once(weights, queries)
+    return [backend.look_up(*each) for each in zip(weights, queries, strict=True)]
+
+
+def update_stacks(
+    backend: Backend,
+    weights: Sequence[torch.Tensor],
+    queries: Sequence[Query],
+    grads: Sequence[torch.Tensor],
+    rules: Sequence[RowUpdate],
+) -> None:
+    """Update each stack: at once where the backend can. The rules are of one optimizer."""
+    at_once = getattr(backend, "update_stacks", None)
+    if at_once is not None and weights:
+        at_once(weights, queries, grads, rules)
+        return
+    for each in zip(weights, queries, grads, rules, strict=True):
+        backend.update(*each)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 
-from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.backend import Backend, Query, look_up_stacks, update_stacks
+from shardwise.embedding.by_row import products_of_rows
 from shardwise.embedding.fbgemm_backend import FbgemmBackend
 from shardwise.embedding.fused import RowUpdate, RowWiseAdagrad
 from shardwise.embedding.torch_backend import TorchBackend
@@ -75,6 +77,31 @@ class ByDevice:
         if self._has_fbgemm and _fbgemm_is_faster(weight, rule):
             backend = self._known("fbgemm")
         backend.update(weight, query, grad, rule)
+
+    def look_up_stacks(
+        self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+    ) -> list[torch.Tensor]:
+        return look_up_stacks(self._for(weights[0]), weights, queries)
+
+    def update_stacks(
+        self,
+        weights: Sequence[torch.Tensor],
+        queries: Sequence[Query],
+        grads: Sequence[torch.Tensor],
+        rules: Sequence[RowUpdate],
+    ) -> None:
+        backend = self._for(weights[0], *rules[0].state.values())
+        if backend is not self._torch:
+            update_stacks(backend, weights, queries, grads, rules)
+            return
+        for each in zip(weights, queries, grads, rules, strict=True):
+            self.update(*each)
+
+    def weight_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> torch.Tensor:
+        own = getattr(self._for(weight), "weight_gradient", products_of_rows)
+        return own(weight, query, grad)
 
     def _for(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
         fused = self._has_triton and weight.is_cuda and weight.dtype in _FUSED_DTYPES

@@ -15,6 +15,9 @@ import torch
 from shardwise.embedding.backend import Query, Run
 from shardwise.exchange.order import repeated, sorted_in_place, starts_of_runs
 
+#: Numbers of rows that are held at a time.
+_CHUNK_NUMBERS = 1 << 22
+
 
 class ByRow(NamedTuple):
     """The rows that were looked up, each once and in order, and the bags that looked them up."""
@@ -43,6 +46,18 @@ def bag_of_id(query: Query) -> torch.Tensor:
     if query.lengths is None:
         return torch.arange(query.ids.shape[0], device=query.ids.device)
     return repeated(query.lengths, query.ids.shape[0])
+
+
+def products_of_rows(table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
+    """For each id, its row times its bag's gradient; some thousand ids at a time."""
+    bags = bag_of_id(query)
+    step = max(1, _CHUNK_NUMBERS // table.shape[1])
+    found = grad.new_empty(query.ids.shape[0])
+    for start in range(0, found.shape[0], step):
+        part = slice(start, start + step)
+        rows = table.index_select(0, query.ids[part])
+        torch.sum(rows.mul_(grad.index_select(0, bags[part])), 1, out=found[part])
+    return found
 
 
 def _all_at_once(query: Query, num_rows: int) -> ByRow:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.backend import Backend, Query, update_stacks
 from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.embedding.gradients import Rows
 from shardwise.embedding.shared_squares import (
@@ -87,13 +87,22 @@ class InBackward:
         self.num_steps += 1
         joint = self._update_columns(lookups)
         for place in range(len(self.stacks.ranks)):
-            for k, weight in enumerate(self.stacks.weights[place]):
-                rule = RowUpdate(self.settings, self._states[place][k], self.num_steps)
+            found = {}
+            for k in range(len(self.stacks.weights[place])):
                 asked = [each[place][k] for each in lookups if k in each[place]]
                 if asked and k not in joint[place]:
-                    query, grad = _joined(asked)
-                    self._backend.update(weight, query, grad, rule)
+                    found[k] = _joined(asked)
+            update_stacks(
+                self._backend,
+                [self.stacks.weights[place][k] for k in found],
+                [query for query, _ in found.values()],
+                [grad for _, grad in found.values()],
+                [self._rule(place, k) for k in found],
+            )
         self._apply_copies(copies)
+
+    def _rule(self, place: int, stack: int) -> RowUpdate:
+        return RowUpdate(self.settings, self._states[place][stack], self.num_steps)
 
     def _update_columns(self, lookups: list[Lookups]) -> list[list[int]]:
         """Update the stacks whose squares concern several ranks; which ones, per rank present."""
@@ -119,10 +128,9 @@ class InBackward:
                 if not found or weight.data_ptr() in done:
                     continue
                 done.add(weight.data_ptr())
-                rule = RowUpdate(self.settings, self._states[place][k], self.num_steps)
                 rows = torch.cat([numbers for numbers, _ in found])
                 values = torch.cat([values for _, values in found])
-                self._backend.update(weight, Query(rows, None, None), values, rule)
+                self._backend.update(weight, Query(rows, None, None), values, self._rule(place, k))
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """Replace the state by what `fn` makes of it, as the stacks were."""

@@ -6,7 +6,7 @@ Without a mesh there is one rank, and nothing is exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
-from shardwise.embedding.backend import Backend, Query
+from shardwise.embedding.backend import Backend, Query, look_up_stacks
 from shardwise.embedding.batch import Bags, Complaint, bags_of
 from shardwise.embedding.handshake import error_of, shake_hands
 from shardwise.embedding.jagged import Jagged
@@ -206,8 +206,8 @@ def look_up(
     route: Route, visit: Visit, weights: Sequence[torch.Tensor], backend: Backend
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The rows that a rank answers with, flat and by asking rank; and those it wanted itself."""
-    answers = {k: backend.look_up(weights[k], visit.query(k)) for k in visit.asked}
-    home = {k: backend.look_up(weights[k], visit.query(k)) for k in visit.home}
+    answers = _look_up(visit, visit.asked, weights, backend)
+    home = _look_up(visit, visit.home, weights, backend)
     if len(answers) == 1:
         return next(iter(answers.values())).view(-1), home
     pieces = []
@@ -220,6 +220,14 @@ def look_up(
         else visit.bags.values.new_empty(0, dtype=weights_dtype(weights))
     )
     return flat, home
+
+
+def _look_up(
+    visit: Visit, stacks: Iterable[int], weights: Sequence[torch.Tensor], backend: Backend
+) -> dict[int, torch.Tensor]:
+    stacks = list(stacks)
+    found = look_up_stacks(backend, [weights[k] for k in stacks], [visit.query(k) for k in stacks])
+    return dict(zip(stacks, found, strict=True))
 
 
 def weights_dtype(weights: Sequence[torch.Tensor]) -> torch.dtype:

@@ -1,4 +1,4 @@
-"""The backend of fused kernels on a GPU: one launch per stack to look up, two to update.
+"""The backend of fused kernels on a GPU: one launch for all stacks of a rank to look up.
 
 The kernels take ids in any order and bags of any length (see shardwise.kernels); an update sorts
 the ids of the batch, sums the gradients of each row in that order, and steps it, all in one pass.
@@ -7,6 +7,8 @@ the ids of the batch, sums the gradients of each row in that order, and steps it
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -15,8 +17,27 @@ from shardwise.embedding.backend import Query
 from shardwise.embedding.fused import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad
 from shardwise.errors import UnsupportedError
 from shardwise.kernels.lookup import Trace, pooled_lookup, row_lookup
-from shardwise.kernels.tables import TableSet, side_by_side
+from shardwise.kernels.notes import noted
+from shardwise.kernels.sample_grads import per_sample_weight_grads
+from shardwise.kernels.tables import OutputRows, TableSet, one_after_another
 from shardwise.kernels.update import update
+
+#: How many divisions of bags among stacks are kept on the device.
+_MAX_FIRSTS = 64
+
+
+class _Batch(NamedTuple):
+    """The queries of several stacks as the kernels take them: each stack is a feature."""
+
+    tables: TableSet
+    ids: torch.Tensor
+    #: Where each bag begins, and where the last ends; None where each id is a bag.
+    offsets: torch.Tensor | None
+    first_bag: torch.Tensor
+    max_bags: int
+    rows: OutputRows
+    weights: torch.Tensor | None
+    num_bags: tuple[int, ...]
 
 
 class TritonBackend:
@@ -25,28 +46,14 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self) -> None:
-        #: By stack, as long as it lives.
+        #: By the first stack, as long as it lives, and by the addresses of all.
         self._sets = WeakTensorKeyDictionary()
+        self._firsts: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
+
+    # -- one stack ---------------------------------------------------------------------------
 
     def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
-        num_bags, dim = query.num_bags, weight.shape[1]
-        tables = self._set_of(weight)
-        rows = side_by_side(tables, num_bags)
-        firsts = torch.tensor([0, num_bags], device=weight.device)
-        if query.lengths is None and query.weights is None:
-            out, _ = row_lookup(tables, query.ids, firsts, num_bags, rows, dtype=weight.dtype)
-        else:
-            out, _ = pooled_lookup(
-                tables,
-                query.ids,
-                _offsets(query),
-                firsts,
-                num_bags,
-                rows,
-                weights=query.weights,
-                dtype=weight.dtype,
-            )
-        return out.view(num_bags, dim)
+        return self.look_up_stacks([weight], [query])[0]
 
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
@@ -54,60 +61,144 @@ class TritonBackend:
         rows, places = torch.unique(query.ids.to(torch.int64), return_inverse=True)
         sums = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
         if rows.numel():
-            tables = TableSet([sums], [0])
-            update(tables, _trace(query, places, sums.shape), _flat(grad), "gradient", [[sums]])
+            asked = Query(places, query.lengths, query.weights)
+            batch = self._batch([sums], [asked], TableSet([sums], [0]))
+            update(batch.tables, _trace(batch), _flat([grad]), "gradient", [[sums]])
         return rows, sums.to(grad.dtype)
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        tables, trace = self._set_of(weight), _trace(query, query.ids, weight.shape)
-        optimizer, state, grads = rule.optimizer, rule.state, _flat(grad)
+        self.update_stacks([weight], [query], [grad], [rule])
+
+    def weight_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> torch.Tensor:
+        """For each id, its row times its bag's gradient."""
+        batch = self._batch([weight], [query])
+        offsets = batch.offsets
+        if offsets is None:
+            offsets = torch.arange(query.num_bags + 1, device=query.ids.device)
+        return per_sample_weight_grads(
+            batch.tables, batch.ids, offsets, batch.first_bag, batch.max_bags, batch.rows,
+            _flat([grad]),
+        )  # fmt: skip
+
+    # -- all stacks of a rank ----------------------------------------------------------------
+
+    def look_up_stacks(
+        self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+    ) -> list[torch.Tensor]:
+        """The rows of each stack's bags, in one launch."""
+        batch, dtype = self._batch(weights, queries), weights[0].dtype
+        tables, ids, offsets, firsts, max_bags, rows, scales, num_bags = batch
+        if offsets is None and scales is None:
+            out, _ = row_lookup(tables, ids, firsts, max_bags, rows, dtype=dtype)
+        else:
+            if offsets is None:
+                offsets = torch.arange(sum(num_bags) + 1, device=ids.device)
+            out, _ = pooled_lookup(
+                tables, ids, offsets, firsts, max_bags, rows, weights=scales, dtype=dtype
+            )
+        if len(weights) == 1:
+            return [out.view(num_bags[0], -1)]
+        sizes = [num * weight.shape[1] for num, weight in zip(num_bags, weights, strict=True)]
+        parts = out.split(sizes)
+        return [p.view(-1, w.shape[1]) for p, w in zip(parts, weights, strict=True)]
+
+    def update_stacks(
+        self,
+        weights: Sequence[torch.Tensor],
+        queries: Sequence[Query],
+        grads: Sequence[torch.Tensor],
+        rules: Sequence[RowUpdate],
+    ) -> None:
+        """Step the rows of all stacks; the rules are of one optimizer."""
+        optimizer, step = rules[0].optimizer, rules[0].step
+        batch = self._batch(weights, queries)
+        known = (batch.tables, _trace(batch), _flat(grads))
+        states = [[rule.state[name] for rule in rules] for name in optimizer.states]
         if isinstance(optimizer, SGD):
-            update(tables, trace, grads, "sgd", lr=optimizer.lr)
+            update(*known, "sgd", lr=optimizer.lr)
         elif isinstance(optimizer, RowWiseAdagrad):
-            sums, lr, eps = [[state["sum"]]], optimizer.lr, optimizer.eps
-            update(tables, trace, grads, "rowwise_adagrad", sums, lr=lr, eps=eps)
+            update(*known, "rowwise_adagrad", states, lr=optimizer.lr, eps=optimizer.eps)
         elif isinstance(optimizer, Adagrad):
-            sums = [[state["sum"]]]
-            update(tables, trace, grads, "adagrad", sums, lr=optimizer.lr, eps=optimizer.eps)
+            update(*known, "adagrad", states, lr=optimizer.lr, eps=optimizer.eps)
         elif isinstance(optimizer, Adam):
-            moments = [[state["exp_avg"]], [state["exp_avg_sq"]]]
             # SparseAdam adds eps before it corrects the second moment, the kernel after.
-            eps = optimizer.eps / math.sqrt(1 - optimizer.betas[1] ** rule.step)
-            lr, betas, step = optimizer.lr, optimizer.betas, rule.step
-            update(tables, trace, grads, "adam", moments, lr=lr, eps=eps, betas=betas, step=step)
+            eps = optimizer.eps / math.sqrt(1 - optimizer.betas[1] ** step)
+            update(
+                *known, "adam", states, lr=optimizer.lr, eps=eps, betas=optimizer.betas, step=step
+            )
         else:
             raise UnsupportedError(
                 f"backend='triton' has no kernel for {type(optimizer).__name__}: use one of SGD, "
                 "Adagrad, RowWiseAdagrad, Adam, or backend='torch'."
             )
 
-    def _set_of(self, weight: torch.Tensor) -> TableSet:
-        known: TableSet | None = self._sets.get(weight)
-        if known is None or known.tables[0].data_ptr() != weight.data_ptr():
-            # Of a detached alias: the set must not keep its own key alive.
-            known = self._sets[weight] = TableSet([weight.detach()], [0])
+    def _batch(
+        self,
+        weights: Sequence[torch.Tensor],
+        queries: Sequence[Query],
+        tables: TableSet | None = None,
+    ) -> _Batch:
+        tables = self._set_of(weights) if tables is None else tables
+        num_bags = tuple([query.num_bags for query in queries])
+        lengths = _joined([query.lengths for query in queries], queries)
+        offsets = None
+        if lengths is not None:
+            offsets = lengths.new_zeros(lengths.shape[0] + 1)
+            torch.cumsum(lengths, 0, dtype=offsets.dtype, out=offsets[1:])
+        return _Batch(
+            tables,
+            queries[0].ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
+            offsets,
+            self._first_bags(num_bags, tables.device),
+            max(num_bags),
+            one_after_another(tables, num_bags),
+            _joined([query.weights for query in queries], queries),
+            num_bags,
+        )
+
+    def _first_bags(self, num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
+        """Where the bags of each stack begin; the next batch mostly has as many."""
+        known = self._firsts.get((device, num_bags))
+        if known is None:
+            if len(self._firsts) >= _MAX_FIRSTS:
+                self._firsts.clear()
+            firsts = [sum(num_bags[:n]) for n in range(len(num_bags) + 1)]
+            known = self._firsts[device, num_bags] = torch.tensor(firsts, device=device)
         return known
 
-
-def _offsets(query: Query) -> torch.Tensor:
-    if query.lengths is None:
-        return torch.arange(query.num_bags + 1, device=query.ids.device)
-    offsets = query.ids.new_zeros(query.num_bags + 1)
-    torch.cumsum(query.lengths, 0, dtype=offsets.dtype, out=offsets[1:])
-    return offsets
-
-
-def _trace(query: Query, keys: torch.Tensor, shape: torch.Size) -> Trace:
-    """What the kernels' lookup would have written down: whose gradient each id belongs to."""
-    bags = torch.arange(query.num_bags, device=keys.device)
-    if query.lengths is not None:
-        bags = torch.repeat_interleave(bags, query.lengths, output_size=keys.numel())
-    small = torch.int32 if max(shape[0], query.num_bags * shape[1]) < 2**31 else torch.int64
-    scale = None if query.weights is None else query.weights.float()
-    return Trace(keys.to(small), (bags * shape[1]).to(small), scale, None)
+    def _set_of(self, weights: Sequence[torch.Tensor]) -> TableSet:
+        addresses = tuple([weight.data_ptr() for weight in weights])
+        known: dict[tuple[int, ...], TableSet] | None = self._sets.get(weights[0])
+        if known is None:
+            known = self._sets[weights[0]] = {}
+        if addresses not in known:
+            # Of detached aliases: the set must not keep its own key alive.
+            aliases = [weight.detach() for weight in weights]
+            known[addresses] = TableSet(aliases, range(len(aliases)))
+        return known[addresses]
 
 
-def _flat(grad: torch.Tensor) -> torch.Tensor:
-    return grad.contiguous().view(-1)
+def _joined(parts: list[torch.Tensor | None], queries: Sequence[Query]) -> torch.Tensor | None:
+    """One number per id or bag of all stacks; ones where a stack has none."""
+    if all(part is None for part in parts):
+        return None
+    found = [
+        torch.ones_like(query.ids) if part is None else part
+        for part, query in zip(parts, queries, strict=True)
+    ]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def _trace(batch: _Batch) -> Trace:
+    tables, ids, offsets, firsts, max_bags, rows, weights, _ = batch
+    return noted(tables, ids, offsets, firsts, max_bags, rows, weights)
+
+
+def _flat(grads: Sequence[torch.Tensor]) -> torch.Tensor:
+    if len(grads) == 1:
+        return grads[0].contiguous().view(-1)
+    return torch.cat([grad.reshape(-1) for grad in grads])

@@ -14,15 +14,12 @@ import torch
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.backend import Backend, Query
-from shardwise.embedding.by_row import bag_of_id
+from shardwise.embedding.by_row import products_of_rows
 from shardwise.embedding.routing import Leg, Route
 from shardwise.embedding.step import Visit
 from shardwise.exchange.between import finished, start_exchange
 
 _WANTED = 2
-#: Numbers of rows that are held at a time.
-_CHUNK_NUMBERS = 1 << 22
-
 #: Per stack: what was looked up, and the gradients of the bags.
 Lookups = dict[int, tuple[Query, torch.Tensor]]
 
@@ -67,18 +64,6 @@ def _along(
     """Per stack one number for each id: its row times its bag's gradient."""
     own = getattr(backend, "weight_gradient", products_of_rows)
     return {k: own(tables[k], query, grad) for k, (query, grad) in lookups.items()}
-
-
-def products_of_rows(table: torch.Tensor, query: Query, grad: torch.Tensor) -> torch.Tensor:
-    """With torch's kernels, some thousand ids at a time."""
-    bags = bag_of_id(query)
-    step = max(1, _CHUNK_NUMBERS // table.shape[1])
-    found = grad.new_empty(query.ids.shape[0])
-    for start in range(0, found.shape[0], step):
-        part = slice(start, start + step)
-        rows = table.index_select(0, query.ids[part])
-        torch.sum(rows.mul_(grad.index_select(0, bags[part])), 1, out=found[part])
-    return found
 
 
 def _num_answered(visit: Visit, num_ranks: int) -> list[int]:

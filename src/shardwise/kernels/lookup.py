@@ -369,8 +369,8 @@ def _options(tables: TableSet) -> dict[str, Any]:
 
 def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted: bool) -> Trace:
     device = tables.device
-    keys = torch.empty(num_ids, dtype=_index_dtype(tables.num_keys + 1), device=device)
-    out_at = torch.empty(num_ids, dtype=_index_dtype(rows.num_elements), device=device)
+    keys = torch.empty(num_ids, dtype=index_dtype(tables.num_keys + 1), device=device)
+    out_at = torch.empty(num_ids, dtype=index_dtype(rows.num_elements), device=device)
     scale = argmax = None
     if weighted or mode == "mean":
         scale = torch.empty(num_ids, device=device)
@@ -379,7 +379,8 @@ def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted
     return Trace(keys, out_at, scale, argmax)
 
 
-def _index_dtype(count: int) -> torch.dtype:
+def index_dtype(count: int) -> torch.dtype:
+    """Wide enough for numbers below `count`."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
