@@ -4,12 +4,14 @@
 
 Forward, and the whole training step (forward, backward, update), with uniform and with power-law
 ids; medians of device events, all in one run. Bytes are those of the rows, the ids and the output.
+Batches of 256 stand beside one launch, measured alike: between two events with the host in between.
 Without a GPU it says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 from collections.abc import Callable
@@ -18,6 +20,15 @@ from typing import Any
 
 import torch
 from torch.nn import functional as F
+
+
+def triton_or_nothing(function: Callable[..., None]) -> Any:
+    """A Triton kernel where there is Triton."""
+    if importlib.util.find_spec("triton") is None:
+        return function
+    import triton
+
+    return triton.jit(function)
 
 
 def median_ms(action: Callable[[], Any], repeats: int = 20, warm_up: int = 3) -> float:
@@ -135,15 +146,55 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     results: dict[str, Any] = {"copy_tb_s": bandwidth}
     for law in ("uniform", "power law"):
         results[law] = _of_law(options, law, bandwidth)
-    small = Problem(options, "power law", 256)
-    nothing = torch.zeros((), device="cuda")
-    results["batch 256"] = {
-        "forward": median_ms(small.forward, 50),
-        "step, SGD": median_ms(lambda: small.step("sgd", []), 50),
-        "one launch": median_ms(lambda: nothing.add_(1), 50),
-    }
-    print("batch 256:", {name: round(ms, 4) for name, ms in results["batch 256"].items()})
+    results["batch 256"] = _of_small_batches(options)
     return results
+
+
+@triton_or_nothing
+def _empty(a: Any, b: Any, c: Any, d: Any, e: Any, f: Any) -> None:
+    """The least that a launch from Python can do."""
+
+
+def _of_small_batches(options: argparse.Namespace) -> dict[str, float]:
+    """Where launching costs more than working: as called from Python, and as a replayed graph."""
+    small = Problem(options, "power law", 256)
+    states = [list(torch.zeros(len(small.buffer), device="cuda").split(options.rows))]
+    nothing = torch.zeros((), device="cuda")
+    given = (small.ids, small.offsets, small.first_bag, small.grad, small.buffer, nothing)
+
+    def stepped() -> None:
+        small.step("rowwise_adagrad", states)
+
+    found = {
+        "one launch, torch": median_ms(lambda: nothing.add_(1), 200, 20),
+        "one launch, Triton": median_ms(lambda: _empty[(1,)](*given), 200, 20),
+        "forward": median_ms(small.forward, 200, 20),
+        "torch forward": median_ms(small.torch_forward, 50, 5),
+        "step, row-wise Adagrad": median_ms(stepped, 200, 20),
+        "forward, replayed": median_ms(_graph(small.forward).replay, 200, 20),
+        "step, replayed": median_ms(_graph(stepped).replay, 200, 20),
+        "launches of a forward": _num_launches(small.forward),
+        "launches of a step": _num_launches(stepped),
+    }
+    print("batches of 256, power law ids")
+    for name, value in found.items():
+        print(f"  {name:25} {value:8.4f}")
+    return found
+
+
+def _graph(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        action()
+    return graph
+
+
+def _num_launches(action: Callable[[], Any]) -> int:
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        action()
+        torch.cuda.synchronize()
+    return sum(1 for event in seen.events() if event.device_type.name == "CUDA")
 
 
 def main() -> None:

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
-from embedding_cases import PLANS, batch, make, train_alone, train_sharded
+from embedding_cases import (
+    PLANS,
+    SUMS,
+    batch,
+    loss_of,
+    make,
+    spread,
+    train_alone,
+    train_sharded,
+)
 from torch.testing import assert_close
 
 import shardwise
@@ -29,3 +38,20 @@ def test_training_equals_one_device(backend, plan, optimizer):
         found = train_sharded(collection.shard(mesh, plan), on_device)
     for name, table in expected.items():
         assert_close(found[name].cpu(), table, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_gradients_of_weights(backend, plan):
+    batches = [batch(rank, tables=SUMS, weighted=True) for rank in range(4)]
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cuda", (4,))
+        collection = make(tables=SUMS, backend=backend).to("cuda").shard(mesh, plan)
+        given = spread([each.to("cuda") for each in batches])
+        given.weights.requires_grad_()
+        loss_of(collection(given)).backward()
+        found = [given.weights.grad.on_rank(rank).cpu() for rank in range(4)]
+    for one, grad in zip(batches, found, strict=True):
+        one.weights.requires_grad_()
+        loss_of(make(tables=SUMS)(one)).backward()
+        assert_close(grad, one.weights.grad, rtol=1e-4, atol=1e-4)

@@ -14,6 +14,7 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from shardwise.embedding.backend import Query  # noqa: E402  (after the check for Triton)
+from shardwise.embedding.by_row import products_of_rows  # noqa: E402
 from shardwise.embedding.fused import (  # noqa: E402
     SGD,
     Adagrad,
@@ -67,3 +68,38 @@ def test_updates(make, weighted):
         found.append([weight, *state.values()])
     for ours, torchs in zip(*found, strict=True):
         assert_close(ours, torchs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_stacks_of_several_widths_at_once(bags):
+    """Stacks and their ids together give what each gives by itself."""
+    weights = [torch.randn(NUM_ROWS, dim, device=DEVICE) for dim in (6, 3, 8)]
+    queries = [draw(bags, weighted=True) for _ in weights]
+    grads = [
+        torch.randn(q.num_bags, w.shape[1], device=DEVICE)
+        for q, w in zip(queries, weights, strict=True)
+    ]
+    fused, plain = TritonBackend(), TorchBackend()
+    answers = fused.look_up_stacks(weights, queries)
+    for found, weight, query in zip(answers, weights, queries, strict=True):
+        assert_close(found, plain.look_up(weight, query))
+    optimizer, results = RowWiseAdagrad(lr=0.1), []
+    for each_alone in (True, False):
+        changed = [weight.clone() for weight in weights]
+        states = [{"sum": torch.zeros(NUM_ROWS, device=DEVICE)} for _ in weights]
+        rules = [RowUpdate(optimizer, state, 1) for state in states]
+        if each_alone:
+            for asked in zip(changed, queries, grads, rules, strict=True):
+                plain.update(*asked)
+        else:
+            fused.update_stacks(changed, queries, grads, rules)
+        results.append((changed, states))
+    assert_close(*results)
+
+
+@pytest.mark.parametrize("bags", [True, False])
+def test_gradients_of_weights(bags):
+    weight, query = torch.randn(NUM_ROWS, DIM, device=DEVICE), draw(bags, weighted=True)
+    grad = torch.randn(query.num_bags, DIM, device=DEVICE)
+    found = TritonBackend().weight_gradient(weight, query, grad)
+    assert_close(found, products_of_rows(weight, query, grad))

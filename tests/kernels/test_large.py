@@ -1,0 +1,65 @@
+"""Sizes that only a GPU has room for: places beyond 32 bits, and bags that never seem to end."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.testing import assert_close
+
+if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
+    pytest.skip("needs Triton and a GPU", allow_module_level=True)
+
+from shardwise.kernels.lookup import pooled_lookup, row_lookup  # noqa: E402
+from shardwise.kernels.tables import TableSet, side_by_side  # noqa: E402
+from shardwise.kernels.update import update  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+DIM = 128
+#: More than 2**31 elements.
+ROWS = 2**31 // DIM + 1000
+
+
+def test_a_table_of_more_elements_than_32_bits_count():
+    table = torch.zeros(ROWS, DIM, dtype=torch.bfloat16, device="cuda")
+    table[-2000:].normal_()
+    tables = TableSet([table], [0])
+    ids = torch.randint(ROWS - 2000, ROWS, (512,), device="cuda")
+    offsets, firsts = torch.arange(0, 513, 8, device="cuda"), torch.tensor([0, 64], device="cuda")
+    rows = side_by_side(tables, 64)
+    out, trace = pooled_lookup(tables, ids, offsets, firsts, 64, rows, trace=True)
+    touched, whole = ids - (ROWS - 2000), table[-2000:].double()
+    expected = F.embedding_bag(touched, whole, offsets, mode="sum", include_last_offset=True)
+    assert_close(out.view(64, DIM).double(), expected, rtol=1e-5, atol=1e-5)
+    one_by_one, _ = row_lookup(
+        tables, ids[:64], firsts, 64, side_by_side(tables, 64), dtype=torch.bfloat16
+    )
+    assert torch.equal(one_by_one.view(64, DIM), table[ids[:64]])
+    grad = torch.randn(64, DIM, device="cuda")
+    update(tables, trace, grad.view(-1), "sgd", lr=0.5)
+    step = torch.zeros(2000, DIM, dtype=torch.float64, device="cuda")
+    step.index_add_(0, touched, grad.double().repeat_interleave(8, 0))
+    assert_close(table[-2000:].double(), whole - 0.5 * step, rtol=1e-2, atol=1e-2)
+    assert not table[: ROWS - 2000].any()
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_a_bag_of_very_many_ids_among_short_ones(mode):
+    """Twice on the same counters, and equal in every bit."""
+    table = torch.randn(5000, DIM, device="cuda")
+    tables = TableSet([table], [0])
+    lengths = torch.randint(0, 30, (500,), device="cuda")
+    lengths[7], lengths[8], lengths[-1] = 100_000, 1025, 40_000
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.randint(0, 5000, (int(offsets[-1]),), device="cuda")
+    firsts, rows = torch.tensor([0, 500], device="cuda"), side_by_side(tables, 500)
+    results = []
+    for _ in range(3):
+        out, _ = pooled_lookup(tables, ids, offsets, firsts, 500, rows, mode)
+        results.append(out.view(500, DIM))
+    expected = F.embedding_bag(ids, table.double(), offsets[:-1], mode=mode)
+    assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-3)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
