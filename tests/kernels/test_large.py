@@ -12,9 +12,9 @@ from torch.testing import assert_close
 if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
-from shardwise.kernels.lookup import pooled_lookup, row_lookup  # noqa: E402
-from shardwise.kernels.tables import TableSet, side_by_side  # noqa: E402
-from shardwise.kernels.update import update  # noqa: E402
+from shardwise.kernels.lookup import pooled_lookup, row_lookup
+from shardwise.kernels.tables import TableSet, side_by_side
+from shardwise.kernels.update import update
 
 pytestmark = pytest.mark.gpu
 DIM = 128
