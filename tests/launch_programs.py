@@ -1,13 +1,16 @@
 """What launched processes run in the tests of the launcher."""
 
+import contextlib
 import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from shardwise.errors import LayoutError
 from shardwise.launch import launch
 
 
@@ -17,6 +20,29 @@ def total(number):
     return dist.get_rank(), value.item()
 
 
+def noted_total(note, number):
+    note(dist.get_rank())
+    return total(number)
+
+
+def where_it_listens():
+    dist.barrier()
+    return [address for address, _ in listening()]
+
+
+def listening():
+    """The addresses and ports that this process listens on, as the kernel writes them."""
+    mine = set()
+    for number in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            mine.add(str(number.readlink()))
+    rows = []
+    for table in ("tcp", "tcp6"):
+        rows += [line.split() for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]]
+    found = [row[1] for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in mine]
+    return [(text.split(":")[0], int(text.split(":")[1], 16)) for text in found]
+
+
 def die(rank, kind):
     """One rank ends; the others wait for it in a collective."""
     if dist.get_rank() == rank:
@@ -24,6 +50,8 @@ def die(rank, kind):
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "exit":
             os._exit(7)
+        if kind == "ours":
+            raise LayoutError("this rank has no room")
         raise ValueError("nothing good")
     dist.all_reduce(torch.ones(1))
 

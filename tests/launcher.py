@@ -1,6 +1,6 @@
 """Real processes: started once, each runs the functions that it is sent.
 
-Importing torch takes seconds, so one set of processes serves all tests. A set in which a process
+Joining takes a moment, so one set of processes serves all tests. A set in which a process
 hung or died is killed, and the next test gets a new one.
 """
 
@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+from shardwise.launch import PRELOADED
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class Processes:
         """`timeout_s` is how long a collective waits for the other ranks."""
         self.size = size
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._pipes, self._processes = [], []
         for rank in range(size):
             ours, theirs = context.Pipe()

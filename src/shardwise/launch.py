@@ -3,41 +3,87 @@
 Note [A job ends as a whole]
 The launcher watches its processes. When one fails, dies or does not answer in time, it ends the
 others and raises an error that names the rank. A process of a job ends with the launcher, however
-the launcher ends: the kernel kills it when its parent is gone.
+the launcher ends: it watches its end of the pipe to it. No rank leaves before all are done, so that
+none takes its connections away from the others.
+
+Note [One import for all]
+The processes are forked from a server that has imported torch and shardwise and nothing else. It is
+started anew, so it holds no threads and no devices of the launcher, and it serves later jobs too.
 """
 
 from __future__ import annotations
 
-import ctypes
 import datetime
 import multiprocessing
 import os
 import pickle
 import signal
+import socket
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ArgumentError, LaunchError
+from shardwise.errors import ArgumentError, LaunchError, ShardwiseError
 
+LOOPBACK = "127.0.0.1"
 #: How long a process may take to end by itself before it is killed.
 GRACE_S = 5.0
-_PR_SET_PDEATHSIG = 1
+#: How long after a first failure the launcher looks for a rank that died and caused it.
+CAUSE_S = 1.0
+#: What every process needs, by name; see Note [One import for all].
+PRELOADED = [__name__, "shardwise.front"]
 distributed: Any = dist  # the stubs of torch do not list TCPStore
+
+Note = Callable[[Any], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """What a process has to know to take part in a job."""
+
+    num_ranks: int
+    backend: str
+    host: str
+    port: int
+    start_timeout_s: float
+    collective_timeout_s: float
+    environment: Mapping[str, str]
+    #: Whether the function gets a way to send notes.
+    noting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    """An exception on one rank, and when; the exception itself where it can be sent."""
+
+    at_s: float
+    error: ShardwiseError | None
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank tells the launcher: "here", "started", "note", "failed" or "done"."""
+
+    word: str
+    content: Any = None
 
 
 def launch(
     fn: Callable[..., Any],
     num_ranks: int,
     *args: Any,
+    on_note: Callable[[int, Any], None] | None = None,
     backend: str = "gloo",
-    host: str = "127.0.0.1",
+    host: str = LOOPBACK,
     port: int = 0,
     start_timeout_s: float = 120,
     collective_timeout_s: float = 120,
@@ -45,29 +91,36 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args)` in `num_ranks` processes with a process group; what each rank returns.
 
-    `fn` must be importable, since the processes are started anew. The ranks meet at `host`, which
-    only this machine can reach unless told otherwise; port 0 is any free one. Every rank has to be
-    there within `start_timeout_s`; a collective waits `collective_timeout_s` for the others; the
-    whole job ends after `timeout_s`. A rank that fails ends the job with a `LaunchError`.
+    `fn` must be importable, since the processes are started anew. With `on_note`, `fn` gets a first
+    argument more: called with a value, it has `on_note(rank, value)` called here.
+
+    The ranks meet at `host`, which only this machine can reach unless told otherwise; port 0 is any
+    free one. Every rank has to be there within `start_timeout_s`; a collective waits
+    `collective_timeout_s` for the others; the whole job ends after `timeout_s`. A rank that fails
+    ends the job: with its own error where that is one of shardwise's, else with a `LaunchError`.
     """
     if num_ranks < 1:
         raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks}.")
-    try:
-        store = distributed.TCPStore(host, port, is_master=True, wait_for_workers=False)
-    except RuntimeError as error:
-        reason = str(error).splitlines()[0]
-        raise LaunchError(
-            f"The ranks cannot meet at {host}:{port}: {reason}. Choose another port, or 0 for any "
-            "that is free."
-        ) from error
-    context = multiprocessing.get_context("spawn")
-    settings = (num_ranks, backend, host, store.port, collective_timeout_s, os.getpid())
-    job = _Job()
+    work = _packed(fn, args)
+    store = _store(host, port)
+    settings = _Settings(
+        num_ranks,
+        backend,
+        host,
+        store.port,
+        start_timeout_s,
+        collective_timeout_s,
+        dict(os.environ),
+        on_note is not None,
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    job = _Job(on_note)
     try:
         for rank in range(num_ranks):
-            ours, theirs = context.Pipe(duplex=False)
+            ours, theirs = context.Pipe()
             process = context.Process(
-                target=_work, args=(rank, settings, theirs, fn, args), name=f"rank-{rank}"
+                target=_work, args=(rank, settings, theirs, work), name=f"rank-{rank}"
             )
             process.start()
             theirs.close()
@@ -77,74 +130,127 @@ def launch(
         job.end()
 
 
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise ArgumentError(
+            f"{getattr(fn, '__name__', fn)!r} and its arguments cannot be sent to other processes: "
+            f"{error}. Give a function that can be imported by name, and plain values."
+        ) from error
+
+
+def _store(host: str, port: int) -> Any:
+    """Where ranks meet. torch would listen on every interface; this listens on `host` alone."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise LaunchError(
+            f"The ranks cannot meet at {host}:{port}: {error.strerror or error}. Choose another "
+            "port, or 0 for any that is free."
+        ) from error
+    with listening:
+        number = listening.getsockname()[1]
+        return distributed.TCPStore(
+            host,
+            number,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listening.fileno()),
+        )
+
+
+@dataclass
 class _Job:
     """The processes of a job, and what has been heard from them."""
 
-    def __init__(self) -> None:
-        self._processes: list[Any] = []
-        self._pipes: list[Connection] = []
-        self._started: set[int] = set()
-        self._results: dict[int, Any] = {}
+    on_note: Callable[[int, Any], None] | None
+    processes: list[Any] = field(default_factory=list)
+    pipes: list[Connection] = field(default_factory=list)
+    here: set[int] = field(default_factory=set)
+    started: set[int] = field(default_factory=set)
+    answers: dict[int, Any] = field(default_factory=dict)
+    failed: dict[int, _Failed] = field(default_factory=dict)
+    died: list[int] = field(default_factory=list)
 
     def add(self, process: Any, pipe: Connection) -> None:
-        self._processes.append(process)
-        self._pipes.append(pipe)
+        self.processes.append(process)
+        self.pipes.append(pipe)
+
+    @property
+    def size(self) -> int:
+        return len(self.processes)
 
     def results(self, start_timeout_s: float, timeout_s: float | None) -> list[Any]:
         begin = time.monotonic()
-        start_by = begin + start_timeout_s
         end_by = begin + timeout_s if timeout_s is not None else None
-        while len(self._results) < len(self._processes):
-            starting = len(self._started) < len(self._processes)
-            limits = [t for t in (start_by if starting else None, end_by) if t is not None]
-            left = max(0.0, min(limits) - time.monotonic()) if limits else None
-            waiting = [r for r in range(len(self._pipes)) if r not in self._results]
-            ready = wait([self._pipes[r] for r in waiting], left)
-            if not ready:
-                late = [r for r in waiting if r not in self._started] if starting else waiting
-                what = "start" if starting else "finish"
-                seconds = start_timeout_s if starting else timeout_s
-                raise LaunchError(f"{_ranks(late)} did not {what} within {seconds:g} s.")
-            self._hear([r for r in waiting if self._pipes[r] in ready])
-        return [self._results[rank] for rank in range(len(self._processes))]
+        while len(self.answers) < self.size:
+            starting = len(self.started) < self.size
+            limits = [begin + start_timeout_s] if starting else []
+            limits += [end_by] if end_by is not None else []
+            if not self._hear(min(limits) if limits else None):
+                late = end_by is not None and time.monotonic() >= end_by
+                raise LaunchError(self._lateness(timeout_s if late else start_timeout_s, starting))
+            if self.failed or self.died:
+                self._raise()
+        return [self.answers[rank] for rank in range(self.size)]
 
-    def _hear(self, ranks: Sequence[int]) -> None:
-        failed: dict[int, str] = {}
-        died: list[int] = []
-        for rank in ranks:
-            try:
-                kind, content = pickle.loads(self._pipes[rank].recv_bytes())
-            except (EOFError, OSError):
-                died.append(rank)
-                continue
-            if kind == "started":
-                self._started.add(rank)
-            elif kind == "failed":
-                failed[rank] = content
-            else:
-                self._results[rank] = content
-        if failed and not died:
-            # A rank that dies makes others fail, whose messages may come first: look for it.
-            died = [r for r in self._dead(timeout_s=1.0) if r not in failed]
-        if died:
-            rank = died[0]
-            raise LaunchError(f"Rank {rank} {self._end_of(rank)}; the other ranks were ended.")
-        if failed:
-            rank, text = min(failed.items())
-            raise LaunchError(f"Rank {rank} failed; the other ranks were ended.\n{text}")
+    def _lateness(self, seconds: float | None, starting: bool) -> str:
+        ranks = range(self.size)
+        absent = [r for r in ranks if r not in self.here]
+        if absent:
+            return f"{_ranks(absent)} did not start within {seconds:g} s; the others were ended."
+        if starting:
+            missing = [r for r in ranks if r not in self.started]
+            return f"{_ranks(missing)} did not meet the others within {seconds:g} s."
+        busy = [r for r in ranks if r not in self.answers]
+        return f"{_ranks(busy)} did not finish within {seconds:g} s; all ranks were ended."
 
-    def _dead(self, timeout_s: float) -> list[int]:
-        """Ranks that ended without a word, looked for during a moment."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            codes = [p.exitcode for p in self._processes]
-            dead = [r for r, code in enumerate(codes) if code and r not in self._results]
-            if dead or time.monotonic() > deadline:
-                return dead
-            time.sleep(0.02)
+    def _hear(self, until_s: float | None) -> bool:
+        """Take in one message of each rank that has one; False when none came in time."""
+        silent = {*self.answers, *self.failed, *self.died}
+        ranks = {id(self.pipes[r]): r for r in range(self.size) if r not in silent}
+        left = None if until_s is None else max(0.0, until_s - time.monotonic())
+        ready = wait([self.pipes[r] for r in ranks.values()], left)
+        for pipe in ready:
+            self._take(ranks[id(pipe)])
+        return bool(ready)
+
+    def _take(self, rank: int) -> None:
+        try:
+            said: _Said = pickle.loads(self.pipes[rank].recv_bytes())
+        except (EOFError, OSError):
+            self.died.append(rank)
+            return
+        if said.word == "here":
+            self.here.add(rank)
+        elif said.word == "started":
+            self.started.add(rank)
+        elif said.word == "failed":
+            self.failed[rank] = said.content
+        elif said.word == "done":
+            self.answers[rank] = said.content
+        elif self.on_note is not None:
+            self.on_note(rank, said.content)
+
+    def _raise(self) -> None:
+        # A rank that dies makes others fail, whose messages may come first: look for it.
+        until_s = time.monotonic() + CAUSE_S
+        while not self.died and len({*self.answers, *self.failed}) < self.size:
+            if not self._hear(until_s):
+                break
+        if self.died:
+            ends = "; ".join(f"Rank {rank} {self._end_of(rank)}" for rank in sorted(self.died))
+            raise LaunchError(f"{ends}; the other ranks were ended.")
+        rank, first = min(self.failed.items(), key=lambda item: item[1].at_s)
+        if first.error is not None:
+            first.error.add_note(f"On rank {rank}; the other ranks were ended.")
+            raise first.error
+        raise LaunchError(f"Rank {rank} failed; the other ranks were ended.\n{first.text}")
 
     def _end_of(self, rank: int) -> str:
-        process = self._processes[rank]
+        process = self.processes[rank]
         process.join(GRACE_S)
         code = process.exitcode
         if code is None:
@@ -155,17 +261,17 @@ class _Job:
 
     def end(self) -> None:
         """No process of the job is left when this returns."""
-        for process in self._processes:
-            if process.is_alive() and len(self._results) < len(self._processes):
+        if len(self.answers) < self.size:
+            for process in self.processes:
                 process.terminate()
+        for pipe in self.pipes:
+            pipe.close()  # those that are done wait for this
         deadline = time.monotonic() + GRACE_S
-        for process in self._processes:
+        for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))
             if process.is_alive():
                 process.kill()
                 process.join()
-        for pipe in self._pipes:
-            pipe.close()
 
 
 def _ranks(ranks: Sequence[int]) -> str:
@@ -174,46 +280,81 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"Ranks {', '.join(map(str, ranks))}"
 
 
-def _work(
-    rank: int, settings: tuple[Any, ...], pipe: Connection, fn: Any, args: tuple[Any, ...]
-) -> None:
+# -- in a process ----------------------------------------------------------------------------
+
+
+def _work(rank: int, settings: _Settings, pipe: Connection, work: bytes) -> None:
     """The life of one process."""
-    num_ranks, backend, host, port, timeout_s, parent = settings
-    _end_with(parent)
+    os.environ.clear()
+    os.environ.update(settings.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
+    done = threading.Event()
+    launcher = threading.Thread(target=_end_with, args=(pipe, done), daemon=True)
+    launcher.start()
+
+    def say(word: str, content: Any = None) -> None:
+        pipe.send_bytes(pickle.dumps(_Said(word, content)))
+
     try:
-        if host in ("127.0.0.1", "localhost"):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        os.environ.update(
-            RANK=str(rank),
-            LOCAL_RANK=str(rank),
-            WORLD_SIZE=str(num_ranks),
-            LOCAL_WORLD_SIZE=str(num_ranks),
-            MASTER_ADDR=host,
-            MASTER_PORT=str(port),
-        )
-        torch.set_num_threads(max(1, torch.get_num_threads() // num_ranks))
-        dist.init_process_group(
-            backend,
-            store=distributed.TCPStore(host, port, is_master=False),
-            rank=rank,
-            world_size=num_ranks,
-            timeout=datetime.timedelta(seconds=timeout_s),
-        )
-        pipe.send_bytes(pickle.dumps(("started", None)))
-        answer = pickle.dumps(("done", fn(*args)))
-        dist.destroy_process_group()
-    except BaseException:
-        pipe.send_bytes(pickle.dumps(("failed", traceback.format_exc())))
-        pipe.close()
-        sys.exit(1)
-    pipe.send_bytes(answer)
-    pipe.close()
+        fn, args = pickle.loads(work)
+        say("here")
+        _join(rank, settings)
+        say("started")
+        extra = (lambda value: say("note", value),) if settings.noting else ()
+        say("done", fn(*extra, *args))
+    except BaseException as error:
+        say("failed", _Failed(time.monotonic(), _sendable(error), traceback.format_exc()))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the launcher ends the others; there is nothing to wait for
+    done.set()
+    launcher.join()
+    dist.destroy_process_group()
 
 
-def _end_with(parent: int) -> None:
-    """Be killed when the launcher is gone. Only Linux has a way that needs no thread."""
-    if sys.platform.startswith("linux"):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was gone before
-            os._exit(1)
+def _join(rank: int, settings: _Settings) -> None:
+    """Meet the other ranks, however late they start, and make the process group."""
+    if settings.host in (LOOPBACK, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(settings.num_ranks),
+        LOCAL_WORLD_SIZE=str(settings.num_ranks),
+        MASTER_ADDR=settings.host,
+        MASTER_PORT=str(settings.port),
+    )
+    torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
+    patience = datetime.timedelta(seconds=settings.start_timeout_s)
+    store = distributed.TCPStore(settings.host, settings.port, is_master=False, timeout=patience)
+    store.set(f"here/{rank}", "yes")
+    store.wait([f"here/{other}" for other in range(settings.num_ranks)], patience)
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=rank,
+        world_size=settings.num_ranks,
+        timeout=datetime.timedelta(seconds=settings.collective_timeout_s),
+    )
+
+
+def _sendable(error: BaseException) -> ShardwiseError | None:
+    if not isinstance(error, ShardwiseError):
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _end_with(pipe: Connection, done: threading.Event) -> None:
+    """Be gone when the launcher is; it never sends anything, it only closes the pipe."""
+    wait([pipe])
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -1,60 +1,98 @@
 """Jobs of several processes: they give what their ranks return, or end as a whole."""
 
+import multiprocessing
 import os
+import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import late_program
 import launch_programs as programs
 import pytest
-import torch.distributed as dist
 
 import shardwise
-from shardwise.launch import launch
+from shardwise.launch import LOOPBACK, launch
 
 pytestmark = pytest.mark.processes
 
 
-def children():
-    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
-    pids = [pid for task in tasks for pid in (task / "children").read_text().split()]
-    commands = [Path(f"/proc/{pid}/cmdline").read_text() for pid in pids]
-    return [c for c in commands if "spawn_main" in c]
+def ranks_left():
+    return [p.name for p in multiprocessing.active_children() if p.name.startswith("rank-")]
 
 
-def test_every_rank_returns():
-    before = len(children())
+def test_every_rank_returns_and_may_send_notes():
     assert launch(programs.total, 3, 10) == [(0, 33), (1, 33), (2, 33)]
-    assert len(children()) == before
+    notes = []
+    launch(programs.noted_total, 2, 5, on_note=lambda rank, value: notes.append((rank, value)))
+    assert sorted(notes) == [(0, 0), (1, 1)]
+    assert not ranks_left()
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("signal", "Rank 1 was killed by SIGKILL"),
-        ("exit", "Rank 1 ended with exit status 7"),
-        ("error", "ValueError: nothing good"),
+        ("signal", "^Rank 1 was killed by SIGKILL; the other ranks were ended"),
+        ("exit", "^Rank 1 ended with exit status 7"),
+        ("error", "^Rank 1 failed(.|\n)*ValueError: nothing good"),
     ],
 )
 def test_a_rank_that_ends_is_named_and_the_others_end(kind, words):
-    before = len(children())
     start = time.monotonic()
     with pytest.raises(shardwise.LaunchError, match=words):
         launch(programs.die, 3, 1, kind)
-    assert time.monotonic() - start < 90, "the others waited for the rank that was gone"
-    assert len(children()) == before
+    assert time.monotonic() - start < 60, "the others waited for the rank that was gone"
+    assert not ranks_left()
+
+
+def test_an_error_of_ours_is_raised_as_it_is():
+    with pytest.raises(shardwise.LayoutError, match="no room") as caught:
+        launch(programs.die, 3, 1, "ours")
+    assert caught.value.__notes__ == ["On rank 1; the other ranks were ended."]
+    assert not ranks_left()
 
 
 def test_a_rank_that_never_finishes():
-    with pytest.raises(shardwise.LaunchError, match=r"Ranks? .*1 did not (finish|start) within"):
-        launch(programs.sleep, 2, 1, timeout_s=60)
+    with pytest.raises(shardwise.LaunchError, match=r"^Rank 1 did not finish within 3 s"):
+        launch(programs.sleep, 2, 1, timeout_s=3)
+    assert not ranks_left()
+
+
+def test_a_rank_that_starts_late_or_never(monkeypatch):
+    monkeypatch.setenv("LATE_RANK", "rank-1")
+    monkeypatch.setenv("LATE_S", "2")
+    assert launch(late_program.nothing, 2, collective_timeout_s=1) == ["2", "2"]
+    monkeypatch.setenv("LATE_S", "600")
+    with pytest.raises(shardwise.LaunchError, match=r"^Rank 1 did not start within 2 s"):
+        launch(late_program.nothing, 2, start_timeout_s=2)
+    assert not ranks_left()
+
+
+def test_what_cannot_be_sent_is_said_before_anything_starts():
+    with pytest.raises(shardwise.ArgumentError, match="cannot be sent to other processes"):
+        launch(lambda: 1, 2)
 
 
 def test_a_port_in_use():
-    taken = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    with pytest.raises(shardwise.LaunchError, match=f"127.0.0.1:{taken.port}"):
-        launch(programs.total, 2, 1, port=taken.port)
+    with socket.create_server((LOOPBACK, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(shardwise.LaunchError, match=f"{LOOPBACK}:{port}: Address already in"):
+            launch(programs.total, 2, 1, port=port)
+
+
+def test_only_this_machine_can_reach_the_ranks():
+    """Neither the launcher nor a rank listens anywhere but on the loopback interface."""
+    loopback = f"{int.from_bytes(socket.inet_aton(LOOPBACK), sys.byteorder):08X}"
+    for addresses in launch(programs.where_it_listens, 2):
+        assert set(addresses) <= {loopback}
+    with socket.create_server((LOOPBACK, 0)) as free:
+        port = free.getsockname()[1]
+    found = []
+    launch(
+        programs.noted_total, 1, 1, on_note=lambda *_: found.extend(programs.listening()), port=port
+    )
+    assert [address for address, at in found if at == port] == [loopback]
 
 
 def test_processes_end_with_their_launcher(tmp_path):

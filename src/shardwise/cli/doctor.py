@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from shardwise import __version__
 from shardwise.cli.console import console
-from shardwise.report.processes import LOOPBACK, run_processes
+from shardwise.launch import LOOPBACK, launch
 
 OLDEST, NEWEST = (2, 11), (2, 13)
 
@@ -77,7 +77,7 @@ def _add_up() -> float:
 def _gloo() -> Finding:
     if not dist.is_gloo_available():
         return Finding("gloo", False, "this torch has no gloo: processes on CPU cannot talk")
-    right = run_processes(_add_up, 2) == [2.0, 2.0]
+    right = launch(_add_up, 2) == [2.0, 2.0]
     return Finding("gloo", right, "2 processes added a number over loopback")
 
 

@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
 from shardwise.dtensor.tensor import DTensor
+from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
-from shardwise.report.processes import Reporter, run_processes
 
 #: Called after each step with its number, loss and examples per second.
 Progress = Callable[[int, float, float], None]
@@ -83,7 +83,7 @@ def train_in_processes(task: Task, num_ranks: int, progress: Progress) -> Run:
         if rank == 0:
             progress(*value)
 
-    runs = run_processes(_one_process, num_ranks, task, num_ranks, on_note=noted)
+    runs = launch(_one_process, num_ranks, task, num_ranks, on_note=noted)
     run: Run = runs[0]
     run.losses = [sum(each) / num_ranks for each in zip(*(r.losses for r in runs), strict=True)]
     if run.report is not None:
@@ -91,7 +91,7 @@ def train_in_processes(task: Task, num_ranks: int, progress: Progress) -> Run:
     return run
 
 
-def _one_process(note: Reporter, task: Task, num_ranks: int) -> Run:
+def _one_process(note: Note, task: Task, num_ranks: int) -> Run:
     return _train_sharded(task, num_ranks, lambda *what: note(what))
 
 

@@ -12,9 +12,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
+from shardwise.comm.consent import agree
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
-from shardwise.core.grid import grid_of
+from shardwise.core.grid import Grid, grid_of
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
@@ -28,6 +29,7 @@ from shardwise.embedding.routing import Route
 from shardwise.embedding.stacks import Stacks, tile_of
 from shardwise.embedding.step import Ahead, send_ids
 from shardwise.embedding.table import Table, checked_tables
+from shardwise.embedding.tiling import Tiling
 from shardwise.errors import (
     ArgumentError,
     BatchError,
@@ -166,9 +168,8 @@ class _Collection(nn.Module):
                 f"A collection is sharded over a mesh with one axis, found {grid!r}. Take a "
                 "sub-mesh (mesh['axis']) or flatten it."
             )
-        chosen = Plan.of(plan)
         num_ranks = len(grid.ranks)
-        tiling = chosen.tiling(self.tables, num_ranks)
+        chosen, tiling = self._agreed(grid, plan, grad_reduction)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
         for number, table in enumerate(self.tables):
@@ -180,6 +181,26 @@ class _Collection(nn.Module):
         self._replace_parameters(stacks)
         self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
         return self
+
+    def _agreed(
+        self, grid: Grid, plan: Plan | str | Mapping[str, Entry], grad_reduction: str
+    ) -> tuple[Plan, Tiling]:
+        """The plan and the parts that it makes, once all ranks have said that theirs are these."""
+        problem: ShardwiseError | None = None
+        lines = [f"{type(self).__name__}, grad_reduction={grad_reduction}"]
+        try:
+            chosen = Plan.of(plan)
+            tiling = chosen.tiling(self.tables, len(grid.ranks))
+            cuts = zip(self.tables, tiling.cuts, strict=True)
+            lines += [
+                f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {cut.kind} "
+                f"{list(cut.sizes)}"
+                for table, cut in cuts
+            ]
+        except ShardwiseError as error:
+            problem = error
+        agree(grid, "the plan of a collection", "\n".join(lines), problem)
+        return chosen, tiling
 
     def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
         """Bytes per rank, their balance, and what a step of such batches communicates."""

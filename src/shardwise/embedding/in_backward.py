@@ -12,6 +12,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend, Query, update_stacks
 from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.embedding.gradients import Rows
+from shardwise.embedding.row_state import RowState
 from shardwise.embedding.shared_squares import (
     has_split_columns,
     stacks_of_columns,
@@ -154,6 +155,16 @@ class InBackward:
 
     def _state_of(self, table: int, name: str, per_row: bool) -> torch.Tensor:
         stacks = self.stacks
+        parts = self._parts_of(table, name, per_row)
+        if stacks.grid is None:
+            return parts[0]
+        if not per_row:
+            return stacks.wrap(table, parts)
+        return stacks.wrap_per_row(table, parts, shared=self.settings.needs_whole_rows)
+
+    def _parts_of(self, table: int, name: str, per_row: bool) -> list[torch.Tensor]:
+        """What each rank present has of a state."""
+        stacks = self.stacks
         parts = []
         for place, rank in enumerate(stacks.ranks):
             tile = stacks.tiling.tile_on(table, rank)
@@ -164,11 +175,25 @@ class InBackward:
             state = self._states[place][tile.stack][name]
             mine = state[tile.base : tile.base + tile.num_rows]
             parts.append(mine.unsqueeze(1) if per_row else mine)
-        if stacks.grid is None:
-            return parts[0]
-        if not per_row:
-            return stacks.wrap(table, parts)
-        return stacks.wrap_per_row(table, parts)
+        return parts
+
+    def _saved_states(self) -> dict[str, dict[str, Any]]:
+        """`state`, with a RowState where only some ranks hold columns of a table."""
+        found: dict[str, dict[str, Any]] = {name: dict(s) for name, s in self.state.items()}
+        grid = self.stacks.grid
+        if not self.settings.needs_whole_rows:
+            return found
+        for number, table in enumerate(self.stacks.tiling.tables):
+            cut = self.stacks.tiling.cuts[number]
+            if grid is None or not cut.by_columns or all(cut.sizes):
+                continue
+            for name, per_row in self.settings.states.items():
+                if per_row:
+                    parts = zip(self.stacks.ranks, self._parts_of(number, name, True), strict=True)
+                    holders = [(grid.ranks[at], part) for at, part in parts if cut.sizes[at]]
+                    shape = (table.num_embeddings, 1)
+                    found[table.name][name] = RowState(shape, self.stacks.dtype, holders)
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         """Settings, the number of updates, and the state of each table."""
@@ -180,7 +205,7 @@ class InBackward:
             "optimizer": type(self.settings).__name__,
             "settings": optimizer_settings(self.settings),
             "num_steps": self.num_steps,
-            "state": self.state,
+            "state": self._saved_states(),
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -190,7 +215,7 @@ class InBackward:
             raise ArgumentError(
                 f"The state is of {saved.get('optimizer')}, the collection has {kind}."
             )
-        mine = self.state
+        mine = self._saved_states()
         if set(saved["state"]) != set(mine):
             odd = ", ".join(sorted(set(saved["state"]) ^ set(mine)))
             raise LayoutError(f"The state and the collection differ in tables: {odd}.")
@@ -203,7 +228,12 @@ class InBackward:
             setattr(self.settings, key, value)
 
 
-def _copy_whole(target: torch.Tensor, value: torch.Tensor) -> None:
+def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
+    if isinstance(target, RowState):
+        values = dict(value.holders) if isinstance(value, RowState) else {}
+        for rank, numbers in target.holders:
+            numbers.copy_(values.get(rank, value))
+        return
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
         from shardwise.dtensor.create import distribute_tensor
 

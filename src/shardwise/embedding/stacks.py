@@ -8,7 +8,7 @@ import torch
 
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
-from shardwise.core.placements import Placement, Shard
+from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.tiling import Tile, Tiling
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
@@ -85,16 +85,22 @@ class Stacks:
         local = one_tensor(self.grid, _shared(parts), sized=False)
         return DTensor.wrap(local, self.layout(number))
 
-    def wrap_per_row(self, number: int, parts: Sequence[torch.Tensor]) -> DTensor:
-        """The DTensor of a state with one column per tile of columns, one column in all else."""
+    def wrap_per_row(self, number: int, parts: Sequence[torch.Tensor], shared: bool) -> DTensor:
+        """The DTensor of a state with one number per row, on each holder of some columns.
+
+        When the numbers are `shared`, all holders have the same; where those are all ranks, the
+        state is replicated. Else it has a column per holder.
+        """
         assert self.grid is not None, "states without a mesh are plain tensors"
         one, cut = self.tiling.tables[number], self.tiling.cuts[number]
         local = one_tensor(self.grid, _shared(parts), sized=False)
-        if not cut.by_columns:
-            return DTensor.wrap(local, self._layout((one.num_embeddings, 1), cut.placement(one)))
-        holders = tuple(int(size > 0) for size in cut.sizes)
-        shape = (one.num_embeddings, sum(holders))
-        return DTensor.wrap(local, self._layout(shape, Shard(1, holders)))
+        placement, num_columns = cut.placement(one), 1
+        if cut.by_columns:
+            holders = tuple(int(size > 0) for size in cut.sizes)
+            copied = shared and all(holders)
+            placement = REPLICATE if copied else Shard(1, holders)
+            num_columns = 1 if copied else sum(holders)
+        return DTensor.wrap(local, self._layout((one.num_embeddings, num_columns), placement))
 
     def nothing_of(self, number: int) -> torch.Tensor:
         """The part of a rank that owns nothing of a table."""

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.consent import agree
 from shardwise.core.grid import grid_of
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.errors import LayoutError
-from shardwise.parallel.resolve import resolve
+from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.parallel.resolve import Resolved, resolve
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.ties import style_untouched, tie_again, tied_owners
+from shardwise.parallel.words import described
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -32,8 +34,9 @@ def parallelize_module(
     path's parts may hold `*`, `?` and `[1-2]`; "" is the module itself. The mesh is that of a
     surrounding `with device_mesh:` unless given; see docs/howto/parallel.md for several axes. Every
     rank gets the values of rank `src_data_rank`; with None, each keeps its own and nothing is
-    communicated. All mistakes are found before anything is changed; an entry that matches nothing
-    and an empty plan are warnings, or errors when `strict`.
+    communicated. Otherwise the ranks compare what they were asked for first: where they differ, or
+    one of them finds a mistake, all of them raise before anything is changed. An entry that
+    matches nothing and an empty plan are warnings, or errors when `strict`.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -50,13 +53,16 @@ def parallelize_module(
     ((Shard(0),), (Shard(1),))
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
-    grid_of(mesh)
-    if parallelize_plan is None or (isinstance(parallelize_plan, Mapping) and not parallelize_plan):
-        _complain("parallelize_plan is empty: the module stays as it is.", strict)
-        return module
-    found = resolve(module, parallelize_plan, src_data_rank)
-    for message in found.unmatched:
-        _complain(message, strict)
+    grid = grid_of(mesh)
+    found, problem = Resolved((), ()), None
+    try:
+        found = _resolved(module, parallelize_plan, src_data_rank, strict)
+    except (ShardwiseError, RuntimeError) as error:
+        if src_data_rank is None:
+            raise
+        problem = error
+    if src_data_rank is not None:
+        agree(grid, "parallelize_module", _request(found, src_data_rank), problem)
     ties = tied_owners(module)
     touched = set()
     for target in found.targets:
@@ -72,10 +78,31 @@ def parallelize_module(
     return module
 
 
+def _resolved(
+    module: nn.Module, plan: Plan | None, src_data_rank: int | None, strict: bool
+) -> Resolved:
+    if plan is None or (isinstance(plan, Mapping) and not plan):
+        _complain("parallelize_plan is empty: the module stays as it is.", strict)
+        return Resolved((), ())
+    found = resolve(module, plan, src_data_rank)
+    for message in found.unmatched:
+        _complain(message, strict)
+    return found
+
+
+def _request(found: Resolved, src_data_rank: int) -> str:
+    """What this rank is about to do, for the others to compare."""
+    lines = [f"src_data_rank={src_data_rank}"]
+    for target in found.targets:
+        shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
+        lines.append(f"{target.path!r}: {described(target.style)} on {shapes}")
+    return "\n".join(lines)
+
+
 def _complain(message: str, strict: bool) -> None:
     if strict:
         raise LayoutError(message)
-    warnings.warn(message, UserWarning, stacklevel=3)
+    warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def _put(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:

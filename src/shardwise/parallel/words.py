@@ -115,6 +115,14 @@ def entry_of(style: ParallelStyle | Entry, pattern: str) -> Entry:
     return next((word for word, make in WORDS.items() if _entry(make(), "") == entry), entry)
 
 
+def described(style: ParallelStyle) -> str:
+    """A style as text that is the same in every process."""
+    try:
+        return str(_entry(style, ""))
+    except ArgumentError:  # one of the user's own
+        return type(style).__name__
+
+
 def _entry(style: ParallelStyle, pattern: str) -> dict[str, Any]:
     name = type(style).__name__
     if STYLES.get(name) is not type(style):

@@ -24,9 +24,9 @@ from shardwise.comm.simulate import simulate
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
+from shardwise.launch import launch
 from shardwise.report.batches import call, per_rank, split_batch
 from shardwise.report.case import Case, Mesh
-from shardwise.report.processes import run_processes
 
 RATE = 0.1
 TOLERANCE = 1e-4
@@ -85,7 +85,7 @@ def check_simulated(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Par
 
 def check_in_processes(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> Parity:
     """Compare in processes that talk through gloo."""
-    answers = run_processes(play_sharded, mesh.num_ranks, case, mesh)
+    answers = launch(play_sharded, mesh.num_ranks, case, mesh)
     outcome, parts = answers[0]
     for other, _ in answers[1:]:
         outcome.outputs.update(other.outputs)

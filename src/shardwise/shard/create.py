@@ -9,12 +9,12 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
+from shardwise.comm.consent import agree, gather_texts
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.shard.agree import agree, gather_texts
 from shardwise.shard.blocks import cut_whole
 from shardwise.shard.group import group_ranks, home_grid
 from shardwise.shard.metadata import Shard

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.comm.consent import agree
 from shardwise.errors import (
     ArgumentError,
     PathError,
@@ -17,7 +18,6 @@ from shardwise.errors import (
     ShardwiseError,
     WorldError,
 )
-from shardwise.shard.agree import agree
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,

@@ -2,13 +2,15 @@
 
 A rank that fails alone, or was asked for something else, would leave the others waiting in the next
 collective. So every rank first says what it is about to do, problems included, and all of them go
-on, or all of them raise the same error.
+on, or all of them raise the same error. Ranks that run different code are found the same way.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
 
     `request` describes what this rank asks for, one line each; lines that differ are named.
     """
+    request = f"{code_version()}\n{request}"
     said = f"{type(problem).__name__}: {problem}" if problem else ""
     digest = hashlib.sha256(f"{request}\0{said}".encode()).digest()
     row = torch.frombuffer(bytearray(digest + bytes([bool(said)])), dtype=torch.uint8)
@@ -41,6 +44,16 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
         found = "; ".join(f"rank {rank}: {text}" for rank, text in own.items())
         raise LayoutError(f"{what} fails on ranks {list(own)}, so no rank goes on. {found}")
     raise LayoutError(_difference(what, grid.ranks, requests))
+
+
+@functools.cache
+def code_version() -> str:
+    """The code that this process runs: torch's version, and a digest of this package's files."""
+    package = Path(__file__).resolve().parents[1]
+    digest = hashlib.sha256()
+    for file in sorted(package.rglob("*.py")):
+        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    return f"torch {torch.__version__}, shardwise code {digest.hexdigest()[:12]}"
 
 
 def _difference(what: str, ranks: tuple[int, ...], requests: tuple[str, ...]) -> str:
@@ -61,9 +74,11 @@ def _difference(what: str, ranks: tuple[int, ...], requests: tuple[str, ...]) ->
 def gather_rows(grid: Grid, what: str, row: Callable[[int], torch.Tensor]) -> torch.Tensor:
     """What `row(rank)` gives on each rank of the group, as the rows of one plain tensor."""
     device = grid.device_type
-    mine = each_rank(grid, lambda place: row(grid.ranks[place[0]]).to(device)[None])
+    rank_at = {place: rank for rank, place in grid.coordinates.items()}
+    gathered: Any = each_rank(grid, lambda place: row(rank_at[tuple(place)]).to(device)[None])
     with because(what, implicit=False):
-        gathered: Any = collectives.all_gather(mine, grid, 0)
+        for axis in reversed(range(grid.num_axes)):
+            gathered = collectives.all_gather(gathered, grid, axis)
     if isinstance(gathered, LocalTensor):
         gathered = gathered.agreed()
     return gathered.cpu()
