@@ -22,7 +22,7 @@ LAYERS = [
     {"dtensor"},
     {"exchange", "planfile"},
     {"parallel", "embedding", "shard", "checkpoint", "interop"},
-    {"planner", "debug", "testing"},
+    {"planner", "debug", "testing", "preload"},
     {"report"},
     {"demo"},
     {"cli"},

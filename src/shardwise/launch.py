@@ -39,7 +39,7 @@ GRACE_S = 5.0
 #: How long after a first failure the launcher looks for a rank that died and caused it.
 CAUSE_S = 1.0
 #: What every process needs, by name; see Note [One import for all].
-PRELOADED = [__name__, "shardwise.front"]
+PRELOADED = ["shardwise.preload"]
 distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 Note = Callable[[Any], None]
@@ -128,6 +128,24 @@ def launch(
         return job.results(start_timeout_s, timeout_s)
     finally:
         job.end()
+
+
+def join(backend: str | None = None, *, timeout_s: float = 120) -> None:
+    """Make the process group of a process that torchrun has started.
+
+    As `init_process_group` does, but each restart (`torchrun --max-restarts`) meets under a name of
+    its own: torch's agent keeps one store, in which gloo would find the addresses of processes that
+    are gone.
+    """
+    store, rank, size = next(distributed.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
 
 
 def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:

@@ -10,6 +10,8 @@ import pytest
 import report_models
 from click.testing import CliRunner
 
+import shardwise
+from shardwise.checkpoint import save
 from shardwise.cli.main import main
 
 
@@ -92,6 +94,35 @@ def test_rules(run):
 def test_completion_scripts(run):
     for shell in ("bash", "zsh", "fish"):
         assert "_SHARDWISE_COMPLETE" in run("completion", shell).output
+
+
+def test_checkpoints(run):
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        weight = shardwise.ones(4, 6, device_mesh=mesh, placements=[shardwise.Shard(0)])
+        save({"model": {"weight": weight}, "step": 7, "losses": [0.5] * 9}, "saved")
+    shown = run("checkpoint", "inspect", "saved").output
+    for words in ("96 bytes of tensors, saved by 2 ranks", "model.weight", "4x6", "9 in all"):
+        assert words in shown
+    content = json.loads(run("checkpoint", "inspect", "saved", "--json").output)
+    assert content["state"]["step"] == 7
+    assert run("checkpoint", "verify", "saved").exit_code == 0
+    made = run("checkpoint", "convert", "saved", "whole.safetensors", "--prefix", "model.")
+    assert "1 tensors, 96 bytes" in made.output
+    assert "weight" in run("checkpoint", "inspect", "whole.safetensors").output
+    again = run("checkpoint", "convert", "saved", "whole.safetensors")
+    assert again.exit_code == 3
+    assert "exists already" in again.stderr
+    file = Path("saved/model-00002-of-00002.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    damaged = run("checkpoint", "verify", "saved")
+    assert damaged.exit_code == 1
+    assert "model-00002-of-00002.safetensors is damaged" in damaged.output
+    gone = run("checkpoint", "inspect", "nowhere")
+    assert gone.exit_code == 3
+    assert "There is no checkpoint at nowhere" in gone.stderr
 
 
 @pytest.mark.parametrize("columns", ["40", "80"])

@@ -17,6 +17,7 @@ Examples:
   shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4
   shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8
   shardwise rules aten.mm
+  shardwise checkpoint verify runs/step-00000100
 """
 _TARGET = """
 
@@ -36,10 +37,10 @@ class Commands(click.Group):
         except Exception as error:
             if ctx.params.get("debug"):
                 raise
-            from shardwise.cli.mistakes import message
+            from shardwise.cli.mistakes import exit_status, message
 
             click.echo(f"Error: {message(error)}", err=True)
-            ctx.exit(2)
+            ctx.exit(exit_status(error))
 
 
 @click.group(
@@ -67,12 +68,23 @@ def _plan_option(command: Any) -> Any:
     "--data", metavar="FILE", type=click.Path(), help="Train on a file in Criteo's format."
 )
 @click.option("--report", metavar="FILE", default="report.html", show_default=True)
+@click.option(
+    "--checkpoint-every", metavar="N", type=click.IntRange(1), help="Save after every N steps."
+)
+@click.option(
+    "--checkpoints", metavar="FOLDER", default="checkpoints", show_default=True, type=click.Path()
+)
+@click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Of the last.")
+@click.option("--resume", is_flag=True, help="Go on from the latest checkpoint, if there is one.")
 @click.pass_context
 def demo(ctx: click.Context, /, **options: Any) -> None:
     """Train a small model on one device and sharded, and compare.
 
     dlrm is a recommender whose tables are sharded by a mixed plan, on a click log with a planted
     truth; gpt a tensor-parallel language model on the text that `help()` shows.
+
+    Also under torchrun, whose processes are then the ranks. Exit status 1 when the numbers are not
+    those of one device, 3 when the run broke: --resume goes on from the last whole checkpoint.
     """
     from shardwise.cli.console import console
     from shardwise.demo.run import Options, run_demo
@@ -125,6 +137,60 @@ def check(ctx: click.Context, /, **options: Any) -> None:
 
 for _command in (explain, check):
     _command.help = f"{_command.help}{_TARGET}"
+
+
+@main.group(
+    epilog="""\b
+Examples:
+  shardwise checkpoint inspect runs/step-00000100
+  shardwise checkpoint verify runs/step-00000100
+  shardwise checkpoint convert runs/step-00000100 model.safetensors --prefix model.
+"""
+)
+def checkpoint() -> None:
+    """Look into checkpoints, check them, make them whole: shardwise's and Hugging Face's."""
+
+
+@checkpoint.command()
+@click.argument("path", type=click.Path())
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+def inspect(path: str, as_json: bool) -> None:
+    """What a checkpoint holds: tensors, their pieces and files, plain values. Reads no tensor."""
+    from shardwise.cli.checkpoint import run_inspect
+
+    run_inspect(path, as_json)
+
+
+@checkpoint.command()
+@click.argument("path", type=click.Path())
+@click.pass_context
+def verify(ctx: click.Context, path: str) -> None:
+    """Read every byte of a checkpoint and name all that is damaged; exit status 1 if any is."""
+    from shardwise.cli.checkpoint import run_verify
+
+    ctx.exit(run_verify(path))
+
+
+@checkpoint.command()
+@click.argument("source", type=click.Path())
+@click.argument("target", type=click.Path())
+@click.option("--prefix", default="", help="Only tensors whose names begin so; it is cut off.")
+@click.option(
+    "--max-file-bytes",
+    type=click.IntRange(1),
+    default=5 << 30,
+    show_default=True,
+    help="Of the files of a folder.",
+)
+def convert(source: str, target: str, prefix: str, max_file_bytes: int) -> None:
+    """Rewrite a checkpoint with every tensor whole, in little memory.
+
+    A TARGET that ends in .safetensors is one file, of tensors only; anything else is a folder that
+    keeps plain values and has checksums.
+    """
+    from shardwise.cli.checkpoint import run_convert
+
+    run_convert(source, target, prefix, max_file_bytes)
 
 
 @main.command()

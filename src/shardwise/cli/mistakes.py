@@ -4,7 +4,16 @@ from __future__ import annotations
 
 import traceback
 
-from shardwise.errors import ShardwiseError
+from shardwise.errors import CheckpointError, CollectiveError, LaunchError, ShardwiseError
+
+#: What was asked for or given is wrong; something broke while it was done.
+MISTAKE, BROKE = 2, 3
+
+
+def exit_status(error: Exception) -> int:
+    """How a command that raised ends."""
+    broke = isinstance(error, (LaunchError, CollectiveError, CheckpointError, OSError))
+    return BROKE if broke else MISTAKE
 
 
 def message(error: Exception) -> str:

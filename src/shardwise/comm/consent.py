@@ -22,6 +22,9 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.errors import LayoutError
 
+#: The folder of the code whose ranks compare themselves.
+PACKAGE = Path(__file__).resolve().parents[1]
+
 
 def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:
     """Raise on every rank of the group unless all ask for the same and none has a problem.
@@ -49,10 +52,9 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
 @functools.cache
 def code_version() -> str:
     """The code that this process runs: torch's version, and a digest of this package's files."""
-    package = Path(__file__).resolve().parents[1]
     digest = hashlib.sha256()
-    for file in sorted(package.rglob("*.py")):
-        digest.update(f"{file.relative_to(package)}\0".encode() + file.read_bytes())
+    for file in sorted(PACKAGE.rglob("*.py")):
+        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
     return f"torch {torch.__version__}, shardwise code {digest.hexdigest()[:12]}"
 
 

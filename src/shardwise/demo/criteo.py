@@ -1,13 +1,17 @@
 """Criteo's format: per line a label, 13 integers and 26 hexadecimal ids, separated by tabs.
 
-A field may be empty. Lines that are not of this form are counted, and the first are named.
+A field may be empty. Lines that are not of this form are counted, and the first are named. Of a
+file, no more is held in memory than the examples that are asked for, and one line.
 """
 
 from __future__ import annotations
 
+import re
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TextIO
 
 import torch
 
@@ -17,6 +21,13 @@ from shardwise.errors import ArgumentError
 
 NUM_IDS = 26
 MOST_ROWS = 20_000
+#: A line of the format has less than a tenth of this.
+MAX_LINE = 16 << 10
+#: So many bad lines are remembered with what is wrong; the others are counted.
+MOST_NAMED = 1000
+
+_INTEGER = re.compile(r"-?[0-9]{1,18}")
+_HEXADECIMAL = re.compile(r"[0-9a-fA-F]{1,16}")
 
 
 @dataclass
@@ -28,8 +39,9 @@ class ClickFile:
     dense: torch.Tensor
     #: One column per field; -1 where the field is empty.
     ids: torch.Tensor
-    #: Line number -> what is wrong with it.
+    #: Line number -> what is wrong with it, of the first bad lines.
     bad: dict[int, str] = field(default_factory=dict)
+    num_bad: int = 0
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -62,35 +74,48 @@ def _bags(ids: torch.Tensor, tables: list[Table]) -> Jagged:
     return Jagged(names, torch.cat(values), lengths=torch.cat(lengths))
 
 
-def read_clicks(path: str) -> ClickFile:
-    """Read a file; bad lines are left out and listed."""
+def read_clicks(path: str, most: int | None = None) -> ClickFile:
+    """Read a file, or its first `most` examples; bad lines are left out and listed."""
     if not Path(path).is_file():
         raise ArgumentError(f"There is no file {path!r} to train on.")
-    labels: list[int] = []
-    dense: list[list[int]] = []
-    ids: list[list[int]] = []
+    labels, dense, ids = array("b"), array("f"), array("q")
     bad: dict[int, str] = {}
-    with open(path, encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
+    num_bad = 0
+    with open(path, encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(_lines(file), start=1):
+            if most is not None and len(labels) >= most:
+                break
             try:
-                label, counts, names = _fields(line.rstrip("\n"))
+                label, counts, names = _fields(line)
             except ValueError as error:
-                bad[number] = str(error)
+                num_bad += 1
+                if num_bad <= MOST_NAMED:
+                    bad[number] = str(error)
                 continue
             labels.append(label)
-            dense.append(counts)
-            ids.append(names)
+            dense.extend(counts)
+            ids.extend(names)
     if not labels:
         why = "; ".join(f"line {n}: {text}" for n, text in list(bad.items())[:3])
         raise ArgumentError(f"{path} has no line in Criteo's format. {why or 'It is empty.'}")
-    counts_of = torch.tensor(dense, dtype=torch.float32).view(len(labels), NUM_DENSE)
+    counts_of = torch.frombuffer(dense, dtype=torch.float32).view(len(labels), NUM_DENSE)
     return ClickFile(
         path,
-        torch.tensor(labels, dtype=torch.float32),
-        counts_of.clamp_(min=0).log1p_(),
-        torch.tensor(ids, dtype=torch.int64).view(len(labels), NUM_IDS),
+        torch.frombuffer(labels, dtype=torch.int8).float(),
+        counts_of.clamp(min=0).log1p_(),
+        torch.frombuffer(ids, dtype=torch.int64).view(len(labels), NUM_IDS),
         bad,
+        num_bad,
     )
+
+
+def _lines(file: TextIO) -> Iterator[str]:
+    """The lines of a file without their ends; of one that is too long, its beginning."""
+    while line := file.readline(MAX_LINE):
+        rest = line
+        while not rest.endswith("\n") and (rest := file.readline(MAX_LINE)):
+            pass
+        yield line.rstrip("\r\n")
 
 
 def _fields(line: str) -> tuple[int, list[int], list[int]]:
@@ -99,22 +124,33 @@ def _fields(line: str) -> tuple[int, list[int], list[int]]:
     >>> label, counts[0], ids[0], ids[-1]
     (1, 2, 10, -1)
     """
+    if len(line) >= MAX_LINE:
+        raise ValueError(f"it has {MAX_LINE} characters or more")
     fields = line.split("\t")
     wanted = 1 + NUM_DENSE + NUM_IDS
     if len(fields) != wanted:
         raise ValueError(f"{len(fields)} fields, not {wanted}")
     if fields[0] not in ("0", "1"):
-        raise ValueError(f"the label is {fields[0]!r}, not 0 or 1")
-    counts: list[int] = []
-    names: list[int] = []
-    for place, text in enumerate(fields[1:], start=2):
-        integer = place <= 1 + NUM_DENSE
-        try:
-            number = int(text, 10 if integer else 16) if text else 0 if integer else -1
-        except ValueError:
-            kind = "an integer" if integer else "a hexadecimal id"
-            raise ValueError(f"field {place} is {text!r}, not {kind}") from None
-        if not integer and text and not 0 <= number < 2**63:
-            raise ValueError(f"field {place} is {text!r}, not an id of at most 63 bits")
-        (counts if integer else names).append(number)
+        raise ValueError(f"the label is {fields[0][:40]!r}, not 0 or 1")
+    counts = [_integer(text, place) for place, text in enumerate(fields[1:14], start=2)]
+    names = [_id(text, place) for place, text in enumerate(fields[14:], start=15)]
     return int(fields[0]), counts, names
+
+
+def _integer(text: str, place: int) -> int:
+    if not text:
+        return 0
+    if _INTEGER.fullmatch(text) is None:
+        raise ValueError(f"field {place} is {text[:40]!r}, not an integer")
+    return int(text)
+
+
+def _id(text: str, place: int) -> int:
+    if not text:
+        return -1
+    if _HEXADECIMAL.fullmatch(text) is None:
+        raise ValueError(f"field {place} is {text[:40]!r}, not a hexadecimal id")
+    number = int(text, 16)
+    if number >= 2**63:
+        raise ValueError(f"field {place} is {text!r}, not an id of at most 63 bits")
+    return number

@@ -99,8 +99,11 @@ class Writing:
         # A larger epsilon: Adam blows a gradient up that is rounding and nothing else.
         return [torch.optim.AdamW(model.parameters(), lr=RATE, eps=1e-5)]
 
-    def kept(self, model: nn.Module) -> list[torch.Tensor]:
+    def optimizers_within(self, model: nn.Module) -> list[Any]:
         return []
+
+    def identity(self) -> dict[str, Any]:
+        return {"model": "gpt", "seed": self.seed, "examples": self.size}
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module:
         if NUM_HEADS % mesh.size():

@@ -56,8 +56,12 @@ class Recommending:
         dense = [p for name, p in model.named_parameters() if not name.startswith("tables.")]
         return [torch.optim.SGD(dense, lr=DENSE_RATE, momentum=0.9)]
 
-    def kept(self, model: Any) -> list[torch.Tensor]:
-        return [t for states in model.tables.optimizer.state.values() for t in states.values()]
+    def optimizers_within(self, model: Any) -> list[Any]:
+        return [model.tables.optimizer]
+
+    def identity(self) -> dict[str, Any]:
+        tables = {table.name: table.num_embeddings for table in self.tables()}
+        return {"model": "dlrm", "seed": self.seed, "examples": self.size, "tables": tables}
 
     def shard(self, model: Any, mesh: DeviceMesh) -> nn.Module:
         model.tables.shard(mesh, self.plan)

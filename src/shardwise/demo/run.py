@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from shardwise.demo.criteo import ClickFile, read_clicks
 from shardwise.demo.language import Writing
-from shardwise.demo.recommending import MIXED_PLAN, Recommending
+from shardwise.demo.recommending import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending
 from shardwise.demo.show import BOUND, bar, facts, show
 from shardwise.demo.training import (
+    Keeping,
+    Run,
     Task,
     largest_difference,
     train_alone,
     train_in_processes,
+    train_sharded,
     train_simulated,
 )
 from shardwise.embedding import Plan
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.launch import join
 from shardwise.report.html import write_html
 
 STEPS = {"dlrm": 240, "gpt": 150}
@@ -40,20 +47,67 @@ class Options:
     plan: str | None = None
     data: str | None = None
     report: str = "report.html"
+    checkpoint_every: int | None = None
+    checkpoints: str = "checkpoints"
+    keep: int = 2
+    resume: bool = False
 
 
 def run_demo(options: Options, console: Console) -> int:
-    """0 when the sharded model has one device's numbers, else 1."""
+    """0 when the sharded model has one device's numbers, else 1.
+
+    Under torchrun, this process is one of the ranks, and the first of them reports.
+    """
+    torch.set_num_threads(1)  # the model is small: more threads wait for each other
+    joined = dist.is_torchelastic_launched()
+    if joined:
+        options = _joined(options)
+        console = console if dist.get_rank() == 0 else Console(quiet=True)
+    try:
+        return _run(options, console, joined)
+    finally:
+        if joined:
+            dist.destroy_process_group()
+
+
+def _joined(options: Options) -> Options:
+    num_ranks = int(os.environ["WORLD_SIZE"])
+    if options.processes not in (None, num_ranks):
+        raise ArgumentError(
+            f"--processes {options.processes} was asked for under torchrun, which has started "
+            f"{num_ranks}. Leave --processes out: torchrun's number counts."
+        )
+    join("gloo")
+    return replace(options, processes=num_ranks)
+
+
+def _run(options: Options, console: Console, joined: bool) -> int:
     task = _task(options, console)
     num_ranks = options.processes or options.ranks
     world = f"{num_ranks} gloo processes" if options.processes else f"{num_ranks} simulated ranks"
-    torch.set_num_threads(1)  # the model is small: more threads wait for each other
+    keeping = _keeping(options)
+    train: Callable[..., Run] = train_in_processes if options.processes else train_simulated
+    if joined:
+        train = train_sharded
+    with bar(console, world, task.num_steps) as progress:
+        many = train(task, num_ranks, progress, keeping)
+    if joined and dist.get_rank():
+        return 0
     with bar(console, "one device", task.num_steps) as progress:
         one = train_alone(task, progress)
-    with bar(console, world, task.num_steps) as progress:
-        train = train_in_processes if options.processes else train_simulated
-        many = train(task, num_ranks, progress)
-    assert many.report is not None, "a sharded training reports its last step"
+    return _report(one, many, world, options, console)
+
+
+def _keeping(options: Options) -> Keeping | None:
+    if options.checkpoint_every is None and not options.resume:
+        return None
+    return Keeping(options.checkpoints, options.checkpoint_every, options.keep, options.resume)
+
+
+def _report(one: Run, many: Run, world: str, options: Options, console: Console) -> int:
+    assert many.report is not None, "a sharded training reports a step"
+    if many.num_resumed:
+        world += f", the first {many.num_resumed} steps in an earlier run"
     many.report.facts = facts(one, many, world)
     show(console, many.report)
     write_html(many.report, options.report)
@@ -78,7 +132,9 @@ def _task(options: Options, console: Console) -> Task:
         if options.data is not None:
             raise ArgumentError("--data is for the recommender; gpt reads Python's own text.")
         return Writing(num_steps, options.seed, options.plan)
-    data = _read(options.data, console) if options.data is not None else None
+    data = None
+    if options.data is not None:
+        data = _read(options.data, num_steps * EXAMPLES_PER_STEP, console)
     plan = MIXED_PLAN if options.plan is None else Plan.load(options.plan)
     if data is not None and options.plan is None:
         plan = _plan_for(data)
@@ -101,13 +157,14 @@ def _plan_for(data: ClickFile) -> Plan:
     return Plan(entries)
 
 
-def _read(path: str, console: Console) -> ClickFile:
-    data = read_clicks(path)
+def _read(path: str, most: int, console: Console) -> ClickFile:
+    """As many examples as the training takes; a shorter file is begun again."""
+    data = read_clicks(path, most)
     console.print(f"{path}: {len(data):,} examples.", highlight=False)
     if data.bad:
-        console.print(f"{len(data.bad):,} bad lines were left out:", highlight=False)
+        console.print(f"{data.num_bad:,} bad lines were left out:", highlight=False)
         for number, why in list(data.bad.items())[:SHOWN_LINES]:
             console.print(f"  line {number}: {why}", highlight=False, markup=False)
-        if len(data.bad) > SHOWN_LINES:
-            console.print(f"  and {len(data.bad) - SHOWN_LINES:,} more", highlight=False)
+        if data.num_bad > SHOWN_LINES:
+            console.print(f"  and {data.num_bad - SHOWN_LINES:,} more", highlight=False)
     return data

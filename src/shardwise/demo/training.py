@@ -1,4 +1,10 @@
-"""Training: the same steps on one device, on simulated ranks and in processes."""
+"""Training: the same steps on one device, on simulated ranks and in processes.
+
+Note [A training that can be killed]
+What a training has to remember is its model, its optimizers, the number of steps that are done and
+their losses. Batches are drawn anew from the seed, so a training that goes on from a checkpoint
+takes the same steps as one that was never stopped.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +14,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.checkpoint import Checkpoints, inspect
+from shardwise.comm.consent import agree
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
+from shardwise.core.grid import grid_of
+from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError
 from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
 
@@ -31,8 +43,12 @@ class Task(Protocol):
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]: ...
 
-    def kept(self, model: nn.Module) -> list[torch.Tensor]:
-        """What optimizers that are part of the model keep."""
+    def optimizers_within(self, model: nn.Module) -> list[Any]:
+        """Optimizers that are part of the model and update it in backward."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What makes two trainings the same, apart from the number of steps and ranks."""
         ...
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module: ...
@@ -50,6 +66,19 @@ class Task(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Keeping:
+    """Where a training is kept, and how often; see Note [A training that can be killed]."""
+
+    folder: str
+    #: Every so many steps, and at the end; None saves nothing.
+    every: int | None = None
+    #: How many checkpoints stay.
+    keep: int = 2
+    #: Whether to go on from the latest checkpoint, if there is one.
+    resume: bool = False
+
+
 @dataclass
 class Run:
     """What a training left behind."""
@@ -60,90 +89,189 @@ class Run:
     num_examples: int
     report: StepReport | None = None
     found: Mapping[str, Any] = field(default_factory=dict)
+    #: How many steps were done before, in a run that ended early.
+    num_resumed: int = 0
 
 
 def train_alone(task: Task, progress: Progress) -> Run:
     """On one device."""
     model = task.model()
-    run = _train(task, model, 0, progress)
+    run = _Training(task, model, 0).run(progress)
     run.found = task.examine(model)
     return run
 
 
-def train_simulated(task: Task, num_ranks: int, progress: Progress) -> Run:
+def train_simulated(
+    task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
+) -> Run:
     """In one process that plays all ranks."""
     with simulate(num_ranks):
-        return _train_sharded(task, num_ranks, progress)
+        return train_sharded(task, num_ranks, progress, keeping)
 
 
-def train_in_processes(task: Task, num_ranks: int, progress: Progress) -> Run:
+def train_in_processes(
+    task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
+) -> Run:
     """In processes that talk through gloo; the report of one step has each rank's own memory."""
 
     def noted(rank: int, value: tuple[int, float, float]) -> None:
-        if rank == 0:
-            progress(*value)
+        progress(*value)
 
-    runs = launch(_one_process, num_ranks, task, num_ranks, on_note=noted)
+    runs = launch(_one_process, num_ranks, task, num_ranks, keeping, on_note=noted)
     run: Run = runs[0]
-    run.losses = [sum(each) / num_ranks for each in zip(*(r.losses for r in runs), strict=True)]
-    if run.report is not None:
-        run.report.memory = [r.report.memory[rank] for rank, r in enumerate(runs)]
     return run
 
 
-def _one_process(note: Note, task: Task, num_ranks: int) -> Run:
-    return _train_sharded(task, num_ranks, lambda *what: note(what))
+def _one_process(note: Note, task: Task, num_ranks: int, keeping: Keeping | None) -> Run | None:
+    leads = dist.get_rank() == 0
+    progress: Progress = (lambda *what: note(what)) if leads else (lambda *what: None)
+    run = train_sharded(task, num_ranks, progress, keeping)
+    return run if leads else None
 
 
-def _train_sharded(task: Task, num_ranks: int, progress: Progress) -> Run:
-    mesh = Mesh(("ranks",), (num_ranks,)).make()
-    model = task.shard(task.model(), mesh)
-    return _train(task, model, num_ranks, progress, mesh)
-
-
-def _train(
-    task: Task,
-    model: nn.Module,
-    num_ranks: int,
-    progress: Progress,
-    mesh: DeviceMesh | None = None,
+def train_sharded(
+    task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
 ) -> Run:
-    optimizers = task.optimizers(model)
-    losses: list[float] = []
-    num_examples = 0
-    report: StepReport | None = None
-    begin = time.perf_counter()
+    """In the world that is there; every rank calls it and gets the same."""
+    mesh = Mesh(("ranks",), (num_ranks,)).make()
+    request = f"{task.title}: {task.identity()}, {task.num_steps} steps, {keeping}"
+    agree(grid_of(mesh), "the training", request)
+    model = task.shard(task.model(), mesh)
+    return _Training(task, model, num_ranks, mesh, keeping).run(progress)
 
-    def update() -> None:
-        for optimizer in optimizers:
+
+class _Training:
+    """A model on its way through the steps of a task; without a mesh, on one device."""
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        num_ranks: int,
+        mesh: DeviceMesh | None = None,
+        keeping: Keeping | None = None,
+    ) -> None:
+        self.task, self.model, self.num_ranks, self.mesh = task, model, num_ranks, mesh
+        self.optimizers = task.optimizers(model)
+        #: Of all ranks together, and what this process has not shared with the others yet.
+        self._losses: list[float] = []
+        self._own_losses: list[float] = []
+        self.num_done = 0
+        self.every = keeping.every if keeping is not None else None
+        self.series = Checkpoints(keeping.folder, keep=keeping.keep) if keeping else None
+        if keeping is not None and self.series is not None:
+            latest = self.series.latest()
+            if latest is not None and not keeping.resume:
+                raise ArgumentError(
+                    f"{keeping.folder} has a checkpoint of step {latest}: go on from it with "
+                    "--resume, remove the folder, or choose another with --checkpoints."
+                )
+            if latest is not None:
+                self._resume(self.series, latest)
+
+    def run(self, progress: Progress) -> Run:
+        num_resumed, num_examples = self.num_done, 0
+        report, batch = None, None
+        begin = time.perf_counter()
+        for number, batch in enumerate(self.task.batches()):
+            if number < num_resumed:
+                continue
+            if self.mesh is not None and number == self.task.num_steps - 1:
+                report = self._reported_step(batch)
+            else:
+                self._step(batch)
+            self.num_done = number + 1
+            num_examples += self.task.num_examples(batch)
+            speed = num_examples / (time.perf_counter() - begin)
+            progress(self.num_done, self._own_losses[-1], speed)
+            if self.every and (
+                self.num_done % self.every == 0 or self.num_done == self.task.num_steps
+            ):
+                self._save()
+        seconds = time.perf_counter() - begin
+        parameters = {name: whole(p.detach()) for name, p in self.model.named_parameters()}
+        losses = self._losses_of_all()
+        if report is None and self.mesh is not None:
+            report = self._reported_step(batch)  # all was done before: the step is only looked at
+        if report is not None and len(each := _from_all(report.memory)) > 1:
+            report.memory = [memory[rank] for rank, memory in enumerate(each)]
+        return Run(losses, parameters, seconds, num_examples, report, num_resumed=num_resumed)
+
+    # -- steps -------------------------------------------------------------------------------
+
+    def _step(self, batch: Any) -> None:
+        loss = self.task.loss(self.model, batch, self.num_ranks)
+        loss.backward()
+        self._update()
+        self._own_losses.append(mean_of(loss))
+
+    def _update(self) -> None:
+        for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad()
 
-    for number, batch in enumerate(task.batches()):
-        if mesh is not None and number == task.num_steps - 1:
-            taken: list[float] = []
+    def _reported_step(self, batch: Any) -> StepReport:
+        assert self.mesh is not None, "what is communicated is reported of ranks"
 
-            def forward(batch: Any = batch, taken: list[float] = taken) -> torch.Tensor:
-                loss = task.loss(model, batch, num_ranks)
-                taken.append(mean_of(loss))
-                return loss
+        def forward() -> torch.Tensor:
+            loss = self.task.loss(self.model, batch, self.num_ranks)
+            self._own_losses.append(mean_of(loss))
+            return loss
 
-            def kept() -> list[torch.Tensor]:
-                states = [_states(optimizer) for optimizer in optimizers]
-                return [*task.kept(model), *(t for state in states for t in state)]
+        def kept() -> list[torch.Tensor]:
+            found = [t for optimizer in self.optimizers for t in _states(optimizer)]
+            for optimizer in self.task.optimizers_within(self.model):
+                found += [t for states in optimizer.state.values() for t in states.values()]
+            return found
 
-            report = report_step(task.title, model, mesh, forward, update, kept)
-            losses += taken
-        else:
-            loss = task.loss(model, batch, num_ranks)
-            loss.backward()
-            update()
-            losses.append(mean_of(loss))
-        num_examples += task.num_examples(batch)
-        progress(number + 1, losses[-1], num_examples / (time.perf_counter() - begin))
-    seconds = time.perf_counter() - begin
-    parameters = {name: whole(p.detach()) for name, p in model.named_parameters()}
-    return Run(losses, parameters, seconds, num_examples, report)
+        return report_step(self.task.title, self.model, self.mesh, forward, self._update, kept)
+
+    # -- checkpoints -------------------------------------------------------------------------
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "task": self.task.identity(),
+            "step": self.num_done,
+            "losses": self._losses_of_all(),
+            "model": self.model,
+            "optimizers": [*self.optimizers, *self.task.optimizers_within(self.model)],
+        }
+
+    def _save(self) -> None:
+        assert self.series is not None, "a training that saves knows where"
+        self.series.save(self.num_done, self._state())
+
+    def _resume(self, series: Checkpoints, step: int) -> None:
+        found = inspect(series.path(step)).state
+        saved = found.get("task") if isinstance(found, dict) else None
+        if saved != self.task.identity():
+            raise ArgumentError(
+                f"{series.path(step)} is of another training: it was saved for {saved}, and this "
+                f"is {self.task.identity()}."
+            )
+        if step > self.task.num_steps:
+            raise ArgumentError(
+                f"{series.path(step)} has {step} steps behind it, and {self.task.num_steps} were "
+                "asked for."
+            )
+        state = series.load(self._state(), step)
+        self.num_done, self._losses = state["step"], state["losses"]
+
+    def _losses_of_all(self) -> list[float]:
+        """The mean of the ranks' losses, step by step."""
+        each = _from_all(self._own_losses) if self.num_ranks else [self._own_losses]
+        self._losses += [sum(of_one) / len(each) for of_one in zip(*each, strict=True)]
+        self._own_losses = []
+        return list(self._losses)
+
+
+def _from_all(value: Any) -> list[Any]:
+    """What each process has for `value`, in the order of ranks."""
+    if not dist.is_initialized() or current_world().simulated:
+        return [value]
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _states(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:

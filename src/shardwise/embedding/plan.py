@@ -174,7 +174,7 @@ def _checked_entry(name: str, entry: Any) -> None:
             "ranks = [0, 1] }."
         )
     kind = options["kind"]
-    if kind not in KINDS:
+    if not isinstance(kind, str) or kind not in KINDS:
         raise LayoutError(
             f"Plan entry {name!r}: {kind!r} is no kind of sharding; use one of {', '.join(KINDS)}."
         )

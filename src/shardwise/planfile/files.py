@@ -23,6 +23,8 @@ from typing import Any
 from shardwise.errors import ArgumentError, LayoutError
 
 FORMAT = "shardwise plan 1"
+#: A plan of ten thousand entries has a tenth of this.
+MAX_PLAN_BYTES = 8 << 20
 Entry = str | dict[str, Any]
 
 
@@ -31,11 +33,16 @@ def read_plan_file(
 ) -> dict[str, Entry]:
     """The entries of a plan file, by pattern, in the order of the file."""
     file = Path(path)
-    text = file.read_text(encoding="utf-8")
+    is_toml = _is_toml(file)
+    with file.open("rb") as opened:
+        raw = opened.read(MAX_PLAN_BYTES + 1)
+    if len(raw) > MAX_PLAN_BYTES:
+        raise LayoutError(f"{file} is no plan: it has more than {MAX_PLAN_BYTES} bytes.")
     try:
-        content = tomllib.loads(text) if _is_toml(file) else json.loads(text)
-    except ValueError as error:
-        raise LayoutError(f"{file} cannot be read as a plan: {error}.") from error
+        text = raw.decode()
+        content = tomllib.loads(text) if is_toml else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"{file} cannot be read as a plan: {str(error)[:200]}.") from error
     if not isinstance(content, dict) or content.get("format") != form:
         raise LayoutError(f'{file} is no plan: it does not say format = "{form}".')
     entries = content.get(section)
