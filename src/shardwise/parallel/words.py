@@ -73,8 +73,8 @@ def style_of(entry: Any, pattern: str) -> ParallelStyle:
 
 
 def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
-    make = WORDS.get(name) or STYLES.get(name)
-    if make is None and name in WITHOUT_COUNTERPART:
+    make = (WORDS.get(name) or STYLES.get(name)) if isinstance(name, str) else None
+    if make is None and isinstance(name, str) and name in WITHOUT_COUNTERPART:
         raise ArgumentError(
             f"The plan says {name!r} for {pattern!r}, a word of Hugging Face's that has no "
             f"counterpart here. {WITHOUT_COUNTERPART[name]}"
@@ -106,6 +106,10 @@ def _with_options(entry: dict[str, Any], pattern: str) -> ParallelStyle:
     except ShardwiseError as error:
         error.add_note(f"In the plan's entry for {pattern!r}.")
         raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"The plan's entry for {pattern!r} does not fit {made.__name__}: {str(error)[:200]}."
+        ) from error
 
 
 def entry_of(style: ParallelStyle | Entry, pattern: str) -> Entry:

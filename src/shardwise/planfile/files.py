@@ -23,8 +23,10 @@ from typing import Any
 from shardwise.errors import ArgumentError, LayoutError
 
 FORMAT = "shardwise plan 1"
-#: A plan of ten thousand entries has a tenth of this.
-MAX_PLAN_BYTES = 8 << 20
+#: Ten thousand entries fit well.
+MAX_PLAN_BYTES = 2 << 20
+#: In a line of TOML; Python's parser takes the square of the parts of a dotted key in time.
+MAX_DOTS = 200
 Entry = str | dict[str, Any]
 
 
@@ -33,16 +35,7 @@ def read_plan_file(
 ) -> dict[str, Entry]:
     """The entries of a plan file, by pattern, in the order of the file."""
     file = Path(path)
-    is_toml = _is_toml(file)
-    with file.open("rb") as opened:
-        raw = opened.read(MAX_PLAN_BYTES + 1)
-    if len(raw) > MAX_PLAN_BYTES:
-        raise LayoutError(f"{file} is no plan: it has more than {MAX_PLAN_BYTES} bytes.")
-    try:
-        text = raw.decode()
-        content = tomllib.loads(text) if is_toml else json.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise LayoutError(f"{file} cannot be read as a plan: {str(error)[:200]}.") from error
+    content = read_content(file)
     if not isinstance(content, dict) or content.get("format") != form:
         raise LayoutError(f'{file} is no plan: it does not say format = "{form}".')
     entries = content.get(section)
@@ -55,6 +48,22 @@ def read_plan_file(
         if not isinstance(entry, (str, dict)):
             raise LayoutError(f"{file}: {pattern!r} has {entry!r}; an entry is a word or a table.")
     return entries
+
+
+def read_content(file: Path) -> Any:
+    """What a TOML or JSON file holds, whatever it is; see `MAX_PLAN_BYTES` and `MAX_DOTS`."""
+    is_toml = _is_toml(file)
+    with file.open("rb") as opened:
+        raw = opened.read(MAX_PLAN_BYTES + 1)
+    if len(raw) > MAX_PLAN_BYTES:
+        raise LayoutError(f"{file} is no plan: it has more than {MAX_PLAN_BYTES} bytes.")
+    try:
+        text = raw.decode()
+        if is_toml and any(line.count(".") > MAX_DOTS for line in text.splitlines()):
+            raise ValueError(f"a line has more than {MAX_DOTS} dots")
+        return tomllib.loads(text) if is_toml else json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise LayoutError(f"{file} cannot be read as a plan: {str(error)[:200]}.") from error
 
 
 def write_plan_file(

@@ -7,7 +7,8 @@ import re
 from shardwise.core.placements import REDUCE_OPS, Partial, Placement, Replicate, Shard
 from shardwise.errors import ArgumentError, LayoutError
 
-_SHARD = re.compile(r"Shard\((-?\d+)(?:, sizes=\(([\d, ]*)\))?\)")
+#: A dim has few digits, a size at most 18.
+_SHARD = re.compile(r"Shard\((-?[0-9]{1,4})(?:, sizes=\(((?:[0-9]{1,18}[, ]*)*)\))?\)")
 
 
 def placement_text(placement: Placement) -> str:
@@ -37,7 +38,9 @@ def parse_placement(text: str) -> Placement:
         return Partial()
     if plain.startswith("Partial(") and plain[8:-1] in REDUCE_OPS:
         return Partial(plain[8:-1])
-    raise LayoutError(f"{text!r} is no placement: write Shard(1), Replicate() or Partial(sum).")
+    raise LayoutError(
+        f"{text[:60]!r} is no placement: write Shard(1), Replicate() or Partial(sum)."
+    )
 
 
 def _numbers(text: str | None) -> tuple[int, ...] | None:

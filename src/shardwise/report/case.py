@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import importlib
-import json
 import os
+import re
 import sys
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,14 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel, load_plan, parallelize_module
+from shardwise.planfile.files import read_content
 
 TENSOR_AXIS = "tp"
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
+
+
+#: Up to a million ranks along an axis.
+_SIZE = re.compile(r"[1-9][0-9]{0,5}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,8 @@ class Mesh:
         names, sizes = [], []
         for part in text.split(","):
             name, equals, size = part.strip().rpartition("=")
-            if not size.isdigit() or int(size) < 1 or (equals and not name.isidentifier()):
+            right = _SIZE.fullmatch(size) is not None and (not equals or name.isidentifier())
+            if not right:
                 raise ArgumentError(f"A mesh is written dp=2,tp=4 or 4; found {text!r}.")
             names.append(name or TENSOR_AXIS)
             sizes.append(int(size))
@@ -178,11 +183,7 @@ def _section(plan: str) -> str:
     path = Path(plan)
     if not path.is_file():
         raise ArgumentError(f"There is no plan file {plan!r}.")
-    try:
-        text = path.read_text(encoding="utf-8")
-        content = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except ValueError:
-        return "modules"
+    content = read_content(path)
     return "tables" if isinstance(content, dict) and "tables" in content else "modules"
 
 

@@ -13,7 +13,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.planfile.files import Entry, read_plan_file, write_plan_file
 from shardwise.shard.plan import ShardingPlan
 from shardwise.shard.spec import (
@@ -97,8 +97,12 @@ def _spec(entry: Any, at: str) -> ShardingSpec:
         if style == "EnumerableShardingSpec" and isinstance(entry, Mapping):
             _check_options(entry, {"shards"}, at)
             return EnumerableShardingSpec([_box(shard, at) for shard in entry["shards"]])
+    except ShardwiseError:
+        raise
     except KeyError as error:
         raise LayoutError(f"The plan's entry for {at!r} lacks {error}.") from error
+    except (TypeError, ValueError) as error:
+        raise LayoutError(f"The plan's entry for {at!r} is none: {str(error)[:200]}.") from error
     raise LayoutError(
         f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
         f"ChunkShardingSpec, EnumerableShardingSpec or {_OUTPUT}. (Styles of tensor parallelism "
@@ -107,6 +111,8 @@ def _spec(entry: Any, at: str) -> ShardingSpec:
 
 
 def _box(shard: Any, at: str) -> ShardMetadata:
+    if not isinstance(shard, Mapping):
+        raise LayoutError(f"The plan's entry for {at!r} has the shard {str(shard)[:60]!r}.")
     _check_options(shard, {"offsets", "sizes", "placement"}, at)
     return ShardMetadata(shard["offsets"], shard["sizes"], shard["placement"])
 
