@@ -144,18 +144,18 @@ def test_click_logs(folder, lines, noise):
     assert len(found) + found.num_bad == raw.count(b"\n") + (not raw.endswith(b"\n"))
 
 
-def test_a_click_log_costs_what_is_used_of_it(folder, monkeypatch):
+def test_a_click_log_costs_what_is_used_of_it(folder):
     good = b"1" + 13 * b"\t2" + 26 * b"\t0a" + b"\n"
     path = folder / "long.tsv"
     with path.open("wb") as file:
-        file.write(b"x" * 5_000_000 + b"\n" + 3 * good + 200_000 * b"bad\n" + 50_000 * good)
+        file.write(b"x" * 5_000_000 + b"\n" + 3 * good + 20_000 * b"bad\n" + 50_000 * good)
     read_clicks(str(path), 1)  # what Python makes at a first call is not counted
     tracemalloc.start()
     found = read_clicks(str(path), 5)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(found) == 5
-    assert found.num_bad == 200_001
+    assert found.num_bad == 20_001
     assert len(found.bad) == criteo.MOST_NAMED
     assert found.bad[1] == "it has 16384 characters or more"
     assert peak < 2_000_000
