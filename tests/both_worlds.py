@@ -28,7 +28,14 @@ def sizeless(events):
 def assert_bits(held, real):
     for name, parts in held.items():
         for rank, part in enumerate(parts):
-            assert torch.equal(part, real[name][rank]), f"{name} on rank {rank}"
+            torch.testing.assert_close(
+                real[name][rank],
+                part,
+                rtol=0,
+                atol=0,
+                equal_nan=True,
+                msg=lambda m, n=name, r=rank: f"{n} on rank {r}: {m}",
+            )
 
 
 def assert_close(held, real):

@@ -188,7 +188,13 @@ def reductions(reduce_op, dtype):
             1 if not dtype.is_floating_point else 7
         )
 
-    x = DTensor.from_local(mine(lambda rank: term(rank).to(dtype)), mesh, [Partial(reduce_op)])
+    def with_nan(rank):
+        value = term(rank).to(dtype)
+        if reduce_op in ("max", "min"):
+            value[rank, 0] = torch.nan  # the extreme of a NaN and a number is a NaN, in any order
+        return value
+
+    x = DTensor.from_local(mine(with_nan), mesh, [Partial(reduce_op)])
     return {str(to): x.redistribute(placements=[to]) for to in (R, S0, S1, Shard(0, (1, 0, 4, 0)))}
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from parity import whole
 
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import MixedTensorsError, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 
 ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
@@ -42,6 +42,45 @@ def test_writes_in_place(square, name, placements):
     torch.testing.assert_close(whole(placed), x)
     assert placed.placements == tuple(placements)
     assert placed._local is here
+
+
+LISTS = {
+    "rows": lambda x: x[[4, 0, -2]],
+    "columns": lambda x: x[:, [1, 2]],
+    "pairs": lambda x: x[[0, 3], [2, 1]],
+    "a table of rows": lambda x: x[[[0, 1], [3, 4]], None],
+    "flags": lambda x: x[[True, False, True, False, True]],
+    "none": lambda x: x[[]],
+    "a row": lambda x: x[2],
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("name", LISTS)
+def test_a_list_as_an_index(mesh, name, placement):
+    x = torch.randn(5, 3, requires_grad=True)
+    placed = distribute_tensor(x.detach(), mesh, [placement]).requires_grad_()
+    LISTS[name](x).square().sum().backward()
+    found = LISTS[name](placed)
+    found.square().sum().backward()
+    torch.testing.assert_close(whole(found), LISTS[name](x).detach())
+    torch.testing.assert_close(whole(placed.grad), x.grad)
+
+
+def test_writing_to_listed_rows(mesh):
+    x = torch.randn(5, 3)
+    placed = distribute_tensor(x.clone(), mesh, [Shard(0)])
+    for each in (x, placed):
+        each[[0, 4]] = 7.0
+        each[1:, [2]] = 0.5
+    torch.testing.assert_close(whole(placed), x)
+
+
+def test_a_plain_index_is_refused(mesh):
+    """It may differ between ranks; a list cannot."""
+    placed = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
+    with pytest.raises(MixedTensorsError, match="plain Tensor"):
+        placed[torch.tensor([0, 2])]
 
 
 def test_a_lookup_along_a_sharded_dim_gathers_nothing(mesh):

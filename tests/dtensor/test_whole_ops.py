@@ -195,6 +195,39 @@ def test_a_sharded_middle_dim_is_not_gathered(mesh, call):
     assert w.grad.placements == (Partial(),)
 
 
+TERMS = {
+    "amax": (lambda x: x.amax(0), "max"),
+    "max": (lambda x: x.max(), "max"),
+    "amin": (lambda x: x.amin(0, keepdim=True), "min"),
+    "prod": (lambda x: x.prod(0), "product"),
+    "any": (lambda x: (x > 0).any(0), "max"),
+    "all": (lambda x: (x > -9).all(), "min"),
+}
+
+
+@pytest.mark.parametrize("name", TERMS)
+def test_a_sharded_dim_is_reduced_where_it_lies(mesh, name):
+    """Six rows on four ranks: the last has none. Only the result is communicated."""
+    call, reduce_op = TERMS[name]
+    x = torch.randn(6, 5)
+    placed = distribute_tensor(x, mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        found = call(placed)
+    assert not comm.events
+    assert found.placements == (Partial(reduce_op),)
+    torch.testing.assert_close(whole(found), call(x))
+
+
+def test_the_maximum_of_a_nan_is_a_nan(mesh):
+    x = torch.tensor([1.0, torch.nan, -3.0, 2.0, -0.0])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        placed = distribute_tensor(x.to(dtype), mesh, [Shard(0)])
+        assert whole(placed.max()).isnan()
+        assert whole(placed.amin()).isnan()
+        assert whole(placed[2:].max()) == 2
+        assert whole(placed[2:].amin()) == -3
+
+
 @pytest.mark.parametrize(
     ("equation", "shapes"),
     [

@@ -53,6 +53,7 @@ def group_name(grid: Grid, axis: int) -> str:
 
 #: Dtypes that gloo does not reduce, and the one they are reduced in; the same in both worlds.
 _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
+    torch.bool: torch.int32,  # wide enough for a sum over all ranks
     torch.int16: torch.int32,
     torch.uint16: torch.int32,
     torch.uint32: torch.int64,
@@ -64,7 +65,9 @@ _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
 
 
 #: Dtypes that gloo or NCCL do not move: they travel as bytes.
-_MOVED_AS_BYTES = frozenset({*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128})
+_MOVED_AS_BYTES = frozenset(
+    {*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128} - {torch.bool}
+)
 
 
 def is_moved_as_bytes(dtype: torch.dtype) -> bool:

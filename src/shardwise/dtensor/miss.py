@@ -21,7 +21,6 @@ from shardwise.dtensor.planning import Entry
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
-    CATALOG,
     changes_shape,
     find_rule,
     functional_twin,
@@ -59,8 +58,10 @@ def cache_counts() -> tuple[int, int, int, int]:
     return hits, _misses, len(entries), _MAX_ENTRIES
 
 
-#: Ids of ops whose plans depend on floats among their arguments: the key of a hit has none.
-_by_value = {id(op) for op, rule in CATALOG.items() if rule.by_value}
+def _is_by_value(op: Any) -> bool:
+    """Whether plans depend on floats among the arguments: the key of a hit has none."""
+    rule = find_rule(plain_op(op))
+    return rule is not None and rule.by_value
 
 
 def plan_and_run(
@@ -92,7 +93,7 @@ def _planned(
     wish: Layout | None,
 ) -> Any:
     global _misses
-    if key[0] in _by_value:
+    if _is_by_value(op):
         key += [a for a in (*args, *kwargs.values()) if type(a) is float]
         if (known := entries.get(tuple(key))) is not None:
             known.hits += 1

@@ -13,8 +13,11 @@ from shardwise.errors import MixedTensorsError
 aten = torch.ops.aten
 
 #: Arguments, by position, that torch makes itself out of sizes and numbers. They are the same on
-#: every rank, so they count as replicated: the offsets of bags of equal length.
+#: every rank, so they count as replicated: the offsets of bags of equal length, and the places
+#: of fractional pooling, which are drawn from the generator that all ranks keep in step.
 _MADE_BY_TORCH: dict[Any, int] = {
+    aten.fractional_max_pool2d.default: 3,
+    aten.fractional_max_pool3d.default: 3,
     aten.embedding_bag.default: 2,
     aten.embedding_bag.padding_idx: 2,
     aten._embedding_bag.default: 2,

@@ -33,6 +33,7 @@ from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import add_argument
 from shardwise.dtensor.flat import FlatContext, flattened, source_digest
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
+from shardwise.dtensor.listed_index import holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.miss import entries, plan_and_run
 from shardwise.dtensor.numbers import beside_plain
@@ -201,6 +202,12 @@ class DTensor(Wrapped):
         whole = (REPLICATE,) * grid.num_axes
         layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
         return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
+
+    def __getitem__(self, index: Any) -> Any:
+        return super().__getitem__(with_tensors(self, index) if holds_list(index) else index)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        super().__setitem__(with_tensors(self, index) if holds_list(index) else index, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout

@@ -29,6 +29,7 @@ from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import CollectiveError, LayoutError
+from shardwise.redistribute.ordered import floats_of, ordered_integers
 from shardwise.redistribute.steps import Step, local_bytes, longest
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -186,12 +187,14 @@ def _reduce_scatter(step: Step) -> Move:
     grid, axis, target = step.source.grid, step.axis, step.target
     dim, parts = _dim(target, axis), grid.shape[axis]
     reduce_op = _reduce_op(step.source, axis)
-    finish = _finished_in(step.source.dtype)
+    send, finish = _reduced_in(step.source.dtype, reduce_op)
     if is_even(target, axis):
         if dim == 0:
-            return Move(lambda x: start_reduce_scatter(x, reduce_op, grid, axis), finish)
+            return Move(lambda x: start_reduce_scatter(send(x), reduce_op, grid, axis), finish)
         return Move(
-            lambda x: start_reduce_scatter(torch.cat(x.chunk(parts, dim)), reduce_op, grid, axis),
+            lambda x: start_reduce_scatter(
+                send(torch.cat(x.chunk(parts, dim))), reduce_op, grid, axis
+            ),
             finish,
         )
     length, outside = longest(target, axis, dim), _outside(target, axis, dim)
@@ -204,7 +207,8 @@ def _reduce_scatter(step: Step) -> Move:
         return t.squeeze(0).narrow(dim, 0, length).contiguous()
 
     def start(x: torch.Tensor) -> torch.Tensor:
-        return start_reduce_scatter(each_rank(grid, stack, x, axes=outside), reduce_op, grid, axis)
+        stacked = send(each_rank(grid, stack, x, axes=outside))
+        return start_reduce_scatter(stacked, reduce_op, grid, axis)
 
     return Move(start, lambda x: each_rank(grid, cut, finish(x), axes=(*outside, axis)))
 
@@ -288,15 +292,17 @@ def _all_reduce(step: Step) -> Move:
     if isinstance(partial, NormPartial):
         return _norm_of_norms(step, partial.norm_type)
     reduce_op = _reduce_op(step.source, axis)
-    return Move(
-        lambda x: start_all_reduce(x, reduce_op, grid, axis), _finished_in(step.source.dtype)
-    )
+    send, finish = _reduced_in(step.source.dtype, reduce_op)
+    if send is _as_it_is:  # the common case: one call less
+        return Move(lambda x: start_all_reduce(x, reduce_op, grid, axis), finish)
+    return Move(lambda x: start_all_reduce(send(x), reduce_op, grid, axis), finish)
 
 
 def _norm_of_norms(step: Step, norm_type: float) -> Move:
     grid, axis, dtype = step.source.grid, step.axis, step.source.dtype
     if norm_type == math.inf:
-        return Move(lambda x: start_all_reduce(x, "max", grid, axis), _finished_in(dtype))
+        send, finish = _reduced_in(dtype, "max")
+        return Move(lambda x: start_all_reduce(send(x), "max", grid, axis), finish)
     # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     return Move(
@@ -312,11 +318,24 @@ def _arrived(dtype: torch.dtype) -> Run:
     return lambda x: collectives.viewed(finished(x), dtype)
 
 
-def _finished_in(dtype: torch.dtype) -> Run:
-    """What awaits a tensor of this dtype that was reduced."""
+def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
+    """What is sent for a tensor of this dtype that is reduced, and what awaits the result.
+
+    Backends do not agree about the maximum of a NaN and a number. Torch does: it is a NaN. So
+    floats travel as integers that are ordered like them, with NaN at the end.
+    """
+    if reduce_op in ("max", "min") and dtype.is_floating_point:
+        return (
+            lambda x: ordered_integers(x, nan_last=reduce_op == "max"),
+            lambda x: floats_of(finished(x)).to(dtype),
+        )
     if not collectives.is_widened(dtype):
-        return finished
-    return lambda x: finished(x).to(dtype)
+        return _as_it_is, finished
+    return _as_it_is, lambda x: finished(x).to(dtype)
 
 
 def _slice(step: Step) -> Move:

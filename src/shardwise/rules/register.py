@@ -49,7 +49,7 @@ def register_rule(
             raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
         _check_names(found, bound)
     elif callable(rule):
-        made = Rule(rule, getattr(rule, "__name__", "a function"))
+        made = Rule(rule, getattr(rule, "__name__", "a function"), by_value=True)
     else:
         raise ArgumentError(
             f"The rule of {found} is a line of the notation or a function, found {rule!r}."
@@ -113,7 +113,7 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
                 yield _checked(call, outputs, inputs)
 
         for each in ops:
-            _add(each, Rule(choices, shardings.__name__))
+            _add(each, Rule(choices, shardings.__name__, by_value=True))
         return shardings
 
     return register

@@ -58,10 +58,6 @@ def whole(
 
 RULES: Table = table(
     whole(
-        aten.amax.default,
-        aten.amin.default,
-        aten.max.default,
-        aten.min.default,
         aten.max.dim,
         aten.min.dim,
         aten.argmax.default,
@@ -69,12 +65,6 @@ RULES: Table = table(
         aten.var.correction,
         aten.std.correction,
         aten.logsumexp.default,
-        aten.prod.default,
-        aten.prod.dim_int,
-        aten.any.default,
-        aten.any.dim,
-        aten.all.default,
-        aten.all.dim,
         aten.sort.default,
         aten.sort.stable,
         aten.topk.default,
@@ -90,9 +80,6 @@ RULES: Table = table(
         aten.cumprod.default,
         aten.var_mean.correction,
         aten.std_mean.correction,
-        aten.aminmax.default,
-        aten.any.dims,
-        aten.all.dims,
         aten.hash_tensor.default,
         dims=reduced_dims,
     ),

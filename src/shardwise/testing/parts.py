@@ -52,6 +52,10 @@ def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor
         for _ in range(num - 1)
     ]
     match partial.reduce_op:
+        case "max" if value.dtype is torch.bool:
+            return [value, *(value & n for n in noise)]
+        case "min" if value.dtype is torch.bool:
+            return [value, *(value | n for n in noise)]
         case "max":
             return [value, *(value - n.abs() for n in noise)]
         case "min":
