@@ -76,6 +76,16 @@ def test_writing_to_listed_rows(mesh):
     torch.testing.assert_close(whole(placed), x)
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_writing_a_number_to_rows_of_a_column(mesh, placement):
+    x = torch.randn(5, 3)
+    placed = distribute_tensor(x.clone(), mesh, [placement])
+    for each in (x, placed):
+        each[[3, 0], 1] = 7.0
+        each[-1, [0, 2]] = 3
+    torch.testing.assert_close(whole(placed), x)
+
+
 def test_a_plain_index_is_refused(mesh):
     """It may differ between ranks; a list cannot."""
     placed = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parity import whole
 
 import shardwise
 from shardwise import Replicate, Shard
@@ -77,3 +78,29 @@ def test_replicas_are_views_too(mesh):
     x = lay(torch.ones(4, 4), mesh, Replicate())
     x.t()[0].zero_()
     assert x.full_tensor().agreed()[:, 0].sum() == 0
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_as_strided(mesh, placement):
+    x = torch.randn(4, 6, requires_grad=True)
+    placed = lay(x.detach(), mesh, placement).requires_grad_()
+    windows = ((3, 4), (6, 1), 2)
+    expected, found = x.as_strided(*windows), placed.as_strided(*windows)
+    expected.square().sum().backward()
+    found.square().sum().backward()
+    torch.testing.assert_close(whole(found), expected.detach())
+    torch.testing.assert_close(whole(placed.grad), x.grad)
+    torch.testing.assert_close(
+        whole(placed.detach().t().as_strided((5, 2), (3, 7))),
+        x.detach().t().as_strided((5, 2), (3, 7)),
+    )
+
+
+def test_as_strided_is_a_copy_and_needs_the_whole_memory(mesh):
+    placed = lay(torch.randn(4, 6), mesh, Shard(0))
+    with pytest.raises(NotImplementedError, match="would write to a copy"):
+        placed.as_strided((2,), (1,)).zero_()
+    with pytest.raises(NotImplementedError, match="gaps or repeats"):
+        placed[:, ::2].as_strided((2,), (1,))
+    with pytest.raises(RuntimeError, match="out of bounds"):
+        placed.as_strided((5, 6), (6, 1))

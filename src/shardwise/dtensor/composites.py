@@ -12,10 +12,12 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.watch import implicit_replication
+from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.wrapped import as_layouts
+from shardwise.errors import UnsupportedError
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten
@@ -85,6 +87,38 @@ def stft(
     return spectrum if return_complex else torch.view_as_real(spectrum)
 
 
+def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
+    picked = as_strided_copy(x, size, stride, storage_offset)
+    lo = picked._layout
+    picked._layout = make_layout(
+        lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
+    )
+    return picked
+
+
+def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """The entries at these places of the memory that the whole tensor would have on one device."""
+    layout = x._layout
+    order = layout.memory_order or tuple(range(x.dim()))
+    if layout.stride != _dense_stride(layout.shape, order):
+        raise UnsupportedError(
+            f"aten.as_strided.default does not have a sharding strategy registered for a view with "
+            f"gaps or repeats: {layout!r} has the strides {tuple(layout.stride)}, and what lies "
+            "between its entries is not known. Call contiguous() first, or index the tensor."
+        )
+    (hollow,), _ = hollowed([layout], {})
+    aten.as_strided.default(hollow, size, stride, storage_offset)  # torch says what does not fit
+    places = torch.arange(x.numel()).as_strided(size, stride, storage_offset or 0).contiguous()
+    with implicit_replication():
+        return x.permute(order).reshape(-1)[places.to(x.device)]
+
+
+def _dense_stride(shape: Any, order: Any) -> tuple[int, ...]:
+    dense = contiguous_stride([shape[d] for d in order])
+    return tuple(dense[order.index(d)] for d in range(len(shape)))
+
+
 def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
     """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
     packet, _, overload = name.partition(".")
@@ -103,6 +137,8 @@ def register(library: torch.library.Library) -> None:
     for op in _MAKE_TENSORS:
         _implement(library, op, functools.partial(_put_together, op))
     _implement(library, aten.stft.default, stft)
+    _implement(library, aten.as_strided.default, as_strided)
+    _implement(library, aten.as_strided_copy.default, as_strided_copy)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
     for name in _composite_out_forms():
         library.impl(name, functools.partial(_into_out, name), "AutogradPrivateUse3")

@@ -33,6 +33,8 @@ def entry_of_call(
     try:
         entry = make_entry(op, args, kwargs, wish)
     except UnsupportedError:
+        if target.snapshot:  # a write to a copy is lost, however it is done
+            raise
         return _through_reduction(op, args, kwargs, written[0])
     if not kwargs and entry.finish is not None:
         entry.finish = _reduction_follows(op, written[0])

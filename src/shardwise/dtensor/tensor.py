@@ -33,7 +33,7 @@ from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import add_argument
 from shardwise.dtensor.flat import FlatContext, flattened, source_digest
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
-from shardwise.dtensor.listed_index import holds_list, with_tensors
+from shardwise.dtensor.listed_index import for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.miss import entries, plan_and_run
 from shardwise.dtensor.numbers import beside_plain
@@ -207,7 +207,10 @@ class DTensor(Wrapped):
         return super().__getitem__(with_tensors(self, index) if holds_list(index) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        super().__setitem__(with_tensors(self, index) if holds_list(index) else index, value)
+        index = with_tensors(self, index) if holds_list(index) else index
+        if isinstance(value, (int, float)):
+            index = for_number(self, index)
+        super().__setitem__(index, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout

@@ -5,6 +5,8 @@ Plain modules that know nothing of shards. Each has a `loss` of a batch, and `ba
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -127,14 +129,19 @@ class ConvNet(nn.Module):
 
 
 class Recommender(nn.Module):
-    """Tables for categories, an MLP for numbers, products of all pairs, an MLP on top."""
+    """Bags of categories, an MLP for numbers, products of all pairs, an MLP on top."""
+
+    MODES = ("sum", "mean", "max")
 
     def __init__(
         self, rows: tuple[int, ...] = (11, 7, 23), width: int = 6, dropout: float = 0.0
     ) -> None:
         super().__init__()
         self.rows = rows
-        self.tables = nn.ModuleList(nn.Embedding(count, width) for count in rows)
+        self.tables = nn.ModuleList(
+            nn.EmbeddingBag(count, width, mode=mode)
+            for count, mode in zip(rows, itertools.cycle(self.MODES), strict=False)
+        )
         self.bottom = nn.Sequential(nn.Linear(4, 10), nn.ReLU(), nn.Linear(10, width), nn.ReLU())
         pairs = (len(rows) + 1) ** 2
         self.top = nn.Sequential(
@@ -143,7 +150,7 @@ class Recommender(nn.Module):
 
     def forward(self, numbers: Tensor, *ids: Tensor) -> Tensor:
         dense = self.bottom(numbers)
-        pooled = [table(each).sum(1) for table, each in zip(self.tables, ids, strict=True)]
+        pooled = [table(each) for table, each in zip(self.tables, ids, strict=True)]
         features = torch.stack([dense, *pooled], 1)
         products = torch.bmm(features, features.transpose(1, 2))
         return self.top(torch.cat([dense, products.flatten(1)], 1)).squeeze(1)
