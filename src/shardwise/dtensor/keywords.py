@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import Layout
 from shardwise.errors import LayoutError, UnsupportedError
@@ -91,9 +91,18 @@ def _check_targets(
     """Raise what torch would raise, and refuse a target of another shape: it cannot grow."""
     if torch.Tag.dynamic_output_shape in op.tags:
         return  # only the values can tell
-    hollow_args, hollow_kwargs = hollowed(
-        as_layouts(list(args)), tree_map(as_layouts, dict(kwargs))
-    )
+    # A tensor that is read and written is one tensor: some ops refuse that.
+    made: dict[int, torch.Tensor] = {}
+
+    def hollow(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
+            ((made[id(leaf)],), _) = hollowed([as_layouts(leaf)], {})
+        return made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
+
+    hollow_args = tree_map(hollow, list(args))
+    hollow_kwargs = tree_map(hollow, dict(kwargs))
+    if hollow_kwargs.get("device") is not None:
+        hollow_kwargs["device"] = torch.device("meta")
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a target is resized: it is refused below
         op(*hollow_args, **hollow_kwargs)
@@ -101,6 +110,11 @@ def _check_targets(
         pairs = zip(_listed(target), _listed(hollow_kwargs[name]), strict=True)
         for given, needed in pairs:
             if given.shape != needed.shape:
+                if any(given is leaf for leaf in tree_leaves(list(args))):
+                    raise RuntimeError(
+                        f"{op} reads the tensor that was given as {name}=, and cannot give it "
+                        f"the shape {tuple(needed.shape)}. Use the result of the call."
+                    )
                 found: Layout = as_layouts(given)
                 raise LayoutError(
                     f"{op} was given {name}= of shape {tuple(given.shape)} for a result of shape "

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.rules.rule import Rule, TensorMeta
@@ -67,7 +67,30 @@ def outputs_of(
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on tensors without data in place of layouts and tensors."""
     hollow_args, hollow_kwargs = hollowed(args, kwargs)
-    return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
+    try:
+        return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
+    except Exception:
+        _raise_as_on_one_device(fn, hollow_args, hollow_kwargs)
+        raise
+
+
+def _raise_as_on_one_device(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Some kernels raise another type of error than their shape functions, for nothing at all.
+
+    Tensors without elements need no memory, so the kernel itself can say what is wrong.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(not isinstance(t.numel(), int) or t.numel() for t in tensors) or kwargs.get("device"):
+        return
+    on_cpu = tree_map(
+        lambda leaf: (
+            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+        ),
+        (list(args), dict(kwargs)),
+    )
+    fn(*on_cpu[0], **on_cpu[1])
 
 
 def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
