@@ -75,18 +75,18 @@ def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
 
 
 def _raise_as_on_one_device(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Some kernels raise another type of error than their shape functions, for nothing at all.
+    """Some kernels raise another type of error than their shape functions.
 
-    Tensors without elements need no memory, so the kernel itself can say what is wrong.
+    That is so for empty tensors and single numbers: small enough to ask the kernel itself.
     """
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(not isinstance(t.numel(), int) or t.numel() for t in tensors) or kwargs.get("device"):
+    if any(not isinstance(t.numel(), int) or t.numel() > 1 for t in tensors) or kwargs.get(
+        "device"
+    ):
         return
     on_cpu = tree_map(
         lambda leaf: (
-            torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype)
-            if isinstance(leaf, torch.Tensor)
-            else leaf
+            torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
         ),
         (list(args), dict(kwargs)),
     )
