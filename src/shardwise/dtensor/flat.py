@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +26,16 @@ from shardwise.core.placements import Placement
 from shardwise.core.world import world_caches
 
 
-@dataclass(frozen=True, slots=True)
+#: How many layouts a context remembers.
+_MAX_KNOWN = 64
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class FlatContext:
     """What a compiled graph knows of a DTensor besides its tensors: all but the sizes.
 
-    Sizes come separately, so that a new batch size does not mean a new graph.
+    Sizes come separately, so that a new batch size does not mean a new graph. Guards compare two of
+    these for each input of each call: nearly always it is one object twice.
     """
 
     grid: Grid
@@ -39,16 +44,48 @@ class FlatContext:
     dtype: torch.dtype
     #: Which rank holds which part; None in a real process.
     roster: Roster | None
+    #: Layouts by shape and stride: every run of compiled code asks for those of its outputs.
+    known: dict[Any, Layout] = field(default_factory=dict, repr=False)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        return isinstance(other, FlatContext) and self._values() == other._values()
+
+    def __hash__(self) -> int:
+        return hash(self._values())
+
+    def __deepcopy__(self, memo: Any) -> FlatContext:
+        return self  # a value
+
+    def __reduce__(self) -> Any:
+        return FlatContext, self._values()
+
+    def _values(self) -> tuple[Any, ...]:
+        return self.grid, self.placements, self.order, self.dtype, self.roster
 
     def layout(self, shape: Any, stride: Any) -> Layout:
+        try:
+            found = self.known.get((shape, stride))
+        except TypeError:  # a symbolic int has no hash
+            return self._made(shape, stride)
+        if found is None:
+            if len(self.known) >= _MAX_KNOWN:
+                self.known.clear()
+            found = self.known[shape, stride] = self._made(shape, stride)
+        return found
+
+    def _made(self, shape: Any, stride: Any) -> Layout:
         return make_layout(self.grid, self.placements, shape, stride, self.dtype, self.order)
 
     def restored(
         self, inner: dict[str, torch.Tensor], shape: Any, stride: Any
     ) -> tuple[torch.Tensor, Layout]:
         """The local tensor out of its parts, and its layout."""
-        parts = tuple(inner.values())
-        local = parts[0] if self.roster is None else LocalTensor(parts, self.roster)
+        if self.roster is None:
+            (local,) = inner.values()
+        else:
+            local = LocalTensor(tuple(inner.values()), self.roster)
         layout = self.layout(shape, stride)
         if layout.symbolic and _ties_sizes(local, layout):
             layout = self.layout(shape, stride)
@@ -69,10 +106,15 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
     return tied
 
 
+_LOCAL = ["_local"]
+
+
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
     """The names of attributes of a DTensor that hold its plain tensors, and all else."""
     local, layout = x._local, x._layout
-    names, roster = ["_local"], None
+    if type(local) is torch.Tensor and not layout.symbolic:  # as compiled code is called
+        return _LOCAL, _cached_context(layout, None)
+    names, roster = _LOCAL, None
     if isinstance(local, LocalTensor):
         cls: Any = type(x)
         names, roster = _part_names(len(local._parts), cls), local._roster

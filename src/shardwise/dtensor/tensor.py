@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.local_tensor import sized_copy
+from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_of
@@ -72,7 +72,7 @@ class DTensor(Wrapped):
     @staticmethod
     def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
         """A DTensor out of its parts, unchecked."""
-        if getattr(local, "_sized", False):
+        if type(local) is LocalTensor and local._sized:
             local = sized_copy(local, False)
         out = _make_wrapper(
             DTensor,

@@ -153,6 +153,8 @@ def _masked_grad(
     """As `_added_rows`, with sizes that do not depend on the ids."""
     if type(shape[0]) is int and shape[0] == 0:
         return grad.new_zeros(shape)
+    if not table.axes_of(0):  # all rows are here
+        return _dense_backward(grad, ids, shape[0], padding_idx, by_freq)
     row, skipped = local_rows(table, coordinate, ids)
     if padding_idx >= 0:
         skipped = skipped | (ids == padding_idx)
