@@ -162,6 +162,8 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     It stays Partial over the axes that replicate the leaf: that is reduced when it is used. A
     plain gradient was made whole by one of torch's formulas.
     """
+    if type(grad) is cls and grad._layout is layout:  # nearly always
+        return None
     if grad is None:
         return None
     if not isinstance(grad, cls):
@@ -169,8 +171,6 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
         wrapped = cls.wrap(localize(layout.grid, grad), made)
         return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
-    if grad._layout is layout:
-        return None
     target = tuple(
         found if own.is_replicate() and found.is_partial() else own
         for found, own in zip(grad.placements, layout.placements, strict=True)

@@ -106,28 +106,39 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
     return tied
 
 
-_LOCAL = ["_local"]
+#: The names of the tensors of a DTensor in a real process.
+LOCAL = ["_local"]
+#: The contexts of DTensors in a real process, by layout. Emptied when full, and with the world.
+plain_contexts: dict[Layout, FlatContext] = {}
 
 
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
     """The names of attributes of a DTensor that hold its plain tensors, and all else."""
     local, layout = x._local, x._layout
-    if type(local) is torch.Tensor and not layout.symbolic:  # as compiled code is called
-        return _LOCAL, _cached_context(layout, None)
-    names, roster = _LOCAL, None
-    if isinstance(local, LocalTensor):
-        cls: Any = type(x)
-        names, roster = _part_names(len(local._parts), cls), local._roster
-    return names, (_context if layout.symbolic else _cached_context)(layout, roster)
+    if not isinstance(local, LocalTensor):
+        return LOCAL, _plain_context(layout)
+    names = _part_names(len(local._parts), type(x))
+    return names, (_context if layout.symbolic else _cached_context)(layout, local._roster)
+
+
+def _plain_context(layout: Layout) -> FlatContext:
+    context = plain_contexts.get(layout)
+    if context is None:
+        context = _context(layout, None)
+        if not layout.symbolic:
+            if len(plain_contexts) >= _MAX_CONTEXTS:
+                plain_contexts.clear()
+            plain_contexts[layout] = context
+    return context
 
 
 def _context(layout: Layout, roster: Roster | None) -> FlatContext:
     return FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
 
 
-#: Every call of compiled code takes each of its DTensors apart, several times.
-_cached_context = functools.lru_cache(maxsize=4096)(_context)
-world_caches.append(_cached_context.cache_clear)
+_MAX_CONTEXTS = 4096
+_cached_context = functools.lru_cache(maxsize=_MAX_CONTEXTS)(_context)
+world_caches += [_cached_context.cache_clear, plain_contexts.clear]
 
 
 @functools.cache

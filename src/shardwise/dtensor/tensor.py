@@ -31,7 +31,13 @@ from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import add_argument
-from shardwise.dtensor.flat import FlatContext, flattened, source_digest
+from shardwise.dtensor.flat import (
+    LOCAL,
+    FlatContext,
+    flattened,
+    plain_contexts,
+    source_digest,
+)
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
@@ -312,8 +318,14 @@ class DTensor(Wrapped):
     # -- torch.compile -----------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        if type(self._local) is Pending:
-            self._local = self._local.result()
+        local = self._local
+        if type(local) is torch.Tensor:
+            # Guards ask twice for each input of each call.
+            context = plain_contexts.get(self._layout)
+            if context is not None:
+                return LOCAL, context
+        elif type(local) is Pending:
+            self._local = local.result()
         return flattened(self)
 
     @staticmethod
