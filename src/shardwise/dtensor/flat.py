@@ -25,7 +25,6 @@ from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement
 from shardwise.core.world import world_caches
 
-
 #: How many layouts a context remembers.
 _MAX_KNOWN = 64
 
@@ -117,7 +116,8 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     local, layout = x._local, x._layout
     if not isinstance(local, LocalTensor):
         return LOCAL, _plain_context(layout)
-    names = _part_names(len(local._parts), type(x))
+    cls: Any = type(x)
+    names = _part_names(len(local._parts), cls)
     return names, (_context if layout.symbolic else _cached_context)(layout, local._roster)
 
 
