@@ -106,6 +106,8 @@ def _keeping(options: Options) -> Keeping | None:
 
 def _report(one: Run, many: Run, world: str, options: Options, console: Console) -> int:
     assert many.report is not None, "a sharded training reports a step"
+    # Every line of the demonstration is the package's own.
+    many.report.collectives = [replace(each, line=None) for each in many.report.collectives]
     if many.num_resumed:
         world += f", the first {many.num_resumed} steps in an earlier run"
     many.report.facts = facts(one, many, world)
