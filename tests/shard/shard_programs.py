@@ -136,6 +136,24 @@ def sparse_gradients():
     return found
 
 
+def compiled():
+    """Eager and compiled, with a batch of another size on each rank."""
+    model = Towers()
+    plan = {"user.weight": chunks(0, 2, 0, 3, 1), "item.weight": chunks(1, 0, 1, 2, 3)}
+    shard_module(model, ShardingPlan(plan))
+    rank = dist.get_rank()
+    users = torch.randint(0, 11, (rank + 2,), generator=seeded(rank))
+    items = torch.randint(0, 9, (rank + 2, 3), generator=seeded(rank))
+    found = []
+    for run in (model, torch.compile(model, backend="aot_eager")):
+        model.zero_grad()
+        out = run(users, items)
+        out.square().mean().backward()
+        found.append([out.detach(), model.user.weight.grad._local, model.dense.weight.grad])
+    for eager, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, eager)
+
+
 def making_and_keeping():
     """Factories, initialisation, comparison, gathering, and files of one's own pieces."""
     found = {}

@@ -61,6 +61,10 @@ def test_sparse_gradients(processes):
     both(processes, programs.sparse_gradients)
 
 
+def test_compiled(processes):
+    processes(programs.compiled, timeout_s=120)
+
+
 def test_making_and_keeping(processes):
     both(processes, programs.making_and_keeping)
 

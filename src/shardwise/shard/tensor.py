@@ -1,6 +1,12 @@
 """ShardedTensor: a DTensor with a sharding spec on top.
 
 See Note [Natural, permuted and loose tilings] for what it holds.
+
+Note [Sharded modules in compiled code]
+What a rank sends whom in a lookup depends on its ids, and how much it brings is read on the host.
+So a sharded tensor does not enter a graph: torch.compile breaks it there, runs the lookup or the
+linear layer as it is, and compiles what stands before and after. With `fullgraph=True` that is an
+error of torch's.
 """
 
 from __future__ import annotations
@@ -10,10 +16,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._guards import TracingContext
 
 from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
+from shardwise.core.untraced import untraced
 from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.shard.blocks import natural_spec, on_device
@@ -82,15 +90,19 @@ class ShardedTensor(DTensor):
     # -- ops ---------------------------------------------------------------------------------
 
     @classmethod
+    @untraced
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if torch.compiler.is_dynamo_compiling():
+            torch._dynamo.graph_break()  # see Note [Sharded modules in compiled code]
         kwargs = kwargs or {}
         special = functions.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -100,6 +112,13 @@ class ShardedTensor(DTensor):
         wish: Layout | None = None,
     ) -> Any:
         return dispatch(ShardedTensor, func, args, kwargs or {})
+
+    @property
+    def __tensor_flatten__(self) -> Any:
+        """Not there for torch.compile's tracer; see Note [Sharded modules in compiled code]."""
+        if TracingContext.try_get() is not None:
+            raise AttributeError("__tensor_flatten__")
+        return super().__tensor_flatten__
 
     # -- what it is --------------------------------------------------------------------------
 
