@@ -60,8 +60,8 @@ class Layout:
     memory_order: tuple[int, ...] | None
     #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
     expanded: tuple[int, ...]
-    #: The local shape in this process; filled on first use, never in a simulated world.
-    here: Shape | None
+    #: The block of this process; filled on first use, never in a simulated world.
+    here: tuple[Shape, Shape] | None
 
     @property
     def ndim(self) -> int:
@@ -81,6 +81,13 @@ class Layout:
 
     def box(self, coordinate: Coordinate) -> tuple[Shape, Shape]:
         """`(offset, shape)` of the block that `coordinate` holds."""
+        if coordinate != self.grid.coordinate:
+            return self._box(coordinate)
+        if self.here is None:
+            self.here = self._box(coordinate)
+        return self.here
+
+    def _box(self, coordinate: Coordinate) -> tuple[Shape, Shape]:
         offset: list[Size] = [0] * self.ndim
         shape = list(self.shape)
         for axis in self.order:
@@ -95,10 +102,6 @@ class Layout:
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
         """The shape of the block that `coordinate` holds."""
-        if coordinate == self.grid.coordinate:
-            if self.here is None:
-                self.here = self.box(coordinate)[1]
-            return self.here
         return self.box(coordinate)[1]
 
     def outer_size(self, axis: int, dim: int, coordinate: Coordinate) -> Size:

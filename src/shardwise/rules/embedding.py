@@ -7,7 +7,9 @@ may be sharded along any dim when the table is whole; where both are sharded, se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,8 +197,16 @@ def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator
 TABLE_GRAD = LocalCall(table_grad, together=True)
 
 
+#: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
+_FEW_IDS = 64
+
+
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
-    return lookup_grad_choices(call, TABLE_GRAD, call.args[4])
+    sizes = call.inputs[1].shape
+    few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
+    for choice in lookup_grad_choices(call, TABLE_GRAD, call.args[4]):
+        rows_are_cut = choice.outputs[0].is_shard(0)
+        yield choice if rows_are_cut or not few else replace(choice, local=None)
 
 
 # -- rows of a maximal norm ------------------------------------------------------------------

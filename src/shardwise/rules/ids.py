@@ -27,8 +27,13 @@ def check_ids(ids: torch.Tensor, layout: Layout, num_rows: Any) -> None:
     Ranks that hold other ids are told: one small all-reduce for each axis that shards the ids. On
     CUDA, and in a traced graph, it is an assertion on the device, as torch's own lookup has it.
     """
-    if has_values(ids) and not ids.is_cuda and not ids.is_meta:
-        found = widened(id_range(ids, layout), layout.grid, sharded_axes(layout))
+    axes = sharded_axes(layout)
+    if type(ids) is torch.Tensor and ids.is_cpu and not axes:  # the same ids on every rank
+        if ids.numel():
+            low, high = torch.aminmax(ids)
+            _raise_outside(int(low), int(high), num_rows)
+    elif has_values(ids) and not ids.is_cuda and not ids.is_meta:
+        found = widened(id_range(ids, layout), layout.grid, axes)
         raise_out_of_range(found, num_rows)
     else:
         each_rank(layout.grid, _assert_in_range(num_rows), ids, axes=())
@@ -56,11 +61,15 @@ def widened(found: torch.Tensor, grid: Grid, axes: tuple[int, ...]) -> torch.Ten
 def raise_out_of_range(ranges: torch.Tensor, num_rows: int) -> None:
     """Raise IndexError where one of the ranges, in the last dim, leaves the table."""
     for part in getattr(ranges, "_parts", (ranges,)):
-        low, high = part.view(-1, 2).amax(0).tolist()
-        if low > 0 or high >= num_rows:
-            raise IndexError(
-                f"index out of range in a table of {num_rows} rows: ids run from {-low} to {high}."
-            )
+        negative_low, high = part.view(-1, 2).amax(0).tolist()
+        _raise_outside(-negative_low, high, num_rows)
+
+
+def _raise_outside(low: int, high: int, num_rows: int) -> None:
+    if low < 0 or high >= num_rows:
+        raise IndexError(
+            f"index out of range in a table of {num_rows} rows: ids run from {low} to {high}."
+        )
 
 
 def _assert_in_range(num_rows: Any) -> Any:
@@ -93,9 +102,11 @@ def owned(
     keep = None
     rows = ids
     if table.axes_of(0):
-        offset, shape = table.box(coordinate)
-        rows = ids - offset[0]
-        keep = (rows >= 0) & (rows < shape[0])
+        if not table.box(coordinate)[1][0]:
+            nothing = ids.new_empty(0)
+            return nothing, nothing
+        rows, foreign = local_rows(table, coordinate, ids)
+        keep = foreign.logical_not_()
     if padding_idx >= 0:
         real = ids != padding_idx
         keep = real if keep is None else keep & real
