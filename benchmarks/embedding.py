@@ -69,11 +69,12 @@ class Turn:
 def cases(wanted: Sequence[str]) -> list[list[Side]]:
     """Groups of sides that take turns with each other."""
     rival = ["torchrec"] if importlib.util.find_spec("torchrec") else []
-    fbgemm = ["shardwise, fbgemm"] if importlib.util.find_spec("fbgemm_gpu") else []
+    # Where fbgemm is installed, the default takes its kernel for row-wise Adagrad.
+    plain = ["shardwise, torch kernels"] if importlib.util.find_spec("fbgemm_gpu") else []
     found: dict[str, list[Side]] = {}
     for kind in ("table_wise", "column_wise", "row_wise"):
         for optimizer in ("sgd", "row-wise adagrad"):
-            names = ["shardwise", *rival, *fbgemm, *(["floor"] if optimizer == "sgd" else [])]
+            names = ["shardwise", *rival, *(["floor"] if optimizer == "sgd" else plain)]
             sides = [Side(name, kind, optimizer) for name in names]
             found[f"{kind}/{optimizer}"] = sides
     found["ordinary"] = [

@@ -56,7 +56,7 @@ def _nothing() -> None:
 # -- shardwise -------------------------------------------------------------------------------
 
 
-def ours(sizes: Sizes, kind: str, optimizer: str, backend: str = "torch") -> Step:
+def ours(sizes: Sizes, kind: str, optimizer: str, backend: str = "auto") -> Step:
     import shardwise
     from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
 
@@ -281,7 +281,7 @@ def floor(sizes: Sizes, kind: str, optimizer: str) -> Step:
 
 SIDES: dict[str, Callable[..., Step]] = {
     "shardwise": ours,
-    "shardwise, fbgemm": functools.partial(ours, backend="fbgemm"),
+    "shardwise, torch kernels": functools.partial(ours, backend="torch"),
     "torchrec": torchrec,
     "DDP": ddp,
     "torch DTensor": dtensor,

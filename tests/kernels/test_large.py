@@ -12,6 +12,7 @@ from torch.testing import assert_close
 if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
     pytest.skip("needs Triton and a GPU", allow_module_level=True)
 
+from shardwise.kernels import lookup
 from shardwise.kernels.lookup import pooled_lookup, row_lookup
 from shardwise.kernels.tables import TableSet, side_by_side
 from shardwise.kernels.update import update
@@ -46,8 +47,8 @@ def test_a_table_of_more_elements_than_32_bits_count():
 
 
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
-def test_a_bag_of_very_many_ids_among_short_ones(mode):
-    """Twice on the same counters, and equal in every bit."""
+def test_a_bag_of_very_many_ids_among_short_ones(monkeypatch, mode):
+    """In one launch and in two, on the same counters: equal in every bit."""
     table = torch.randn(5000, DIM, device="cuda")
     tables = TableSet([table], [0])
     lengths = torch.randint(0, 30, (500,), device="cuda")
@@ -56,7 +57,8 @@ def test_a_bag_of_very_many_ids_among_short_ones(mode):
     ids = torch.randint(0, 5000, (int(offsets[-1]),), device="cuda")
     firsts, rows = torch.tensor([0, 500], device="cuda"), side_by_side(tables, 500)
     results = []
-    for _ in range(3):
+    for small in (2**20, 0, 2**20):
+        monkeypatch.setattr(lookup, "SMALL", small)
         out, _ = pooled_lookup(tables, ids, offsets, firsts, 500, rows, mode)
         results.append(out.view(500, DIM))
     expected = F.embedding_bag(ids, table.double(), offsets[:-1], mode=mode)

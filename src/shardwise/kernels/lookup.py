@@ -6,12 +6,16 @@ in flight, and adds them in float32. Memory latency is hidden by many warps, not
 
 Note [Long bags]
 A bag longer than LONG would keep its warp busy long after all others are done. Such bags are left
-to programs of their own in the same launch: all ids are cut at multiples of LONG into chunks, and a
-program pools what its chunk holds of long bags. At most one long bag starts in a chunk and at most
-one ends there, so two partial results per chunk are enough, and the host need not know which bags
-are long. Of the programs that hold a part of a bag, the one that is done last adds the parts in
-order, so the result is the same from run to run; a counter per chunk in which a long bag starts
-tells it that it is the last, and it sets the counter back.
+to programs of their own: all ids are cut at multiples of LONG into chunks, and a program pools what
+its chunk holds of long bags. At most one long bag starts in a chunk and at most one ends there, so
+two partial results per chunk are enough, and the host need not know which bags are long. Of the
+programs that hold a part of a bag, the one that is done last adds the parts in order, so the result
+is the same from run to run; a counter per chunk in which a long bag starts tells it that it is the
+last, and it sets the counter back.
+
+In small batches all programs are of one launch, which also asserts that ids are in range: launching
+is what costs there. In large ones, programs for bags alone need fewer registers and no search; the
+chunks follow in a launch of their own, which leaves at once unless a flag says that a bag was long.
 
 Note [What backward needs]
 In training, the lookup writes down for every id its key (see tables), where its bag's output row
@@ -20,7 +24,7 @@ lies, and by how much it was scaled. Backward sorts the keys and needs nothing e
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -33,8 +37,9 @@ SUM, MEAN, MAX = 0, 1, 2
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
 #: Bags of more ids are split.
 LONG = 1024
-#: Of 65536 registers of a multiprocessor, for 32 programs of 32 threads.
-REGISTERS = 64
+#: Up to as many ids, one launch does it all.
+SMALL = 2**20
+_BAGS, _CHUNKS, _BOTH = 1, 2, 3
 
 
 class Trace(NamedTuple):
@@ -49,7 +54,7 @@ class Trace(NamedTuple):
 
 @triton.jit
 def _assert_owned(owned, here, flags):
-    """A wrong id reads nothing, and fails on the device; interpreted kernels only write it down."""
+    """A wrong id reads nothing, and fails on the device or is written down."""
     tl.device_assert(owned | (here == 0), "an embedding id is out of the range of its table")
     if flags is not None:
         wrong = (here & (owned == 0)).to(tl.int32)
@@ -160,6 +165,65 @@ def _join(
 
 
 @triton.jit
+def _serve(
+    features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived, keys,
+    out_at, scale, flags, number, bag, chunk, low, high, slot,
+    OF_CHUNK,  # a constant, unless programs of both kinds are in one launch
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr, TRACE: tl.constexpr, MASKED: tl.constexpr,
+    DTYPES: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One bag, or what a chunk holds of one."""
+    start = tl.load(offsets + bag).to(INDEX)
+    end = tl.load(offsets + bag + 1).to(INDEX)
+    # A bag that holds both the first and the last id of a chunk counts once, as the first's.
+    mine = (end - start > LONG) & ((slot == 0) | (start > low))
+    if not OF_CHUNK:
+        mine = end - start <= LONG
+    if mine:
+        feature = features + number * COLUMNS
+        nth = bag - tl.load(first_bag + number).to(tl.int32)
+        out_row = tl.load(feature + 6) + nth.to(tl.int64) * tl.load(feature + 7)
+        bag_scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
+        from_, to = start, end
+        if OF_CHUNK:
+            from_, to = tl.maximum(start, low), tl.minimum(end, high)
+        values, positions = _pool(
+            feature, out_row, from_, to, bag_scale, ids, weights, keys, out_at, scale, flags,
+            MODE, WEIGHTED, TRACE, MASKED, DTYPES, ROWS, DIM,
+        )  # fmt: skip
+        d = tl.arange(0, DIM)
+        num_columns = tl.load(feature + 2)
+        # Not in one: what is a constant decides at compile time, what is not, in the kernel.
+        if OF_CHUNK:  # noqa: SIM102
+            if partial is not None:
+                at = (chunk * 2 + slot).to(tl.int64) * DIM + d
+                tl.store(partial + at, values)
+                if MODE == 2:
+                    tl.store(partial_at + at, positions)
+                first, last = start // LONG, (end - 1) // LONG
+                tl.debug_barrier()  # all of the parts are there before they are counted
+                done = tl.atomic_add(arrived + first, 1) == last - first
+                num_columns = tl.where(done, num_columns, 0)
+                if done:
+                    values, positions = _join(
+                        partial, partial_at, first, last, start, MODE, LONG, ROWS, DIM
+                    )
+                    tl.store(arrived + first, 0)
+        inside = d < num_columns
+        if MODE == 1:
+            values *= bag_scale
+        if MODE == 2:
+            values = tl.where(positions >= 0, values, 0.0)
+            if TRACE:
+                tl.store(argmax + out_row + d, positions, mask=inside)
+        tl.store(out + out_row + d, values.to(out.dtype.element_ty), mask=inside)
+    elif not OF_CHUNK:  # noqa: SIM102
+        if flags is not None:
+            tl.store(flags + 1, 1)
+
+
+@triton.jit
 def pool_bags(
     features,
     first_bag,
@@ -179,6 +243,7 @@ def pool_bags(
     num_bags,
     num_ids,
     num_chunks,
+    PART: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     TRACE: tl.constexpr,
@@ -190,63 +255,39 @@ def pool_bags(
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Programs for the chunks of long bags, then program (b, f) for bag b of feature f."""
+    """Program (b, f) for bag b of feature f, programs for the chunks of long bags, or both."""
     number = tl.program_id(1)
-    # Those of the chunks come first, as they may take longest.
-    before = (num_chunks + num_features - 1) // num_features
-    of_chunk = tl.program_id(0) < before
-    chunk = tl.program_id(0) * num_features + number
-    low = chunk.to(INDEX) * LONG
-    high = tl.minimum(low + LONG, num_ids)
-    bag = tl.load(first_bag + number).to(tl.int32) + tl.program_id(0) - before
-    last_bag = tl.load(first_bag + number + 1).to(tl.int32)
-    # A chunk: what it holds of the bag with its first id, and of the one with its last.
-    rounds = tl.where(of_chunk, (chunk < num_chunks) * 2, (bag < last_bag) * 1)
-    for slot in range(rounds):
-        if of_chunk:
-            wanted = tl.where(slot == 0, low, high - 1)
-            bag = last_at_most(offsets, num_bags + 1, wanted).to(tl.int32)
-            number = last_at_most(first_bag, num_features + 1, bag).to(tl.int32)
-        start = tl.load(offsets + bag).to(INDEX)
-        end = tl.load(offsets + bag + 1).to(INDEX)
-        # A bag that holds both the first and the last id of a chunk counts once, as the first's.
-        mine = (end - start > LONG) == of_chunk
-        if mine & ((of_chunk == 0) | (slot == 0) | (start > low)):
-            feature = features + number * COLUMNS
-            nth = bag - tl.load(first_bag + number).to(tl.int32)
-            out_row = tl.load(feature + 6) + nth.to(tl.int64) * tl.load(feature + 7)
-            bag_scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
-            from_, to = start, end
-            if of_chunk:
-                from_, to = tl.maximum(start, low), tl.minimum(end, high)
-            values, positions = _pool(
-                feature, out_row, from_, to, bag_scale, ids, weights, keys, out_at, scale, flags,
-                MODE, WEIGHTED, TRACE, MASKED, DTYPES, ROWS, DIM,
+    bag = tl.load(first_bag + number).to(tl.int32) + tl.program_id(0)
+    if PART == 1:
+        if bag < tl.load(first_bag + number + 1):
+            _serve(
+                features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
+                arrived, keys, out_at, scale, flags, number, bag, bag, bag, bag, bag, False,
+                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
             )  # fmt: skip
-            d = tl.arange(0, DIM)
-            num_columns = tl.load(feature + 2)
+    else:
+        # Those of chunks come first, as they may take longest.
+        before = (num_chunks + num_features - 1) // num_features
+        of_chunk = tl.program_id(0) < before
+        bag -= before
+        chunk = tl.program_id(0) * num_features + number
+        low = chunk.to(INDEX) * LONG
+        high = tl.minimum(low + LONG, num_ids)
+        last_bag = tl.load(first_bag + number + 1).to(tl.int32)
+        # A chunk: what it holds of the bag with its first id, and of the one with its last.
+        rounds = tl.where(of_chunk, (chunk < num_chunks) * 2, (bag < last_bag) * 1)
+        if PART == 2:
+            rounds *= tl.load(flags + 1)
+        for slot in range(rounds):
             if of_chunk:
-                at = (chunk * 2 + slot).to(tl.int64) * DIM + d
-                tl.store(partial + at, values)
-                if MODE == 2:
-                    tl.store(partial_at + at, positions)
-                first, last = start // LONG, (end - 1) // LONG
-                tl.debug_barrier()  # all of the parts are there before they are counted
-                done = tl.atomic_add(arrived + first, 1) == last - first
-                num_columns = tl.where(done, num_columns, 0)
-                if done:
-                    values, positions = _join(
-                        partial, partial_at, first, last, start, MODE, LONG, ROWS, DIM
-                    )
-                    tl.store(arrived + first, 0)
-            inside = d < num_columns
-            if MODE == 1:
-                values *= bag_scale
-            if MODE == 2:
-                values = tl.where(positions >= 0, values, 0.0)
-                if TRACE:
-                    tl.store(argmax + out_row + d, positions, mask=inside)
-            tl.store(out + out_row + d, values.to(out.dtype.element_ty), mask=inside)
+                wanted = tl.where(slot == 0, low, high - 1)
+                bag = last_at_most(offsets, num_bags + 1, wanted).to(tl.int32)
+                number = last_at_most(first_bag, num_features + 1, bag).to(tl.int32)
+            _serve(
+                features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
+                arrived, keys, out_at, scale, flags, number, bag, chunk, low, high, slot, of_chunk,
+                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
+            )  # fmt: skip
 
 
 @triton.jit
@@ -321,14 +362,28 @@ def pooled_lookup(
         partial = torch.empty(num_chunks * 2 * dim, device=tables.device)
         partial_at = torch.empty_like(partial, dtype=torch.int32) if mode == "max" else None
         arrived = tables.counters(num_chunks)
-    pool_bags[(triton.cdiv(num_chunks, num_features) + max_bags, num_features)](
-        features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived,
-        keys, out_at, scale, tables.flags, num_features, num_bags, num_ids, num_chunks,
-        MODES[mode], weights is not None, trace, tables.masked, tables.dtypes, features.shape[1],
-        tl.int32 if num_ids < 2**31 - LONG else tl.int64, LONG, rows_in_flight(dim), dim,
-        **_options(tables),
-    )  # fmt: skip
-    _check(tables)
+    index = tl.int32 if num_ids < 2**31 - LONG else tl.int64
+    small = num_ids <= SMALL
+    flags = None if small and tables.device.type == "cuda" else tables.flags
+
+    def launch(part: int, grid: tuple[int, int]) -> None:
+        pool_bags[grid](
+            features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived,
+            keys, out_at, scale, flags, num_features, num_bags, num_ids, num_chunks, part,
+            MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
+            features.shape[1], index, LONG, rows_in_flight(dim), dim, num_warps=1,
+            debug=small and not tables.masked, sanitize_overflow=False,
+        )  # fmt: skip
+
+    num_columns = triton.cdiv(num_chunks, num_features)
+    if small:
+        launch(_BOTH, (num_columns + max_bags, num_features))
+    else:
+        launch(_BAGS, (max_bags, num_features))
+        if num_chunks:
+            launch(_CHUNKS, (num_columns, num_features))
+    if not tables.masked:
+        _check(flags)
     return out, known
 
 
@@ -348,23 +403,16 @@ def row_lookup(
     features = tables.features(rows)
     dim = padded_dim(tables.max_dim)
     in_flight = rows_in_flight(dim)
+    flags = None if tables.flags.is_cuda else tables.flags
     if max_ids:
         copy_rows[(triton.cdiv(max_ids, in_flight), first_id.numel() - 1)](
-            features, first_id, ids, out, keys, out_at, tables.flags, TRACE=trace,
+            features, first_id, ids, out, keys, out_at, flags, TRACE=trace,
             MASKED=tables.masked, DTYPES=tables.dtypes, COLUMNS=features.shape[1],
-            ROWS=in_flight, DIM=dim, **_options(tables),
+            ROWS=in_flight, DIM=dim, num_warps=1, debug=not tables.masked, sanitize_overflow=False,
         )  # fmt: skip
-        _check(tables)
+        if not tables.flags.is_cuda and not tables.masked:
+            _check(tables.flags)
     return out, known
-
-
-def _options(tables: TableSet) -> dict[str, Any]:
-    """One warp, few enough registers that a multiprocessor holds as many programs as it can.
-
-    Assertions on ids, where all have to be in range, but none on sums of integers.
-    """
-    checks = {"debug": not tables.masked, "sanitize_overflow": False}
-    return {"num_warps": 1, "maxnreg": REGISTERS, **checks}
 
 
 def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted: bool) -> Trace:
@@ -384,6 +432,11 @@ def index_dtype(count: int) -> torch.dtype:
     return torch.int32 if count < 2**31 else torch.int64
 
 
-def _check(tables: TableSet) -> None:
-    if tables.flags is not None and tables.flags[0]:
+def _check(flags: torch.Tensor | None) -> None:
+    """Fail, on the device as torch's lookups do, where an id was out of range."""
+    if flags is None:
+        return  # the kernel did
+    if flags.is_cuda:
+        torch._assert_async(flags[0] == 0, "an embedding id is out of the range of its table")
+    elif flags[0]:
         raise IndexError("an embedding id is out of the range of its table")

@@ -76,9 +76,9 @@ class TableSet:
         for table in tables:
             self.dtypes |= 1 << DTYPES.index(table.dtype)
         self._cached: dict[str, tuple[object, torch.Tensor]] = {}
-        self._counters = torch.zeros(0, dtype=torch.int32, device=self.device)
-        #: Set by interpreted kernels where an id was out of range; on a GPU they fail.
-        self.flags = None if self._counters.is_cuda else torch.zeros(1, dtype=torch.int32)
+        #: Set by the kernels and never taken back: an id was out of range; a bag was long.
+        self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self._counters = self.flags[:0]
 
     @property
     def device(self) -> torch.device:
