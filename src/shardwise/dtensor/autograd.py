@@ -27,7 +27,8 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.world import world_caches
 from shardwise.dtensor.strict import forbid_leaf_move
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import Run, prepare, prepare_apart
+from shardwise.redistribute.execute import prepare, prepare_apart
+from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 
 

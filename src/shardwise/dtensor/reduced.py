@@ -13,7 +13,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
-from shardwise.redistribute.execute import Run
+from shardwise.redistribute.moves import Run
 
 
 def is_partial(layout: Layout) -> bool:
