@@ -1,6 +1,7 @@
 """Models that tests shard, and sharders for them."""
 
 import torch
+import torch.distributed as dist
 from shard_cases import chunks
 from torch import nn
 from torch.nn import functional as F
@@ -64,6 +65,20 @@ class HalfAndHalf(Sharder):
 class Broken(Sharder):
     def shard(self, module):
         raise RuntimeError("this sharder has had enough")
+
+
+class BrokenOnRank(HalfAndHalf):
+    """Fails on one rank, before or after it shards."""
+
+    def __init__(self, rank, late):
+        super().__init__()
+        self.rank, self.late = rank, late
+
+    def shard(self, module):
+        made = super().shard(module) if self.late else None
+        if dist.get_rank() == self.rank:
+            raise RuntimeError("this sharder has had enough")
+        return made or super().shard(module)
 
 
 class Forgetful(Sharder):

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from programs import mine
 from shard_cases import chunks, stretches, tiles
-from shard_models import Collection, HalfAndHalf, Nested, Towers
+from shard_models import BrokenOnRank, Collection, HalfAndHalf, Nested, Towers
 from torch import nn
 from torch.nn import functional as F
 
@@ -247,6 +247,14 @@ def one_rank_with_a_wrong_path():
 def one_rank_with_an_empty_plan():
     plan = {} if dist.get_rank() == 0 else {"weight": chunks(0, 0, 1)}
     shard_module(nn.Embedding(11, 4), ShardingPlan(plan))
+
+
+def one_rank_whose_sharder_fails():
+    shard_module(Nested(), ShardingPlan({"collection": BrokenOnRank(1, late=False)}))
+
+
+def one_rank_whose_sharder_fails_late():
+    shard_module(Nested(), ShardingPlan({"collection": BrokenOnRank(1, late=True)}))
 
 
 def conflict_on_all_ranks():

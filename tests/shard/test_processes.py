@@ -85,6 +85,8 @@ def test_a_group_of_some_ranks(processes):
         (programs.disagreeing_shapes, LayoutError, r"\(11, 4\).*Rank 1 has.*\(12, 4\)"),
         (programs.one_rank_with_a_wrong_path, LayoutError, "rank 3: PathError.*'weight'"),
         (programs.one_rank_with_an_empty_plan, LayoutError, "Rank 0 has: nothing more"),
+        (programs.one_rank_whose_sharder_fails, LayoutError, r"ranks \[1\].*had enough"),
+        (programs.one_rank_whose_sharder_fails_late, LayoutError, r"ranks \[1\].*had enough"),
         (programs.conflict_on_all_ranks, PlanError, "should not conflict"),
         (programs.one_rank_with_bad_offsets, LayoutError, "rank 1: the last offset is 9"),
         (programs.one_rank_with_a_bad_id, IndexError, "11 rows"),

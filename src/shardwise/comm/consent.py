@@ -39,14 +39,25 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     if not rows[:, -1].any() and bool((rows == rows[0]).all()):
         return
     if problem is not None and bool((rows == rows[0]).all()):
-        raise problem  # the same everywhere: no need to say whose it is
+        raise _marked(problem)  # the same everywhere: no need to say whose it is
     texts = gather_texts(grid, what, f"{request}\0{said}")
     requests, problems = zip(*(text.split("\0") for text in texts), strict=True)
     own = {rank: text for rank, text in zip(grid.ranks, problems, strict=True) if text}
     if own:
         found = "; ".join(f"rank {rank}: {text}" for rank, text in own.items())
-        raise LayoutError(f"{what} fails on ranks {list(own)}, so no rank goes on. {found}")
-    raise LayoutError(_difference(what, grid.ranks, requests))
+        text = f"{what} fails on ranks {list(own)}, so no rank goes on. {found}"
+        raise _marked(LayoutError(text))
+    raise _marked(LayoutError(_difference(what, grid.ranks, requests)))
+
+
+def is_agreed(error: Exception) -> bool:
+    """Whether all ranks of the group raise because of this one: then they need not compare."""
+    return getattr(error, "_agreed", False)
+
+
+def _marked(error: Exception) -> Exception:
+    error._agreed = True  # type: ignore[attr-defined]
+    return error
 
 
 @functools.cache

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from shardwise.comm.consent import agree
+from shardwise.comm.consent import agree, is_agreed
+from shardwise.core.grid import Grid
 from shardwise.errors import (
     ArgumentError,
     PathError,
@@ -181,14 +182,33 @@ def _apply(
     replaced: dict[str, nn.Module] = {}
     for path, entry in plan.plan.items():
         if isinstance(entry, Sharder):
-            replaced[path] = _sharded_by(entry, find_module(module, path), path)
-    for before, after in made.values():
-        for held, name in owners_of(module, before):
-            held[name] = after
+            before = find_module(module, path)
+            make = functools.partial(_sharded_by, entry, before, path)
+            replaced[path] = _agreed_by_all(home_grid(process_group), path, make)
+    for whole, sharded in made.values():
+        for held, name in owners_of(module, whole):
+            held[name] = sharded
     for path, new_module in replaced.items():
         parent, _, name = path.rpartition(".")
         find_module(module, parent)._modules[name] = new_module
     _hook_outputs(module, plan, process_group, grad_reduction)
+
+
+def _agreed_by_all(grid: Grid, path: str, make: Callable[[], nn.Module]) -> nn.Module:
+    """What `make` gives; where it fails on some rank, no rank goes on.
+
+    A rank that fails meets the others here, or where they compare the plans inside theirs.
+    """
+    made, problem = None, None
+    try:
+        made = make()
+    except Exception as error:
+        if is_agreed(error):
+            raise
+        problem = error
+    agree(grid, "shard_module", f"the sharder of {path!r} is done", problem)
+    assert made is not None, "a rank that failed has raised"
+    return made
 
 
 def _sharded_by(sharder: Sharder, before: nn.Module, path: str) -> nn.Module:
