@@ -67,15 +67,19 @@ def test_a_lookup_of_any_batch_size(pair, backend, placement):
 
 @pytest.mark.parametrize("fn", [linear, moved], ids=["linear", "redistribute inside"])
 def test_linear(pair, fn):
-    if fn is moved and torch.__version__ < "2.13":
-        pytest.skip("older compilers take no placements")
     fast = torch.compile(fn, fullgraph=True)
-    weight = distribute_tensor(torch.randn(36, 20, device="cuda"), pair, [S0]).requires_grad_()
+    # In float64: the kernels of the two sides add in other orders.
+    options = {"device": "cuda", "dtype": torch.float64}
+    weight = distribute_tensor(torch.randn(36, 20, **options), pair, [S0]).requires_grad_()
     for rows in (27, 32, 2):
-        x = distribute_tensor(torch.randn(rows, 20, device="cuda"), pair, [S0])
+        x = distribute_tensor(torch.randn(rows, 20, **options), pair, [S0])
         assert_as_eager(fn, fast, (x, weight))
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="older compilers describe a parameter and its gradient by one set of parts",
+)
 def test_training_on_after_a_backward(pair):
     model = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 14)).to("cuda")
     shardwise.distribute_module(model, pair)

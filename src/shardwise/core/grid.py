@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.core.opaque import IS_OLD_COMPILER
 from shardwise.core.world import World, current_world
 from shardwise.errors import ArgumentError, WorldError
 
@@ -129,6 +130,21 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     number = id(mesh)
     _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
     return grid
+
+
+def _spelled_number(mesh: DeviceMesh) -> str:
+    return str(grid_of(mesh).number)
+
+
+# The compiler runs it and keeps the answer; as a number it might become a symbol.
+_spelled_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def grid_number(mesh: DeviceMesh) -> int:
+    """The number of the grid of `mesh`, as compiled code may ask for it."""
+    if IS_OLD_COMPILER:  # which reads neither weak references nor the id of a mesh
+        return int(_spelled_number(mesh))
+    return grid_of(mesh).number
 
 
 def grid_numbered(number: int) -> Grid:

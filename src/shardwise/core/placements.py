@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardwise.core.opaque import graph_constant
+from shardwise.core.opaque import ValueBase, graph_constant
 from shardwise.errors import ArgumentError, LayoutError
 
 REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
 
 
-class Placement:
+class Placement(ValueBase):
     """How the coordinates of one mesh axis hold a tensor."""
 
     __slots__ = ()

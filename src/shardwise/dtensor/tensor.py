@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
-from shardwise.core.grid import grid_of
+from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import untraced
@@ -252,11 +252,18 @@ class DTensor(Wrapped):
         `async_op`, a collective that brings the gradient back runs on until the first op that
         reads the gradient.
         """
-        grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
+        mesh = device_mesh if device_mesh is not None else current_mesh()
         if torch.compiler.is_dynamo_compiling():  # which decides itself how late to wait
             return traced_from_local(
-                local_tensor, grid.number, placements, run_check, shape, stride, grad_placements
+                local_tensor,
+                grid_number(mesh),
+                placements,
+                run_check,
+                shape,
+                stride,
+                grad_placements,
             )
+        grid = grid_of(mesh)
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)

@@ -1,0 +1,114 @@
+"""Graphs of compiled code: how many there are, what is in them, and what is kept of them."""
+
+import logging
+
+import pytest
+import torch
+from by_hand import value
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._dynamo.utils import counters
+from torch._inductor.utils import fresh_cache
+
+import shardwise
+from shardwise import Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+@pytest.fixture
+def pair():
+    torch._dynamo.reset()
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        shardwise.zeros(1, device_mesh=mesh)  # the mesh is known
+        yield mesh
+    torch._dynamo.reset()
+
+
+def layers():
+    return nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 14))
+
+
+def parallel_layers(mesh):
+    return parallelize_module(layers(), mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+
+
+def outcome(run, model, x):
+    model.zero_grad()
+    out = run(x)
+    out.square().sum().backward()
+    return [out.agreed().detach(), *(value(p.grad) for p in model.parameters())]
+
+
+def assert_as_eager(fast, model, x):
+    for found, expected in zip(outcome(fast, model, x), outcome(model, model, x), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+def test_batch_sizes_and_sequence_lengths_share_a_graph(pair):
+    model = parallel_layers(pair)
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
+    for batch, length in ((3, 7), (5, 7), (5, 11), (6, 9)):
+        assert_as_eager(fast, model, torch.randn(batch, length, 10))
+    assert counter.frame_count == 1
+
+
+def test_without_a_compiler_behind_it(pair):
+    model = parallel_layers(pair)
+    fast = torch.compile(model, backend="eager", fullgraph=True)
+    assert_as_eager(fast, model, torch.randn(7, 10))
+
+
+def test_the_graphs_hold_the_collectives_that_eager_code_issues(pair):
+    model, x = parallel_layers(pair), torch.randn(7, 10, requires_grad=True)
+    with CommDebugMode() as comm:
+        outcome(model, model, x)
+    marks = []
+
+    def read(graph, inputs):
+        marks.extend(n.args[1] for n in graph.graph.nodes if "collective" in str(n.target))
+        return make_boxed_func(graph.forward)
+
+    backend = aot_autograd(fw_compiler=read, bw_compiler=read)
+    outcome(torch.compile(model, backend=backend, fullgraph=True), model, x)
+    assert sorted(marks) == sorted(event.kind for event in comm.events)
+    assert marks
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_export(pair, strict):
+    model = shardwise.distribute_module(layers(), pair)
+    x = distribute_tensor(torch.randn(6, 10), pair, [S0])
+    program = torch.export.export(model, (x,), strict=strict)
+    found = program.module()(x)
+    assert found.placements == (S0,)
+    torch.testing.assert_close(value(found.detach()), value(model(x).detach()))
+
+
+def test_compiled_code_is_found_again(pair, caplog):
+    """As a later process would: all that is kept in memory is gone, the cache on disk is not."""
+    x = distribute_tensor(torch.randn(6, 10), pair, [S0])
+    weight = distribute_tensor(torch.randn(14, 10), pair, [R]).requires_grad_()
+
+    def layer(x, weight):
+        return nn.functional.linear(x, weight).relu()
+
+    found = []
+    with fresh_cache():
+        for _ in range(2):
+            torch._dynamo.reset()
+            counters.clear()
+            out = torch.compile(layer, fullgraph=True)(x, weight)
+            out.sum().backward()
+            found.append(dict(counters["aot_autograd"]))
+    assert found[0]["autograd_cache_saved"] >= 1
+    assert found[0].get("autograd_cache_bypass", 0) == 0
+    assert found[1]["autograd_cache_hit"] >= 1
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+    torch.testing.assert_close(value(out.detach()), value(layer(x, weight).detach()))
