@@ -66,7 +66,15 @@ class _Failed:
 
     at_s: float
     error: ShardwiseError | None
-    text: str
+    summary: str
+    trace: str
+
+
+class RankTraceback(Exception):
+    """Where a rank failed: the cause of a `LaunchError`, shown with its traceback."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +273,9 @@ class _Job:
         if first.error is not None:
             first.error.add_note(f"On rank {rank}; the other ranks were ended.")
             raise first.error
-        raise LaunchError(f"Rank {rank} failed; the other ranks were ended.\n{first.text}")
+        raise LaunchError(
+            f"Rank {rank} failed: {first.summary}; the other ranks were ended."
+        ) from RankTraceback(first.trace)
 
     def _end_of(self, rank: int) -> str:
         process = self.processes[rank]
@@ -321,7 +331,9 @@ def _work(rank: int, settings: _Settings, pipe: Connection, work: bytes) -> None
         extra = (lambda value: say("note", value),) if settings.noting else ()
         say("done", fn(*extra, *args))
     except BaseException as error:
-        say("failed", _Failed(time.monotonic(), _sendable(error), traceback.format_exc()))
+        summary = f"{type(error).__name__}: {error}".removesuffix(".")
+        trace = traceback.format_exc()
+        say("failed", _Failed(time.monotonic(), _sendable(error), summary, trace))
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(1)  # the launcher ends the others; there is nothing to wait for

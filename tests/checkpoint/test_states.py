@@ -291,6 +291,24 @@ def test_asynchronous_save_keeps_the_values_of_its_call(mesh, tmp_path, copy_byt
     assert y.sum() == 1000
 
 
+@pytest.mark.parametrize("copy_bytes", [0, 3000, 5000])
+def test_an_asynchronous_save_copies_no_more_than_it_may(tmp_path, copy_bytes):
+    """What is beyond that is in the file before the state may change."""
+    state = {f"x{i}": torch.full((500,), float(i)) for i in range(4)}
+    job = shardwise.checkpoint.saving._Job(state, tmp_path / "saved")
+    job.start(copy_bytes)
+    (begun,) = job._begun
+    copies = [value for value in begun._values if value.numel()]
+    held = {value.data_ptr() for value in state.values()}
+    assert sum(value.numel() * 4 for value in copies) <= copy_bytes
+    assert len(copies) == copy_bytes // 2000
+    assert not held & {value.data_ptr() for value in copies}
+    job.finish()
+    new = {name: torch.zeros(500) for name in state}
+    load(new, tmp_path / "saved")
+    assert all(torch.equal(new[name], value) for name, value in state.items())
+
+
 def test_a_failed_asynchronous_save_is_not_forgotten(tmp_path, monkeypatch):
     def full(path, data):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))

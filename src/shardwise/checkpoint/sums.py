@@ -49,7 +49,8 @@ def block_sum(data: memoryview) -> int:
         data = memoryview(padded)
     words = np.frombuffer(data, dtype="<i8").reshape(-1, _ROW_WORDS)
     columns = np.bitwise_xor.reduce(words, axis=0)
-    return zlib.crc32((words @ _weights()).tobytes(), zlib.crc32(columns.tobytes()))
+    rows = np.einsum("ij,j->i", words, _weights())  # for integers, faster than `@`
+    return zlib.crc32(rows.tobytes(), zlib.crc32(columns.tobytes()))
 
 
 class Sums:
