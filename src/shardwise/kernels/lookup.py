@@ -367,12 +367,15 @@ def pooled_lookup(
     flags = None if small and tables.device.type == "cuda" else tables.flags
 
     def launch(part: int, grid: tuple[int, int]) -> None:
-        pool_bags[grid](
-            features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived,
-            keys, out_at, scale, flags, num_features, num_bags, num_ids, num_chunks, part,
-            MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
-            features.shape[1], index, LONG, rows_in_flight(dim), dim, num_warps=1,
-            debug=small and not tables.masked, sanitize_overflow=False,
+        tables.launches.run(
+            pool_bags,
+            grid,
+            (features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived,
+             keys, out_at, scale, flags),
+            (num_features, num_bags, num_ids, num_chunks),
+            (part, MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
+             features.shape[1], index, LONG, rows_in_flight(dim), dim),
+            debug=small and not tables.masked,
         )  # fmt: skip
 
     num_columns = triton.cdiv(num_chunks, num_features)

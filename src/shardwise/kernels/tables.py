@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import torch
 
+from shardwise.kernels.launch import Launches
+
 #: The dtypes of tables, by their number in the kernels.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -79,6 +81,7 @@ class TableSet:
         #: Set by the kernels and never taken back: an id was out of range; a bag was long.
         self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
         self._counters = self.flags[:0]
+        self.launches = Launches()
 
     @property
     def device(self) -> torch.device:
