@@ -10,6 +10,7 @@ import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor, register_rule
 from shardwise.debug import CommDebugMode
 from shardwise.rules.catalog import REGISTERED, rule_caches
+from shardwise.rules.rule import Choice
 from shardwise.testing import Sample, check_rule, missing_choices
 
 
@@ -230,3 +231,31 @@ def test_an_op_that_has_a_kernel_and_nothing_else(mesh):
     doubled = op(x)
     assert doubled.placements == (Shard(0),)
     assert torch.equal(whole(doubled), torch.arange(6.0) * 2)
+
+
+@torch.library.custom_op("shardwise_tests::threshold", mutates_args=())
+def threshold(x: torch.Tensor, least: float) -> torch.Tensor:
+    return x * (x > least)
+
+
+@threshold.register_fake
+def _(x, least):
+    return torch.empty_like(x)
+
+
+def test_a_rule_that_reads_a_number(mesh):
+    """Plans of ops in the catalog ignore floats; those of a program's own rules do not."""
+
+    def choices(call):
+        yield call.replicated()
+        if call.args[1] > 0:
+            yield Choice((Shard(0),), (Shard(0),))
+
+    op = torch.ops.shardwise_tests.threshold.default
+    register_rule(op, choices)
+    x = distribute_tensor(torch.randn(8, 3), mesh, [Shard(0)])
+    assert [op(x, least).placements for least in (0.5, -0.5, 0.25)] == [
+        (Shard(0),),
+        (Replicate(),),
+        (Shard(0),),
+    ]

@@ -299,13 +299,31 @@ INITS = {
     "trunc_normal_": nn.init.trunc_normal_,
     "orthogonal_": nn.init.orthogonal_,
     "trunc_normal_ far out": lambda t: nn.init.trunc_normal_(t, a=1.0, b=3.0),
+    "sparse_": lambda t: sparse(t),
 }
+
+
+def sparse(tensor):
+    """It writes by plain indices that it draws itself: the same on every rank."""
+    with shardwise.implicit_replication():
+        return nn.init.sparse_(tensor, 0.4)
 
 
 @pytest.mark.parametrize("name", INITS)
 def test_init(layout, name):
     found = assert_like_one_device(INITS[name], torch.empty(8, 6).fill_(0), *layout)
     assert found.placements == tuple(layout[1])
+
+
+def test_truncated_normals_are_not_gathered():
+    """Whether all are in range is asked of every rank: one number each."""
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        table = shardwise.zeros(1000, 8, device_mesh=mesh, placements=[Shard(0)])
+        with CommDebugMode() as comm:
+            nn.init.trunc_normal_(table)
+    assert any(event.kind == "all_reduce" for event in comm.events)
+    assert all(event.num_bytes <= 32 for event in comm.events), comm.events
 
 
 def make_model():

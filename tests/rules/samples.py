@@ -398,26 +398,6 @@ WITHOUT_VALUES = {
     aten.new_empty_strided.default,
 }
 
-#: Choices that are right and of no use: these ops do not read the values of one operand.
-OF_NO_USE = {
-    aten.reflection_pad1d_backward.default,
-    aten.reflection_pad2d_backward.default,
-    aten.reflection_pad3d_backward.default,
-    aten.replication_pad1d_backward.default,
-    aten.replication_pad2d_backward.default,
-    aten.replication_pad3d_backward.default,
-    aten.copy.default,
-    aten.fill.Scalar,
-    aten.fill.Tensor,
-    aten.zero.default,
-    aten.zeros_like.default,
-    aten.new_zeros.default,
-    aten.new_ones.default,
-    aten.new_full.default,
-    aten.full_like.default,
-    aten.ones_like.default,
-}
-
 #: Kernels that crash on operands that do not fit together: nothing can be tried out on them.
 UNCHECKED_KERNELS = {
     aten._segment_reduce_backward.default,
@@ -432,9 +412,6 @@ UNCHECKED_KERNELS = {
 
 #: What is right for the few entries that these samples pick need not be right for others.
 BY_CHANCE = {
-    # Outside of training, statistics are empty or not read: anything is right for them.
-    aten.native_batch_norm.default,
-    aten.native_batch_norm_backward.default,
     aten.index_put.default,
     aten.scatter.reduce,
     aten.scatter.value_reduce,

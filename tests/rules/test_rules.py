@@ -8,7 +8,6 @@ from samples import (
     BY_CHANCE,
     NEVER_TAKEN,
     NOT_IN_TORCH,
-    OF_NO_USE,
     ON_GPU,
     UNCHECKED_KERNELS,
     WITHOUT_VALUES,
@@ -45,8 +44,6 @@ def test_every_choice_gives_the_result_of_one_device(sample):
 @pytest.mark.filterwarnings("ignore:.*reduce")
 @pytest.mark.parametrize("sample", SAMPLES, ids=name)
 def test_no_useful_choice_is_missing(sample):
-    if sample.op in OF_NO_USE:
-        pytest.skip("the op does not read the values of one operand")
     if plain_op(sample.op) in gathered.RULES:
         pytest.skip("the op runs whole on purpose")
     if sample.op in random.RULES:

@@ -74,8 +74,8 @@ RULES: Table = table(
         ),
         elementwise(FIRST),
     ),
-    ((aten.copy.default,), elementwise(TOGETHER)),
-    ((aten.fill.Scalar, aten.fill.Tensor), elementwise()),
+    ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
+    ((aten.fill.Scalar,), elementwise()),
     # Not tagged by torch. Linear in the gradient that comes in.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )

@@ -146,6 +146,21 @@ class _Alone:
             return [0]
         return [place for place, meta in enumerate(self._shape) if isinstance(meta, TensorMeta)]
 
+    def ignored(self) -> set[int]:
+        """The operands whose values make no difference, by number."""
+        found = set()
+        for number, tensor in enumerate(self.tensors):
+            if tensor.is_floating_point() and tensor.numel():
+                changed = [t.clone() for t in self.tensors]
+                changed[number] += 1
+                try:
+                    results = self.asked(self.run(changed, self.sample.op))
+                except Exception:
+                    continue  # it is read, and refused
+                if all(map(_same, results, self.asked(self.result))):
+                    found.add(number)
+        return found
+
     def asked(self, result: Any) -> list[torch.Tensor]:
         """The tensors of a result; kernels may return some that nobody asked for."""
         if isinstance(result, torch.Tensor):
@@ -153,6 +168,10 @@ class _Alone:
         pairs = zip(result, self._shape, strict=True)
         asked = [r for r, meta in pairs if isinstance(meta, TensorMeta)]
         return [r.dense() if isinstance(r, SparseRows) else r for r in asked]
+
+
+def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 class _Played:
@@ -337,8 +356,8 @@ def missing_choices(
 ) -> list[str]:
     """Placements along one axis that are right for the op itself and that the rule does not offer.
 
-    Only choices that shard something, or let a Partial sum through, are of use. Without `sums`
-    no input is tried as such a sum.
+    Only choices that shard something, or let a Partial sum through, are of use. How an operand
+    lies whose values are not read does not matter. Without `sums` no input is tried as a sum.
     """
     rule = rule or find_rule(plain_op(sample.op))
     if rule is None:
@@ -348,19 +367,37 @@ def missing_choices(
     call = alone.call
     if not call.outputs:
         return []  # an answer about a part is none about the whole
+    ignored = alone.ignored()
+
+    def spelled(layouts: Sequence[Layout]) -> tuple[str, ...]:
+        return tuple("any" if i in ignored else each for i, each in enumerate(_spelled(layouts)))
+
     with simulate(ranks):
         world = _Played(alone, grid := _grid((ranks,)))
-        offered = {(_spelled(plan.inputs), _spelled(plan.outputs)) for plan in world.plans(rule)}
-        for placements in itertools.product(*(_ways(meta, sums) for meta in call.inputs)):
-            if all(isinstance(p, Replicate) for p in placements):
+        offered = {(spelled(plan.inputs), _spelled(plan.outputs)) for plan in world.plans(rule)}
+        ways = [
+            [REPLICATE] if number in ignored else _ways(meta, sums)
+            for number, meta in enumerate(call.inputs)
+        ]
+        for placements in itertools.product(*ways):
+            if all(isinstance(p, Replicate) for p in placements) or _rounds(call, placements):
                 continue
             layouts = [_layout(m, (p,), grid) for m, p in zip(call.inputs, placements, strict=True)]
             for outputs in _right_outputs(alone, world.parts(layouts), grid):
-                if (_spelled(layouts), _spelled(outputs)) not in offered:
+                if (spelled(layouts), _spelled(outputs)) not in offered:
                     missing.append(
-                        f"{', '.join(_spelled(layouts))} -> {', '.join(_spelled(outputs))}"
+                        f"{', '.join(spelled(layouts))} -> {', '.join(_spelled(outputs))}"
                     )
     return missing
+
+
+def _rounds(call: Call, placements: Sequence[Placement]) -> bool:
+    """Whether terms would be rounded before they are added: that is another number."""
+    narrowest = min(meta.dtype.itemsize for meta in call.outputs)
+    return any(
+        isinstance(p, Partial) and meta.dtype.itemsize > narrowest
+        for p, meta in zip(placements, call.inputs, strict=True)
+    )
 
 
 def _ways(meta: TensorMeta, sums: bool = True) -> list[Placement]:
@@ -386,7 +423,9 @@ def _right_outputs(alone: _Alone, parts: list[torch.Tensor], grid: Grid) -> Iter
 
 
 def _layouts_to_try(meta: TensorMeta, grid: Grid) -> list[Layout]:
-    return [_layout(meta, (placement,), grid) for placement in _ways(meta)]
+    # Anything is right for a result without elements.
+    ways = _ways(meta) if math.prod(meta.shape) else [REPLICATE]
+    return [_layout(meta, (placement,), grid) for placement in ways]
 
 
 def _is_right(part: torch.Tensor, whole: torch.Tensor, layout: Layout) -> bool:
