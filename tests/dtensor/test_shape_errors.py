@@ -1,0 +1,59 @@
+"""Operands that do not fit raise what torch raises on one device, on every rank at once."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from shardwise import Replicate, Shard, distribute_tensor
+
+REFUSED = {
+    "add": lambda a, b: a + b,
+    "mm": torch.mm,
+    "bmm": torch.bmm,
+    "linear": F.linear,
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "view": lambda a, b: a.view(7, 7),
+    "permute": lambda a, b: a.permute(0, 0),
+    "expand": lambda a, b: a.expand(9, 9),
+    "select": lambda a, b: a[99],
+    "split": lambda a, b: a.split([1, 1], 0),
+    "cat": lambda a, b: torch.cat([a, b], 0),
+    "cat of numbers": lambda a, b: torch.cat([a.sum(), b.sum()]),
+    "stack": lambda a, b: torch.stack([a, b]),
+    "flip": lambda a, b: a.flip(6),
+    "pad": lambda a, b: F.pad(a, (1,)),
+    "sum": lambda a, b: a.sum(5),
+    "amax": lambda a, b: a.amax(7),
+    "amax of nothing": lambda a, b: a[:0].amax(0),
+    "softmax": lambda a, b: a.softmax(9),
+    "sort": lambda a, b: a.sort(4),
+    "where": lambda a, b: torch.where(a > 0, a, b),
+    "gather": lambda a, b: a.gather(0, b),
+    "index_select": lambda a, b: a.index_select(0, b),
+    "take into its operand": lambda a, b: torch.take(b, a[0].long(), out=b),
+    "copy_": lambda a, b: a.copy_(b),
+    "layer_norm": lambda a, b: F.layer_norm(a, (99,)),
+    "conv2d": F.conv2d,
+    "mse_loss": F.mse_loss,
+    "nll_loss": F.nll_loss,
+    "cross_entropy": F.cross_entropy,
+    "attention": lambda a, b: F.scaled_dot_product_attention(a, b, b),
+    "solve": torch.linalg.solve,
+}
+
+
+@pytest.mark.filterwarnings("ignore:Using a target size")
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_the_type_is_that_of_one_device(mesh, placement):
+    a, b = torch.randn(4, 6), torch.randn(5, 3)
+    for name, call in REFUSED.items():
+        with pytest.raises(Exception) as expected:  # noqa: PT011 (whatever torch raises)
+            call(a.clone(), b.clone())
+        operands = [distribute_tensor(x.clone(), mesh, [placement]) for x in (a, b)]
+        try:
+            call(*operands)
+        except expected.type:
+            continue
+        except Exception as error:
+            pytest.fail(f"{name}: {type(error).__name__} instead of {expected.type.__name__}")
+        pytest.fail(f"{name}: accepted, where one device raises {expected.type.__name__}")
