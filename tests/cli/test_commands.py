@@ -125,6 +125,26 @@ def test_checkpoints(run):
     assert "There is no checkpoint at nowhere" in gone.stderr
 
 
+def test_a_shell_completes_commands_and_options():
+    def completed(words, place):
+        asked = {"COMP_WORDS": words, "COMP_CWORD": str(place)}
+        environment = {"_SHARDWISE_COMPLETE": "bash_complete", **asked}
+        result = CliRunner().invoke(main, [], prog_name="shardwise", env=environment)
+        return [line.split(",")[1] for line in result.output.split()]
+
+    assert completed("shardwise che", 1) == ["check", "checkpoint"]
+    assert "--resume" in completed("shardwise demo --r", 2)
+
+
+def test_colours_where_they_are_wanted(run, monkeypatch):
+    asked = ("check", "report_models:careless", "--plan", "plan.toml", "--ranks", "2")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[31m" in run(*asked).output
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[31m" not in run(*asked).output
+
+
 @pytest.mark.parametrize("columns", ["40", "80"])
 def test_narrow_terminals_get_no_longer_lines(run, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
