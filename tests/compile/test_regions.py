@@ -135,6 +135,10 @@ def test_a_parallelized_module_of_any_batch_size(pair):
     assert counter.frame_count == 2  # the first batch size, and all others
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="older compilers describe a parameter and its gradient by one set of parts",
+)
 def test_training_on_after_a_backward(pair):
     """The gradient of a replicated parameter is Partial: it has more parts than the parameter."""
     models = [shardwise.distribute_module(Layers(), pair) for _ in range(2)]
