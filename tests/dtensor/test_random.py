@@ -316,13 +316,16 @@ def test_init(layout, name):
 
 
 def test_truncated_normals_are_not_gathered():
-    """Whether all are in range is asked of every rank: one number each."""
+    """Whether all are in range is asked of every rank: one number each.
+
+    Older versions of torch bring them into range by a formula, and nothing is asked.
+    """
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (4,))
         table = shardwise.zeros(1000, 8, device_mesh=mesh, placements=[Shard(0)])
         with CommDebugMode() as comm:
             nn.init.trunc_normal_(table)
-    assert any(event.kind == "all_reduce" for event in comm.events)
+    assert {event.kind for event in comm.events} <= {"all_reduce"}
     assert all(event.num_bytes <= 32 for event in comm.events), comm.events
 
 
