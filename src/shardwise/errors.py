@@ -43,8 +43,8 @@ class IdRangeError(ShardwiseError, IndexError):
     """An id is no row of its table."""
 
 
-class MixedTensorsError(ShardwiseError, RuntimeError):
-    """A DTensor and a plain tensor meet in one call.
+class MixedTensorsError(ShardwiseError, NotImplementedError):
+    """A DTensor and a plain tensor meet in one call, and nobody said how the plain one lies.
 
     Not a TypeError: Python's operators swallow those.
     """

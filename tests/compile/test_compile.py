@@ -175,6 +175,8 @@ def test_rows_of_a_maximal_norm(pair):
     one, table = weight.clone(), lay(weight, pair, [S0])
     torch.testing.assert_close(value(fast(lay(ids, pair, [R]), table)), scaled(ids, one))
     torch.testing.assert_close(value(table), one)
+    with pytest.raises(Exception, match="max_norm does"):
+        fast(lay(ids, pair, [R]), table.requires_grad_())
 
 
 @pytest.mark.parametrize("placement", [S0, R], ids=repr)

@@ -19,7 +19,7 @@ from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.planning import Entry
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
-from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.errors import UnsupportedError
 from shardwise.rules.catalog import (
     changes_shape,
     find_rule,
@@ -186,7 +186,7 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         result = parts(*args, **kwargs)
         if result is not NotImplemented:
             return result
-    except (NotImplementedError, MixedTensorsError) as error:
+    except NotImplementedError as error:
         cause = error
     layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause

@@ -22,7 +22,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import UnsupportedError
+from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.testing.op_sweep.table import Sample, error_samples, full_name, samples, tensors_of
 from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, TWO_AXES, Way, ways
 
@@ -115,7 +115,7 @@ def _outcome(case: Callable[[], None]) -> tuple[str, str]:
         case()
     except Different as error:
         return "wrong", str(error)
-    except UnsupportedError as error:
+    except (UnsupportedError, MixedTensorsError) as error:
         return "raises", _brief(error)
     except Exception as error:
         return "error", f"{type(error).__name__}: {_brief(error)}"
@@ -467,7 +467,7 @@ def _refused(
         entry(*args, **kwargs)
     except kind:
         return "ok", ""
-    except UnsupportedError as error:
+    except (UnsupportedError, MixedTensorsError) as error:
         return "raises", _brief(error)
     except Exception as error:
         return "error", f"{type(error).__name__} instead of {kind.__name__}: {_brief(error)}"
