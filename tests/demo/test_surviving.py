@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -149,10 +150,15 @@ def test_the_command_ends_with_an_error_and_resumes(tmp_path, monkeypatch):
     assert "is of another training" in other.stderr
     resumed = demo("--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert f"the first {done} steps in an earlier run" in resumed.output
+    assert f"the first {done} steps in an earlier run" in on_one_line(resumed.output)
     finished = demo("--resume")
     assert finished.exit_code == 0, finished.output
-    assert "the first 40 steps in an earlier run" in finished.output
+    assert "the first 40 steps in an earlier run" in on_one_line(finished.output)
+
+
+def on_one_line(output):
+    """Tables break their lines where the terminal ends."""
+    return " ".join(output.split())
 
 
 def test_under_torchrun_with_restarts(tmp_path):
@@ -175,7 +181,7 @@ def test_under_torchrun_with_restarts(tmp_path):
                 killed = True
     assert ran.returncode == 0, output
     assert killed, output
-    assert "the first 8 steps in an earlier run" in output or "the first 12 steps" in output, output
+    assert re.search(r"the first (8|12) steps in an earlier run", on_one_line(output)), output
     straight = train_in_processes(Recommending(20, 0, MIXED_PLAN), 2, silent)
     saved = Checkpoints(tmp_path / "checkpoints")
     assert inspect(saved.path(20)).state["losses"] == straight.losses

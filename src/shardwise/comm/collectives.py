@@ -48,6 +48,9 @@ def group_name(grid: Grid, axis: int) -> str:
         grid.world.lines[name] = grid.lines(axis)
         grid.world.axis_names[name] = grid.axis_name(axis)
         grid.group_names[axis] = name
+    elif watch.on:
+        # Meshes of the same ranks share a group: what is told now is of the mesh that uses it now.
+        grid.world.axis_names[name] = grid.axis_name(axis)
     return name
 
 

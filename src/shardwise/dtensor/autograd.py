@@ -123,7 +123,11 @@ world_caches.append(_cached_route.cache_clear)
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """`function.apply` without its Python layer, which only looks for functorch transforms."""
+    """`function.apply` without its Python layer, which only looks for functorch transforms.
+
+    The one around `backward` goes too: it only asks which of two names the function has used.
+    """
+    function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 

@@ -17,7 +17,7 @@ class _Flag:
     """Stands for True or False in a key, where they would equal 1 and 0."""
 
 
-_TRUE, _FALSE = _Flag(), _Flag()
+TRUE, FALSE = _Flag(), _Flag()
 
 
 def add_argument(
@@ -32,7 +32,7 @@ def add_argument(
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
         key.append(float)
     elif kind is bool:
-        key.append(_TRUE if value else _FALSE)
+        key.append(TRUE if value else FALSE)
     elif kind is list or kind is tuple:
         part, value = _list_key(op, value, None if operands is None else len(operands))
         key.append(part)

@@ -153,31 +153,24 @@ class Linear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
+        again = torch.is_grad_enabled()  # double backward
         if for_x:
-            grad_x = _linear_input_grad(grad, weight)
+            if again and _needs_grad(grad, weight):
+                grad_x = F.linear(grad, weight.t())
+            else:
+                grad_x = run(linear_input_grad, grad, weight)
         if for_weight:
-            grad_weight = _linear_weight_grad(grad, x, gradient_layout(weight._layout))
+            wish = gradient_layout(weight._layout)
+            if again and _needs_grad(grad, x):
+                grad_weight = LinearWeightGrad.apply(grad, x, wish)
+            else:
+                grad_weight = run(linear_weight_grad, grad, x, wish=wish)
         if for_bias:
-            grad_bias = _linear_bias_grad(grad)
+            if again:
+                grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            else:
+                grad_bias = run(linear_bias_grad, grad)
         return grad_x, grad_weight, grad_bias
-
-
-def _linear_input_grad(grad: Any, weight: Any) -> Any:
-    if _needs_grad(grad, weight):  # double backward
-        return F.linear(grad, weight.t())
-    return run(linear_input_grad, grad, weight)
-
-
-def _linear_weight_grad(grad: Any, x: Any, wish: Layout) -> Any:
-    if _needs_grad(grad, x):  # double backward
-        return LinearWeightGrad.apply(grad, x, wish)
-    return run(linear_weight_grad, grad, x, wish=wish)
-
-
-def _linear_bias_grad(grad: Any) -> Any:
-    if torch.is_grad_enabled():  # double backward
-        return grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
-    return run(linear_bias_grad, grad)
 
 
 class LinearWeightGrad(torch.autograd.Function):

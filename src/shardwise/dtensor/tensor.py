@@ -30,7 +30,7 @@ from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
-from shardwise.dtensor.call_key import add_argument
+from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.flat import (
     LOCAL,
     FlatContext,
@@ -123,7 +123,10 @@ class DTensor(Wrapped):
                     key.append(arg)
                     operands.append(arg)
                 elif kind is float:
-                    key.append(float)  # as add_argument does
+                    key.append(float)  # as add_argument does, here and below
+                    operands.append(arg)
+                elif kind is bool:
+                    key.append(TRUE if arg else FALSE)
                     operands.append(arg)
                 else:
                     add_argument(func, arg, key, operands)

@@ -25,6 +25,8 @@ from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 aten = torch.ops.aten
 # Without the Python method around it, which takes a microsecond of its own.
 _dense_backward = aten.embedding_dense_backward.default._op
+#: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
+_FEW_IDS = 64
 
 
 # -- the lookup ------------------------------------------------------------------------------
@@ -101,9 +103,10 @@ def table_grad(
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns; no other row is ever made."""
     table = layouts[-1]
-    # Torch's kernel for the CPU looks at every id for every row; adding rows up is much faster. The
+    # Torch's kernel for the CPU takes several times as long as adding rows up, but for few ids. The
     # one for CUDA adds in a fixed order, and the compiler knows it.
-    by_hand = has_values(ids) and not ids.is_cuda
+    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
+    by_hand = has_values(ids) and not ids.is_cuda and not few
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         shape = (table.local_shape(coordinate)[0], grad.shape[-1])
@@ -195,10 +198,6 @@ def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator
 
 
 TABLE_GRAD = LocalCall(table_grad, together=True)
-
-
-#: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
-_FEW_IDS = 64
 
 
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
