@@ -325,7 +325,6 @@ def test_truncated_normals_are_not_gathered():
         table = shardwise.zeros(1000, 8, device_mesh=mesh, placements=[Shard(0)])
         with CommDebugMode() as comm:
             nn.init.trunc_normal_(table)
-    assert {event.kind for event in comm.events} <= {"all_reduce"}
     assert all(event.num_bytes <= 32 for event in comm.events), comm.events
 
 
