@@ -44,19 +44,17 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 
 class Lookup(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, weight: Any, ids: Any, padding_idx: int, by_freq: bool, sparse: bool
-    ) -> Any:
+    def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
         rows, routing = _look_up(weight, ids)
         ctx.save_for_backward(ids)
-        layout = gradient_layout(weight._layout)
-        ctx.options = (layout, padding_idx, by_freq, sparse, None if by_freq else routing)
+        by_freq = options[1]
+        ctx.plan = (gradient_layout(weight._layout), options, None if by_freq else routing)
         return rows
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (ids,) = ctx.saved_tensors
-        layout, padding_idx, by_freq, sparse, routing = ctx.options
+        layout, (padding_idx, by_freq, sparse), routing = ctx.plan
         num_rows = layout.shape[0]
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
@@ -70,7 +68,7 @@ class Lookup(torch.autograd.Function):
             found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
         else:
             found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
-        return RowSparse.of(*found) if sparse else found, None, None, None, None
+        return RowSparse.of(*found) if sparse else found, None, None
 
 
 def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
@@ -124,7 +122,7 @@ def embedding(
             "or call the lookup outside torch.compile."
         )
     if weight.requires_grad and torch.is_grad_enabled():
-        return _apply_lookup(weight, ids, int(padding_idx), bool(scale_grad_by_freq), bool(sparse))
+        return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
 
 

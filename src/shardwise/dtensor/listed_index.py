@@ -9,9 +9,7 @@ import torch
 
 def holds_list(index: Any) -> bool:
     """Whether a list of numbers stands in an index."""
-    if isinstance(index, tuple):
-        return any(isinstance(item, list) for item in index)
-    return isinstance(index, list)
+    return list in map(type, index) if type(index) is tuple else type(index) is list
 
 
 def with_tensors(x: Any, index: Any) -> Any:

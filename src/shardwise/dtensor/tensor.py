@@ -61,6 +61,7 @@ _KEYS = functools.reduce(
 )
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
+_item = torch.Tensor.__getitem__
 #: What the hot path asks; debug.explain puts a table in its place that notes the hits.
 _entries: dict[Any, Entry] = entries
 
@@ -213,7 +214,7 @@ class DTensor(Wrapped):
         return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
 
     def __getitem__(self, index: Any) -> Any:
-        return super().__getitem__(with_tensors(self, index) if holds_list(index) else index)
+        return _item(self, with_tensors(self, index) if holds_list(index) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = with_tensors(self, index) if holds_list(index) else index
