@@ -179,6 +179,16 @@ def test_rows_of_a_maximal_norm(pair):
         fast(lay(ids, pair, [R]), table.requires_grad_())
 
 
+def test_plain_tensors_meet_numbers_and_nothing_else(pair):
+    plain = torch.arange(4.0)
+    scaled, _ = compiled(lambda number, x: number * x)
+    number = shardwise.distribute_tensor(torch.tensor(3.0), pair, [R])
+    assert torch.equal(scaled(number, plain), plain * 3)
+    mixed, _ = compiled(lambda laid_out, x: laid_out * x)
+    with pytest.raises(Exception, match="Wrap it"):
+        mixed(lay(torch.ones(4), pair, [S0]), plain)
+
+
 @pytest.mark.parametrize("placement", [S0, R], ids=repr)
 def test_an_id_out_of_range_is_asserted(pair, placement):
     fast, _ = compiled(lookup)

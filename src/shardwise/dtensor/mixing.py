@@ -8,7 +8,7 @@ import torch
 
 from shardwise.comm.watch import watch
 from shardwise.dtensor import autograd
-from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.errors import MixedTensorsError
 
 aten = torch.ops.aten
 
@@ -34,22 +34,21 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         return
     if position is not None and _MADE_BY_TORCH.get(op) == position:
         return
-    if type(value).__name__ == "FunctionalTensor":
-        # What torch's compiler makes by itself, below any line of the program.
-        raise UnsupportedError(
-            f"{op} in compiled code got a DTensor, and a plain tensor of shape "
-            f"{tuple(value.shape)} that the compiler made as {_named(op, position)}. It does so "
-            "for the gradient of a parameter that the region also writes to, as a lookup with "
-            "max_norm does. Call that lookup outside torch.compile, or freeze the parameter; a "
-            "plain tensor of your own in the region needs DTensor.from_local(x, mesh, placements)."
-        )
     raise MixedTensorsError(
         f"{op} got a DTensor, and a plain {type(value).__name__} of shape {tuple(value.shape)} as "
         f"{_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) where each "
         "rank holds the same values, or distribute_tensor(x, mesh, placements) to lay it out; or "
         "put the call under `with shardwise.implicit_replication():`. (Numbers and 0-dim tensors "
-        "need no wrapping.)"
+        "need no wrapping.)" + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )
+
+
+#: In compiled code all plain tensors look alike: those of the program, and the compiler's own.
+_COMPILED = (
+    " In compiled code the plain tensor may also be one that torch.compile made: it mixes its own "
+    "into the gradient of a parameter that the region writes to, as a lookup with max_norm does. "
+    "Call that lookup outside torch.compile, or freeze the parameter."
+)
 
 
 def _named(op: Any, position: int | None) -> str:
