@@ -5,7 +5,8 @@
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── BatchError         (ValueError)           a batch that does not fit the tables it is for
     ├── IdRangeError       (IndexError)           an id that is no row of its table
-    ├── MixedTensorsError  (RuntimeError)         a DTensor met a plain tensor
+    ├── MixedTensorsError  (NotImplementedError)  a DTensor met a plain tensor
+    ├── LeafError          (RuntimeError)         a tensor with a history where a leaf is needed
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
     ├── CollectiveError    (RuntimeError)         a collective that failed, here or elsewhere
     ├── WorldError         (RuntimeError)         a process group, mesh or tensor of the wrong world
@@ -48,6 +49,10 @@ class MixedTensorsError(ShardwiseError, NotImplementedError):
 
     Not a TypeError: Python's operators swallow those.
     """
+
+
+class LeafError(ShardwiseError, RuntimeError):
+    """A tensor has a history in autograd, where only a leaf can be taken."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):

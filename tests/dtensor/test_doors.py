@@ -75,6 +75,31 @@ def test_a_part_that_does_not_fit_is_refused(mesh):
             )
 
 
+@pytest.mark.parametrize(
+    ("part", "error", "message"),
+    [
+        ([1.0, 2.0], TypeError, "takes a tensor, found a list"),
+        (torch.eye(4).to_sparse(), TypeError, "to_dense"),
+    ],
+)
+def test_only_plain_strided_tensors_enter(mesh, part, error, message):
+    with pytest.raises(error, match=message):
+        DTensor.from_local(part, mesh, [Shard(0)])
+    with pytest.raises(error, match=message):
+        shardwise.distribute_tensor(part, mesh, [Shard(0)])
+
+
+def test_a_tensor_is_distributed_once(mesh, square):
+    x = shardwise.ones(4, 4, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(TypeError, match="distributed already"):
+        DTensor.from_local(x, mesh, [Shard(0)])
+    assert shardwise.distribute_tensor(x, mesh, [Shard(0)]) is x
+    with pytest.raises(ValueError, match="to a different device mesh"):
+        shardwise.distribute_tensor(x, square, [Shard(0), Replicate()])
+    with pytest.raises(ValueError, match="to different placements"):
+        shardwise.distribute_tensor(x, mesh, [Replicate()])
+
+
 def test_run_check_compares_dtypes(mesh):
     mixed = LocalTensor.per_rank(
         lambda r: torch.ones(2, dtype=torch.float64 if r else torch.float32)

@@ -262,6 +262,42 @@ def test_data_and_detach_share_values_and_forget_history(mesh):
     assert torch.equal(x.detach().full_tensor().agreed(), torch.full((4, 2), 4.0))
 
 
+def test_data_is_assigned_with_its_layout(mesh):
+    parameter = torch.nn.Parameter(lay(torch.randn(6, 4), mesh, [Shard(0)]))
+    new = torch.arange(6, dtype=torch.float64).reshape(3, 2)
+    parameter.data = lay(new, mesh, [Shard(1)])
+    assert parameter.placements == (Shard(1),)
+    assert torch.equal(value(parameter.detach()), new)
+    (parameter * 2).sum().backward()
+    assert parameter.grad.placements == (Shard(1),)
+    assert torch.equal(value(parameter.grad), torch.full((3, 2), 2.0, dtype=torch.float64))
+    with pytest.raises(shardwise.MixedTensorsError, match="distribute_tensor"):
+        parameter.data = new
+
+
+def test_data_of_a_frozen_tensor_stays_frozen(mesh):
+    x = lay(torch.zeros(4), mesh, [Shard(0)]).requires_grad_().requires_grad_(False)
+    x.data = lay(torch.ones(4), mesh, [Shard(0)])
+    assert not x.requires_grad
+    assert value(x).tolist() == [1, 1, 1, 1]
+
+
+def test_a_vector_becomes_the_parameters(mesh):
+    layer = shardwise.distribute_module(torch.nn.Linear(3, 2), mesh)
+    vector = torch.nn.utils.parameters_to_vector(layer.parameters())
+    torch.nn.utils.vector_to_parameters(vector * 0 + 3, layer.parameters())
+    assert value(layer.weight.detach()).tolist() == [[3, 3, 3], [3, 3, 3]]
+
+
+def test_requires_grad_may_be_assigned(mesh):
+    weight = lay(torch.randn(6, 4), mesh, [Shard(0)])
+    weight.requires_grad = True
+    (lay(torch.ones(5, 6), mesh, [Shard(0)]) @ weight).sum().backward()
+    assert weight.grad.placements == (Shard(0),)
+    weight.requires_grad = False
+    assert not weight.requires_grad
+
+
 def test_a_given_stride_is_kept(mesh):
     local = LocalTensor.per_rank(lambda rank: torch.arange(6.0).view(3, 2).t())
     x = shardwise.DTensor.from_local(local, mesh, [Shard(1)], shape=(2, 12), stride=(1, 2))

@@ -236,6 +236,11 @@ def test_a_style_may_return_another_module(mesh):
     assert isinstance(parallelize_module(MLP(), mesh, Swap()), nn.Identity)
 
 
+def test_a_style_shows_what_it_was_given():
+    style = ColwiseParallel(input_layouts=Shard(0), use_local_output=False)
+    assert repr(style) == "ColwiseParallel(input_layouts=Shard(0), use_local_output=False)"
+
+
 def test_public_names():
     assert shardwise.parallel.__all__ == [
         "ColwiseParallel",

@@ -135,7 +135,8 @@ class LocalTensor(torch.Tensor):
         for number, part in enumerate(self._parts):
             ranks = self._roster.ranks_of(number)
             label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
-            lines.append(f"  {label}: {part!r}".replace("\n", "\n    "))
+            below = "\n" + " " * len(f"  {label}: ")
+            lines.append(f"  {label}: {part!r}".replace("\n", below))
         return "LocalTensor(\n" + "\n".join(lines) + "\n)"
 
     # -- torch.compile and pickling ----------------------------------------------------------

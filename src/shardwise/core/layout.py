@@ -210,7 +210,7 @@ def normalize(
     if len(given) != grid.num_axes:
         raise LayoutError(
             f"{len(given)} placements {short(given)} were given for a mesh of {grid.num_axes} "
-            f"axes {grid.shape}: give one placement per axis."
+            f"axes {grid.shape}: they must have the same length, one placement per axis."
         )
     if order is not None and sorted(order) != list(range(grid.num_axes)):
         raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
@@ -244,7 +244,8 @@ def _with_dim_from_zero(
     if not -ndim <= dim < ndim:
         raise LayoutError(
             f"Shard({dim}) on axis {grid.axis_name(axis)!r} is out of range for a tensor of shape "
-            f"{tuple(shape)}: it has {ndim} dims, {-ndim} to {ndim - 1}."
+            f"{tuple(shape)}: it has "
+            + (f"{ndim} dims, {-ndim} to {ndim - 1}." if ndim else "no dims; use Replicate().")
         )
     return placement if dim >= 0 else Shard(dim + ndim, placement.sizes)
 

@@ -129,6 +129,11 @@ class CommDebugMode(TorchDispatchMode):
         """How many of each kind, keyed as torch does: `torch.ops.c10d_functional.all_reduce`."""
         return defaultdict(int, Counter(PACKETS[event.kind] for event in self.events))
 
+    @property
+    def comm_counts(self) -> dict[Any, int]:
+        """The same, under the name of torch's attribute."""
+        return self.get_comm_counts()
+
     def get_total_bytes(self) -> int:
         """The bytes that each rank put into collectives."""
         return sum(event.num_bytes for event in self.events)

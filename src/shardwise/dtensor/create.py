@@ -15,10 +15,10 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
-from shardwise.dtensor.doors import stride_like
+from shardwise.dtensor.doors import check_plain_part, stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
@@ -56,15 +56,12 @@ def distribute_tensor(
             "redistribute() take what each rank holds."
         )
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
-    normal = normalize(placements, tensor.shape, grid)
     if isinstance(tensor, DTensor):
-        if tensor._layout.grid is not grid or tensor.placements != normal:
-            raise LayoutError(
-                f"The tensor is distributed already, as {tensor._layout!r}; use redistribute()."
-            )
-        return tensor
+        return _already_there(tensor, grid, placements)
+    check_plain_part(tensor, "distribute_tensor(tensor, ...)")
+    normal = normalize(placements, tensor.shape, grid)
     if not tensor.is_leaf:
-        raise ArgumentError(
+        raise LeafError(
             "distribute_tensor() makes a leaf, but the tensor has a history in autograd: detach() "
             "it first, or use DTensor.from_local() to stay differentiable."
         )
@@ -90,6 +87,22 @@ def distribute_tensor(
         local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
     local = each_rank(grid, lambda _, part: in_memory_order(part, layout), local, axes=())
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+
+
+def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] | None) -> DTensor:
+    """A DTensor that is to be distributed: itself, where it lies that way already."""
+    if tensor._layout.grid is not grid:
+        raise LayoutError(
+            f"The tensor is distributed already, as {tensor._layout!r}; it cannot be distributed "
+            f"to a different device mesh, {grid!r}. Go through full_tensor()."
+        )
+    normal = normalize(placements, tensor.shape, grid)
+    if tensor.placements != normal:
+        raise LayoutError(
+            f"The tensor is distributed already, as {tensor._layout!r}; distribute_tensor() does "
+            f"not bring it to different placements, {short(normal)}: use redistribute()."
+        )
+    return tensor
 
 
 def _sent_out(
@@ -124,6 +137,8 @@ def distribute_module(
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     grid_of(mesh)
+    if not isinstance(module, nn.Module):
+        raise ArgumentError(f"distribute_module() takes a module, found a {type(module).__name__}.")
     # A tensor that several modules share stays shared.
     made: dict[torch.Tensor, torch.Tensor] = {}
     for name, submodule in module.named_modules():
@@ -237,22 +252,30 @@ def _create(
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
+    layout: torch.layout = torch.strided,
 ) -> DTensor:
+    _check_strided(layout)
     if make is torch.full and dtype is None:
         dtype = torch.full((), *values).dtype
-    grid, layout = _layout_for(size, dtype, device_mesh, placements)
-    axes = [a for a, p in enumerate(layout.placements) if p.is_shard()]
+    grid, new = _layout_for(size, dtype, device_mesh, placements)
+    axes = [a for a, p in enumerate(new.placements) if p.is_shard()]
 
     def here(coordinate: Any) -> torch.Tensor:
-        shape = layout.local_shape(coordinate)
-        return make(shape, *values, dtype=layout.dtype, device=grid.device_type)
+        shape = new.local_shape(coordinate)
+        return make(shape, *values, dtype=new.dtype, device=grid.device_type)
 
     local = localize(grid, each_rank(grid, here, axes=axes))
-    return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+    return DTensor.wrap(local, new).requires_grad_(requires_grad)
+
+
+def _check_strided(layout: torch.layout) -> None:
+    if layout is not torch.strided:
+        raise ArgumentError(f"A DTensor is strided, and layout={layout} was asked for.")
 
 
 def _draw(draw: Draw, size: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
     requires_grad = options.pop("requires_grad", False)
+    _check_strided(options.pop("layout", torch.strided))
     grid, layout = _layout_for(
         size,
         options.pop("dtype", None),

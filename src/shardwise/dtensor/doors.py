@@ -17,7 +17,8 @@ from shardwise.core.grid import Grid, grid_like
 from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import current_world, world_caches
-from shardwise.errors import LayoutError, WorldError
+from shardwise.dtensor.wrapped import Wrapped
+from shardwise.errors import ArgumentError, LayoutError, WorldError
 
 
 def local_layout(
@@ -135,6 +136,24 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
 def _dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
     dense = contiguous_stride([shape[d] for d in outermost_first])
     return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))
+
+
+def check_plain_part(value: Any, asked: str) -> None:
+    """Raise where `value` cannot be what a rank holds: no tensor, a DTensor, not strided."""
+    if type(value) is torch.Tensor and value.layout is torch.strided:
+        return
+    if not isinstance(value, torch.Tensor):
+        raise ArgumentError(f"{asked} takes a tensor, found a {type(value).__name__}.")
+    if isinstance(value, Wrapped):
+        raise ArgumentError(
+            f"{asked} takes a plain tensor, found {value._layout!r}: it is distributed already. "
+            "Use it as it is, or redistribute() it; its part on this rank is to_local()."
+        )
+    if value.layout is not torch.strided:
+        raise ArgumentError(
+            f"{asked} takes a strided tensor, found one of layout {value.layout}: a shard of it "
+            "has no one place in memory. Pass x.to_dense()."
+        )
 
 
 def check_fits(local: torch.Tensor, layout: Layout) -> None:

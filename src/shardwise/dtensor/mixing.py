@@ -35,11 +35,12 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
     if position is not None and _MADE_BY_TORCH.get(op) == position:
         return
     raise MixedTensorsError(
-        f"{op} got a DTensor, and a plain {type(value).__name__} of shape {tuple(value.shape)} as "
-        f"{_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) where each "
-        "rank holds the same values, or distribute_tensor(x, mesh, placements) to lay it out; or "
-        "put the call under `with shardwise.implicit_replication():`. (Numbers and 0-dim tensors "
-        "need no wrapping.)" + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
+        f"{op} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of shape "
+        f"{tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, "
+        "[Replicate()]) where each rank holds the same values, or distribute_tensor(x, mesh, "
+        "placements) to lay it out; or put the call under `with "
+        "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
+        + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )
 
 

@@ -49,8 +49,8 @@ from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
+    LeafError,
     MixedTensorsError,
-    ShardwiseError,
 )
 
 # The keys of autocast too: torch would give a tensor of that backend none.
@@ -62,6 +62,8 @@ _KEYS = functools.reduce(
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _item = torch.Tensor.__getitem__
+_data: Any = torch.Tensor.data
+_requires_grad: Any = torch.Tensor.requires_grad
 #: What the hot path asks; debug.explain puts a table in its place that notes the hits.
 _entries: dict[Any, Entry] = entries
 
@@ -177,10 +179,30 @@ class DTensor(Wrapped):
         """As for any tensor; the gradient of a leaf lies like the leaf, or is Partial."""
         super().requires_grad_(mode)
         if mode and "_hooked" not in self.__dict__:
-            self.__dict__["_hooked"] = True
             layout = autograd.gradient_layout(self._layout)
-            self.register_hook(functools.partial(autograd.lies_like, DTensor, layout))
+            hook = functools.partial(autograd.lies_like, DTensor, layout)
+            self.__dict__["_hooked"] = self.register_hook(hook)
         return self
+
+    def _set_data(self, value: Any) -> None:
+        """`x.data = value`: this tensor holds what `value` holds, and lies as it does."""
+        if not isinstance(value, DTensor):
+            raise MixedTensorsError(
+                f"The data of a DTensor is a DTensor, found a {type(value).__name__}. Wrap it: "
+                "distribute_tensor(x, mesh, placements)."
+            )
+        _data.__set__(self, value)  # the wrapper's own shape and dtype
+        self._local, self._layout = value._local, value._layout
+        hook = self.__dict__.pop("_hooked", None)
+        if hook is not None:  # it knows how the gradient lay before
+            hook.remove()
+            self.requires_grad_(self.requires_grad)
+
+    def _set_requires_grad(self, mode: bool) -> None:
+        self.requires_grad_(mode)
+
+    data = property(_data.__get__, _set_data)
+    requires_grad = property(_requires_grad.__get__, _set_requires_grad)
 
     # -- what it is --------------------------------------------------------------------------
 
@@ -192,6 +214,9 @@ class DTensor(Wrapped):
     @property
     def device_mesh(self) -> DeviceMesh:
         return self._layout.grid.mesh
+
+    def is_pinned(self, device: Any = None) -> bool:
+        return self._local.is_pinned()
 
     def new_tensor(
         self,
@@ -268,6 +293,7 @@ class DTensor(Wrapped):
                 grad_placements,
             )
         grid = grid_of(mesh)
+        doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
@@ -398,7 +424,7 @@ class DTensor(Wrapped):
         if id(self) in memo:
             return memo[id(self)]
         if not self.is_leaf:
-            raise ShardwiseError(
+            raise LeafError(
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
         copied = DTensor.wrap(self._local.detach().clone(), self._layout)

@@ -70,6 +70,12 @@ class ParallelStyle(abc.ABC):
         """Each parameter of the module, by name, and how the tensor axis will hold it."""
         return {}
 
+    def __repr__(self) -> str:
+        hidden = ("path", "src_data_rank")
+        given = {k: v for k, v in vars(self).items() if not k.startswith("_") and k not in hidden}
+        said = ", ".join(f"{k}={v!r}" for k, v in given.items() if v is not None)
+        return f"{type(self).__name__}({said})"
+
     @property
     def where(self) -> str:
         return f"Module {self.path!r}" if self.path else "The root module"

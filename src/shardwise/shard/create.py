@@ -14,7 +14,7 @@ from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.errors import ArgumentError, LayoutError, LeafError, ShardwiseError
 from shardwise.shard.blocks import cut_whole
 from shardwise.shard.group import group_ranks, home_grid
 from shardwise.shard.metadata import Shard
@@ -81,13 +81,13 @@ def check_shardable(
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"A tensor is sharded; {name} is a {type(tensor).__name__}.")
     if isinstance(tensor, DTensor):
-        raise LayoutError(f"{name} is sharded already, as {tensor!r:.200}. Use reshard(spec).")
+        raise LayoutError(f"{name} is sharded already, as {tensor._layout!r}. Use reshard(spec).")
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(
             f"{name} is given {spec!r}; a ChunkShardingSpec or EnumerableShardingSpec is needed."
         )
     if not tensor.is_leaf:
-        raise ArgumentError(f"{name} has a history in autograd: detach() it first.")
+        raise LeafError(f"{name} has a history in autograd: detach() it first.")
     ranks = group_ranks(process_group)
     if src_rank is not None and not 0 <= src_rank < len(ranks):
         raise LayoutError(f"src_rank={src_rank} is no rank of a group of {len(ranks)}.")
