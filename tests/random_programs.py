@@ -7,6 +7,7 @@ mesh, and meshes that are called alike are one.
 import torch
 import torch.distributed as dist
 from programs import S0, S1, R
+from torch import distributions as D
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -45,6 +46,8 @@ def draws():
                     f"dropout {placements}": F.dropout(x, 0.5),
                     f"randint {placements}": torch.randint_like(x, 9),
                     f"poisson {placements}": torch.poisson(x.abs()),
+                    f"sparse_ {placements}": nn.init.sparse_(torch.empty_like(x), 0.4),
+                    f"exponential {placements}": D.Exponential(x.exp()).sample(),
                 }
         found["partial"] = _partial(line("partial draws"))
         return found
@@ -89,6 +92,13 @@ def draw_after_another_seed(odd):
     mesh = line("draw_after_another_seed")
     _seed_one_rank_otherwise(odd)
     shardwise.rand(8, device_mesh=mesh, placements=[S0])
+
+
+def sparse_after_another_seed(odd):
+    """The values come from a generator that all ranks have alike, the rows from the default one."""
+    x = shardwise.empty(8, 6, device_mesh=line("sparse_after_another_seed"), placements=[S0])
+    _seed_one_rank_otherwise(odd)
+    nn.init.sparse_(x, 0.4, generator=torch.Generator().manual_seed(1))
 
 
 def check_after_another_seed(odd):

@@ -7,7 +7,6 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.errors import UnsupportedError
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -42,6 +41,9 @@ DRAWS = {
     "normal_": lambda x: torch.empty_like(x).normal_(1.0, 2.0) * x,
     "exponential_": lambda x: torch.empty_like(x).exponential_() * x,
     "bernoulli": lambda x: torch.bernoulli(x, 0.3) * x,
+    "bernoulli of a tensor": lambda x: torch.bernoulli(x.sigmoid()) * x,
+    "bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()) * x,
+    "multinomial": lambda x: torch.multinomial(x.abs(), 2),
     "normal of a tensor": lambda x: torch.normal(x, 2.0),
     "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
     "randint_like": lambda x: torch.randint_like(x, 9) * x,
@@ -91,11 +93,3 @@ def test_inductor_draws_what_it_draws_for_one_device(pair):
     fast = torch.compile(dropped, fullgraph=True)
     found, _ = seeded(fast, shardwise.distribute_tensor(x, pair, [S0]))
     torch.testing.assert_close(value(found), expected)
-
-
-def test_probabilities_in_a_tensor_are_refused(pair):
-    x = shardwise.distribute_tensor(torch.rand(7, 5), pair, [S0])
-    with pytest.raises(
-        (UnsupportedError, torch._dynamo.exc.TorchDynamoException), match="compiled"
-    ):
-        torch.compile(torch.bernoulli, backend="aot_eager", fullgraph=True)(x)

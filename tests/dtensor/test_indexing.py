@@ -4,7 +4,14 @@ import pytest
 import torch
 from parity import whole
 
-from shardwise import MixedTensorsError, Replicate, Shard, distribute_tensor
+from shardwise import (
+    MixedTensorsError,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    init_device_mesh,
+    simulate,
+)
 from shardwise.debug import CommDebugMode
 
 ids = torch.tensor([[4, 0, 2], [1, 1, 3]])
@@ -84,6 +91,40 @@ def test_writing_a_number_to_rows_of_a_column(mesh, placement):
         each[[3, 0], 1] = 7.0
         each[-1, [0, 2]] = 3
     torch.testing.assert_close(whole(placed), x)
+
+
+NUMBERS = [
+    (0, 7.0),
+    (-1, 2),
+    ((2, 1), 5.0),
+    ((-3, -1), True),
+    ((slice(None), 2), 0.5),
+    ((slice(1, 4), 0), torch.tensor(3.0)),
+    ((..., 1), 9.0),
+    ((4, ...), 1.5),
+    ((1, slice(None, None, 2)), 4.0),
+]
+
+
+@pytest.mark.parametrize("placements", [["S0"], ["S1"], ["S0", "S1"], ["S0", "S0"], ["S1", "R"]])
+def test_writing_a_number_to_a_position(placements):
+    """It is written where it lies: nothing moves, whoever has it."""
+    placed_at = {"S0": Shard(0), "S1": Shard(1), "R": Replicate()}
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (4,) if len(placements) == 1 else (2, 2))
+        x = torch.randn(5, 3)
+        placed = distribute_tensor(x.clone(), mesh, [placed_at[p] for p in placements])
+        with CommDebugMode() as comm:
+            for index, value in NUMBERS:
+                if placements == ["S0", "S0"] and type(index) is tuple and slice(1, 4) in index:
+                    continue  # a slice of a dim that two axes split is a copy
+                x[index] = value
+                placed[index] = value
+        assert not comm.events
+        torch.testing.assert_close(whole(placed), x, rtol=0, atol=0)
+        for outside in (5, (0, 3), (-6, 0), (0, 0, 0)):
+            with pytest.raises(IndexError):
+                placed[outside] = 1.0
 
 
 def test_a_plain_index_is_refused(mesh):

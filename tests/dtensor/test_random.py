@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from parity import assert_same_history, place, shard_by, train, whole
+from torch import distributions as D
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -12,7 +13,13 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.errors import ArgumentError, RankMismatchError, UnsupportedError
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    MixedTensorsError,
+    RankMismatchError,
+    UnsupportedError,
+)
 from shardwise.random import fill
 from shardwise.rules.random import draw_of
 
@@ -86,6 +93,7 @@ RETURNS = {
     "normal, one deviation": lambda t: torch.normal(t, 2.0),
     "normal, one mean": lambda t: torch.normal(2.0, t.abs()),
     "poisson": lambda t: torch.poisson(t.abs()),
+    "binomial": lambda t: torch.binomial((9 * t.abs()).round(), t.sigmoid()),
     "multinomial": lambda t: torch.multinomial(t.abs(), 3),
     "gumbel softmax": F.gumbel_softmax,
     "rrelu": lambda t: F.rrelu(t, training=True),
@@ -108,6 +116,11 @@ FEATURE_DROPOUTS = {
     "dropout2d": lambda t: F.dropout2d(t, 0.4),
     "dropout3d": lambda t: F.dropout3d(t.unsqueeze(-1), 0.4),
     "feature alpha dropout": lambda t: F.feature_alpha_dropout(t, 0.4, training=True),
+    "dropout2d in place": lambda t: F.dropout2d(t * 1, 0.4, inplace=True),
+    "a module of dropout1d": lambda t: nn.Dropout1d(0.4)(t[..., 0]),
+    "a module of dropout3d, in place": lambda t: nn.Dropout3d(0.4, True)(t.unsqueeze(-1) * 1),
+    "a module of feature alpha dropout": nn.FeatureAlphaDropout(0.4),
+    "fractional pooling": lambda t: F.fractional_max_pool2d(t, 2, output_size=(2, 1)),
 }
 
 
@@ -254,6 +267,94 @@ def test_randperm(mesh):
     assert torch.equal(state, after)
 
 
+INTO = {
+    "rand": lambda **to: torch.rand(8, 6, **to),
+    "rand of a generator": lambda **to: torch.rand(8, 6, generator=generator(), **to),
+    "randn": lambda **to: torch.randn(8, 6, **to),
+    "randn of a generator": lambda **to: torch.randn((8, 6), generator=generator(), **to),
+    "randint": lambda **to: torch.randint(9, (8, 6), **to),
+    "randint from": lambda **to: torch.randint(3, 9, (8, 6), generator=generator(), **to),
+    "normal": lambda **to: torch.normal(1.0, 2.0, (8, 6), **to),
+    "eye": lambda **to: torch.eye(8, 6, **to),
+    "full": lambda **to: torch.full((8, 6), 2.5, **to),
+    "ones": lambda **to: torch.ones(8, 6, **to),
+    "zeros": lambda **to: torch.zeros(8, 6, **to),
+}
+
+
+def generator():
+    return torch.Generator().manual_seed(4)
+
+
+def test_tensors_made_into_another(layout):
+    for name, make in INTO.items():
+        expected, after = seeded(lambda m=make: m(out=torch.ones(8, 6)))
+        out = shardwise.ones(8, 6, device_mesh=layout[0], placements=layout[1])
+        found, state = seeded(lambda m=make, o=out: m(out=o))
+        assert found is out
+        assert found.placements == tuple(layout[1])
+        assert torch.equal(whole(found), expected), name
+        assert torch.equal(state, after), name
+    with pytest.raises(LayoutError, match="cannot be resized"):
+        torch.rand(9, 6, out=out)
+
+
+SAMPLED = {
+    "Normal": lambda t: D.Normal(t, t.abs() + 0.1).sample((2,)),
+    "Bernoulli": lambda t: D.Bernoulli(logits=t).sample((2,)),
+    "Categorical": lambda t: D.Categorical(logits=t).sample((3,)),
+    "Exponential": lambda t: D.Exponential(t.abs() + 0.1).rsample(),
+    "Laplace": lambda t: D.Laplace(t, t.abs() + 0.1).rsample(),
+    "Cauchy": lambda t: D.Cauchy(t, t.abs() + 0.1).rsample(),
+    "Weibull": lambda t: D.Weibull(t.abs() + 1, t.abs() + 1).sample(),
+    "Geometric": lambda t: D.Geometric(t.sigmoid()).sample(),
+    "Poisson": lambda t: D.Poisson(t.abs()).sample(),
+    "Gamma": lambda t: D.Gamma(t.abs() + 0.1, t.abs() + 0.2).rsample(),
+    "Beta": lambda t: D.Beta(t.abs() + 0.1, t.abs() + 0.2).rsample(),
+    "Dirichlet": lambda t: D.Dirichlet(t.abs() + 0.1).rsample(),
+    "Multinomial": lambda t: D.Multinomial(4, logits=t).sample(),
+}
+#: These draw with torch.rand or torch.randn, and their values meet the parameters as plain tensors.
+SAMPLED_PLAINLY = {
+    "Normal": lambda t: D.Normal(t, t.abs() + 0.1).rsample((2,)),
+    "Uniform": lambda t: D.Uniform(t, t + 1).rsample(),
+    "Gumbel": lambda t: D.Gumbel(t, t.abs() + 0.1).rsample(),
+    "Binomial": lambda t: D.Binomial(5, logits=t).sample(),
+    "StudentT": lambda t: D.StudentT(t.abs() + 1).rsample(),
+    "OneHotCategorical": lambda t: D.OneHotCategorical(logits=t).sample(),
+}
+
+
+def assert_sample_of_one_device(fn, x, layout):
+    def both(x):
+        x.requires_grad_()
+        y = fn(x)
+        if y.requires_grad:
+            y.square().sum().backward()
+        return y, x.grad
+
+    (expected, grad), after = seeded(both, x.clone())
+    (found, found_grad), state = seeded(both, shardwise.distribute_tensor(x, *layout))
+    torch.testing.assert_close(whole(found), expected.detach())
+    assert torch.equal(state, after)
+    if grad is not None:
+        torch.testing.assert_close(whole(found_grad), grad)
+
+
+@pytest.mark.parametrize("name", SAMPLED)
+def test_distributions(layout, name):
+    assert_sample_of_one_device(SAMPLED[name], torch.randn(8, 6), layout)
+
+
+@pytest.mark.parametrize("name", SAMPLED_PLAINLY)
+def test_distributions_that_draw_plain_tensors(layout, name):
+    x = torch.randn(8, 6)
+    with pytest.raises(MixedTensorsError, match="implicit_replication"):
+        SAMPLED_PLAINLY[name](shardwise.distribute_tensor(x, *layout))
+    with shardwise.implicit_replication():
+        assert_sample_of_one_device(SAMPLED_PLAINLY[name], x, layout)
+
+
 def test_an_unknown_option(mesh):
     with pytest.raises(ArgumentError, match="colour"):
         shardwise.rand(3, device_mesh=mesh, colour="red")
@@ -262,7 +363,13 @@ def test_an_unknown_option(mesh):
 GENERATED = {
     "normal_": lambda t, g: t.normal_(generator=g),
     "uniform_": lambda t, g: t.uniform_(generator=g),
+    "exponential_": lambda t, g: t.exponential_(generator=g),
+    "geometric_": lambda t, g: t.geometric_(0.3, generator=g),
+    "cauchy_": lambda t, g: t.cauchy_(generator=g),
+    "log_normal_": lambda t, g: t.log_normal_(generator=g),
+    "random_": lambda t, g: t.random_(2, 9, generator=g),
     "bernoulli": lambda t, g: torch.bernoulli(t.sigmoid(), generator=g),
+    "bernoulli_": lambda t, g: t.bernoulli_(0.3, generator=g),
     "normal": lambda t, g: torch.normal(t, 2.0, generator=g),
     "multinomial": lambda t, g: torch.multinomial(t.abs(), 2, generator=g),
     "poisson": lambda t, g: torch.poisson(t.abs(), generator=g),
@@ -299,20 +406,33 @@ INITS = {
     "trunc_normal_": nn.init.trunc_normal_,
     "orthogonal_": nn.init.orthogonal_,
     "trunc_normal_ far out": lambda t: nn.init.trunc_normal_(t, a=1.0, b=3.0),
-    "sparse_": lambda t: sparse(t),
+    "sparse_": lambda t: nn.init.sparse_(t, 0.4),
+    "constant_": lambda t: nn.init.constant_(t, 0.5),
+    "ones_": nn.init.ones_,
+    "zeros_": nn.init.zeros_,
+    "eye_": nn.init.eye_,
 }
-
-
-def sparse(tensor):
-    """It writes by plain indices that it draws itself: the same on every rank."""
-    with shardwise.implicit_replication():
-        return nn.init.sparse_(tensor, 0.4)
 
 
 @pytest.mark.parametrize("name", INITS)
 def test_init(layout, name):
     found = assert_like_one_device(INITS[name], torch.empty(8, 6).fill_(0), *layout)
     assert found.placements == tuple(layout[1])
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_init_of_kernels(layout, groups):
+    def fill(t):
+        return nn.init.dirac_(nn.init.kaiming_normal_(t), groups)
+
+    assert_like_one_device(fill, torch.zeros(8, 6, 3, 1), *layout)
+
+
+def test_a_plain_index_of_anybody_else_is_refused(mesh):
+    """Only what torch draws itself for `sparse_` is known to be the same on every rank."""
+    table = shardwise.zeros(8, 6, device_mesh=mesh, placements=[Shard(0)])
+    with pytest.raises(MixedTensorsError, match="implicit_replication"):
+        table[torch.randperm(8)[:3], 2] = 0
 
 
 def test_truncated_normals_are_not_gathered():
@@ -382,6 +502,26 @@ def test_nothing_is_drawn_on_the_meta_device(mesh):
     assert x.normal_().is_meta
     assert torch.rand_like(x).is_meta
     assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_draws_on_local_tensors_are_the_programs_own(mesh):
+    """One after the other for the ranks of a simulated world."""
+    local = shardwise.zeros(8, 3, device_mesh=mesh, placements=[Shard(0)]).to_local()
+    torch.manual_seed(1)
+    local.uniform_()
+    torch.manual_seed(1)
+    expected = [torch.rand(2, 3) for _ in range(4)]
+    assert all(torch.equal(local.on_rank(rank), expected[rank]) for rank in range(4))
+
+
+def test_the_first_draw_on_a_mesh_compares_generators():
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("compared", "once"))
+        with CommDebugMode() as comm:
+            x = shardwise.rand(8, 6, device_mesh=mesh, placements=[Shard(0), Shard(1)])
+            F.dropout(x, 0.5)
+    assert [event.kind for event in comm.events] == ["all_gather_into_tensor"] * 2
+    assert all(event.op == "the first random draw on a mesh" for event in comm.events)
 
 
 def test_bounds_of_rrelu_that_torch_refuses(mesh):

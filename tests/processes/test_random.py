@@ -37,6 +37,7 @@ def test_compiled(processes):
     "program",
     [
         random_programs.draw_after_another_seed,
+        random_programs.sparse_after_another_seed,
         random_programs.check_after_another_seed,
         random_programs.check_a_given_generator,
     ],

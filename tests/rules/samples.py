@@ -376,6 +376,10 @@ def _random() -> list[Sample]:
         Sample(aten.native_dropout.default, (x, 0.3, False)),
         Sample(aten.poisson.default, (chances,)),
         Sample(aten._standard_gamma.default, (chances,)),
+        Sample(aten._standard_gamma_grad.default, (chances, 1 + chances)),
+        Sample(aten._sample_dirichlet.default, (chances,)),
+        Sample(aten._dirichlet_grad.default, (chances, 1 + chances, 6 + chances)),
+        Sample(aten.binomial.default, (t(4, 6).abs().ceil(), chances)),
         Sample(aten.multinomial.default, (chances, 3)),
         Sample(random.rrelu_slopes, (x, 0.1, 0.3)),
     ]

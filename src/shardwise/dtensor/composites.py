@@ -157,12 +157,11 @@ _OTHER_OUT_FORMS = (
 
 
 def _composite_out_forms() -> list[str]:
-    """The composite ops with `out=`, but for those that make tensors out of nothing."""
+    """The composite ops with `out=`, but for those that make tensors without values."""
     registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
     names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
     found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
-    made = ("empty.", "rand.", "randn.")
-    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith(made)]
+    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith("empty.")]
 
 
 def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.made_into import writer_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.rules.catalog import with_arguments
 from shardwise.rules.infer import hollowed
@@ -39,7 +40,8 @@ def run_by_keyword(
     if not names:
         return run(positional(op), None, tuple(in_order(op, args, kwargs)))
     functional = without_out(op)
-    if functional is None:
+    made = writer_of(op)
+    if functional is None and made is None:
         raise UnsupportedError(
             f"{op} does not have a sharding strategy registered: no op does the same and returns a "
             "new tensor. Call it without out=... where torch has such a form."
@@ -47,6 +49,9 @@ def run_by_keyword(
     targets = [kwargs[name] for name in names]
     _check_targets(op, args, kwargs, targets, names, as_layouts)
     rest = {name: value for name, value in kwargs.items() if name not in names}
+    if functional is None:
+        assert made is not None, "refused above"
+        return made(targets[0], args, rest.get("generator"))
     result = functional(*args, **rest)
     results = [result] if isinstance(result, torch.Tensor) else list(result)
     if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
@@ -103,6 +108,8 @@ def _check_targets(
     hollow_kwargs = tree_map(hollow, dict(kwargs))
     if hollow_kwargs.get("device") is not None:
         hollow_kwargs["device"] = torch.device("meta")
+    if "generator" in hollow_kwargs:
+        hollow_kwargs["generator"] = None
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a target is resized: it is refused below
         op(*hollow_args, **hollow_kwargs)

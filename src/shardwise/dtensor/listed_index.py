@@ -1,4 +1,8 @@
-"""Indices out of lists and numbers, such as `x[[0, 2]]`: torch makes plain tensors of them."""
+"""Indices out of lists and numbers, such as `x[[0, 2]]`: torch makes plain tensors of them.
+
+Where one number is written, `x[2, 5] = 0`, a position is a slice of length 1: torch would select
+it, and write to what may be a copy.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +28,36 @@ def with_tensors(x: Any, index: Any) -> Any:
 
 
 def for_number(x: Any, index: Any) -> Any:
-    """The index of a write of one number: `x[rows, 3] = 0` with a tensor in place of the 3.
-
-    Torch would select column 3 first, and write to what may be a copy.
-    """
-    if not isinstance(index, tuple) or not any(isinstance(i, torch.Tensor) for i in index):
+    """The index of a write of one number, with its positions as slices or as tensors."""
+    items = index if type(index) is tuple else (index,)
+    if not any(type(item) is int for item in items):
         return index
-    return tuple(_tensor(x, [item]) if type(item) is int else item for item in index)
+    if any(isinstance(item, torch.Tensor) for item in items):
+        return tuple(_tensor(x, [item]) if type(item) is int else item for item in items)
+    if all(type(item) in (int, slice, type(...)) for item in items):
+        items = _each_dim(x.dim(), items)
+    if len(items) != x.dim() or not all(map(_fits, items, x.shape)):
+        return index  # torch knows what it means, or what is wrong
+    return tuple(_span(x, dim, item) for dim, item in enumerate(items))
+
+
+def _each_dim(num_dims: int, items: tuple[Any, ...]) -> tuple[Any, ...]:
+    """One item per dim: what `...` stands for, or what is left out at the end, in full."""
+    at = items.index(...) if ... in items else len(items)
+    rest = items[at + 1 :]
+    return (*items[:at], *(slice(None),) * (num_dims - at - len(rest)), *rest)
+
+
+def _fits(item: Any, size: int) -> bool:
+    return type(item) is slice or (type(item) is int and -size <= item < size)
+
+
+def _span(x: Any, dim: int, item: Any) -> Any:
+    """One position as a slice; where several axes split the dim, a slice is not a view."""
+    if type(item) is slice:
+        return item
+    split_by = sum(p.is_shard(dim) for p in x.placements)
+    return slice(item, item + 1 or None) if split_by < 2 else _tensor(x, [item])
 
 
 def _is_numbers(item: Any) -> bool:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -31,6 +32,7 @@ from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
+from shardwise.dtensor.drawn_index import is_drawn, replicated
 from shardwise.dtensor.flat import (
     LOCAL,
     FlatContext,
@@ -64,6 +66,7 @@ _strided = torch.strided
 _item = torch.Tensor.__getitem__
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
+_Size = torch.Size
 #: What the hot path asks; debug.explain puts a table in its place that notes the hits.
 _entries: dict[Any, Entry] = entries
 
@@ -238,12 +241,24 @@ class DTensor(Wrapped):
         layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
         return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
 
+    def new(self, *args: Any, device: Any = None) -> Any:
+        """As torch's: an empty tensor of these sizes, or one that holds the given list."""
+        if len(args) == 1 and isinstance(args[0], (list, tuple)) and type(args[0]) is not _Size:
+            return self.new_tensor(args[0], device=device)
+        return self.new_empty(*(args or (0,)), device=device)
+
     def __getitem__(self, index: Any) -> Any:
         return _item(self, with_tensors(self, index) if holds_list(index) else index)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         index = with_tensors(self, index) if holds_list(index) else index
-        if isinstance(value, (int, float)):
+        if isinstance(value, torch.Tensor):
+            one = value.dim() == 0
+        else:
+            one = isinstance(value, (int, float, complex))
+        if one:
+            if is_drawn(index, sys._getframe(1)):
+                index = replicated(self, index)
             index = for_number(self, index)
         super().__setitem__(index, value)
 

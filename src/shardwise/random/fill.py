@@ -36,7 +36,7 @@ from shardwise.random.slabs import overlap, slabs
 CHUNK = 1 << 18
 _GROUP = 16
 #: What the values are drawn for where nobody holds the block: its result is thrown away.
-_ANY_PROBABILITY = 0.5
+ANY_PROBABILITY = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ def _fill_at_once(whole: Whole, blocks: Sequence[Block], draw: Draw, device: tor
     if first.operand is not None:
         operand = torch.empty_strided(
             whole.shape, whole.stride, dtype=first.operand.dtype, device=device
-        ).fill_(_ANY_PROBABILITY)
+        ).fill_(ANY_PROBABILITY)
         for block in blocks:
             assert block.operand is not None, "either every block has an operand or none"
             operand[_slices(block)] = block.operand
@@ -160,7 +160,7 @@ def _fill_in_chunks(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
             _skip(words * length, draw.generator)
             continue
         if operand is not None:
-            operand.fill_(_ANY_PROBABILITY)
+            operand.fill_(ANY_PROBABILITY)
             for piece, _, given in _meetings(shape, start, stop, turned, operand):
                 piece.copy_(given)
         draw.run(buffer[:length], None if operand is None else operand[:length])
@@ -269,7 +269,7 @@ def _trial(whole: Whole, block: Block, draw: Draw, lengths: Sequence[int]) -> to
     for length in lengths:
         operand = None
         if block.operand is not None:
-            operand = _buffer(length, block.operand.dtype, whole.contiguous).fill_(_ANY_PROBABILITY)
+            operand = _buffer(length, block.operand.dtype, whole.contiguous).fill_(ANY_PROBABILITY)
         drawn.append(_buffer(length, whole.dtype, whole.contiguous))
         draw.run(drawn[-1], operand)
     return torch.cat(drawn)

@@ -21,10 +21,18 @@ def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
     return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
 
 
+def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(first.shape, dtype=first.dtype, device=first.device)
+
+
 #: Ops whose shape function torch does not have, or does not have right.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
     torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.binomial.default: _like_first,
+    torch.ops.aten._sample_dirichlet.default: _like_first,
+    torch.ops.aten._standard_gamma_grad.default: _like_first,
+    torch.ops.aten._dirichlet_grad.default: _like_first,
 }
 
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
@@ -106,6 +114,8 @@ def _hollow(leaf: Any) -> Any:
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Tensor):
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Generator):
+        return None  # some shape functions take none, and no shape depends on it
     return leaf
 
 

@@ -76,6 +76,8 @@ RULES: Table = table(
     ),
     ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
     ((aten.fill.Scalar,), elementwise()),
+    # Not tagged by torch.
+    ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
     # Not tagged by torch. Linear in the gradient that comes in.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )

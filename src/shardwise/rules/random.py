@@ -20,8 +20,15 @@ from shardwise.comm.ranks import each_rank, localize, my_coordinate
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
-from shardwise.errors import RankMismatchError, UnsupportedError
-from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
+from shardwise.errors import RankMismatchError
+from shardwise.random.fill import (
+    ANY_PROBABILITY,
+    Block,
+    Draw,
+    Whole,
+    fill_exactly,
+    fill_quickly,
+)
 from shardwise.random.generators import generator_digest, generator_kind
 from shardwise.random.mode import setting
 from shardwise.rules.pointwise import elementwise
@@ -126,13 +133,25 @@ def _sliced(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
     """
 
     def here(coordinate: Coordinate) -> torch.Tensor:
-        offset, shape = layout.box(coordinate)
-        part = whole
-        for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
-            part = part.narrow(dim, offset[dim], shape[dim])
-        return part.clone()
+        return _cut(whole, layout, coordinate).clone()
 
     return localize(layout.grid, each_rank(layout.grid, here, axes=_parted_axes(layout)))
+
+
+def _cut(whole: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.Tensor:
+    """The part of `whole` that lies at a coordinate, as a view."""
+    offset, shape = layout.box(coordinate)
+    for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
+        whole = whole.narrow(dim, offset[dim], shape[dim])
+    return whole
+
+
+def _assembled(layout: Layout, held: torch.Tensor) -> torch.Tensor:
+    """A whole tensor with the parts that are held here; between them, any probability will do."""
+    whole = _model(layout, held.device, held.dtype).fill_(ANY_PROBABILITY)
+    for coordinates, part, _ in _parts_of(layout, held, None):
+        _cut(whole, layout, coordinates[0]).copy_(part)
+    return whole
 
 
 def _model(layout: Layout, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -243,10 +262,11 @@ class Bernoulli:
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
         if _is_traced(x):
-            raise UnsupportedError(
-                f"{self.op} of probabilities in a DTensor cannot be compiled. Call it outside the "
-                "compiled region, or compare torch.rand_like(p) < p."
-            )
+            chances = _assembled(layouts[-1], x if p is None else p)
+            drawing = {} if generator is None else {"generator": generator}
+            drawn = aten.bernoulli.Tensor(_model(layouts[-1], x.device), chances, **drawing)
+            parts = _sliced(drawn, layouts[-1])
+            return x.copy_(parts) if self.op._schema.is_mutable else parts
         held = x if self.op._schema.is_mutable else new_parts(layouts[-1], x.device)
         op = aten.bernoulli_.Tensor
         draw = Draw(lambda tensor, given: op(tensor, given, generator=generator), op, generator)
@@ -379,6 +399,8 @@ RULES: Table = table(
         (
             aten.poisson.default,
             aten._standard_gamma.default,
+            aten._sample_dirichlet.default,
+            aten.binomial.default,
             aten.multinomial.default,
             rrelu_slopes,
         ),
