@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwise.core.world import current_world
+from shardwise.debug import CommDebugMode
 from shardwise.shard import (
     Shard,
     ShardedOptimizer,
@@ -137,21 +138,39 @@ def sparse_gradients():
 
 
 def compiled():
-    """Eager and compiled, with a batch of another size on each rank."""
+    """Eager and compiled, in one graph, with batches of another size on each rank."""
+    torch._dynamo.reset()
     model = Towers()
-    plan = {"user.weight": chunks(0, 2, 0, 3, 1), "item.weight": chunks(1, 0, 1, 2, 3)}
+    plan = {
+        "user.weight": chunks(0, 2, 0, 3, 1),
+        "item.weight": chunks(1, 0, 1, 2, 3),
+        "dense.weight": chunks(1, 0, 1, 2, 3),
+        "dense.bias": chunks(0, 1, 0),
+    }
     shard_module(model, ShardingPlan(plan))
     rank = dist.get_rank()
-    users = torch.randint(0, 11, (rank + 2,), generator=seeded(rank))
-    items = torch.randint(0, 9, (rank + 2, 3), generator=seeded(rank))
-    found = []
-    for run in (model, torch.compile(model, backend="aot_eager")):
-        model.zero_grad()
-        out = run(users, items)
-        out.square().mean().backward()
-        found.append([out.detach(), model.user.weight.grad._local, model.dense.weight.grad])
-    for eager, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, eager)
+    fast, found_counts = torch.compile(model, backend="aot_eager", fullgraph=True), []
+    for size in (rank + 2, 6 - rank, 4 * (rank == 1)):
+        users = torch.randint(0, 11, (size,), generator=seeded(rank))
+        items = torch.randint(0, 9, (size, 3), generator=seeded(rank))
+        found, counts = [], []
+        for run in (model, fast):
+            model.zero_grad()
+            with CommDebugMode() as comm:
+                out = run(users, items)
+                out.square().sum().backward()
+            found.append([out.detach(), *(p.grad._local.clone() for p in model.parameters())])
+            counts.append(comm.get_total_counts())
+        for eager, other in zip(*found, strict=True):
+            torch.testing.assert_close(other, eager)
+        found_counts.append(counts)
+    users[: rank == 1] = 11
+    try:
+        fast(users, items)
+    except IndexError as error:
+        assert "the ids of rank 1 run from" in str(error)
+        return found_counts
+    raise AssertionError("every rank hears of an id that is out of range")
 
 
 def making_and_keeping():

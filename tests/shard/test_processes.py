@@ -62,7 +62,8 @@ def test_sparse_gradients(processes):
 
 
 def test_compiled(processes):
-    processes(programs.compiled, timeout_s=120)
+    for counts in processes(programs.compiled, timeout_s=120):
+        print(counts)
 
 
 def test_making_and_keeping(processes):

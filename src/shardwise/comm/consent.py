@@ -7,10 +7,8 @@ on, or all of them raise the same error. Ranks that run different code are found
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,10 +18,8 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
+from shardwise.core.sources import source_digest
 from shardwise.errors import LayoutError
-
-#: The folder of the code whose ranks compare themselves.
-PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:
@@ -60,13 +56,9 @@ def _marked(error: Exception) -> Exception:
     return error
 
 
-@functools.cache
 def code_version() -> str:
     """The code that this process runs: torch's version, and a digest of this package's files."""
-    digest = hashlib.sha256()
-    for file in sorted(PACKAGE.rglob("*.py")):
-        digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())
-    return f"torch {torch.__version__}, shardwise code {digest.hexdigest()[:12]}"
+    return f"torch {torch.__version__}, shardwise code {source_digest()[:12]}"
 
 
 def _difference(what: str, ranks: tuple[int, ...], requests: tuple[str, ...]) -> str:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.core.sources import source_digest
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
@@ -159,6 +160,15 @@ class LocalTensor(torch.Tensor):
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:
         return self.held_like(meta)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What torch's compile caches need to know of this tensor, and of the code behind it."""
+        parts = [
+            (list(map(str, p.shape)), list(map(str, p.stride())), p.dtype, str(p.device))
+            for p in self._parts
+        ]
+        roster = self._roster
+        return repr((parts, roster.ranks, roster.index, self.requires_grad, source_digest()))
 
     def held_like(self, roster: Roster) -> LocalTensor:
         """The same values, held as `roster` says; ranks that share a part there must agree.

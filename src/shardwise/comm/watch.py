@@ -27,6 +27,7 @@ class Watch:
         "announced",
         "cause",
         "gather_unknown",
+        "kernels",
         "listeners",
         "notes",
         "on",
@@ -45,6 +46,8 @@ class Watch:
         self.listeners: list[Callable[[str, Any, str], None]] = []
         #: Whether the collective ops that run now belong to one that listeners were told of.
         self.announced = False
+        #: Ops whose kernels communicate: a mode that looks at ops has to run those itself.
+        self.kernels: dict[Any, Callable[..., Any]] = {}
         #: Where planned calls are noted down for `explain`.
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.

@@ -10,9 +10,7 @@ of the other, but a gradient that is Partial has more parts than a replicated pa
 from __future__ import annotations
 
 import functools
-import hashlib
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -164,12 +162,3 @@ def _part(number: int) -> property:
         x._local = LocalTensor(parts, x._local._roster)
 
     return property(read, write)
-
-
-@functools.cache
-def source_digest() -> str:
-    """A digest of this package's sources: compiled code of an older version must not be reused."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).resolve().parents[1].rglob("*.py")):
-        digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -29,6 +29,7 @@ from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
+from shardwise.core.sources import source_digest
 from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
@@ -38,7 +39,6 @@ from shardwise.dtensor.flat import (
     FlatContext,
     flattened,
     plain_contexts,
-    source_digest,
 )
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_number, holds_list, with_tensors

@@ -16,6 +16,7 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
+from shardwise.shard.traced import Call, eager, hollow, is_traced, traced_call
 
 
 def linear(
@@ -28,6 +29,8 @@ def linear(
         return F.linear(x, weight, whole)
     what = "F.linear"
     blocks = blocks_for(weight, what)
+    if is_traced(weight):
+        return traced_call("linear", weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape
 
@@ -96,3 +99,19 @@ class ShareOfGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad / ctx.parts, None
+
+
+# -- in compiled code ----------------------------------------------------------------------------
+
+
+def _outputs_of(
+    call: Call, held: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    dtype = held.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
+    if bias is not None:
+        dtype = torch.promote_types(dtype, bias.dtype)
+    return held.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
+
+
+eager["linear"] = linear
+hollow["linear"] = _outputs_of

@@ -11,6 +11,7 @@ from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.traced import Call, eager, hollow, is_traced, traced_call
 from shardwise.shard.wanted import BagBatch, Lookup
 
 MODES = ("sum", "mean", "max")
@@ -28,6 +29,9 @@ def embedding(
     """`F.embedding` for each rank's own plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if is_traced(weight):
+        _check_dense(lookup)
+        return traced_call("embedding", weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
 
@@ -49,6 +53,11 @@ def embedding_bag(
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
+    if is_traced(weight):
+        _check_dense(lookup)
+        options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
+        tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
+        return traced_call("embedding_bag", weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)
@@ -78,6 +87,15 @@ def _lookup(
     return Lookup(what, weight, blocks, padding, max_norm, norm_type, by_frequency, sparse)
 
 
+def _check_dense(lookup: Lookup) -> None:
+    if lookup.sparse:
+        raise UnsupportedError(
+            f"{lookup.what}(sparse=True) in compiled code: which rows a sparse gradient has depends "
+            "on the ids, and a graph has no place for that. Use sparse=False, or call it outside "
+            "torch.compile."
+        )
+
+
 def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:
     num_rows = weight._tiling.shape[0]
     if padding_idx is None:
@@ -100,3 +118,27 @@ def _check_mode(
         raise ArgumentError(f"{what}: mode='max' has no scale_grad_by_freq, as in torch.")
     if mode == "max" and sparse:
         raise ArgumentError(f"{what}: mode='max' has no sparse gradients, as in torch.")
+
+
+# -- in compiled code ----------------------------------------------------------------------------
+
+
+def _rows_of(call: Call, held: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return held.new_empty((*input.shape, call.tiling.shape[1]))
+
+
+def _bags_of(
+    call: Call,
+    held: torch.Tensor,
+    input: torch.Tensor,
+    offsets: torch.Tensor | None = None,
+    per_sample_weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    num_bags = input.shape[0]
+    if offsets is not None:
+        num_bags = offsets.shape[0] - int(call.options["include_last_offset"])
+    return held.new_empty((num_bags, call.tiling.shape[1]))
+
+
+eager.update({"embedding": embedding, "embedding_bag": embedding_bag})
+hollow.update({"embedding": _rows_of, "embedding_bag": _bags_of})

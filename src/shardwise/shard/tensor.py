@@ -1,27 +1,22 @@
 """ShardedTensor: a DTensor with a sharding spec on top.
 
 See Note [Natural, permuted and loose tilings] for what it holds.
-
-Note [Sharded modules in compiled code]
-What a rank sends whom in a lookup depends on its ids, and how much it brings is read on the host.
-So a sharded tensor does not enter a graph: torch.compile breaks it there, runs the lookup or the
-linear layer as it is, and compiles what stands before and after. With `fullgraph=True` that is an
-error of torch's.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._guards import TracingContext
 
 from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import untraced
+from shardwise.dtensor.flat import FlatContext, flattened
 from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.shard.blocks import natural_spec, on_device
@@ -44,6 +39,15 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 GRAD_REDUCTIONS = ("mean", "sum")
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedContext:
+    """What a compiled graph knows of a sharded tensor besides its tensors."""
+
+    flat: FlatContext
+    tiling: Tiling
+    grad_reduction: str
 
 
 class ShardedTensor(DTensor):
@@ -94,9 +98,9 @@ class ShardedTensor(DTensor):
     def __torch_function__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            torch._dynamo.graph_break()  # see Note [Sharded modules in compiled code]
         kwargs = kwargs or {}
+        if torch.compiler.is_dynamo_compiling():
+            return _in_graph(func, args, kwargs)
         special = functions.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
@@ -113,12 +117,40 @@ class ShardedTensor(DTensor):
     ) -> Any:
         return dispatch(ShardedTensor, func, args, kwargs or {})
 
-    @property
-    def __tensor_flatten__(self) -> Any:
-        """Not there for torch.compile's tracer; see Note [Sharded modules in compiled code]."""
-        if TracingContext.try_get() is not None:
-            raise AttributeError("__tensor_flatten__")
-        return super().__tensor_flatten__
+    # -- torch.compile -----------------------------------------------------------------------
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, flat = flattened(self)
+        return names, ShardedContext(flat, self._tiling, self.grad_reduction)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> ShardedTensor:
+        tiling, flat = context.tiling, context.flat
+        if tiling.natural:
+            local, layout = flat.restored(inner, tiling.shape, tuple(outer_stride))
+        else:
+            layout = tiling.layout(flat.dtype)
+            local, _ = flat.restored(inner, layout.shape, layout.stride)
+        made = ShardedTensor.over(local, tiling, layout)
+        made.grad_reduction = context.grad_reduction
+        return made
+
+    def __coerce_tangent_metadata__(self) -> ShardedTensor:
+        return self
+
+    def __coerce_same_metadata_as_tangent__(
+        self, context: Any, expected_type: type | None = None
+    ) -> ShardedTensor:
+        lying = self if self._tiling is context.tiling else self.reshard(context.tiling.spec)
+        roster = context.flat.roster
+        if roster is None or lying._local._roster is roster:
+            return lying
+        return ShardedTensor.over(lying._local.held_like(roster), lying._tiling, like=lying)
+
+    def _stable_hash_for_caching(self) -> str:
+        return f"{super()._stable_hash_for_caching()} {self._tiling.spec} {self.grad_reduction}"
 
     # -- what it is --------------------------------------------------------------------------
 
@@ -298,3 +330,14 @@ torch.serialization.add_safe_globals([_unpickle])
 
 #: Functions of torch that are not simply passed on, and what runs instead; filled by `functions`.
 functions: dict[Any, Any] = {}
+#: The ops that stand for some of them in compiled code; filled by `functions` too.
+graph_ops: dict[Any, Any] = {}
+
+
+def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A function of torch as torch.compile reads it; what Python alone can do breaks the graph."""
+    op = graph_ops.get(func)
+    if op is None and func in functions:
+        torch._dynamo.graph_break()
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs) if op is None else op(*args, **kwargs)

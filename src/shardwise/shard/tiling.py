@@ -117,6 +117,9 @@ class Tiling:
     def __deepcopy__(self, memo: Any) -> Tiling:
         return self  # one object per value
 
+    def __reduce__(self) -> Any:
+        return make_tiling, (self.spec, self.shape, self.grid)
+
 
 def box_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
     """A view of one box."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -35,6 +36,15 @@ class Lookup:
     @property
     def num_rows(self) -> int:
         return self.weight._tiling.shape[0]
+
+    def options(self) -> dict[str, Any]:
+        """What torch's functions call the options of a dense lookup."""
+        return {
+            "padding_idx": self.padding_idx,
+            "max_norm": self.max_norm,
+            "norm_type": self.norm_type,
+            "scale_grad_by_freq": self.by_frequency,
+        }
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,384 @@
+"""Own batches in compiled code.
+
+Note [Sharded modules in compiled code]
+What a rank sends whom depends on its ids, and how much others bring is not known before they say
+so. Results are not like that: a lookup has a row for each of this rank's ids, a gradient the shape
+of this rank's block. So in a graph each lookup or linear layer is one op, `own_batch`, which does
+when it runs what eager code does, collectives included; batches may differ in size between ranks,
+and a bad one is the same error on all of them.
+
+Backward is an op too. It finds what forward has kept by the number that forward put out. Only few
+are kept. Where it is gone (forward ran many times before, backward runs twice, the compiler joined
+two lookups) the exchange runs again; that depends on the order of calls alone, so all ranks do the
+same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.roster import Roster, make_roster
+from shardwise.comm.watch import watch
+from shardwise.core.grid import Grid, grid_like
+from shardwise.core.world import current_world, world_caches
+from shardwise.shard.blocks import sized
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    ShardMetadata,
+)
+from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import Tiling, make_tiling
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define("own_batch(str call, bool[] needs, Tensor[] held, Tensor[] given) -> Tensor[]")
+_library.define(
+    "own_batch_(str call, bool[] needs, Tensor(a!)[] held, Tensor[] given) -> Tensor[]"
+)
+_library.define(
+    "own_batch_backward(str call, bool[] needs, Tensor number, Tensor[] grads, Tensor[] held, "
+    "Tensor[] given) -> Tensor[]"
+)
+_ops: Any = torch.ops.shardwise
+
+#: What to run eagerly, by name: `fn(weight=..., **tensors, **options)`. Filled by those who trace.
+eager: dict[str, Callable[..., torch.Tensor]] = {}
+#: An empty tensor like one rank's result: `fn(call, what it holds, **its tensors)`.
+hollow: dict[str, Callable[..., torch.Tensor]] = {}
+
+
+def is_traced(x: Any) -> bool:
+    """Whether a compiler goes through the program with tensors that have no values."""
+    local = x._local
+    return type(local._parts[0] if isinstance(local, LocalTensor) else local) is not torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call, but for its tensors. Its text is the same in every process and on every rank."""
+
+    what: str
+    tiling: Tiling
+    grad_reduction: str
+    #: Whether it writes to the weight.
+    writes: bool
+    options: dict[str, Any]
+    #: Names of the tensors that ranks bring, and who holds which part: None for a plain tensor.
+    given: dict[str, Roster | None]
+    held: Roster | None
+    #: The name of the dtype that linear layers are cast to, if any.
+    autocast_dtype: str | None
+
+    @property
+    def grid(self) -> Grid:
+        return self.tiling.grid
+
+    def text(self) -> str:
+        tiling, grid = self.tiling, self.grid
+        return json.dumps(
+            {
+                "what": self.what,
+                "spec": _spelled_spec(tiling.spec),
+                "shape": tiling.shape,
+                "grid": (grid.device_type, grid.shape, grid.ranks, grid.axis_names),
+                "grad_reduction": self.grad_reduction,
+                "writes": self.writes,
+                "options": self.options,
+                "given": {name: _spelled(roster) for name, roster in self.given.items()},
+                "held": _spelled(self.held),
+                "autocast_dtype": self.autocast_dtype,
+            }
+        )
+
+    def autocast(self) -> Any:
+        """As it was where the call stood."""
+        kind, dtype = self.grid.device_type, self.autocast_dtype
+        if dtype is None:
+            return torch.autocast(kind, enabled=False)
+        return torch.autocast(kind, dtype=getattr(torch, dtype))
+
+    def sorted_parts(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """What ranks bring, by name, out of all parts."""
+        left = iter(parts)
+        return {name: _joined(left, roster) for name, roster in self.given.items()}
+
+    def whole(self) -> Roster | None:
+        """Each rank has a part of its own."""
+        if self.held is None:
+            return None
+        ranks = self.grid.ranks
+        return make_roster(self.grid.world, ranks, tuple(range(len(ranks))))
+
+
+def _spelled(roster: Roster | None) -> Any:
+    return None if roster is None else (roster.ranks, roster.index)
+
+
+def _spelled_spec(spec: ShardingSpec) -> Any:
+    if isinstance(spec, ChunkShardingSpec):
+        return spec.dim, list(map(repr, spec.placements))
+    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
+    return [(b.shard_offsets, b.shard_sizes, repr(b.placement)) for b in spec.shards]
+
+
+def _spec(spelled: Any) -> ShardingSpec:
+    if isinstance(spelled[0], int):
+        return ChunkShardingSpec(*spelled)
+    return EnumerableShardingSpec([ShardMetadata(*box) for box in spelled])
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> Call:
+    read = json.loads(text)
+    device_type, shape, ranks, names = read["grid"]
+    grid = grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
+    return Call(
+        read["what"],
+        make_tiling(_spec(read["spec"]), tuple(read["shape"]), grid),
+        read["grad_reduction"],
+        read["writes"],
+        read["options"],
+        {name: _roster(spelled) for name, spelled in read["given"].items()},
+        _roster(read["held"]),
+        read["autocast_dtype"],
+    )
+
+
+world_caches.append(_read.cache_clear)
+
+
+def _roster(spelled: Any) -> Roster | None:
+    if spelled is None:
+        return None
+    ranks, index = spelled
+    return make_roster(current_world(), tuple(ranks), tuple(index))
+
+
+def _joined(parts: Any, roster: Roster | None) -> torch.Tensor:
+    if roster is None:
+        return next(parts)
+    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, True)
+
+
+def _parts(x: torch.Tensor) -> list[torch.Tensor]:
+    return list(x._parts) if isinstance(x, LocalTensor) else [x]
+
+
+# -- while tracing -------------------------------------------------------------------------------
+
+
+def traced_call(
+    what: str,
+    weight: ShardedTensor,
+    options: dict[str, Any],
+    writes: bool = False,
+    **given: torch.Tensor | None,
+) -> torch.Tensor:
+    """What eager code gives, as one op of a graph."""
+    brought = {name: x for name, x in given.items() if x is not None}
+    call = Call(
+        what,
+        weight._tiling,
+        weight.grad_reduction,
+        writes,
+        options,
+        {name: getattr(x, "_roster", None) for name, x in brought.items()},
+        getattr(weight._local, "_roster", None),
+        _autocast_dtype(weight._tiling.grid.device_type),
+    )
+    return TracedOwnBatch.apply(weight, call, *brought.values())
+
+
+def _autocast_dtype(device_type: str) -> str | None:
+    if not torch.is_autocast_enabled(device_type):
+        return None
+    return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
+
+
+class TracedOwnBatch(torch.autograd.Function):
+    """`apply(weight, call, *given)`; see Note [Sharded modules in compiled code]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, weight: ShardedTensor, call: Call, *given: torch.Tensor
+    ) -> torch.Tensor:
+        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]]
+        text, parts = call.text(), [part for x in given for part in _parts(x)]
+        run = _ops.own_batch_ if call.writes else _ops.own_batch
+        *out, number = run(text, needs, _parts(weight._local), parts)
+        ctx.call, ctx.text, ctx.needs = call, text, needs
+        ctx.save_for_backward(weight, number, *given)
+        return _joined(iter(out), call.whole())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        call: Call = ctx.call
+        weight, number, *given = ctx.saved_tensors
+        whole = call.whole()
+        grads = _parts(grad if whole is None else sized(grad).held_like(whole))
+        parts = [part for x in given for part in _parts(x)]
+        found = iter(
+            _ops.own_batch_backward(
+                ctx.text, ctx.needs, number, grads, _parts(weight._local), parts
+            )
+        )
+        own = [_joined(found, whole) if need else None for need in ctx.needs]
+        if own[0] is not None:
+            layout = call.tiling.layout(weight.dtype)
+            local = LocalTensor(own[0]._parts, own[0]._roster) if whole else own[0]
+            own[0] = ShardedTensor.over(local, call.tiling, layout, like=weight)
+        return own[0], None, *own[1:]
+
+
+# -- what the ops do -----------------------------------------------------------------------------
+
+#: What forward keeps for backward: the result and the leaves it came from, by number.
+_kept: OrderedDict[int, tuple[torch.Tensor, list[torch.Tensor]]] = OrderedDict()
+_MAX_KEPT = 64
+_numbers = itertools.count()
+world_caches.append(_kept.clear)
+
+
+def _run(
+    call: Call, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """The result of eager code, and its leaves, of which those have a gradient that need one."""
+    local = _joined(iter(held), call.held).detach()
+    local = LocalTensor(local._parts, local._roster) if isinstance(local, LocalTensor) else local
+    weight = ShardedTensor.over(local, call.tiling)
+    weight.grad_reduction = call.grad_reduction
+    tensors = {name: x.detach() for name, x in call.sorted_parts(given).items()}
+    leaves = [weight, *tensors.values()]
+    for leaf, need in zip(leaves, needs, strict=True):
+        leaf.requires_grad_(need)
+    with _autograd(any(needs)), call.autocast():
+        out = eager[call.what](weight=weight, **tensors, **call.options)
+    return out, leaves
+
+
+@contextlib.contextmanager
+def _autograd(enabled: bool) -> Iterator[None]:
+    """Autograd as a program has it: compiled code runs below it."""
+    keys = torch._C.DispatchKey
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (
+        keys.ADInplaceOrView,
+        keys.AutogradFunctionality,
+        keys.AutogradOther,
+        keys.AutogradNestedTensor,
+    ):
+        excluded = excluded.remove(key)
+    included = torch._C._dispatch_tls_local_include_set()
+    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.set_grad_enabled(enabled):
+        yield
+
+
+def _forward(
+    text: str, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    call = _read(text)
+    out, leaves = _run(call, needs, held, given)
+    number = next(_numbers)
+    if any(needs):
+        _kept[number] = out, leaves
+        if len(_kept) > _MAX_KEPT:
+            _kept.popitem(last=False)
+    return [*_parts(_apart(out.detach(), call)), torch.tensor(number)]
+
+
+def _apart(x: torch.Tensor, call: Call) -> torch.Tensor:
+    """`x`, for each rank a tensor of its own."""
+    whole = call.whole()
+    if whole is None:
+        return x
+    assert isinstance(x, LocalTensor), "a simulated world computes with LocalTensors"
+    return LocalTensor([x.on_rank(rank) for rank in call.grid.ranks], whole)
+
+
+def _backward(
+    text: str,
+    needs: Sequence[bool],
+    number: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    call = _read(text)
+    known = _kept.pop(int(number), None)
+    out, leaves = _run(call, needs, held, given) if known is None else known
+    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
+    with _autograd(enabled=False):
+        found = torch.autograd.grad(out, wanted, _joined(iter(grads), call.whole()))
+    results = []
+    for grad in found:
+        local = grad._local if isinstance(grad, ShardedTensor) else grad
+        whole = call.whole()
+        if whole is not None and not isinstance(local, LocalTensor):
+            local = LocalTensor([local] * whole.num_parts, whole)
+        results += [part.clone() for part in _parts(_apart(local, call))]
+    return results
+
+
+# -- what the ops would do: shapes alone ---------------------------------------------------------
+
+
+def _each_rank(call: Call, given: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    tensors, whole = call.sorted_parts(given), call.whole()
+    if whole is None:
+        return [tensors]
+    return [
+        {n: x.on_rank(rank) if isinstance(x, LocalTensor) else x for n, x in tensors.items()}
+        for rank in call.grid.ranks
+    ]
+
+
+def _forward_shapes(
+    text: str, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    call = _read(text)
+    like = hollow[call.what]
+    out = [like(call, held[0], **mine) for mine in _each_rank(call, given)]
+    return [*out, torch.empty((), dtype=torch.int64, device="cpu")]
+
+
+def _backward_shapes(
+    text: str,
+    needs: Sequence[bool],
+    number: torch.Tensor,
+    grads: Sequence[torch.Tensor],
+    held: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+) -> list[torch.Tensor]:
+    call = _read(text)
+    results: list[torch.Tensor] = []
+    if needs[0]:
+        results += [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in held]
+    ranks = _each_rank(call, given)
+    for name, need in zip(call.given, needs[1:], strict=True):
+        if need:
+            results += [torch.empty_like(mine[name], memory_format=torch.contiguous_format)
+                        for mine in ranks]
+    return results
+
+
+for _name, _fn, _fake in (
+    ("own_batch", _forward, _forward_shapes),
+    ("own_batch_", _forward, _forward_shapes),
+    ("own_batch_backward", _backward, _backward_shapes),
+):
+    _library.impl(_name, _fn, "CompositeExplicitAutograd")
+    watch.kernels[getattr(_ops, _name)] = _fn
+    torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
