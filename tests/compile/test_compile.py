@@ -166,17 +166,27 @@ def test_bags(pair, placement):
     assert counter.frame_count == 1
 
 
-def test_rows_of_a_maximal_norm(pair):
+@pytest.mark.parametrize("placement", [S0, R], ids=repr)
+def test_rows_of_a_maximal_norm(pair, placement):
+    """The region writes to a parameter, which gets a gradient too."""
+
     def scaled(ids, table):
         return F.embedding(ids, table, max_norm=1.0) * 2
 
     fast, _ = compiled(scaled)
     weight, ids = torch.randn(11, 14), torch.randint(0, 11, (26,))
-    one, table = weight.clone(), lay(weight, pair, [S0])
-    torch.testing.assert_close(value(fast(lay(ids, pair, [R]), table)), scaled(ids, one))
-    torch.testing.assert_close(value(table), one)
-    with pytest.raises(Exception, match="max_norm does"):
-        fast(lay(ids, pair, [R]), table.requires_grad_())
+    one = weight.clone().requires_grad_()
+    table = lay(weight, pair, [placement]).requires_grad_()
+    for _ in range(2):
+        found, expected = fast(lay(ids, pair, [R]), table), scaled(ids, one)
+        torch.testing.assert_close(value(found), expected)
+        torch.testing.assert_close(value(table.detach()), one.detach())
+        torch.testing.assert_close(
+            value(torch.autograd.grad(found.square().sum(), table)[0]),
+            torch.autograd.grad(expected.square().sum(), one)[0],
+        )
+        with torch.no_grad():
+            table.mul_(3), one.mul_(3)
 
 
 def test_plain_tensors_meet_numbers_and_nothing_else(pair):

@@ -1,19 +1,31 @@
-"""Sharded modules in compiled code: the graph breaks at a sharded weight, and the rest compiles."""
+"""Sharded modules in compiled code: one graph, with an op for each lookup and linear layer."""
 
 import pytest
 import torch
 from shard_cases import chunks, per_rank
-from shard_models import Towers
+from shard_models import Collection, HalfAndHalf, Towers
+from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
 
 from shardwise import DTensor, LocalTensor
-from shardwise.shard import ShardingPlan, shard_module, shard_tensor
+from shardwise.debug import CommDebugMode
+from shardwise.shard import ShardingPlan, shard_module, shard_tensor, traced
 
 PLANS = {
     "rows": {"user.weight": chunks(0, 0, 1, 2, 3), "item.weight": chunks(0, 2, 0, 1)},
     "columns": {"user.weight": chunks(1, 0, 1, 2, 3), "item.weight": chunks(1, 3, 1)},
     "dense": {"dense.weight": chunks(0, 0, 1, 2, 3), "dense.bias": chunks(0, 1, 0)},
+    "inputs": {"dense.weight": chunks(1, 2, 0, 1)},
 }
+
+
+@pytest.fixture(autouse=True)
+def _forget():
+    """Each test starts without compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 def whole(grad):
@@ -22,33 +34,163 @@ def whole(grad):
     return grad.on_rank(1) if isinstance(grad, LocalTensor) else grad
 
 
-# torch looks at every tensor that crosses a break, also at those that have no `grad`.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def outcome(run, model, *batch):
+    """What a forward and a backward give."""
+    model.zero_grad()
+    out = run(*batch)
+    out.float().square().mean().backward()
+    values = [out.detach().on_rank(rank) for rank in range(4)]
+    return values + [whole(x.grad).clone() for x in model.parameters()]
+
+
+def assert_as_eager(model, fast, *batch):
+    expected = outcome(model, model, *batch)
+    for found, eager in zip(outcome(fast, model, *batch), expected, strict=True):
+        torch.testing.assert_close(found, eager)
+
+
+def ids_of(*shape, high=9):
+    return per_rank(lambda r, g: torch.randint(0, high, shape, generator=g))
+
+
+def compiled(fn, backend="aot_eager", **options):
+    counter = CompileCounterWithBackend(backend)
+    return torch.compile(fn, backend=counter, fullgraph=True, **options), counter
+
+
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS.keys())
-def test_the_same_as_eager(world, plan):
+def test_towers_of_any_batch_size(world, plan):
     model = shard_module(Towers(), ShardingPlan(plan))
-    users = per_rank(lambda r, g: torch.randint(0, 11, (5,), generator=g))
-    items = per_rank(lambda r, g: torch.randint(0, 9, (5, 3), generator=g))
-    counter = CompileCounterWithBackend("aot_eager")
+    fast, counter = compiled(model)
+    for size in (5, 7, 13):
+        assert_as_eager(model, fast, ids_of(size), ids_of(size, 3))
+    assert counter.frame_count == 2  # the first batch size, and all others
+
+
+def test_inductor(world):
+    model = shard_module(nn.EmbeddingBag(9, 6), ShardingPlan({"weight": chunks(0, 1, 0, 2)}))
+    fast, _ = compiled(model, "inductor")
+    assert_as_eager(model, fast, ids_of(5, 3))
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_bags_with_all_that_they_take(world, dim, mode):
+    """Offsets, weights, padding and rows of a maximal norm, which a call writes to."""
+    models = [nn.EmbeddingBag(9, 6, mode=mode, padding_idx=2, max_norm=1.0) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        shard_module(model, ShardingPlan({"weight": chunks(dim, 3, 1, 0)}))
+    ids, offsets = ids_of(8), per_rank(lambda r, g: torch.tensor([0, r, 3, 8]))
+    weights = per_rank(lambda r, g: torch.rand(8, generator=g)) if mode == "sum" else None
+
+    def bags(model, ids, offsets, weights):
+        return F.embedding_bag(
+            ids,
+            model.weight,
+            offsets,
+            1.0,
+            mode=mode,
+            padding_idx=2,
+            include_last_offset=True,
+            per_sample_weights=weights,
+        )
+
+    fast, _ = compiled(bags)
     found = []
-    for run in (model, torch.compile(model, backend=counter)):
-        model.zero_grad()
-        out = run(users, items)
-        out.square().mean().backward()
-        grads = [whole(p.grad).clone() for p in model.parameters()]
-        found.append((out.detach(), grads))
-    (out, grads), (compiled_out, compiled_grads) = found
-    for rank in range(4):
-        torch.testing.assert_close(compiled_out.on_rank(rank), out.on_rank(rank))
-    for grad, compiled in zip(grads, compiled_grads, strict=True):
-        torch.testing.assert_close(compiled, grad)
-    assert counter.frame_count >= 1
-    torch._dynamo.reset()
+    for model, run in zip(models, (bags, fast), strict=True):
+        found.append([])
+        for _ in range(2):
+            own = None if weights is None else weights.detach().requires_grad_()
+            out = run(model, ids, offsets, own)
+            out.square().sum().backward()
+            found[-1] += [out.detach(), model.weight.detach().full_tensor()]
+            found[-1].append(model.weight.grad.full_tensor())
+            found[-1] += [] if own is None else [own.grad]
+            with torch.no_grad():
+                model.weight.mul_(3)
+    for eager, other in zip(*found, strict=True):
+        for rank in range(4):
+            torch.testing.assert_close(other.on_rank(rank), eager.on_rank(rank))
+
+
+def test_gradients_by_frequency_and_padding(world):
+    model = nn.Embedding(9, 6, padding_idx=2, scale_grad_by_freq=True)
+    shard_module(model, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    fast, _ = compiled(model)
+    assert_as_eager(model, fast, ids_of(5, 2, 3))
+
+
+def test_autocast(world):
+    model = nn.Linear(6, 4, bias=False)
+    shard_module(model, ShardingPlan({"weight": chunks(0, 1, 2)}))
+    fast, _ = compiled(model)
+    x = per_rank(lambda r, g: torch.randn(3, 6, generator=g))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert fast(x).dtype == torch.bfloat16
+        assert_as_eager(model, fast, x)
+
+
+def test_a_custom_sharder(world):
+    model = nn.ModuleDict({"tables": Collection()})
+    shard_module(model, ShardingPlan({"tables": HalfAndHalf()}))
+    fast, _ = compiled(model["tables"])
+    assert_as_eager(model["tables"], fast, ids_of(3, 2))
+
+
+def test_training_steps(world):
+    models = [Towers(), Towers()]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        shard_module(model, ShardingPlan(PLANS["rows"]))
+    fast, _ = compiled(models[1])
+    for model, run in zip(models, (models[0], fast), strict=True):
+        optimizer = torch.optim.AdamW([model.user.weight, model.item.weight], lr=0.1, foreach=False)
+        for size in (5, 7):
+            model.zero_grad()
+            run(ids_of(size), ids_of(size, 3)).square().mean().backward()
+            optimizer.step()
+    for name in ("user", "item"):
+        tables = [getattr(model, name).weight.detach().full_tensor() for model in models]
+        torch.testing.assert_close(tables[1].agreed(), tables[0].agreed())
+
+
+def test_what_forward_kept_is_used_once_and_may_be_gone(world, monkeypatch):
+    model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    fast, ids = compiled(model)[0], ids_of(5)
+    assert_as_eager(model, fast, ids)
+    counts = []
+    for kept in (1, 0):
+        monkeypatch.setattr(traced, "_MAX_KEPT", kept)
+        out = fast(ids)
+        assert len(traced._kept) == kept
+        with CommDebugMode() as comm:
+            (grad,) = torch.autograd.grad(out.sum(), model.weight)
+        counts.append(comm.get_total_counts())
+        assert not traced._kept
+        assert torch.equal(
+            grad.full_tensor().agreed(),
+            torch.autograd.grad(model(ids).sum(), model.weight)[0].full_tensor().agreed(),
+        )
+    assert counts == [1, 4]
 
 
 def test_elementwise_ops_keep_the_spec(world):
     st = shard_tensor(torch.randn(11, 6), chunks(0, 2, 0, 1))
-    doubled = torch.compile(lambda x: x.tanh() * 2, backend="eager")(st)
+    doubled = compiled(lambda x: x.tanh() * 2)[0](st)
     assert doubled.sharding_spec() == st.sharding_spec()
     assert torch.equal(doubled, st.tanh() * 2)
-    torch._dynamo.reset()
+
+
+# torch looks at every tensor that crosses a break, also at those that have no `grad`.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_what_breaks_the_graph(world):
+    """What others bring decides about a size here, so Python runs it; the rest is compiled."""
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, {"0": chunks(0, 1, 0)})
+    model = shard_module(nn.Sequential(nn.Embedding(9, 6), nn.ReLU()), plan)
+    expected = model(ids_of(5))
+    assert torch.equal(torch.compile(model, backend="aot_eager")(ids_of(5)), expected)
+    with pytest.raises(Exception, match="output_plan"):
+        compiled(model)[0](ids_of(5))
+    with pytest.raises(Exception, match="in compiled code"):
+        compiled(lambda ids: F.embedding(ids, model[0].weight, sparse=True))[0](ids_of(5))

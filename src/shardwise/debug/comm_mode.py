@@ -103,12 +103,11 @@ class CommDebugMode(TorchDispatchMode):
                 return func(*args, **(kwargs or {}))
             finally:
                 self._counting = False
-        if (kernel := watch.kernels.get(packet)) is not None:
-            super().__enter__()  # a mode is off while it looks at an op
-            try:
-                return kernel(*args, **(kwargs or {}))
-            finally:
-                super().__exit__(None, None, None)
+        if packet in watch.kernels:
+            return self._run_inside(watch.kernels[packet], args, kwargs or {})
+        if len(args) > 1 and getattr(args[1], "_overloadpacket", None) in watch.kernels:
+            # The compiler's op for an op with effects: a token that keeps the order, the op itself.
+            return args[0], self._run_inside(args[1], args[2:], kwargs or {})
         if packet is COLLECTIVE:
             sent, kind, group_name = args
             self._note(make_event(kind, sent, group_name, self._places.now()))
@@ -116,6 +115,14 @@ class CommDebugMode(TorchDispatchMode):
             # Its own dispatch comes next, with this mode still on.
             return NotImplemented
         return func(*args, **(kwargs or {}))
+
+    def _run_inside(self, fn: Any, args: Any, kwargs: Any) -> Any:
+        """Run what communicates with this mode on: it is off while it looks at an op."""
+        super().__enter__()
+        try:
+            return fn(*args, **kwargs)
+        finally:
+            super().__exit__(None, None, None)
 
     def _played(self, kind: str, sent: Any, group_name: str) -> None:
         """A group of a simulated world runs a collective, perhaps for an op that was counted."""

@@ -47,8 +47,8 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
 #: In compiled code all plain tensors look alike: those of the program, and the compiler's own.
 _COMPILED = (
     " In compiled code the plain tensor may also be one that torch.compile made: it mixes its own "
-    "into the gradient of a parameter that the region writes to, as a lookup with max_norm does. "
-    "Call that lookup outside torch.compile, or freeze the parameter."
+    "into the gradient of a tensor that requires grad and that the region writes to. Write to it "
+    "outside torch.compile, or under torch.no_grad()."
 )
 
 

@@ -231,7 +231,8 @@ def renorm(
             return torch.embedding_renorm_(weight, rows, max_norm, norm_type)
         return _masked_renorm(table, coordinate, weight, ids.reshape(-1), max_norm, norm_type)
 
-    each_rank(table.grid, here, weight, ids, axes=table.axes_of(0))
+    with torch.no_grad():
+        each_rank(table.grid, here, weight, ids, axes=table.axes_of(0))
     return weight
 
 

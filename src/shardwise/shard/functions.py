@@ -17,7 +17,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 from shardwise.shard.linear import linear
 from shardwise.shard.lookup import embedding, embedding_bag
-from shardwise.shard.tensor import ShardedTensor, functions, graph_ops
+from shardwise.shard.tensor import ShardedTensor, functions
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -43,7 +43,6 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Handler], Handler]:
             return handler(types, args, kwargs, first.process_group)
 
         functions[func] = run
-        graph_ops.pop(func, None)
         return handler
 
     return register
@@ -118,33 +117,3 @@ functions.update(
         torch.Tensor.allclose: _allclose,
     }
 )
-
-
-# -- the same in compiled code -------------------------------------------------------------------
-# The compiler reads Python. An op it takes as it is, and runs what is behind it later, below Python.
-
-_library = torch.library.Library("shardwise", "FRAGMENT")
-_library.define(
-    "own_embedding(Tensor input, Tensor weight, int? padding_idx=None, float? max_norm=None, "
-    "float norm_type=2.0, bool scale_grad_by_freq=False, bool sparse=False) -> Tensor"
-)
-_library.define(
-    "own_embedding_bag(Tensor input, Tensor weight, Tensor? offsets=None, float? max_norm=None, "
-    "float norm_type=2, bool scale_grad_by_freq=False, str mode='mean', bool sparse=False, "
-    "Tensor? per_sample_weights=None, bool include_last_offset=False, int? padding_idx=None) "
-    "-> Tensor"
-)
-_library.define("own_linear(Tensor input, Tensor weight, Tensor? bias=None) -> Tensor")
-
-
-def _as_op(func: Any, name: str) -> None:
-    run = functions[func]
-    _library.impl(
-        name, lambda *args, **kwargs: run(func, (), args, kwargs), "CompositeImplicitAutograd"
-    )
-    graph_ops[func] = getattr(torch.ops.shardwise, name)
-
-
-_as_op(F.embedding, "own_embedding")
-_as_op(F.embedding_bag, "own_embedding_bag")
-_as_op(F.linear, "own_linear")

@@ -90,9 +90,9 @@ def _lookup(
 def _check_dense(lookup: Lookup) -> None:
     if lookup.sparse:
         raise UnsupportedError(
-            f"{lookup.what}(sparse=True) in compiled code: which rows a sparse gradient has depends "
-            "on the ids, and a graph has no place for that. Use sparse=False, or call it outside "
-            "torch.compile."
+            f"{lookup.what}(sparse=True) in compiled code: which rows a sparse gradient has is "
+            "known with the ids, and a graph has no place for that. Use sparse=False, or call it "
+            "outside torch.compile."
         )
 
 

@@ -15,6 +15,7 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
+from shardwise.core.untraced import untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.shard.announce import announced
@@ -28,6 +29,7 @@ from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
 
 
+@untraced
 def lay_out(
     output: Any,
     *,
@@ -38,6 +40,11 @@ def lay_out(
     grad_reduction: str,
 ) -> Any:
     """The output in `spec`; as this rank's block when `local`."""
+    if torch.compiler.is_dynamo_compiling():
+        torch._dynamo.graph_break(
+            "output_plan and return_local_tensor in compiled code: how an output is cut depends on "
+            "what other ranks put out. Compile without fullgraph=True, or the modules inside."
+        )
     if not isinstance(output, torch.Tensor):
         raise ArgumentError(
             f"The plan lays out the output of {where!r}, which is a {type(output).__name__}, not a "

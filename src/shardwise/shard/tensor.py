@@ -99,8 +99,6 @@ class ShardedTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.compiler.is_dynamo_compiling():
-            return _in_graph(func, args, kwargs)
         special = functions.get(func)
         with torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
@@ -144,10 +142,11 @@ class ShardedTensor(DTensor):
         self, context: Any, expected_type: type | None = None
     ) -> ShardedTensor:
         lying = self if self._tiling is context.tiling else self.reshard(context.tiling.spec)
+        local: Any = lying._local
         roster = context.flat.roster
-        if roster is None or lying._local._roster is roster:
+        if roster is None or local._roster is roster:
             return lying
-        return ShardedTensor.over(lying._local.held_like(roster), lying._tiling, like=lying)
+        return ShardedTensor.over(local.held_like(roster), lying._tiling, like=lying)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} {self._tiling.spec} {self.grad_reduction}"
@@ -330,14 +329,3 @@ torch.serialization.add_safe_globals([_unpickle])
 
 #: Functions of torch that are not simply passed on, and what runs instead; filled by `functions`.
 functions: dict[Any, Any] = {}
-#: The ops that stand for some of them in compiled code; filled by `functions` too.
-graph_ops: dict[Any, Any] = {}
-
-
-def _in_graph(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A function of torch as torch.compile reads it; what Python alone can do breaks the graph."""
-    op = graph_ops.get(func)
-    if op is None and func in functions:
-        torch._dynamo.graph_break()
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args, **kwargs) if op is None else op(*args, **kwargs)

@@ -7,10 +7,11 @@ of this rank's block. So in a graph each lookup or linear layer is one op, `own_
 when it runs what eager code does, collectives included; batches may differ in size between ranks,
 and a bad one is the same error on all of them.
 
+The compiler keeps these ops in order, whatever the sizes on a rank: they count as ops with effects.
+
 Backward is an op too. It finds what forward has kept by the number that forward put out. Only few
-are kept. Where it is gone (forward ran many times before, backward runs twice, the compiler joined
-two lookups) the exchange runs again; that depends on the order of calls alone, so all ranks do the
-same.
+are kept. Where it is gone (forward ran many times before, or backward runs twice) the exchange runs
+again; that depends on the order of calls alone, so all ranks do the same.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
@@ -32,7 +34,6 @@ from shardwise.comm.roster import Roster, make_roster
 from shardwise.comm.watch import watch
 from shardwise.core.grid import Grid, grid_like
 from shardwise.core.world import current_world, world_caches
-from shardwise.shard.blocks import sized
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -45,7 +46,8 @@ from shardwise.shard.tiling import Tiling, make_tiling
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("own_batch(str call, bool[] needs, Tensor[] held, Tensor[] given) -> Tensor[]")
 _library.define(
-    "own_batch_(str call, bool[] needs, Tensor(a!)[] held, Tensor[] given) -> Tensor[]"
+    "own_batch_(str call, bool[] needs, Tensor(a!)[] held, Tensor(b!)[] out, Tensor[] given) "
+    "-> Tensor"
 )
 _library.define(
     "own_batch_backward(str call, bool[] needs, Tensor number, Tensor[] grads, Tensor[] held, "
@@ -183,7 +185,6 @@ def traced_call(
     what: str,
     weight: ShardedTensor,
     options: dict[str, Any],
-    writes: bool = False,
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     """What eager code gives, as one op of a graph."""
@@ -192,7 +193,7 @@ def traced_call(
         what,
         weight._tiling,
         weight.grad_reduction,
-        writes,
+        options.get("max_norm") is not None,
         options,
         {name: getattr(x, "_roster", None) for name, x in brought.items()},
         getattr(weight._local, "_roster", None),
@@ -211,31 +212,34 @@ class TracedOwnBatch(torch.autograd.Function):
     """`apply(weight, call, *given)`; see Note [Sharded modules in compiled code]."""
 
     @staticmethod
-    def forward(
-        ctx: Any, weight: ShardedTensor, call: Call, *given: torch.Tensor
-    ) -> torch.Tensor:
+    def forward(ctx: Any, weight: ShardedTensor, call: Call, *given: torch.Tensor) -> torch.Tensor:
         needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]]
         text, parts = call.text(), [part for x in given for part in _parts(x)]
-        run = _ops.own_batch_ if call.writes else _ops.own_batch
-        *out, number = run(text, needs, _parts(weight._local), parts)
+        held = _parts(weight._local)
+        if call.writes:
+            # The compiler takes no op that writes and returns a list.
+            *out, number = _forward_shapes(text, needs, held, parts)
+            number = _ops.own_batch_(text, needs, held, out, parts)
+        else:
+            *out, number = _ops.own_batch(text, needs, held, parts)
         ctx.call, ctx.text, ctx.needs = call, text, needs
         ctx.save_for_backward(weight, number, *given)
         return _joined(iter(out), call.whole())
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: Any) -> Any:
         call: Call = ctx.call
         weight, number, *given = ctx.saved_tensors
         whole = call.whole()
-        grads = _parts(grad if whole is None else sized(grad).held_like(whole))
+        grads = _parts(grad if whole is None else grad.held_like(whole))
         parts = [part for x in given for part in _parts(x)]
         found = iter(
             _ops.own_batch_backward(
                 ctx.text, ctx.needs, number, grads, _parts(weight._local), parts
             )
         )
-        own = [_joined(found, whole) if need else None for need in ctx.needs]
+        own: list[Any] = [_joined(found, whole) if need else None for need in ctx.needs]
         if own[0] is not None:
             layout = call.tiling.layout(weight.dtype)
             local = LocalTensor(own[0]._parts, own[0]._roster) if whole else own[0]
@@ -299,6 +303,19 @@ def _forward(
     return [*_parts(_apart(out.detach(), call)), torch.tensor(number)]
 
 
+def _forward_into(
+    text: str,
+    needs: Sequence[bool],
+    held: Sequence[torch.Tensor],
+    out: Sequence[torch.Tensor],
+    given: Sequence[torch.Tensor],
+) -> torch.Tensor:
+    *found, number = _forward(text, needs, held, given)
+    for target, part in zip(out, found, strict=True):
+        target.copy_(part)
+    return number
+
+
 def _apart(x: torch.Tensor, call: Call) -> torch.Tensor:
     """`x`, for each rank a tensor of its own."""
     whole = call.whole()
@@ -351,7 +368,11 @@ def _forward_shapes(
     call = _read(text)
     like = hollow[call.what]
     out = [like(call, held[0], **mine) for mine in _each_rank(call, given)]
-    return [*out, torch.empty((), dtype=torch.int64, device="cpu")]
+    return [*out, _no_number()]
+
+
+def _no_number() -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
 
 
 def _backward_shapes(
@@ -369,16 +390,19 @@ def _backward_shapes(
     ranks = _each_rank(call, given)
     for name, need in zip(call.given, needs[1:], strict=True):
         if need:
-            results += [torch.empty_like(mine[name], memory_format=torch.contiguous_format)
-                        for mine in ranks]
+            results += [
+                torch.empty_like(mine[name], memory_format=torch.contiguous_format)
+                for mine in ranks
+            ]
     return results
 
 
 for _name, _fn, _fake in (
     ("own_batch", _forward, _forward_shapes),
-    ("own_batch_", _forward, _forward_shapes),
+    ("own_batch_", _forward_into, lambda *_: _no_number()),
     ("own_batch_backward", _backward, _backward_shapes),
 ):
     _library.impl(_name, _fn, "CompositeExplicitAutograd")
     watch.kernels[getattr(_ops, _name)] = _fn
+    torch.library._register_effectful_op(f"shardwise::{_name}", EffectType.ORDERED, lib=_library)
     torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
