@@ -83,3 +83,81 @@ def test_a_collective_on_a_distributed_tensor_is_refused(mesh):
     with pytest.raises(shardwise.UnsupportedError, match="to_local"):
         dist.all_reduce(x)
     assert torch.equal(value(x), torch.ones(8))
+
+
+@pytest.mark.parametrize("map_name", ["matrix_exp", "cayley", "householder"])
+def test_orthogonal_weights(mesh, map_name):
+    """Torch swallows a NotImplementedError here, and would go on with other numbers."""
+    alone, shared = nn.Linear(6, 6), nn.Linear(6, 6)
+    shared.weight = nn.Parameter(lay(alone.weight.detach(), mesh, [Shard(0)]))
+    for layer in (alone, shared):
+        nn.utils.parametrizations.orthogonal(layer, orthogonal_map=map_name)
+    torch.testing.assert_close(value(shared.weight.detach()), alone.weight.detach())
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_first": True, "activation": "gelu"}], ids=str)
+def test_an_encoder_without_gradients(mesh, options):
+    """Torch then calls one op for a whole layer."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True, **options)
+    alone = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval()
+    shared = shardwise.distribute_module(copy.deepcopy(alone), mesh)
+    x, causal = torch.randn(5, 4, 8), torch.ones(4, 4).triu(1).bool()
+    padded = torch.tensor([[False, False, False, True]] * 5)
+    for mask, padding in ((None, None), (causal, None), (None, padded), (causal, padded)):
+        laid_out = [m if m is None else lay(m, mesh, [Replicate()]) for m in (mask, padding)]
+        with torch.no_grad():
+            wanted = alone(x, mask, padding)
+            found = shared(lay(x, mesh, [Shard(0)]), *laid_out)
+        torch.testing.assert_close(value(found), wanted)
+
+
+def test_attention_without_gradients_returns_its_weights(mesh):
+    alone = nn.MultiheadAttention(8, 2, batch_first=True).eval()
+    shared = shardwise.distribute_module(copy.deepcopy(alone), mesh)
+    x = torch.randn(5, 4, 8)
+    y = lay(x, mesh, [Shard(0)])
+    for options in ({}, {"average_attn_weights": False}, {"need_weights": False}):
+        with torch.no_grad():
+            wanted, found = alone(x, x, x, **options), shared(y, y, y, **options)
+        torch.testing.assert_close(value(found[0]), wanted[0])
+        assert (found[1] is None) == (wanted[1] is None)
+        if found[1] is not None:
+            torch.testing.assert_close(value(found[1]), wanted[1])
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_functions_that_make_tensors_of_their_own(mesh, placement):
+    x = torch.randn(8, 6)
+    y = lay(x, mesh, [placement])
+    torch.manual_seed(1)
+    _, wanted, _ = torch.pca_lowrank(x, 4)
+    torch.manual_seed(1)
+    _, found, _ = torch.pca_lowrank(y, 4)
+    torch.testing.assert_close(value(found), wanted)
+    wanted = torch.masked.var(x, 1, unbiased=True)
+    torch.testing.assert_close(value(torch.masked.var(y, 1, unbiased=True)), wanted)
+
+
+def test_a_plain_tensor_given_to_such_a_function_is_refused(mesh):
+    x = lay(torch.randn(8, 6), mesh, [Shard(0)])
+    with pytest.raises(shardwise.MixedTensorsError):
+        torch.svd_lowrank(x, 4, M=torch.ones(8, 6))
+
+
+def test_sequences_are_padded(mesh):
+    rows = [torch.randn(3, 2), torch.randn(5, 2)]
+    laid_out = [lay(row, mesh, [Shard(0)]) for row in rows]
+    for side in ("right", "left"):
+        options = {"batch_first": True, "padding_value": -1.0, "padding_side": side}
+        wanted = nn.utils.rnn.pad_sequence(rows, **options)
+        assert torch.equal(value(nn.utils.rnn.pad_sequence(laid_out, **options)), wanted)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_values_written_entry_by_entry(mesh, placement):
+    x = lay(torch.zeros(5, 4), mesh, [placement])
+    nn.init.eye_(x)
+    assert torch.equal(value(x), torch.eye(5, 4))
+    kernel = lay(torch.zeros(4, 4, 3), mesh, [placement])
+    nn.init.dirac_(kernel)
+    assert torch.equal(value(kernel), nn.init.dirac_(torch.zeros(4, 4, 3)))

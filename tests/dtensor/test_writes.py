@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from by_hand import lay, value
 from torch.nn import functional as F
 
 import shardwise
@@ -129,3 +130,33 @@ def test_cross_entropy_refuses_what_torch_refuses(mesh):
     ids = shardwise.distribute_tensor(torch.zeros(6, dtype=torch.int64), mesh, [Shard(0)])
     with pytest.raises(ValueError, match="batch_size"):
         F.cross_entropy(x, ids)
+
+
+INDICES = [0, -1, (2, 3), (slice(1, 4), -2), (..., 1), (1, None, slice(0, 2)), ([0, 2], 1)]
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Partial(), Replicate()], ids=repr)
+def test_numbers_in_an_index_are_written_through(mesh, placement):
+    start = torch.randn(5, 4)
+    for index in INDICES:
+        for given in (7.0, torch.randn(start[index].shape), torch.randn(1)):
+            x, wanted = lay(start, mesh, [placement]), start.clone()
+            wanted[index] = given
+            x[index] = lay(given, mesh, [Replicate()]) if isinstance(given, torch.Tensor) else given
+            torch.testing.assert_close(value(x), wanted)
+
+
+def test_a_row_that_is_not_there_is_not_written(mesh):
+    x = lay(torch.zeros(5, 4), mesh, [Shard(0)])
+    for index in (5, -6, (0, 4), (0, 0, 0)):
+        with pytest.raises(IndexError):
+            x[index] = 1.0
+
+
+def test_the_diagonal_is_a_view(mesh):
+    for placement in (Shard(0), Shard(1), Replicate()):
+        for offset in (-2, 0, 1, 9):
+            x, wanted = lay(torch.zeros(5, 4), mesh, [placement]), torch.zeros(5, 4)
+            x.diagonal(offset).fill_(1)
+            wanted.diagonal(offset).fill_(1)
+            assert torch.equal(value(x), wanted)

@@ -142,6 +142,7 @@ def _diagonals() -> list[Sample]:
     return [
         Sample(aten.diagonal.default, (cube,)),
         Sample(aten.diagonal.default, (cube, 1, 0, -1)),
+        Sample(aten.diagonal.default, (cube, -2, 1, 2)),
         Sample(aten.diagonal_backward.default, (t(5, 3), [3, 5, 4], 0, 0, 2)),
         Sample(aten.diag_embed.default, (t(2, 5), 1)),
         Sample(aten.diag_embed.default, (t(2, 5), 0, 0, 2)),

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import DTensor, LocalTensor, Replicate
 from shardwise.debug import CommDebugMode
-from shardwise.errors import ArgumentError, LayoutError, UnsupportedError, WorldError
+from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError, WorldError
 from shardwise.shard import (
     Shard,
     ShardedTensor,
@@ -339,7 +339,7 @@ def test_tensors_without_values(world):
 
 def test_bad_arguments(world):
     spec = chunks(0, 0)
-    with pytest.raises(ArgumentError, match="detach"):
+    with pytest.raises(LeafError, match="detach"):
         shard_tensor(values().requires_grad_() * 2, spec)
     with pytest.raises(ArgumentError, match="ChunkShardingSpec"):
         shard_tensor(values(), "rows")

@@ -55,6 +55,25 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
     return torch.tensor_split(x, where, dim)
 
 
+def pad_sequence(
+    sequences: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Any:
+    """Sequences of different lengths in one tensor, each padded to the longest."""
+    hollow, _ = hollowed([[x._layout for x in sequences]], {})
+    aten.pad_sequence.default(hollow[0], batch_first, padding_value, padding_side)  # torch's checks
+    longest = max(x.shape[0] for x in sequences)
+    padded = []
+    for x in sequences:
+        missing = longest - x.shape[0]
+        where = (0, missing) if padding_side == "right" else (missing, 0)
+        no_others = (0, 0) * (x.dim() - 1)
+        padded.append(torch.constant_pad_nd(x, (*no_others, *where), padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
 def stft(
     x: Any,
     n_fft: int,
@@ -137,6 +156,7 @@ def register(library: torch.library.Library) -> None:
     for op in _MAKE_TENSORS:
         _implement(library, op, functools.partial(_put_together, op))
     _implement(library, aten.stft.default, stft)
+    _implement(library, aten.pad_sequence.default, pad_sequence)
     _implement(library, aten.as_strided.default, as_strided)
     _implement(library, aten.as_strided_copy.default, as_strided_copy)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)

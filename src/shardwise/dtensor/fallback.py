@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.ranks import one_for_all
+from shardwise.dtensor import inference
 from shardwise.dtensor.foreach import count_writes, is_foreach
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
@@ -120,6 +121,7 @@ _OWN_PARTS: dict[Any, Callable[..., Any]] = {
     aten._is_all_true.default: aten.all.default,
     # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
     aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
+    **inference.PARTS,
 }
 
 

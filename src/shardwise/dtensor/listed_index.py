@@ -60,6 +60,52 @@ def _span(x: Any, dim: int, item: Any) -> Any:
     return slice(item, item + 1 or None) if split_by < 2 else _tensor(x, [item])
 
 
+def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
+    """The index and value of a write such as `x[2] = v`, as `x[2:3] = v[None]`.
+
+    Torch would select row 2 first, and write to what may be a copy; a slice is always a view.
+    Left as they are where several tensors stand in the index, and where torch will raise.
+    """
+    items = index if isinstance(index, tuple) else (index,)
+    steps = [reach for item in items if (reach := _reach(item)) is not None]
+    if int not in map(type, items) or len(steps) < len(items):
+        return index, value
+    missing = x.dim() - sum(consumed for consumed, _ in steps)
+    if missing < 0 or sum(isinstance(item, torch.Tensor) for item in items) > 1:
+        return index, value
+    slices: list[Any] = []
+    #: For each dim of what is written to, whether an int stands there.
+    from_int: list[bool] = []
+    at = 0
+    for item, (consumed, produced) in zip(items, steps, strict=True):
+        if type(item) is int:
+            if type(x.shape[at]) is int and not -x.shape[at] <= item < x.shape[at]:
+                return index, value
+            item = slice(item, item + 1 or None)
+            from_int.append(True)
+        else:
+            from_int += [False] * (missing if item is Ellipsis else produced)
+        slices.append(item)
+        at += missing if item is Ellipsis else consumed
+    from_int += [False] * (x.dim() - at)
+    if isinstance(value, torch.Tensor) and value.dim():
+        for after, single in enumerate(reversed(from_int)):
+            if single and value.dim() >= after:
+                value = value.unsqueeze(value.dim() - after)
+    return tuple(slices), value
+
+
+def _reach(item: Any) -> tuple[int, int] | None:
+    """How many dims an item of an index stands for, and how many it leaves; None if not known."""
+    if item is None:
+        return 0, 1
+    if item is Ellipsis:
+        return 0, 0
+    if isinstance(item, torch.Tensor):
+        return (item.dim(), 1) if item.dtype in (torch.bool, torch.uint8) else (1, item.dim())
+    return (1, 1) if type(item) in (int, slice) else None
+
+
 def _is_numbers(item: Any) -> bool:
     return isinstance(item, list) and all(type(i) in (int, bool) or _is_numbers(i) for i in item)
 

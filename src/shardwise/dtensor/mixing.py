@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
 
 from shardwise.comm.watch import watch
 from shardwise.dtensor import autograd
+from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import MixedTensorsError
 
 aten = torch.ops.aten
@@ -25,6 +27,17 @@ _MADE_BY_TORCH: dict[Any, int] = {
 }
 
 
+#: Functions of torch, written in Python, that make tensors out of sizes, numbers and the generator
+#: and mix them with their arguments, by module and name.
+_MIXERS = {
+    ("torch._lowrank", "get_approximate_basis"),
+    ("torch.masked._ops", "_std_var"),
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
+    ("torch.nn.utils.parametrizations", "_is_orthogonal"),
+    ("torch.nn.utils.parametrizations", "_Orthogonal.forward"),
+}
+
+
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
     """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
 
@@ -34,6 +47,8 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         return
     if position is not None and _MADE_BY_TORCH.get(op) == position:
         return
+    if _called_by_mixer():
+        return
     raise MixedTensorsError(
         f"{op} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of shape "
         f"{tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, "
@@ -42,6 +57,28 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
         + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )
+
+
+def _called_by_mixer() -> bool:
+    """Whether one of torch's mixing functions made the call, and got no plain tensor itself.
+
+    Then every plain tensor in it is of its own making. Looked for among torch's frames only.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if (module, frame.f_code.co_qualname) in _MIXERS:
+            code = frame.f_code
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            return not any(_is_plain(frame.f_locals.get(name)) for name in names)
+        if not module.startswith(("torch.", "shardwise.")):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and not isinstance(value, Wrapped)
 
 
 #: In compiled code all plain tensors look alike: those of the program, and the compiler's own.

@@ -41,7 +41,7 @@ from shardwise.dtensor.flat import (
     plain_contexts,
 )
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
-from shardwise.dtensor.listed_index import for_number, holds_list, with_tensors
+from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.miss import entries, plan_and_run
 from shardwise.dtensor.numbers import beside_plain
@@ -260,6 +260,7 @@ class DTensor(Wrapped):
             if is_drawn(index, sys._getframe(1)):
                 index = replicated(self, index)
             index = for_number(self, index)
+        index, value = for_ints(self, index, value)
         super().__setitem__(index, value)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
+from shardwise.core.chunks import lengths
+from shardwise.core.layout import shard_with
+from shardwise.core.placements import Shard
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.rules.views import Link, link_choices, unchanged, view
+from shardwise.rules.views import Cut, Link, link_choices, unchanged, view
 
 aten = torch.ops.aten
 
@@ -23,8 +27,38 @@ def _around_diagonal(call: Call, ndim: int) -> list[int]:
     return [d for d in range(ndim) if d not in whole]
 
 
-def _diagonal(call: Call) -> list[Link]:
-    return [Link(d, i) for i, d in enumerate(_around_diagonal(call, call.inputs[0].ndim))]
+@dataclass(frozen=True, slots=True)
+class OwnedDiagonal:
+    """The part of a diagonal that lies in this rank's rows (sign 1) or columns (sign -1)."""
+
+    offset: int
+    rows: int
+    columns: int
+    cut: int
+    sign: int
+
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any) -> Any:
+        start = layouts[0].box(coordinate)[0][self.cut]
+        return aten.diagonal.default(x, self.offset + self.sign * start, self.rows, self.columns)
+
+
+def _diagonal_choices(call: Call) -> Iterator[Choice]:
+    """Each rank keeps what lies in its rows or columns, so that a diagonal never communicates."""
+    ndim = call.inputs[0].ndim
+    around = _around_diagonal(call, ndim)
+    yield from link_choices(call, [Link(d, i) for i, d in enumerate(around)])
+    rows, columns = _diagonal_dims(call, ndim)
+    offset, count = call.argument("offset"), call.outputs[0].shape[-1]
+    for cut, first, sign in ((rows, max(0, -offset), 1), (columns, max(0, offset), -1)):
+        size = call.inputs[0].shape[cut]
+        if type(size) is not int or type(count) is not int:
+            return
+        local = LocalCall(OwnedDiagonal(offset, rows, columns, cut, sign), per_rank=True)
+        for sizes in call.splits([(0, cut)]):
+            kept = Cut(cut, first, 1, count).lengths(lengths(size, call.axis_size, sizes))
+            target = shard_with(ndim - 2, kept, count, call.axis_size)
+            alone = ((0, rows), (0, columns))
+            yield Choice((Shard(cut, sizes),), (target,), local, alone=alone)
 
 
 def _embedded(call: Call) -> list[Link]:
@@ -61,7 +95,7 @@ def _negative_choices(call: Call) -> Iterator[Choice]:
 
 
 RULES: Table = table(
-    view(aten.diagonal.default, links=_diagonal, text="[m] [n] ... -> ... [k]"),
+    ((aten.diagonal.default,), Rule(_diagonal_choices, "m n ... -> ... k")),
     view(
         aten.diagonal_backward.default,
         links=_embedded,
