@@ -109,6 +109,25 @@ def test_what_cannot_be_compiled_says_so(pair):
         compiled(lambda x: DTensor.from_local(x, pair, [R], run_check=True))[0](torch.randn(4))
 
 
+@pytest.mark.parametrize("assigned", [True, False], ids=["assigned", "called"])
+def test_a_leaf_made_in_between(pair, assigned):
+    """The graph breaks there, as for plain tensors, and the gradient lies like the leaf."""
+
+    def through_a_leaf(x):
+        leaf = x * 2
+        if assigned:
+            leaf.requires_grad = True
+        else:
+            leaf.requires_grad_()
+        return leaf, leaf * x
+
+    x = distribute_tensor(torch.arange(6.0), pair, [S0])
+    leaf, out = torch.compile(through_a_leaf, backend="aot_eager")(x)
+    out.sum().backward()
+    assert leaf.grad.placements == (S0,)
+    assert torch.equal(value(leaf.grad), torch.arange(6.0))
+
+
 def test_placements_as_numbers():
     placements = [Shard(1, sizes=(3, 0)), R, Partial("max"), Shard(2)]
     assert read(spelled(placements)) == placements

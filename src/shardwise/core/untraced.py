@@ -21,3 +21,12 @@ def untraced(fn: _Fn) -> _Fn:
     """`fn`, to be run as it is, with all that it calls; the same function, at no cost."""
     _frames.set_code_exec_strategy(fn.__code__, _AS_IT_IS)
     return fn
+
+
+def breaks_graph(fn: _Fn) -> _Fn:
+    """`fn`, untraced, also where a compiled region calls it: the graph ends before and goes on after.
+
+    What `torch.compiler.disable` does, without its import of the whole compiler.
+    """
+    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return untraced(fn)

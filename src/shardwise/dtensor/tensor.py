@@ -30,7 +30,7 @@ from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.sources import source_digest
-from shardwise.core.untraced import untraced
+from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.drawn_index import is_drawn, replicated
@@ -178,6 +178,7 @@ class DTensor(Wrapped):
         out._layout = layout
         return out
 
+    @breaks_graph
     def requires_grad_(self, mode: bool = True) -> DTensor:
         """As for any tensor; the gradient of a leaf lies like the leaf, or is Partial."""
         super().requires_grad_(mode)
@@ -187,6 +188,7 @@ class DTensor(Wrapped):
             self.__dict__["_hooked"] = self.register_hook(hook)
         return self
 
+    @breaks_graph
     def _set_data(self, value: Any) -> None:
         """`x.data = value`: this tensor holds what `value` holds, and lies as it does."""
         if not isinstance(value, DTensor):
@@ -201,6 +203,7 @@ class DTensor(Wrapped):
             hook.remove()
             self.requires_grad_(self.requires_grad)
 
+    @breaks_graph
     def _set_requires_grad(self, mode: bool) -> None:
         self.requires_grad_(mode)
 
