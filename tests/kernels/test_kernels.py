@@ -16,6 +16,7 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from shardwise.kernels import lookup, sample_grads, update  # noqa: E402  (after the check for Triton)
+from shardwise.kernels.gradients import add_gradients  # noqa: E402
 from shardwise.kernels.tables import TableSet, one_after_another, side_by_side  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
@@ -28,8 +29,8 @@ LR, EPS, DECAY, BETAS, STEP = 0.1, 1e-3, 0.01, (0.9, 0.99), 3
 @pytest.fixture(autouse=True)
 def small_limits(monkeypatch):
     """Bags and segments are split early, so that small inputs reach every path."""
-    monkeypatch.setattr(lookup, "LONG", 32)
-    monkeypatch.setattr(update, "SPAN", 16)
+    monkeypatch.setattr(lookup, "LONG", 8)
+    monkeypatch.setattr(update, "SPAN", 8)
 
 
 @dataclass
@@ -51,7 +52,7 @@ class Batch:
         return self.ids[part], offsets - offsets[0], part
 
 
-def draw(dims=(8, 8, 8), dtype=torch.float32, batch_size=6, long=False, index=torch.int64) -> Batch:
+def draw(dims=(8, 8, 8), dtype=torch.float32, batch_size=4, long=False, index=torch.int64) -> Batch:
     """Random jagged bags; tables of one dim lie in one buffer, others apart."""
     if len(set(dims)) == 1:
         buffer = torch.randn(sum(ROWS), dims[0], device=DEVICE).to(dtype)
@@ -61,7 +62,7 @@ def draw(dims=(8, 8, 8), dtype=torch.float32, batch_size=6, long=False, index=to
         tables = [torch.randn(size, device=DEVICE).to(dtype) for size in sizes]
     lengths = torch.randint(0, 5, (len(FEATURES) * batch_size,))
     if long:
-        lengths[3], lengths[4], lengths[9] = 70, 41, 33
+        lengths[1], lengths[2], lengths[9] = 19, 11, 9
     counts = lengths.view(len(FEATURES), -1).sum(1).tolist()
     parts = [torch.randint(0, ROWS[t], (n,)) for t, n in zip(FEATURES, counts, strict=True)]
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -147,16 +148,20 @@ CASES = [
     {"dtype": torch.bfloat16},
     {"dtype": torch.float16, "mode": "mean"},
     {"index": torch.int32},
-    {"long": True, "batch_size": 20},
-    {"long": True, "batch_size": 20, "mode": "max"},
-    {"long": True, "batch_size": 20, "mode": "mean", "optimizer": "rowwise_adagrad"},
+    {"long": True},
+    {"long": True, "mode": "max"},
+    {"long": True, "two_launches": True, "weighted": True, "index": torch.int32},
+    {"long": True, "two_launches": True, "mode": "max", "dims": (8, 4, 12)},
+    {"long": True, "two_launches": True, "mode": "mean", "optimizer": "rowwise_adagrad"},
     {"batch_size": 1},
 ]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_lookup_and_step_are_torchs(case):
+def test_lookup_and_step_are_torchs(monkeypatch, case):
     case = dict(case)
+    if case.pop("two_launches", False):
+        monkeypatch.setattr(lookup, "SMALL", 0)
     mode, optimizer = case.pop("mode", "sum"), case.pop("optimizer", "sgd")
     weighted = case.pop("weighted", False)
     batch = draw(**case)
@@ -201,13 +206,13 @@ def test_lookup_and_step_are_torchs(case):
 
 
 def test_a_plain_gradient_can_be_asked_for():
-    batch = draw(dims=(8, 4, 12), batch_size=9)
+    batch = draw(dims=(8, 4, 12), batch_size=5)
     expected, leaves = reference(batch, "sum")
-    tables, _, out, trace = look_up(batch)
+    _, _, out, trace = look_up(batch)
     grad = torch.randn_like(out)
     expected.backward(grad.double())
-    grads = [torch.zeros(table.shape, device=DEVICE) for table in batch.tables]
-    update.update(tables, trace, grad.flatten(), "gradient", [grads])
+    grads = [torch.zeros_like(table) for table in batch.tables]
+    add_gradients(TableSet(grads, FEATURES), trace, grad.flatten())
     for found, leaf in zip(grads, leaves, strict=True):
         assert_close(found.double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
@@ -228,7 +233,7 @@ def test_weights_of_samples_get_their_gradient():
 
 def test_a_row_wise_shard_skips_the_ids_of_others():
     """The outputs of two halves of each table add up to the whole, and each half steps its rows."""
-    batch = draw(batch_size=9)
+    batch = draw(batch_size=5)
     expected, leaves = reference(batch, "sum")
     grad = torch.randn(expected.shape, device=DEVICE)
     expected.backward(grad.double())
@@ -273,7 +278,7 @@ def test_two_runs_agree_in_every_bit():
     results = []
     for _ in range(2):
         torch.manual_seed(7)
-        batch = draw(batch_size=20, long=True)
+        batch = draw(long=True)
         tables, _, out, trace = look_up(batch)
         update.update(tables, trace, torch.randn_like(out).flatten(), "sgd", lr=LR)
         results.append([out, *batch.tables])
@@ -294,7 +299,7 @@ def test_nothing_to_look_up():
 @pytest.mark.skipif(not INTERPRETED, reason="a failed assertion on the device ends the process")
 @pytest.mark.parametrize("wrong", [-1, 11])
 def test_an_id_out_of_range_is_an_error(wrong):
-    batch = draw(batch_size=9)
+    batch = draw(batch_size=5)
     batch.ids[0] = wrong
     with pytest.raises(IndexError, match="out of the range"):
         look_up(batch)

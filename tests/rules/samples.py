@@ -12,7 +12,17 @@ from samples_product import product_samples
 from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
-from shardwise.rules import bag_grads, bags, channel_norm, loss, matmul, random, routed, row_sparse
+from shardwise.rules import (
+    bag_grads,
+    bags,
+    channel_norm,
+    largest_bags,
+    loss,
+    matmul,
+    random,
+    routed,
+    row_sparse,
+)
 from shardwise.rules.positional import positional
 from shardwise.testing import Sample
 
@@ -293,10 +303,10 @@ def _bags() -> list[Sample]:
                 wish=any_table,
             ),
             Sample(bag_grads.sample_grad, (up, weight, i, o, 2)),
-            Sample(bags.largest, (weight, i, o, -1)),
-            Sample(bags.largest, (weight, i, o, 5)),
+            Sample(largest_bags.largest, (weight, i, o, -1)),
+            Sample(largest_bags.largest, (weight, i, o, 5)),
             Sample(
-                bag_grads.largest_grad,
+                largest_bags.largest_grad,
                 (up, torch.randint(-1, 7, (num_bags, 4), generator=_generator), 7),
                 wish=any_table,
             ),

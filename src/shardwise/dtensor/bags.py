@@ -11,9 +11,11 @@ from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, MixedTensorsError, UnsupportedError
-from shardwise.rules.bag_grads import largest_grad, pooled_grad, sample_grad
-from shardwise.rules.bags import MODE_MAX, MODE_SUM, largest, pooled
+from shardwise.rules.bag_grads import pooled_grad, sample_grad
+from shardwise.rules.bag_shape import MODE_MAX, MODE_SUM
+from shardwise.rules.bags import pooled
 from shardwise.rules.ids import has_values
+from shardwise.rules.largest_bags import largest, largest_grad
 
 
 class Pooled(torch.autograd.Function):

@@ -11,19 +11,16 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.embedding.backend import Query
 from shardwise.embedding.fused import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad
 from shardwise.errors import UnsupportedError
+from shardwise.kernels.gradients import row_sums
 from shardwise.kernels.lookup import Trace, pooled_lookup, row_lookup
 from shardwise.kernels.notes import noted
 from shardwise.kernels.sample_grads import per_sample_weight_grads
-from shardwise.kernels.tables import OutputRows, TableSet, one_after_another
+from shardwise.kernels.tables import KnownSets, OutputRows, TableSet, first_bags, one_after_another
 from shardwise.kernels.update import update
-
-#: How many divisions of bags among stacks are kept on the device.
-_MAX_FIRSTS = 64
 
 
 class _Batch(NamedTuple):
@@ -46,9 +43,7 @@ class TritonBackend:
     name = "triton"
 
     def __init__(self) -> None:
-        #: By the first stack, as long as it lives, and by the addresses of all.
-        self._sets = WeakTensorKeyDictionary()
-        self._firsts: dict[tuple[torch.device, tuple[int, ...]], torch.Tensor] = {}
+        self._sets = KnownSets()
 
     # -- one stack ---------------------------------------------------------------------------
 
@@ -58,13 +53,8 @@ class TritonBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, places = torch.unique(query.ids.to(torch.int64), return_inverse=True)
-        sums = torch.zeros(rows.numel(), weight.shape[1], device=weight.device)
-        if rows.numel():
-            asked = Query(places, query.lengths, query.weights)
-            batch = self._batch([sums], [asked], TableSet([sums], [0]))
-            update(batch.tables, _trace(batch), _flat([grad]), "gradient", [[sums]])
-        return rows, sums.to(grad.dtype)
+        batch = self._batch([weight], [query])
+        return row_sums(_trace(batch), _flat([grad]), weight.shape[1], grad.dtype)
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
@@ -136,13 +126,8 @@ class TritonBackend:
                 "Adagrad, RowWiseAdagrad, Adam, or backend='torch'."
             )
 
-    def _batch(
-        self,
-        weights: Sequence[torch.Tensor],
-        queries: Sequence[Query],
-        tables: TableSet | None = None,
-    ) -> _Batch:
-        tables = self._set_of(weights) if tables is None else tables
+    def _batch(self, weights: Sequence[torch.Tensor], queries: Sequence[Query]) -> _Batch:
+        tables = self._sets.of(weights)
         num_bags = tuple([query.num_bags for query in queries])
         lengths = _joined([query.lengths for query in queries], queries)
         offsets = None
@@ -153,33 +138,12 @@ class TritonBackend:
             tables,
             queries[0].ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
             offsets,
-            self._first_bags(num_bags, tables.device),
+            first_bags(num_bags, tables.device),
             max(num_bags),
             one_after_another(tables, num_bags),
             _joined([query.weights for query in queries], queries),
             num_bags,
         )
-
-    def _first_bags(self, num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
-        """Where the bags of each stack begin; the next batch mostly has as many."""
-        known = self._firsts.get((device, num_bags))
-        if known is None:
-            if len(self._firsts) >= _MAX_FIRSTS:
-                self._firsts.clear()
-            firsts = [sum(num_bags[:n]) for n in range(len(num_bags) + 1)]
-            known = self._firsts[device, num_bags] = torch.tensor(firsts, device=device)
-        return known
-
-    def _set_of(self, weights: Sequence[torch.Tensor]) -> TableSet:
-        addresses = tuple([weight.data_ptr() for weight in weights])
-        known: dict[tuple[int, ...], TableSet] | None = self._sets.get(weights[0])
-        if known is None:
-            known = self._sets[weights[0]] = {}
-        if addresses not in known:
-            # Of detached aliases: the set must not keep its own key alive.
-            aliases = [weight.detach() for weight in weights]
-            known[addresses] = TableSet(aliases, range(len(aliases)))
-        return known[addresses]
 
 
 def _joined(parts: list[torch.Tensor | None], queries: Sequence[Query]) -> torch.Tensor | None:

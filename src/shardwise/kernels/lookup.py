@@ -69,6 +69,14 @@ def _larger(value, position, other_value, other_position):
 
 
 @triton.jit
+def _better(best, best_at, found, found_at):
+    """The larger of two maxima, of which the first may be of nothing yet."""
+    # A row of -inf is more than nothing. Positions of nothing are -1 here, and the largest there.
+    better = (found > best) | ((best_at < 0) & (found_at >= 0) & (found_at < 2147483647))
+    return tl.where(better, found, best), tl.where(better, found_at, best_at)
+
+
+@triton.jit
 def _pool(
     feature,  # this feature's line of TableSet.features
     out_row,  # where its output row lies, written down for backward
@@ -123,9 +131,7 @@ def _pool(
             position = tl.where(owned, at, 2147483647).to(tl.int32)
             position = position[:, None] + tl.zeros([ROWS, DIM], tl.int32)
             found, found_at = tl.reduce((rows, position), 0, _larger)
-            better = found > best
-            best_at = tl.where(better, found_at, best_at)
-            best = tl.where(better, found, best)
+            best, best_at = _better(best, best_at, found, found_at)
         else:
             many += rows
     if MODE == 2:
@@ -154,9 +160,7 @@ def _join(
             found = tl.load(partial + at, mask=here, other=float("-inf"), cache_modifier=".cg")
             where = tl.load(partial_at + at, mask=here, other=2147483647, cache_modifier=".cg")
             found, where = tl.reduce((found, where), 0, _larger)
-            better = found > best
-            best_at = tl.where(better, where, best_at)
-            best = tl.where(better, found, best)
+            best, best_at = _better(best, best_at, found, where)
         else:
             many += tl.load(partial + at, mask=here, other=0.0, cache_modifier=".cg")
     if MODE == 2:
@@ -176,8 +180,9 @@ def _serve(
     """One bag, or what a chunk holds of one."""
     start = tl.load(offsets + bag).to(INDEX)
     end = tl.load(offsets + bag + 1).to(INDEX)
-    # A bag that holds both the first and the last id of a chunk counts once, as the first's.
-    mine = (end - start > LONG) & ((slot == 0) | (start > low))
+    # A bag that holds both the first and the last id of a chunk counts once, as the first's; ids
+    # that stand after the last bag are nobody's.
+    mine = (end - start > LONG) & ((slot == 0) | (start > low)) & (end > low)
     if not OF_CHUNK:
         mine = end - start <= LONG
     if mine:
@@ -223,7 +228,7 @@ def _serve(
             tl.store(flags + 1, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids", "num_chunks"])
 def pool_bags(
     features,
     first_bag,
@@ -281,8 +286,8 @@ def pool_bags(
         for slot in range(rounds):
             if of_chunk:
                 wanted = tl.where(slot == 0, low, high - 1)
-                bag = last_at_most(offsets, num_bags + 1, wanted).to(tl.int32)
-                number = last_at_most(first_bag, num_features + 1, bag).to(tl.int32)
+                bag = last_at_most(offsets, num_bags, wanted).to(tl.int32)
+                number = last_at_most(first_bag, num_features, bag).to(tl.int32)
             _serve(
                 features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
                 arrived, keys, out_at, scale, flags, number, bag, chunk, low, high, slot, of_chunk,
@@ -356,14 +361,15 @@ def pooled_lookup(
     keys, out_at, scale, argmax = known if known is not None else (None, None, None, None)
     features = tables.features(rows)
     dim = padded_dim(tables.max_dim)
+    small = num_ids <= SMALL
     num_chunks = triton.cdiv(num_ids, LONG) if num_ids > LONG else 0
     partial = partial_at = arrived = None
     if num_chunks:
-        partial = torch.empty(num_chunks * 2 * dim, device=tables.device)
-        partial_at = torch.empty_like(partial, dtype=torch.int32) if mode == "max" else None
-        arrived = tables.counters(num_chunks)
+        num_parts = num_chunks * 2 * dim
+        partial = _room(tables, num_parts, torch.float32, small)
+        partial_at = _room(tables, num_parts, torch.int32, small) if mode == "max" else None
+        arrived = tables.scratch.counters(num_chunks)
     index = tl.int32 if num_ids < 2**31 - LONG else tl.int64
-    small = num_ids <= SMALL
     flags = None if small and tables.device.type == "cuda" else tables.flags
 
     def launch(part: int, grid: tuple[int, int]) -> None:
@@ -406,16 +412,26 @@ def row_lookup(
     features = tables.features(rows)
     dim = padded_dim(tables.max_dim)
     in_flight = rows_in_flight(dim)
-    flags = None if tables.flags.is_cuda else tables.flags
+    flags = None if tables.device.type == "cuda" else tables.flags
     if max_ids:
-        copy_rows[(triton.cdiv(max_ids, in_flight), first_id.numel() - 1)](
-            features, first_id, ids, out, keys, out_at, flags, TRACE=trace,
-            MASKED=tables.masked, DTYPES=tables.dtypes, COLUMNS=features.shape[1],
-            ROWS=in_flight, DIM=dim, num_warps=1, debug=not tables.masked, sanitize_overflow=False,
-        )  # fmt: skip
-        if not tables.flags.is_cuda and not tables.masked:
-            _check(tables.flags)
+        tables.launches.run(
+            copy_rows,
+            (triton.cdiv(max_ids, in_flight), first_id.numel() - 1),
+            (features, first_id, ids, out, keys, out_at, flags),
+            (),
+            (trace, tables.masked, tables.dtypes, features.shape[1], in_flight, dim),
+            debug=not tables.masked,
+        )
+        if not tables.masked:
+            _check(flags)
     return out, known
+
+
+def _room(tables: TableSet, num: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
+    """Room for the parts of long bags; that of small batches is kept."""
+    if not keep:
+        return torch.empty(num, dtype=dtype, device=tables.device)
+    return tables.scratch.floats(num) if dtype == torch.float32 else tables.scratch.ints(num)
 
 
 def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted: bool) -> Trace:

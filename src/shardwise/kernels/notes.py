@@ -21,6 +21,7 @@ def _note_bags(
     ids,
     keys,
     out_at,
+    MASKED: tl.constexpr,
     COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -44,11 +45,15 @@ def _note_bags(
     for i in range(start, end, BLOCK):
         at = i + tl.arange(0, BLOCK)
         here = at < end
-        row = tl.load(ids + at, mask=here, other=0).to(tl.int64)
+        row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - tl.load(feature + 5)
+        key = row + first_key
+        if MASKED:  # rows of other shards get a key beyond all others
+            owned = (row >= 0) & (row < tl.load(feature + 1))
+            key = tl.where(owned, key, tl.load(feature + 8))
         place = out_row + at * 0
         if offsets is None:
             place = out_start + (at - first) * stride
-        tl.store(keys + at, (row + first_key).to(keys.dtype.element_ty), mask=here)
+        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
         tl.store(out_at + at, place.to(out_at.dtype.element_ty), mask=here)
 
 
@@ -60,15 +65,26 @@ def noted(
     max_bags: int,
     rows: OutputRows,
     weights: torch.Tensor | None,
+    *,
+    all_in_bags: bool = True,
 ) -> Trace:
-    """The trace of a sum; without offsets each id is a bag of its own."""
-    keys = torch.empty(ids.numel(), dtype=index_dtype(tables.num_keys + 1), device=tables.device)
+    """The trace of a sum; without offsets each id is a bag of its own.
+
+    Unless `all_in_bags`, ids may stand after the last bag: they touch no row.
+    """
+    key_dtype = index_dtype(tables.num_keys + 1)
+    keys = torch.empty(ids.numel(), dtype=key_dtype, device=tables.device)
     out_at = torch.empty_like(keys, dtype=index_dtype(rows.num_elements))
+    if not all_in_bags:
+        keys.fill_(tables.num_keys)
     features = tables.features(rows)
     num_programs = max_bags if offsets is not None else triton.cdiv(max_bags, _BLOCK)
     if num_programs:
-        _note_bags[(num_programs, len(tables.feature_tables))](
-            features, first_bag, offsets, ids, keys, out_at, COLUMNS=features.shape[1],
-            BLOCK=_BLOCK, num_warps=1,
-        )  # fmt: skip
+        tables.launches.run(
+            _note_bags,
+            (num_programs, len(tables.feature_tables)),
+            (features, first_bag, offsets, ids, keys, out_at),
+            (),
+            (tables.masked, features.shape[1], _BLOCK),
+        )
     return Trace(keys, out_at, None if weights is None else weights.float(), None)

@@ -56,13 +56,19 @@ def per_sample_weight_grads(
     rows: OutputRows,
     grad: torch.Tensor,
 ) -> torch.Tensor:
-    """The gradient of a weighted sum for its weights; bags are given as to a pooled lookup."""
-    out = torch.empty(ids.numel(), dtype=torch.float32, device=tables.device)
+    """The gradient of a weighted sum for its weights; bags are given as to a pooled lookup.
+
+    That of ids which stand after the last bag is 0.
+    """
+    out = torch.zeros(ids.numel(), dtype=torch.float32, device=tables.device)
     features = tables.features(rows)
     dim = padded_dim(tables.max_dim)
     if max_bags and first_bag.numel() > 1:
-        _weight_grads[(max_bags, first_bag.numel() - 1)](
-            features, first_bag, offsets, ids, grad, out, DTYPES=tables.dtypes,
-            COLUMNS=features.shape[1], ROWS=rows_in_flight(dim), DIM=dim, num_warps=1,
-        )  # fmt: skip
+        tables.launches.run(
+            _weight_grads,
+            (max_bags, first_bag.numel() - 1),
+            (features, first_bag, offsets, ids, grad, out),
+            (),
+            (tables.dtypes, features.shape[1], rows_in_flight(dim), dim),
+        )
     return out

@@ -8,11 +8,15 @@ features by the row that they touch.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import cached_property, lru_cache
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.kernels.launch import Launches
+from shardwise.kernels.scratch import Scratch
 
 #: The dtypes of tables, by their number in the kernels.
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -29,7 +33,7 @@ FEATURE_COLUMNS = (
     "stride",
     "num_keys",
 )
-#: Columns of `TableSet.tables`.
+#: Columns of `TableLines.rows`.
 TABLE_COLUMNS = ("address", "first_key", "dim", "dtype", "state", "second_state")
 
 
@@ -42,6 +46,14 @@ class OutputRows(NamedTuple):
     starts: tuple[int, ...]
     strides: tuple[int, ...]
     num_elements: int
+
+
+class TableLines(NamedTuple):
+    """One row per table, as TABLE_COLUMNS says, and one after the last that ends the keys."""
+
+    rows: torch.Tensor
+    #: Whether tables and states each lie one after another in one buffer: a key is a row of it.
+    in_one_buffer: bool
 
 
 class TableSet:
@@ -70,28 +82,22 @@ class TableSet:
         self.masked = first_rows is not None
         counts = [table.shape[0] for table in tables]
         #: The key of each table's first row, and the number of keys.
-        self.first_keys = tuple(sum(counts[:n]) for n in range(len(counts)))
+        self.first_keys = _starts(counts)
         self.num_keys = sum(counts)
         self.max_dim = max((table.shape[1] for table in tables), default=0)
         #: Which dtypes occur, as bits: kernels for one dtype do not branch.
         self.dtypes = 0
         for table in tables:
             self.dtypes |= 1 << DTYPES.index(table.dtype)
-        self._cached: dict[str, tuple[object, torch.Tensor]] = {}
-        #: Set by the kernels and never taken back: an id was out of range; a bag was long.
-        self.flags = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self._counters = self.flags[:0]
-        self.launches = Launches()
+        self._cached: dict[str, tuple[object, Any]] = {}
+        self.device = tables[0].device
+        self.scratch = Scratch(self.device)
+        self.launches = Launches(self.device)
 
-    @property
-    def device(self) -> torch.device:
-        return self.tables[0].device
-
-    def counters(self, num: int) -> torch.Tensor:
-        """Zeros, which kernels count in and set back to zero."""
-        if self._counters.numel() < num:
-            self._counters = torch.zeros(num, dtype=torch.int32, device=self.device)
-        return self._counters
+    @cached_property
+    def flags(self) -> torch.Tensor:
+        """Set by the kernels and never taken back: an id was out of range; a bag was long."""
+        return torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def features(self, out: OutputRows) -> torch.Tensor:
         """One row per feature, as FEATURE_COLUMNS says."""
@@ -115,14 +121,14 @@ class TableSet:
                 )
             ]
 
-        return self._remember("features", (addresses, out), rows)
+        return self._remember("features", (addresses, out), lambda: self._on_device(rows()))
 
-    def table_rows(self, *states: Sequence[torch.Tensor]) -> torch.Tensor:
-        """One row per table, as TABLE_COLUMNS says, and one after the last that ends the keys."""
+    def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
+        """The tables, and where the states of each lie."""
         addresses = self._addresses()
-        beside = tuple(tuple(tensor.data_ptr() for tensor in state) for state in states)
+        beside = tuple([tuple([tensor.data_ptr() for tensor in state]) for state in states])
 
-        def rows() -> list[list[int]]:
+        def made() -> TableLines:
             found = [
                 [
                     addresses[t],
@@ -134,34 +140,84 @@ class TableSet:
                 ]
                 for t, table in enumerate(self.tables)
             ]
-            return [*found, [0, self.num_keys, 0, 0, 0, 0]]
+            rows = self._on_device([*found, [0, self.num_keys, 0, 0, 0, 0]])
+            return TableLines(rows, _in_one_buffer(self.tables, states))
 
-        return self._remember("tables", (addresses, beside), rows)
+        return self._remember("tables", (addresses, beside), made)
 
     def _addresses(self) -> tuple[int, ...]:
         """Read anew: who owns a table may have given it other memory."""
         return tuple([table.data_ptr() for table in self.tables])
 
-    def _remember(
-        self, name: str, key: object, rows: Callable[[], list[list[int]]]
-    ) -> torch.Tensor:
+    def _remember(self, name: str, key: object, make: Callable[[], Any]) -> Any:
         known = self._cached.get(name)
         if known is None or known[0] != key:
-            made = torch.tensor(rows(), dtype=torch.int64).to(self.device)
-            known = self._cached[name] = (key, made)
+            known = self._cached[name] = (key, make())
         return known[1]
+
+    def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
+        # Not waited for: the copy takes the values along before it returns.
+        return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
+
+
+class KnownSets:
+    """The sets of tables that were asked for before, by their first table as long as it lives."""
+
+    def __init__(self) -> None:
+        self._sets = WeakTensorKeyDictionary()
+
+    def of(
+        self, tables: Sequence[torch.Tensor], first_rows: tuple[int, ...] | None = None
+    ) -> TableSet:
+        """The set in which each table has one feature."""
+        key = (tuple([table.data_ptr() for table in tables]), first_rows)
+        known: dict[Any, TableSet] | None = self._sets.get(tables[0])
+        if known is None:
+            known = self._sets[tables[0]] = {}
+        if key not in known:
+            # Of detached aliases: the set must not keep its own key alive.
+            aliases = [table.detach() for table in tables]
+            known[key] = TableSet(aliases, range(len(aliases)), first_rows)
+        return known[key]
+
+
+@lru_cache(64)
+def first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    """Where the bags of each feature begin, and where the last end: mostly as a batch before."""
+    firsts = torch.tensor(list(accumulate(num_bags, initial=0)))
+    return firsts.to(device, non_blocking=True)
+
+
+def _in_one_buffer(
+    tables: Sequence[torch.Tensor], states: Sequence[Sequence[torch.Tensor]]
+) -> bool:
+    first = tables[0]
+    if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] for t in tables):
+        return False
+    return all(_adjoin(each) for each in (tables, *states))
+
+
+def _adjoin(tensors: Sequence[torch.Tensor]) -> bool:
+    end = tensors[0].data_ptr()
+    for tensor in tensors:
+        if tensor.data_ptr() != end:
+            return False
+        end += tensor.numel() * tensor.element_size()
+    return True
+
+
+def _starts(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(accumulate(sizes, initial=0))[:-1]
 
 
 def side_by_side(tables: TableSet, batch_size: int) -> OutputRows:
     """Outputs as the columns of one matrix, a row per example."""
     dims = [tables.tables[t].shape[1] for t in tables.feature_tables]
-    starts = tuple(sum(dims[:n]) for n in range(len(dims)))
-    return OutputRows(starts, (sum(dims),) * len(dims), batch_size * sum(dims))
+    return OutputRows(_starts(dims), (sum(dims),) * len(dims), batch_size * sum(dims))
 
 
 def one_after_another(tables: TableSet, batch_sizes: Sequence[int]) -> OutputRows:
     """Outputs as one flat buffer, a block of rows per feature, for batches of different sizes."""
     dims = [tables.tables[t].shape[1] for t in tables.feature_tables]
     sizes = [size * dim for size, dim in zip(batch_sizes, dims, strict=True)]
-    starts = tuple(sum(sizes[:n]) for n in range(len(sizes)))
-    return OutputRows(starts, tuple(dims), sum(sizes))
+    return OutputRows(_starts(sizes), tuple(dims), sum(sizes))

@@ -26,14 +26,12 @@ from shardwise.kernels.lookup import Trace
 from shardwise.kernels.memory import last_at_most, load_rows, padded_dim, store_rows
 from shardwise.kernels.tables import TableSet
 
-SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM, GRADIENT = 0, 1, 2, 3, 4
+SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3
 OPTIMIZERS = {
     "sgd": SGD,
     "adagrad": ADAGRAD,
     "rowwise_adagrad": ROWWISE_ADAGRAD,
     "adam": ADAM,
-    #: No step: the gradient is added to a buffer of the table's shape.
-    "gradient": GRADIENT,
 }
 SPAN = 128
 
@@ -75,12 +73,7 @@ def _fetch(
     dim = tl.load(line + 2)
     mask = d < tl.where(done, dim, 0)
     at = row * dim + d
-    if OPTIMIZER == 4:
-        weight = tl.load(
-            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
-        )
-    else:
-        weight = load_rows(tl.load(line), at, mask, tl.load(line + 3), DTYPES)
+    weight = load_rows(tl.load(line), at, mask, tl.load(line + 3), DTYPES)
     state, second = weight, weight
     if (OPTIMIZER == 1) | (OPTIMIZER == 3):
         state = tl.load(
@@ -106,27 +99,24 @@ def _step(fetched, grad, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constex
     mask = d < dim
     at = row * dim + d
     beside = tl.load(line + 4).to(tl.pointer_type(tl.float32))
-    if OPTIMIZER == 4:
-        tl.store(beside + at, weight + grad, mask=mask)
-    else:
-        grad = tl.where(mask, grad + decay * weight, 0.0)
-        if OPTIMIZER == 0:
-            change = lr * grad
-        if OPTIMIZER == 1:
-            state += grad * grad
-            tl.store(beside + at, state, mask=mask)
-            change = lr * grad / (tl.sqrt(state) + eps)
-        if OPTIMIZER == 2:
-            state += tl.sum(grad * grad, 0) / dim.to(tl.float32)
-            tl.store(beside + row, state)
-            change = grad * (lr / (tl.sqrt(state) + eps))
-        if OPTIMIZER == 3:
-            state = beta1 * state + (1 - beta1) * grad
-            second = beta2 * second + (1 - beta2) * grad * grad
-            tl.store(beside + at, state, mask=mask)
-            tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
-            change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
-        store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
+    grad = tl.where(mask, grad + decay * weight, 0.0)
+    if OPTIMIZER == 0:
+        change = lr * grad
+    if OPTIMIZER == 1:
+        state += grad * grad
+        tl.store(beside + at, state, mask=mask)
+        change = lr * grad / (tl.sqrt(state) + eps)
+    if OPTIMIZER == 2:
+        state += tl.sum(grad * grad, 0) / dim.to(tl.float32)
+        tl.store(beside + row, state)
+        change = grad * (lr / (tl.sqrt(state) + eps))
+    if OPTIMIZER == 3:
+        state = beta1 * state + (1 - beta1) * grad
+        second = beta2 * second + (1 - beta2) * grad * grad
+        tl.store(beside + at, state, mask=mask)
+        tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
+        change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
+    store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
 
 
 @triton.jit
@@ -177,10 +167,9 @@ def _finish(
             tl.store(head, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
 def update_rows(
     tables,
-    num_tables,
     keys,
     order,
     out_at,
@@ -189,6 +178,7 @@ def update_rows(
     grad,
     heads,
     tails,
+    num_tables,
     num_ids,
     num_keys,
     lr,
@@ -265,13 +255,13 @@ def update_rows(
         tl.store(tails + block.to(tl.int64) * DIM + d, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
 def update_split_rows(
     tables,
-    num_tables,
     keys,
     heads,
     tails,
+    num_tables,
     num_ids,
     num_keys,
     lr,
@@ -332,7 +322,7 @@ def update(
 
     `grad` is the gradient of the lookup's flat output. `states` holds for each of the optimizer's
     states one tensor per table, float32: of the table's shape, or one number per row for row-wise
-    Adagrad; for "gradient", the buffer that the gradient is added to.
+    Adagrad.
     """
     for state in (tensor for each in states for tensor in each):
         if state.dtype != torch.float32 or not state.is_contiguous():
@@ -340,51 +330,45 @@ def update(
                 f"a state is {state.dtype} of shape {tuple(state.shape)}; the kernels take "
                 "contiguous float32."
             )
-    num_ids = trace.keys.numel()
-    if not num_ids:
-        return
-    keys, order = torch.sort(trace.keys)
+    if trace.keys.shape[0]:
+        beta1, beta2 = betas
+        numbers = (lr, eps, weight_decay, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+        keys, order = torch.sort(trace.keys)
+        update_sorted(tables, trace, keys, order, grad, optimizer, states, numbers)
+
+
+def update_sorted(
+    tables: TableSet,
+    trace: Trace,
+    keys: torch.Tensor,
+    order: torch.Tensor,
+    grad: torch.Tensor,
+    optimizer: str,
+    states: Sequence[Sequence[torch.Tensor]],
+    numbers: tuple[float, ...],
+) -> None:
+    """The same, of keys that were sorted: `keys[i]` is that of the id number `order[i]`."""
+    num_ids = keys.shape[0]
     dim = padded_dim(tables.max_dim)
     num_blocks = triton.cdiv(num_ids, SPAN)
-    heads = torch.empty(num_blocks, dim, device=tables.device)
-    tails = torch.empty_like(heads)
-    lines = tables.table_rows(*states)
-    beta1, beta2 = betas
-    numbers = (lr, eps, weight_decay, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
-    counts = (num_ids, tables.num_keys)
-    options = {
-        "OPTIMIZER": OPTIMIZERS[optimizer],
-        "DTYPES": tables.dtypes,
-        "ONE_SHAPE": _in_one_buffer(tables, states),
-        "COLUMNS": lines.shape[1],
-        "SEARCH": max(1, len(tables.tables).bit_length()),
-        "SPAN": SPAN,
-        "DIM": dim,
-    }
-    update_rows[(num_blocks,)](
-        lines, len(tables.tables), keys, order, trace.out_at, trace.scale, trace.argmax, grad,
-        heads, tails, *counts, *numbers, SCALED=trace.scale is not None,
-        MAX=trace.argmax is not None, **options, num_warps=1,
-    )  # fmt: skip
+    heads, tails = torch.empty(2, num_blocks, dim, device=tables.device)
+    lines, in_one_buffer = tables.lines(states)
+    numbers = (len(tables.tables), num_ids, tables.num_keys, *map(float, numbers))
+    search = max(1, len(tables.tables).bit_length())
+    known = (OPTIMIZERS[optimizer], tables.dtypes, in_one_buffer, lines.shape[1], search, SPAN)
+    tables.launches.run(
+        update_rows,
+        (num_blocks, 1),
+        (lines, keys, order, trace.out_at, trace.scale, trace.argmax, grad, heads, tails),
+        numbers,
+        (trace.scale is not None, trace.argmax is not None, *known, dim),
+    )
     if num_blocks > 1:
-        update_split_rows[(num_blocks - 1,)](
-            lines, len(tables.tables), keys, heads, tails, *counts, *numbers, **options,
-            ROWS=max(2, min(64, 8192 // dim)), num_warps=4,
-        )  # fmt: skip
-
-
-def _in_one_buffer(tables: TableSet, states: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether tables and states each lie one after another, so that a key is a row."""
-    first = tables.tables[0]
-    if any(t.dtype != first.dtype or t.shape[1] != first.shape[1] for t in tables.tables):
-        return False
-    return all(_adjoin(each) for each in (tables.tables, *states))
-
-
-def _adjoin(tensors: Sequence[torch.Tensor]) -> bool:
-    end = tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end:
-            return False
-        end += tensor.numel() * tensor.element_size()
-    return True
+        tables.launches.run(
+            update_split_rows,
+            (num_blocks - 1, 1),
+            (lines, keys, heads, tails),
+            numbers,
+            (*known, max(2, min(64, 8192 // dim)), dim),
+            num_warps=4,
+        )

@@ -1,4 +1,4 @@
-"""The gradients of bags: of the table, and of the weights of the samples in them."""
+"""The gradients of pooled bags: of the table, and of the weights of the samples in them."""
 
 from __future__ import annotations
 
@@ -11,20 +11,22 @@ from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.rules import fused_bags
 from shardwise.rules.bag_shape import (
+    MODE_MEAN,
+    MODE_SUM,
+    Bags,
     Optional,
-    bag_of,
     bag_splits,
     batch_placements,
     inside_splits,
     linear_inputs,
-    num_in_bags,
     packed,
     unpacked,
 )
-from shardwise.rules.bags import MODE_MEAN, MODE_SUM, pooled
+from shardwise.rules.bags import pooled
 from shardwise.rules.embedding import times
-from shardwise.rules.ids import has_values, local_rows, owned
+from shardwise.rules.ids import has_values, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -32,7 +34,7 @@ from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 _dense_backward = torch.ops.aten.embedding_dense_backward.default
 
 
-# -- the table, under sum and mean -----------------------------------------------------------
+# -- the table -------------------------------------------------------------------------------
 
 
 def pooled_grad(
@@ -50,37 +52,29 @@ def pooled_grad(
     if grad.is_meta:
         whole = grad.new_empty((num_rows, grad.shape[1]))
     else:
-        whole = _grad_on_one_device(
-            grad, ids, offsets, weights, num_rows, mode, padding_idx, by_freq
-        )
+        bags = Bags(ids, offsets, weights, padding_idx)
+        whole = _on_one_device(grad, bags, num_rows, mode, by_freq)
     return (whole,) if sparse else whole
 
 
-def _grad_on_one_device(
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    num_rows: int,
-    mode: int,
-    padding_idx: int,
-    by_freq: bool,
+def _on_one_device(
+    grad: torch.Tensor, bags: Bags, num_rows: int, mode: int, by_freq: bool
 ) -> torch.Tensor:
+    ids, offsets, weights, padding_idx = bags
     with torch.enable_grad():
         table = grad.new_zeros((num_rows, grad.shape[1])).requires_grad_()
         if not by_freq:
-            bags = pooled(table, ids, offsets, weights, mode, padding_idx)
-            return torch.autograd.grad(bags, table, grad)[0]
+            out = pooled(table, ids, offsets, weights, mode, padding_idx)
+            return torch.autograd.grad(out, table, grad)[0]
         # Torch's bags on the CPU divide by how often another row occurs (2.11 to 2.13); its
         # embedding divides by the right number.
         rows = torch.embedding(table, ids.reshape(-1), padding_idx, True)
         if weights is not None:
             rows = rows * weights.reshape(-1, 1)
-        places = torch.arange(rows.shape[0], device=ids.device)
-        sums = grad.new_zeros(grad.shape).index_add(0, bag_of(ids, offsets, places), rows)
+        out = grad.new_zeros(grad.shape).index_add(0, bags.bag_of(bags.places), rows)
         if mode == MODE_MEAN:
-            sums = sums / num_in_bags(ids, offsets, padding_idx).clamp(min=1).unsqueeze(-1)
-        return torch.autograd.grad(sums, table, grad)[0]
+            out = out / bags.sizes()
+        return torch.autograd.grad(out, table, grad)[0]
 
 
 def _pooled_grad(
@@ -96,71 +90,72 @@ def _pooled_grad(
     sparse: bool,
 ) -> Any:
     table = layouts[-1]
-    compact = has_values(ids) and (sparse or not ids.is_cuda)
+    compute = _owned_grads if sparse else _dense_grad
 
-    def owned_values(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> Any:
-        ids, offsets_, weights_ = unpacked(rest, offsets, weights)
-        rows, places = owned(table, coordinate, ids.reshape(-1), padding_idx)
-        if places is None:
-            places = torch.arange(rows.shape[0], device=rows.device)
-        bag = bag_of(ids, offsets_, places)
-        if offsets_ is not None and bag.numel() and int(bag[-1]) >= grad.shape[0]:
-            inside = (bag < grad.shape[0]).nonzero().squeeze(1)
-            rows, places, bag = rows[inside], places[inside], bag[inside]
-        values = grad.index_select(0, bag)
-        if weights_ is not None:
-            values = values * weights_.reshape(-1).index_select(0, places).unsqueeze(-1)
-        if mode == MODE_MEAN:
-            values = values / num_in_bags(ids, offsets_, padding_idx)[bag].unsqueeze(-1)
-        if by_freq:
-            values = values / times(rows).unsqueeze(-1)
-        return rows, values.to(grad.dtype)
-
-    def added(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        shape = (table.local_shape(coordinate)[0], grad.shape[1])
-        rows, values = owned_values(coordinate, grad, *rest)
-        return values.new_zeros(shape).index_add_(0, rows, values)
-
-    def masked(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
-        ids, offsets_, weights_ = unpacked(rest, offsets, weights)
-        return _masked_pooled_grad(
-            table, coordinate, grad, ids, offsets_, weights_, mode, padding_idx, by_freq
-        )
+    def here(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> Any:
+        bags = unpacked(rest, offsets, weights, padding_idx)
+        return compute(table, coordinate, grad, bags, mode, by_freq)
 
     operands = packed(grad, ids, offsets, weights)
-    fn = owned_values if sparse else added if compact else masked
-    found = each_rank(table.grid, fn, *operands, axes=table.axes_of(0))
+    found = each_rank(table.grid, here, *operands, axes=table.axes_of(0))
     return (SparseRows(table, *found),) if sparse else found
 
 
-def _masked_pooled_grad(
-    table: Layout,
-    coordinate: Coordinate,
-    grad: torch.Tensor,
-    ids: torch.Tensor,
-    offsets: Optional,
-    weights: Optional,
-    mode: int,
-    padding_idx: int,
-    by_freq: bool,
+def _dense_grad(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
-    """With sizes that do not depend on the ids."""
+    """The gradient of the rows that this rank owns."""
+    if fused_bags.serves(grad) and not by_freq:
+        (first_row, _), (num_rows, _) = table.box(coordinate)
+        return fused_bags.table_grad(grad, bags, first_row, num_rows, mode)
+    if not has_values(bags.ids) or bags.ids.is_cuda:
+        return _masked_grad(table, coordinate, grad, bags, mode, by_freq)
+    rows, values = _owned_grads(table, coordinate, grad, bags, mode, by_freq)
+    shape = (table.local_shape(coordinate)[0], grad.shape[1])
+    return values.new_zeros(shape).index_add_(0, rows, values)
+
+
+def _owned_grads(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows that this rank owns, maybe with repeats, and the gradient of each."""
+    rows, places = owned(table, coordinate, bags.ids.reshape(-1), bags.padding_idx)
+    if places is None:
+        places = bags.places
+    bag = bags.bag_of(places)
+    if bags.offsets is not None and bag.numel() and int(bag[-1]) >= grad.shape[0]:
+        inside = (bag < grad.shape[0]).nonzero().squeeze(1)
+        rows, places, bag = rows[inside], places[inside], bag[inside]
+    if fused_bags.serves(grad) and not by_freq:
+        return fused_bags.row_grads(grad, bags, rows, places, mode)
+    values = grad.index_select(0, bag)
+    if bags.weights is not None:
+        values = values * bags.weights.reshape(-1).index_select(0, places).unsqueeze(-1)
+    if mode == MODE_MEAN:
+        values = values / bags.sizes()[bag]
+    if by_freq:
+        values = values / times(rows).unsqueeze(-1)
+    return rows, values.to(grad.dtype)
+
+
+def _masked_grad(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
+) -> torch.Tensor:
+    """As `_dense_grad`, with sizes that do not depend on the ids."""
     num_rows = table.local_shape(coordinate)[0]
     if type(num_rows) is int and num_rows == 0:
         return grad.new_zeros((0, grad.shape[1]))
-    row, skipped = local_rows(table, coordinate, ids)
-    if padding_idx >= 0:
-        skipped = skipped | (ids == padding_idx)
+    row, skipped = bags.rows(table, coordinate)
     if mode == MODE_MEAN:
-        grad = grad / num_in_bags(ids, offsets, padding_idx).clamp(min=1).unsqueeze(-1)
-    if offsets is None:
-        values = grad.unsqueeze(1).expand(-1, ids.shape[1], -1)
+        grad = grad / bags.sizes()
+    if bags.offsets is None:
+        values = grad.unsqueeze(1).expand(-1, bags.ids.shape[1], -1)
     else:
-        bag = bag_of(ids, offsets, torch.arange(ids.shape[0], device=ids.device))
+        bag = bags.bag_of(bags.places)
         skipped = skipped | (bag >= grad.shape[0])
         values = grad[bag.clamp(max=grad.shape[0] - 1)]
-    if weights is not None:
-        values = values * weights.unsqueeze(-1)
+    if bags.weights is not None:
+        values = values * bags.weights.unsqueeze(-1)
     if by_freq:
         counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
         counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
@@ -175,7 +170,7 @@ def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
     """Operands: the gradient of the bags, the ids, and where there are any, offsets and weights."""
     whole = batch_placements(call, (REPLICATE,), REPLICATE)
     yield Choice(whole, (REPLICATE,), POOLED_GRAD)
-    for columns, out in _columns_and_rows(call):
+    for columns, out in columns_and_rows(call):
         yield Choice((columns, *whole[1:]), (out,), POOLED_GRAD)
     if not call.args[7]:  # scale_grad_by_freq: a rank would have to count the ids of all
         for bags in bag_splits(call, 1):
@@ -190,7 +185,7 @@ def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
         yield Choice(choice.inputs, choice.outputs, POOLED_GRAD)
 
 
-def _columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
+def columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
     """Placements of the gradient of bags that give a table's gradient in another: no sums."""
     wanted = call.wanted[0] if call.wanted else None
     splits = call.splits([(0, 1)])
@@ -200,46 +195,6 @@ def _columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
         splits.append(wanted.sizes)
     for sizes in splits:
         yield Shard(1, sizes), Shard(1, sizes)
-
-
-# -- the table, under max --------------------------------------------------------------------
-
-
-def largest_grad(grad: torch.Tensor, won: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """The gradient of the table: that of a bag's column goes to the id that had the largest."""
-    found = grad.new_zeros((num_rows, grad.shape[1]))
-    if grad.is_meta:
-        return found
-    return found.scatter_add_(0, won.clamp(min=0).long(), grad.masked_fill(won < 0, 0))
-
-
-def _largest_grad(
-    layouts: Sequence[Layout], grad: torch.Tensor, won: torch.Tensor, num_rows: int
-) -> torch.Tensor:
-    table = layouts[-1]
-
-    def here(coordinate: Coordinate, grad: torch.Tensor, won: torch.Tensor) -> torch.Tensor:
-        found = grad.new_zeros((table.local_shape(coordinate)[0], grad.shape[1]))
-        if type(found.shape[0]) is int and found.shape[0] == 0:
-            return found
-        row, foreign = local_rows(table, coordinate, won)
-        return found.scatter_add(0, row.long(), grad.masked_fill(foreign | (won < 0), 0))
-
-    return each_rank(table.grid, here, grad, won, axes=table.axes_of(0))
-
-
-LARGEST_GRAD = LocalCall(_largest_grad, together=True)
-
-
-def _largest_grad_choices(call: Call) -> Iterator[Choice]:
-    """Operands: the gradient of the bags, and the ids that had the largest."""
-    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), LARGEST_GRAD)
-    for columns, out in _columns_and_rows(call):
-        yield Choice((columns, columns), (out,), LARGEST_GRAD)
-    for bags in call.splits([(0, 0), (1, 0)]):
-        yield Choice((Shard(0, bags), Shard(0, bags)), (SUM,), LARGEST_GRAD)
-    for choice in linear_choices(call, ((0,),)):
-        yield Choice(choice.inputs, choice.outputs, LARGEST_GRAD)
 
 
 # -- the weights of the samples --------------------------------------------------------------
@@ -257,8 +212,8 @@ def sample_grad(
         return grad.new_empty(ids.shape)
     with torch.enable_grad():
         weights = grad.new_ones(ids.shape).requires_grad_()
-        bags = pooled(weight.detach(), ids, offsets, weights, MODE_SUM, padding_idx)
-        (found,) = torch.autograd.grad(bags, weights, grad)
+        out = pooled(weight.detach(), ids, offsets, weights, MODE_SUM, padding_idx)
+        (found,) = torch.autograd.grad(out, weights, grad)
     return found
 
 
@@ -275,23 +230,30 @@ def _sample_grad(
     def here(
         coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, *rest: torch.Tensor
     ) -> torch.Tensor:
-        ids, offsets_, _ = unpacked(rest, offsets, None)
-        if type(weight.shape[0]) is int and weight.shape[0] == 0:
-            return grad.new_zeros(ids.shape)
-        row, skipped = local_rows(table, coordinate, ids)
-        if padding_idx >= 0:
-            skipped = skipped | (ids == padding_idx)
-        if offsets_ is None:
-            upstream = grad.unsqueeze(1)
-        else:
-            bag = bag_of(ids, offsets_, torch.arange(ids.shape[0], device=ids.device))
-            skipped = skipped | (bag >= grad.shape[0])
-            # One bag more, for what stands after the last.
-            upstream = torch.nn.functional.pad(grad, (0, 0, 0, 1))[bag]
-        along = (torch.embedding(weight, row) * upstream).sum(-1)
-        return along.masked_fill(skipped, 0)
+        bags = unpacked(rest, offsets, None, padding_idx)
+        return _along_rows(table, coordinate, grad, weight, bags)
 
     return each_rank(table.grid, here, grad, weight, *packed(ids, offsets), axes=table.axes_of(0))
+
+
+def _along_rows(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, bags: Bags
+) -> torch.Tensor:
+    """How far the rows that this rank owns point along their bags' gradients."""
+    if fused_bags.serves(weight):
+        return fused_bags.sample_grad(grad, weight, bags, table.box(coordinate)[0][0])
+    if type(weight.shape[0]) is int and weight.shape[0] == 0:
+        return grad.new_zeros(bags.ids.shape)
+    row, skipped = bags.rows(table, coordinate)
+    if bags.offsets is None:
+        upstream = grad.unsqueeze(1)
+    else:
+        bag = bags.bag_of(bags.places)
+        skipped = skipped | (bag >= grad.shape[0])
+        # One bag more, for what stands after the last.
+        upstream = torch.nn.functional.pad(grad, (0, 0, 0, 1))[bag]
+    along = (torch.embedding(weight, row) * upstream).sum(-1)
+    return along.masked_fill(skipped, 0)
 
 
 SAMPLE_GRAD = LocalCall(_sample_grad, together=True)
@@ -323,6 +285,5 @@ def _every_sample_grad_choice(call: Call) -> Iterator[Choice]:
 
 RULES: Table = table(
     ((pooled_grad,), Rule(_pooled_grad_choices, "b d, b ... -> v d")),
-    ((largest_grad,), Rule(_largest_grad_choices, "b d, b d -> v d")),
     ((sample_grad,), Rule(_sample_grad_choices, "b d, v d, b ... -> b ...")),
 )

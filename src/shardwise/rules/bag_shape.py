@@ -3,49 +3,87 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Placement
+from shardwise.rules.ids import local_rows
 from shardwise.rules.rule import Call
+
+MODE_SUM, MODE_MEAN, MODE_MAX = 0, 1, 2
 
 Optional = torch.Tensor | None
 
 
-def bounds(ids: torch.Tensor, offsets: Optional) -> torch.Tensor:
-    """Where each bag starts among the flat ids, and where the last one ends."""
-    if offsets is not None:
-        return offsets
-    num_bags, length = ids.shape
-    return torch.arange(num_bags + 1, device=ids.device) * length
+class Bags(NamedTuple):
+    """The ids of one rank's bags, of shape (bags, ids in each), or flat with offsets.
 
+    Offsets end with the last bag's end; what stands after it is in no bag. Ids equal to
+    `padding_idx` do not count; it is -1 for none.
+    """
 
-def bag_of(ids: torch.Tensor, offsets: Optional, places: torch.Tensor) -> torch.Tensor:
-    """The bag of each place among the flat ids."""
-    if offsets is None:
-        return places // ids.shape[1]
-    return torch.searchsorted(offsets, places, right=True) - 1
+    ids: torch.Tensor
+    offsets: Optional
+    weights: Optional
+    padding_idx: int
 
+    @property
+    def num_bags(self) -> Any:
+        return self.ids.shape[0] if self.offsets is None else self.offsets.shape[0] - 1
 
-def num_in_bags(ids: torch.Tensor, offsets: Optional, padding_idx: int) -> torch.Tensor:
-    """How many ids of each bag count."""
-    edges = bounds(ids, offsets)
-    if padding_idx < 0:
-        return edges.diff()
-    counted = torch.nn.functional.pad((ids.reshape(-1) != padding_idx).cumsum(0), (1, 0))
-    return counted[edges].diff()
+    @property
+    def bounds(self) -> torch.Tensor:
+        """Where each bag starts among the flat ids, and where the last one ends."""
+        if self.offsets is not None:
+            return self.offsets
+        num_bags, length = self.ids.shape
+        return torch.arange(num_bags + 1, device=self.ids.device) * length
+
+    @property
+    def places(self) -> torch.Tensor:
+        """The place of each of the flat ids."""
+        return torch.arange(self.ids.numel(), device=self.ids.device)
+
+    def bag_of(self, places: torch.Tensor) -> torch.Tensor:
+        """The bag of each place; after the last bag, their number."""
+        if self.offsets is None:
+            return places // self.ids.shape[1]
+        return torch.searchsorted(self.offsets, places, right=True) - 1
+
+    def sizes(self) -> torch.Tensor:
+        """How many ids of each bag count: a column, and 1 for none, to divide by."""
+        edges = self.bounds
+        if self.padding_idx >= 0:
+            real = self.ids.reshape(-1) != self.padding_idx
+            edges = torch.nn.functional.pad(real.cumsum(0), (1, 0))[edges]
+        return edges.diff().clamp(min=1).unsqueeze(-1)
+
+    def skipped(self, foreign: torch.Tensor) -> torch.Tensor:
+        """Which ids do not count: another rank's, and those that pad."""
+        return foreign | (self.ids == self.padding_idx) if self.padding_idx >= 0 else foreign
+
+    def rows(self, table: Layout, coordinate: Coordinate) -> tuple[torch.Tensor, torch.Tensor]:
+        """The local row of each id, and which do not count here (their row is any valid one)."""
+        row, foreign = local_rows(table, coordinate, self.ids)
+        return row, self.skipped(foreign)
 
 
 def packed(*tensors: Optional) -> list[torch.Tensor]:
     return [t for t in tensors if t is not None]
 
 
-def unpacked(parts: Sequence[torch.Tensor], offsets: Any, weights: Any) -> Any:
-    """`(ids, offsets, weights)` out of those that there are."""
+def unpacked(parts: Sequence[torch.Tensor], offsets: Any, weights: Any, padding_idx: int) -> Bags:
+    """The bags of those tensors that there are, in the order of `packed`."""
     rest = iter(parts)
-    ids = next(rest)
-    return ids, None if offsets is None else next(rest), None if weights is None else next(rest)
+    return Bags(
+        next(rest),
+        None if offsets is None else next(rest),
+        None if weights is None else next(rest),
+        padding_idx,
+    )
 
 
 def batch_placements(
