@@ -24,10 +24,17 @@ from shardwise.embedding.fused import (  # noqa: E402
 )
 from shardwise.embedding.torch_backend import TorchBackend  # noqa: E402
 from shardwise.embedding.triton_backend import TritonBackend  # noqa: E402
+from shardwise.kernels import update  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
 NUM_ROWS, DIM = 23, 6
+
+
+@pytest.fixture(autouse=True)
+def short_spans(monkeypatch):
+    """Rows whose ids are in several programs, in few ids."""
+    monkeypatch.setattr(update, "SPAN", 4)
 
 
 def draw(bags: bool, weighted: bool) -> Query:

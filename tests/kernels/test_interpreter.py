@@ -18,7 +18,7 @@ import torch
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' own tests run on the GPU")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_pass_their_tests_when_interpreted():
-    names = ("test_kernels.py", "test_backend.py")
+    names = ("test_kernels.py", "test_backend.py", "test_sharded_bags.py")
     tests = [str(Path(__file__).with_name(name)) for name in names]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],

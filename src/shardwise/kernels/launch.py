@@ -2,9 +2,10 @@
 
 Triton looks at every argument of every launch to find the compiled kernel: its type, whether it is
 divisible by 16, whether it is 1. For a kernel of many arguments that takes longer than launching.
-Here only what can differ between two launches is looked at (dtypes, alignment, 64-bit numbers: the
-kernels ask Triton not to specialize on the values of numbers), and the compiled kernel is launched
-with addresses, which need no check that a tensor is on the device.
+Here only what can differ between two launches is looked at, and the compiled kernel is launched
+with addresses, which need no check that a tensor is on the device. The kernels ask Triton not to
+specialize on the values of numbers; numbers of 64 bits and tensors that are not aligned are left to
+Triton.
 """
 
 from __future__ import annotations
@@ -47,22 +48,25 @@ class Launches:
                     kernel, grid, tensors, numbers, constants, num_warps=num_warps, debug=debug
                 )
             return
-        addresses = [None if t is None else t.data_ptr() for t in tensors]
+        addresses: list[int | None] = []
         # By identity: a kernel hashes its whole source.
-        key = (
-            id(kernel),
-            constants,
-            debug,
-            tuple([None if t is None else t.dtype for t in tensors]),
-            tuple([a is not None and a % _ALIGNED == 0 for a in addresses]),
-            tuple([n >= _WIDE for n in numbers]),
-        )
-        compiled = self._compiled.get(key)
-        if compiled is None or _watched():
-            self._compiled[key] = kernel[grid](
+        key: list[Any] = [id(kernel), constants, debug]
+        bits = 0
+        for tensor in tensors:
+            address = None if tensor is None else tensor.data_ptr()
+            addresses.append(address)
+            key.append(None if tensor is None else tensor.dtype)
+            bits |= address or 0
+        known = tuple(key)
+        compiled = self._compiled.get(known)
+        ordinary = bits % _ALIGNED == 0 and (not numbers or max(numbers) < _WIDE)
+        if compiled is None or not ordinary or _watched():
+            compiled = kernel[grid](
                 *tensors, *numbers, *constants, num_warps=num_warps, debug=debug,
                 sanitize_overflow=False,
             )  # fmt: skip
+            if ordinary:
+                self._compiled[known] = compiled
             return
         stream = triton.runtime.driver.active.get_current_stream(self._device)
         compiled.run(

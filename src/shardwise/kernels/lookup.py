@@ -30,7 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import last_at_most, load_rows, padded_dim, rows_in_flight
+from shardwise.kernels.memory import last_at_most, load_rows, num_pieces, rows_in_flight
 from shardwise.kernels.tables import OutputRows, TableSet
 
 SUM, MEAN, MAX = 0, 1, 2
@@ -360,15 +360,16 @@ def pooled_lookup(
         return out, known
     keys, out_at, scale, argmax = known if known is not None else (None, None, None, None)
     features = tables.features(rows)
-    dim = padded_dim(tables.max_dim)
+    dim = tables.padded_dim
     small = num_ids <= SMALL
-    num_chunks = triton.cdiv(num_ids, LONG) if num_ids > LONG else 0
+    num_chunks = num_pieces(num_ids, LONG) if num_ids > LONG else 0
     partial = partial_at = arrived = None
     if num_chunks:
-        num_parts = num_chunks * 2 * dim
-        partial = _room(tables, num_parts, torch.float32, small)
-        partial_at = _room(tables, num_parts, torch.int32, small) if mode == "max" else None
-        arrived = tables.scratch.counters(num_chunks)
+        is_max = mode == "max"
+        arrived, partial, partial_at = tables.scratch.parts(
+            num_chunks, num_chunks * 2 * dim, is_max
+        )
+        partial_at = partial_at if is_max else None
     index = tl.int32 if num_ids < 2**31 - LONG else tl.int64
     flags = None if small and tables.device.type == "cuda" else tables.flags
 
@@ -384,7 +385,7 @@ def pooled_lookup(
             debug=small and not tables.masked,
         )  # fmt: skip
 
-    num_columns = triton.cdiv(num_chunks, num_features)
+    num_columns = num_pieces(num_chunks, num_features)
     if small:
         launch(_BOTH, (num_columns + max_bags, num_features))
     else:
@@ -410,13 +411,13 @@ def row_lookup(
     known = _trace(tables, ids.numel(), rows, "sum", False) if trace else None
     keys, out_at = known[:2] if known is not None else (None, None)
     features = tables.features(rows)
-    dim = padded_dim(tables.max_dim)
+    dim = tables.padded_dim
     in_flight = rows_in_flight(dim)
     flags = None if tables.device.type == "cuda" else tables.flags
     if max_ids:
         tables.launches.run(
             copy_rows,
-            (triton.cdiv(max_ids, in_flight), first_id.numel() - 1),
+            (num_pieces(max_ids, in_flight), first_id.numel() - 1),
             (features, first_id, ids, out, keys, out_at, flags),
             (),
             (trace, tables.masked, tables.dtypes, features.shape[1], in_flight, dim),
@@ -425,13 +426,6 @@ def row_lookup(
         if not tables.masked:
             _check(flags)
     return out, known
-
-
-def _room(tables: TableSet, num: int, dtype: torch.dtype, keep: bool) -> torch.Tensor:
-    """Room for the parts of long bags; that of small batches is kept."""
-    if not keep:
-        return torch.empty(num, dtype=dtype, device=tables.device)
-    return tables.scratch.floats(num) if dtype == torch.float32 else tables.scratch.ints(num)
 
 
 def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted: bool) -> Trace:

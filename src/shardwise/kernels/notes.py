@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.lookup import Trace, index_dtype
+from shardwise.kernels.memory import num_pieces
 from shardwise.kernels.tables import OutputRows, TableSet
 
 #: Ids that a program writes down at a time.
@@ -78,7 +79,7 @@ def noted(
     if not all_in_bags:
         keys.fill_(tables.num_keys)
     features = tables.features(rows)
-    num_programs = max_bags if offsets is not None else triton.cdiv(max_bags, _BLOCK)
+    num_programs = max_bags if offsets is not None else num_pieces(max_bags, _BLOCK)
     if num_programs:
         tables.launches.run(
             _note_bags,

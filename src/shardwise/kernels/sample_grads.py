@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import load_rows, padded_dim, rows_in_flight
+from shardwise.kernels.memory import load_rows, rows_in_flight
 from shardwise.kernels.tables import OutputRows, TableSet
 
 
@@ -62,7 +62,7 @@ def per_sample_weight_grads(
     """
     out = torch.zeros(ids.numel(), dtype=torch.float32, device=tables.device)
     features = tables.features(rows)
-    dim = padded_dim(tables.max_dim)
+    dim = tables.padded_dim
     if max_bags and first_bag.numel() > 1:
         tables.launches.run(
             _weight_grads,

@@ -6,33 +6,47 @@ captured it is asked for anew: the graph keeps its own, and outlives what is kep
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
+
+
+class Parts(NamedTuple):
+    """Room for the parts of results that several programs make."""
+
+    #: Zeros, which kernels count in and set back to zero.
+    counters: torch.Tensor
+    values: torch.Tensor
+    #: Where the values stand; without, for results that need it not.
+    positions: torch.Tensor | None
+
+    def hold(self, num_counters: int, num_values: int, with_positions: bool) -> bool:
+        return (
+            self.counters.shape[0] >= num_counters
+            and self.values.shape[0] >= num_values
+            and (not with_positions or self.positions is not None)
+        )
 
 
 class Scratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._kept: dict[tuple[str, int], torch.Tensor] = {}
+        self._kept: dict[int, Parts] = {}
 
-    def counters(self, num: int) -> torch.Tensor:
-        """Zeros, which kernels count in and set back to zero."""
-        return self._take("counters", num, torch.int32)
-
-    def floats(self, num: int) -> torch.Tensor:
-        return self._take("floats", num, torch.float32)
-
-    def ints(self, num: int) -> torch.Tensor:
-        return self._take("ints", num, torch.int32)
-
-    def _take(self, name: str, num: int, dtype: torch.dtype) -> torch.Tensor:
+    def parts(self, num_counters: int, num_values: int, with_positions: bool) -> Parts:
         stream = 0
         if self._device.type == "cuda":
             if torch.cuda.is_current_stream_capturing():
-                return torch.zeros(num, dtype=dtype, device=self._device)
+                return self._make(num_counters, num_values, with_positions)
             stream = triton.runtime.driver.active.get_current_stream(self._device.index)
-        kept = self._kept.get((name, stream))
-        if kept is None or kept.shape[0] < num:
-            kept = torch.zeros(num, dtype=dtype, device=self._device)
-            self._kept[name, stream] = kept
+        kept = self._kept.get(stream)
+        if kept is None or not kept.hold(num_counters, num_values, with_positions):
+            kept = self._kept[stream] = self._make(num_counters, num_values, with_positions)
         return kept
+
+    def _make(self, num_counters: int, num_values: int, with_positions: bool) -> Parts:
+        counters = torch.zeros(num_counters, dtype=torch.int32, device=self._device)
+        values = torch.empty(num_values, device=self._device)
+        positions = torch.empty_like(values, dtype=torch.int32) if with_positions else None
+        return Parts(counters, values, positions)

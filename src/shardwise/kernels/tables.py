@@ -7,7 +7,7 @@ features by the row that they touch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -16,6 +16,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.kernels.launch import Launches
+from shardwise.kernels.memory import padded_dim
 from shardwise.kernels.scratch import Scratch
 
 #: The dtypes of tables, by their number in the kernels.
@@ -57,7 +58,7 @@ class TableLines(NamedTuple):
 
 
 class TableSet:
-    """Tables on one device, and the features that look them up.
+    """Tables on one device, in the memory that they have now, and the features that look them up.
 
     `first_rows[t]` is the row of the whole table that the first row of `tables[t]` is, for a table
     of which this is a row-wise shard: ids count in the whole table, and those of other shards are
@@ -84,12 +85,15 @@ class TableSet:
         #: The key of each table's first row, and the number of keys.
         self.first_keys = _starts(counts)
         self.num_keys = sum(counts)
-        self.max_dim = max((table.shape[1] for table in tables), default=0)
+        self.padded_dim = padded_dim(max(table.shape[1] for table in tables))
         #: Which dtypes occur, as bits: kernels for one dtype do not branch.
         self.dtypes = 0
         for table in tables:
             self.dtypes |= 1 << DTYPES.index(table.dtype)
-        self._cached: dict[str, tuple[object, Any]] = {}
+        #: Read once. Who gives a table other memory has to make another set.
+        self._addresses = tuple([table.data_ptr() for table in tables])
+        self._features: tuple[OutputRows, torch.Tensor] | None = None
+        self._lines: tuple[object, TableLines] | None = None
         self.device = tables[0].device
         self.scratch = Scratch(self.device)
         self.launches = Launches(self.device)
@@ -101,12 +105,11 @@ class TableSet:
 
     def features(self, out: OutputRows) -> torch.Tensor:
         """One row per feature, as FEATURE_COLUMNS says."""
-        addresses = self._addresses()
-
-        def rows() -> list[list[int]]:
-            return [
+        if self._features is None or self._features[0] != out:
+            places = zip(self.feature_tables, out.starts, out.strides, strict=True)
+            rows = [
                 [
-                    addresses[t],
+                    self._addresses[t],
                     self.tables[t].shape[0],
                     self.tables[t].shape[1],
                     DTYPES.index(self.tables[t].dtype),
@@ -116,22 +119,19 @@ class TableSet:
                     stride,
                     self.num_keys,
                 ]
-                for t, start, stride in zip(
-                    self.feature_tables, out.starts, out.strides, strict=True
-                )
+                for t, start, stride in places
             ]
-
-        return self._remember("features", (addresses, out), lambda: self._on_device(rows()))
+            self._features = (out, self._on_device(rows))
+        return self._features[1]
 
     def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
-        """The tables, and where the states of each lie."""
-        addresses = self._addresses()
-        beside = tuple([tuple([tensor.data_ptr() for tensor in state]) for state in states])
-
-        def made() -> TableLines:
-            found = [
+        """The tables, and where the states of each lie, contiguous and in float32."""
+        beside = [[tensor.data_ptr() for tensor in state] for state in states]
+        if self._lines is None or self._lines[0] != beside:
+            _check_states(states)
+            rows = [
                 [
-                    addresses[t],
+                    self._addresses[t],
                     self.first_keys[t],
                     table.shape[1],
                     DTYPES.index(table.dtype),
@@ -140,20 +140,10 @@ class TableSet:
                 ]
                 for t, table in enumerate(self.tables)
             ]
-            rows = self._on_device([*found, [0, self.num_keys, 0, 0, 0, 0]])
-            return TableLines(rows, _in_one_buffer(self.tables, states))
-
-        return self._remember("tables", (addresses, beside), made)
-
-    def _addresses(self) -> tuple[int, ...]:
-        """Read anew: who owns a table may have given it other memory."""
-        return tuple([table.data_ptr() for table in self.tables])
-
-    def _remember(self, name: str, key: object, make: Callable[[], Any]) -> Any:
-        known = self._cached.get(name)
-        if known is None or known[0] != key:
-            known = self._cached[name] = (key, make())
-        return known[1]
+            rows.append([0, self.num_keys, 0, 0, 0, 0])
+            lines = TableLines(self._on_device(rows), _in_one_buffer(self.tables, states))
+            self._lines = (beside, lines)
+        return self._lines[1]
 
     def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
         # Not waited for: the copy takes the values along before it returns.
@@ -170,15 +160,21 @@ class KnownSets:
         self, tables: Sequence[torch.Tensor], first_rows: tuple[int, ...] | None = None
     ) -> TableSet:
         """The set in which each table has one feature."""
-        key = (tuple([table.data_ptr() for table in tables]), first_rows)
+        addresses = tuple([table.data_ptr() for table in tables])
         known: dict[Any, TableSet] | None = self._sets.get(tables[0])
         if known is None:
             known = self._sets[tables[0]] = {}
-        if key not in known:
+        found = known.get((addresses, first_rows))
+        if found is None:
+            # A table that has other memory now does not come back to what it had.
+            for key in [key for key in known if key[0][0] != addresses[0]]:
+                del known[key]
             # Of detached aliases: the set must not keep its own key alive.
             aliases = [table.detach() for table in tables]
-            known[key] = TableSet(aliases, range(len(aliases)), first_rows)
-        return known[key]
+            found = known[addresses, first_rows] = TableSet(
+                aliases, range(len(aliases)), first_rows
+            )
+        return found
 
 
 @lru_cache(64)
@@ -186,6 +182,15 @@ def first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Where the bags of each feature begin, and where the last end: mostly as a batch before."""
     firsts = torch.tensor(list(accumulate(num_bags, initial=0)))
     return firsts.to(device, non_blocking=True)
+
+
+def _check_states(states: Sequence[Sequence[torch.Tensor]]) -> None:
+    for state in (tensor for each in states for tensor in each):
+        if state.dtype != torch.float32 or not state.is_contiguous():
+            raise ValueError(
+                f"a state is {state.dtype} of shape {tuple(state.shape)}; the kernels take "
+                "contiguous float32."
+            )
 
 
 def _in_one_buffer(

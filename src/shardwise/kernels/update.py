@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.lookup import Trace
-from shardwise.kernels.memory import last_at_most, load_rows, padded_dim, store_rows
+from shardwise.kernels.memory import last_at_most, load_rows, num_pieces, store_rows
 from shardwise.kernels.tables import TableSet
 
 SGD, ADAGRAD, ROWWISE_ADAGRAD, ADAM = 0, 1, 2, 3
@@ -33,7 +33,10 @@ OPTIMIZERS = {
     "rowwise_adagrad": ROWWISE_ADAGRAD,
     "adam": ADAM,
 }
+#: Ids per program in large batches.
 SPAN = 128
+#: A device has room for about as many programs at once.
+_PROGRAMS = 2**12
 
 
 @triton.jit
@@ -324,12 +327,6 @@ def update(
     states one tensor per table, float32: of the table's shape, or one number per row for row-wise
     Adagrad.
     """
-    for state in (tensor for each in states for tensor in each):
-        if state.dtype != torch.float32 or not state.is_contiguous():
-            raise ValueError(
-                f"a state is {state.dtype} of shape {tuple(state.shape)}; the kernels take "
-                "contiguous float32."
-            )
     if trace.keys.shape[0]:
         beta1, beta2 = betas
         numbers = (lr, eps, weight_decay, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
@@ -349,13 +346,13 @@ def update_sorted(
 ) -> None:
     """The same, of keys that were sorted: `keys[i]` is that of the id number `order[i]`."""
     num_ids = keys.shape[0]
-    dim = padded_dim(tables.max_dim)
-    num_blocks = triton.cdiv(num_ids, SPAN)
+    dim, span = tables.padded_dim, _span(num_ids)
+    num_blocks = num_pieces(num_ids, span)
     heads, tails = torch.empty(2, num_blocks, dim, device=tables.device)
     lines, in_one_buffer = tables.lines(states)
     numbers = (len(tables.tables), num_ids, tables.num_keys, *map(float, numbers))
     search = max(1, len(tables.tables).bit_length())
-    known = (OPTIMIZERS[optimizer], tables.dtypes, in_one_buffer, lines.shape[1], search, SPAN)
+    known = (OPTIMIZERS[optimizer], tables.dtypes, in_one_buffer, lines.shape[1], search, span)
     tables.launches.run(
         update_rows,
         (num_blocks, 1),
@@ -372,3 +369,8 @@ def update_sorted(
             (*known, max(2, min(64, 8192 // dim)), dim),
             num_warps=4,
         )
+
+
+def _span(num_ids: int) -> int:
+    """Ids per program: a power of two, less in small batches, so that no multiprocessor idles."""
+    return min(SPAN, max(16, 1 << (num_ids // _PROGRAMS - 1).bit_length()))

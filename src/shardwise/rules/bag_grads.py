@@ -105,7 +105,7 @@ def _dense_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
     """The gradient of the rows that this rank owns."""
-    if fused_bags.serves(grad) and not by_freq:
+    if fused_bags.take_grad(grad) and not by_freq:
         (first_row, _), (num_rows, _) = table.box(coordinate)
         return fused_bags.table_grad(grad, bags, first_row, num_rows, mode)
     if not has_values(bags.ids) or bags.ids.is_cuda:
@@ -126,7 +126,7 @@ def _owned_grads(
     if bags.offsets is not None and bag.numel() and int(bag[-1]) >= grad.shape[0]:
         inside = (bag < grad.shape[0]).nonzero().squeeze(1)
         rows, places, bag = rows[inside], places[inside], bag[inside]
-    if fused_bags.serves(grad) and not by_freq:
+    if fused_bags.take_grad(grad) and not by_freq:
         return fused_bags.row_grads(grad, bags, rows, places, mode)
     values = grad.index_select(0, bag)
     if bags.weights is not None:
@@ -240,7 +240,7 @@ def _along_rows(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, bags: Bags
 ) -> torch.Tensor:
     """How far the rows that this rank owns point along their bags' gradients."""
-    if fused_bags.serves(weight):
+    if fused_bags.take_table(weight):
         return fused_bags.sample_grad(grad, weight, bags, table.box(coordinate)[0][0])
     if type(weight.shape[0]) is int and weight.shape[0] == 0:
         return grad.new_zeros(bags.ids.shape)

@@ -92,7 +92,7 @@ def _rows_here(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags, mode: int
 ) -> torch.Tensor:
     """The sum, or the part of the mean, of the rows that this rank owns."""
-    if fused_bags.serves(weight):
+    if fused_bags.take_table(weight):
         return fused_bags.sums(weight, bags, table.box(coordinate)[0][0], mode)
     if not table.axes_of(0):
         return _on_one_device(weight, bags, mode)

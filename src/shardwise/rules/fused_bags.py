@@ -27,14 +27,17 @@ if TYPE_CHECKING:
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def serves(values: torch.Tensor) -> bool:
-    """Whether the kernels take this table, or the gradient of its bags."""
+def take_table(weight: torch.Tensor) -> bool:
+    """Whether the kernels take this table."""
+    return take_grad(weight) and weight.is_contiguous()
+
+
+def take_grad(values: torch.Tensor) -> bool:
+    """Whether the kernels take such a gradient of bags."""
     return (
         values.is_cuda
         and type(values) is torch.Tensor  # not in a traced graph
         and values.dtype in _DTYPES
-        and values.is_contiguous()
-        and values.shape[1] > 0
         and _has_triton()
     )
 
@@ -56,6 +59,8 @@ def sums(weight: torch.Tensor, bags: Bags, first_row: int, mode: int) -> torch.T
     """The sum or mean of the rows of each bag that are here."""
     from shardwise.kernels.lookup import pooled_lookup
 
+    if not weight.shape[1]:
+        return weight.new_zeros((bags.num_bags, 0))
     tables = _sets().of([weight], (first_row,))
     by_length = mode == MODE_MEAN and bags.padding_idx < 0
     divided = mode == MODE_MEAN and not by_length
@@ -77,13 +82,15 @@ def largest(weight: torch.Tensor, bags: Bags, first_row: int) -> tuple[torch.Ten
     """
     from shardwise.kernels.lookup import pooled_lookup
 
+    shape = (bags.num_bags, weight.shape[1])
+    if not shape[1]:
+        return weight.new_zeros(shape), bags.ids.new_zeros(shape, dtype=torch.int64)
     tables = _sets().of([weight], (first_row,))
     out, trace = pooled_lookup(
         tables, *_as_kernels_take_them(tables, bags), mode="max", trace=True, dtype=weight.dtype
     )
     assert trace is not None, "asked for"
     assert trace.argmax is not None, "a maximum has it"
-    shape = (bags.num_bags, weight.shape[1])
     place = trace.argmax.view(shape).long()
     none = place < 0
     return (
@@ -101,6 +108,8 @@ def table_grad(
     from shardwise.kernels.tables import TableSet
 
     found = grad.new_zeros((num_rows, grad.shape[1]))
+    if not grad.shape[1]:
+        return found
     tables = TableSet([found], [0], [first_row])
     given = _as_kernels_take_them(tables, bags)
     trace = noted(tables, *given, weights=_flat(bags.weights), all_in_bags=bags.offsets is None)
@@ -118,6 +127,8 @@ def row_grads(
     from shardwise.kernels.gradients import row_sums
     from shardwise.kernels.lookup import Trace
 
+    if not grad.shape[1]:
+        return rows, grad.new_zeros((rows.shape[0], 0))
     weights = None if bags.weights is None else _flat(bags.weights)[places].float()
     trace = Trace(rows, bags.bag_of(places) * grad.shape[1], weights, None)
     found, values = row_sums(trace, _per_id(grad, bags, mode), grad.shape[1], grad.dtype)
@@ -130,6 +141,8 @@ def sample_grad(
     """How far the row of each id points along its bag's gradient; 0 for rows that are not here."""
     from shardwise.kernels.sample_grads import per_sample_weight_grads
 
+    if not weight.shape[1]:
+        return grad.new_zeros(bags.ids.shape)
     tables = _sets().of([weight], (first_row,))
     given = _as_kernels_take_them(tables, bags)
     found = per_sample_weight_grads(tables, *given, grad.contiguous().view(-1))

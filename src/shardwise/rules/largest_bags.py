@@ -119,7 +119,7 @@ def _rows_here(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As `_segment_max`, among the rows that this rank owns."""
-    if fused_bags.serves(weight):
+    if fused_bags.take_table(weight):
         return fused_bags.largest(weight, bags, table.box(coordinate)[0][0])
     flat = bags.ids.reshape(-1)
     skipped = flat == bags.padding_idx
