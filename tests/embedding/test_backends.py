@@ -13,6 +13,7 @@ from shardwise.errors import ArgumentError
 
 OPTIMIZERS = [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)]
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
+DECAYING = [type(optimizer)(0.1, weight_decay=0.2) for optimizer in OPTIMIZERS]
 
 
 def backend_or_skip(name):
@@ -90,6 +91,27 @@ def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, wide):
     assert_close(weight, expected)
     for key in names:
         assert_close(states[0][key], states[1][key])
+
+
+@pytest.mark.parametrize("name", ["torch", "fbgemm", "auto"])
+@pytest.mark.parametrize("optimizer", DECAYING, ids=lambda o: type(o).__name__)
+def test_rows_that_were_looked_up_decay(name, optimizer):
+    """As without decay, with its share added to the gradient by hand; other rows rest."""
+    backend, asked = backend_or_skip(name), query()
+    weight, grad = torch.randn(10, 32), torch.randn(asked.num_bags, 32)
+    before, expected = weight.clone(), weight.clone()
+    _, of_weight = by_hand(weight, asked, grad)
+    rows = torch.tensor(sorted(set(asked.ids.tolist())))
+    shapes = {key: (10,) if per_row else (10, 32) for key, per_row in optimizer.states.items()}
+    mine, theirs = ({key: torch.zeros(shape) for key, shape in shapes.items()} for _ in range(2))
+    backend.update(weight, asked, grad, RowUpdate(optimizer, mine, 1))
+    plain = type(optimizer)(0.1)
+    decayed = of_weight[rows] + 0.2 * before[rows]
+    RowUpdate(plain, theirs, 1).apply(expected, rows, decayed)
+    assert_close(weight, expected)
+    assert_close(mine, theirs)
+    others = [row for row in range(10) if row not in rows.tolist()]
+    assert torch.equal(weight[others], before[others])
 
 
 @each_optimizer

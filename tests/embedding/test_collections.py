@@ -179,7 +179,12 @@ def test_sum_of_losses(mesh):
 @both_kinds
 @pytest.mark.parametrize(
     "optimizer",
-    [SGD(0.1), Adagrad(0.1), Adam(0.05), RowWiseAdagrad(0.1)],
+    [
+        SGD(0.1),
+        Adagrad(0.1, weight_decay=0.01),
+        Adam(0.05),
+        RowWiseAdagrad(0.1, weight_decay=0.01),
+    ],
     ids=lambda o: type(o).__name__,
 )
 def test_twenty_fused_steps(mesh, plan, kind, optimizer):

@@ -30,11 +30,12 @@ pytestmark = [
 @pytest.mark.parametrize("optimizer", [SGD, Adagrad, RowWiseAdagrad, Adam])
 def test_training_equals_one_device(backend, plan, optimizer):
     steps = [[batch(10 * step + rank) for rank in range(4)] for step in range(3)]
-    expected = train_alone(make(optimizer=optimizer(lr=0.1)), steps)
+    settings = optimizer(lr=0.1, weight_decay=0.01)
+    expected = train_alone(make(optimizer=settings), steps)
     on_device = [[each.to("cuda") for each in batches] for batches in steps]
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cuda", (4,))
-        collection = make(optimizer=optimizer(lr=0.1), backend=backend).to("cuda")
+        collection = make(optimizer=settings, backend=backend).to("cuda")
         found = train_sharded(collection.shard(mesh, plan), on_device)
     for name, table in expected.items():
         assert_close(found[name].cpu(), table, rtol=1e-4, atol=1e-5)

@@ -60,7 +60,7 @@ def test_lookups_and_gradients_of_rows(bags, weighted):
 @pytest.mark.parametrize("make", [SGD, Adagrad, RowWiseAdagrad, Adam])
 @pytest.mark.parametrize("weighted", [True, False])
 def test_updates(make, weighted):
-    optimizer = make(lr=0.1)
+    optimizer = make(lr=0.1, weight_decay=0.05 if weighted else 0.0)
     start, query = torch.randn(NUM_ROWS, DIM, device=DEVICE), draw(True, weighted)
     found = []
     grads = [torch.randn(query.num_bags, DIM, device=DEVICE) for _ in range(2)]

@@ -17,11 +17,10 @@ import torch
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' own tests run on the GPU")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_kernels_pass_their_tests_when_interpreted():
-    names = ("test_kernels.py", "test_backend.py", "test_sharded_bags.py")
-    tests = [str(Path(__file__).with_name(name)) for name in names]
+@pytest.mark.parametrize("name", ["test_kernels.py", "test_backend.py", "test_sharded_bags.py"])
+def test_the_kernels_pass_their_tests_when_interpreted(name):
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", _beside(name)],
         env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
@@ -30,3 +29,7 @@ def test_the_kernels_pass_their_tests_when_interpreted():
     )
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
+
+
+def _beside(name: str) -> str:
+    return str(Path(__file__).with_name(name))

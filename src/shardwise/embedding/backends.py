@@ -121,4 +121,5 @@ def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
         and weight.dtype == torch.float32
         and weight.shape[1] >= _FBGEMM_WIDTH
         and isinstance(rule.optimizer, RowWiseAdagrad)
+        and not rule.optimizer.weight_decay
     )

@@ -1,7 +1,7 @@
 """The backend of fbgemm's CPU kernels, where `fbgemm-gpu-cpu` or `fbgemm-gpu` is installed.
 
-A stack is to fbgemm one table with many bags. What it has no kernel for (single rows, Adam, other
-dtypes, tensors on a GPU) goes through torch's kernels; the results are the same.
+A stack is to fbgemm one table with many bags. What it has no kernel for (single rows, Adam, decay,
+other dtypes, tensors on a GPU) goes through torch's kernels; the results are the same.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class FbgemmBackend(TorchBackend):
     ) -> None:
         optimizer = rule.optimizer
         kind = type(optimizer)
-        if kind not in (SGD, Adagrad, RowWiseAdagrad) or not _takes(weight, query):
+        known = kind in (SGD, Adagrad, RowWiseAdagrad) and not optimizer.weight_decay
+        if not known or not _takes(weight, query):
             super().update(weight, query, grad, rule)
             return
         none, start = torch.zeros(1, dtype=torch.int32), torch.tensor([0])

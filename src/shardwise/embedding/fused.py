@@ -3,14 +3,15 @@
 Each follows the formula of the optimizer of torch that has its name, on the rows that a batch
 looked up: SGD and Adagrad as with any gradient (rows without one do not change), Adam as
 `torch.optim.SparseAdam` (moments of other rows rest). Row-wise Adagrad keeps one number per row:
-the running sum of the mean square of the row's gradient.
+the running sum of the mean square of the row's gradient. With `weight_decay`, that times the row is
+added to its gradient first; rows that were not looked up do not decay.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ class FusedOptimizer:
     """The settings of an optimizer; `lr` may be changed between steps."""
 
     lr: float
+    weight_decay: float = field(default=0.0, kw_only=True)
     #: name -> whether it has one number per row, or one per number of the table.
     states: ClassVar[dict[str, bool]] = {}
     #: Whether a row's change is a number times its gradient: `row_factors` gives the numbers then,
@@ -34,6 +36,11 @@ class FusedOptimizer:
     def needs_whole_rows(self) -> bool:
         """Whether ranks that hold columns of a table have to add up the squares of its rows."""
         return False
+
+    def decay(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
+        """Add to the gradient of `rows` what makes them decay."""
+        if self.weight_decay:
+            grad.add_(weight.index_select(0, rows), alpha=self.weight_decay)
 
     def row_factors(
         self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
@@ -59,6 +66,7 @@ class RowUpdate:
 
     def apply(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
         """Change `rows` (each once) of the weight; `grad` is scratch afterwards."""
+        self.optimizer.decay(weight, rows, grad)
         self.optimizer.change(weight, rows, grad, self.state, self.step)
 
 

@@ -55,7 +55,9 @@ def update_together(
     for place, queries in enumerate(asked):
         here = {}
         for k, (query, grad) in queries.items():
-            rows, values = backend.row_gradient(stacks.weights[place][k], query, grad)
+            weight = stacks.weights[place][k]
+            rows, values = backend.row_gradient(weight, query, grad)
+            optimizer.decay(weight, rows, values)
             here[k] = (rows, values, torch.linalg.vector_norm(values, dim=1).square_())
         found.append(here)
     _add_up(stacks, found)

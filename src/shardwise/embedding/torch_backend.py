@@ -62,7 +62,8 @@ class TorchBackend:
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        if rule.optimizer.scales_rows and _worth_a_product(weight, query):
+        is_product = rule.optimizer.scales_rows and not rule.optimizer.weight_decay
+        if is_product and _worth_a_product(weight, query):
             _add_product(weight, query, grad, rule)
             return
         for rows, sums in _chunks(weight, grad, by_row(query, weight.shape[0])):

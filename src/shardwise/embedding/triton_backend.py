@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -106,20 +107,21 @@ class TritonBackend:
         """Step the rows of all stacks; the rules are of one optimizer."""
         optimizer, step = rules[0].optimizer, rules[0].step
         batch = self._batch(weights, queries)
-        known = (batch.tables, _trace(batch), _flat(grads))
         states = [[rule.state[name] for rule in rules] for name in optimizer.states]
+        step_rows = partial(
+            update, batch.tables, _trace(batch), _flat(grads),
+            lr=optimizer.lr, weight_decay=optimizer.weight_decay,
+        )  # fmt: skip
         if isinstance(optimizer, SGD):
-            update(*known, "sgd", lr=optimizer.lr)
+            step_rows("sgd")
         elif isinstance(optimizer, RowWiseAdagrad):
-            update(*known, "rowwise_adagrad", states, lr=optimizer.lr, eps=optimizer.eps)
+            step_rows("rowwise_adagrad", states, eps=optimizer.eps)
         elif isinstance(optimizer, Adagrad):
-            update(*known, "adagrad", states, lr=optimizer.lr, eps=optimizer.eps)
+            step_rows("adagrad", states, eps=optimizer.eps)
         elif isinstance(optimizer, Adam):
             # SparseAdam adds eps before it corrects the second moment, the kernel after.
             eps = optimizer.eps / math.sqrt(1 - optimizer.betas[1] ** step)
-            update(
-                *known, "adam", states, lr=optimizer.lr, eps=eps, betas=optimizer.betas, step=step
-            )
+            step_rows("adam", states, eps=eps, betas=optimizer.betas, step=step)
         else:
             raise UnsupportedError(
                 f"backend='triton' has no kernel for {type(optimizer).__name__}: use one of SGD, "

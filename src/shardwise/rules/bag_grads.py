@@ -25,14 +25,11 @@ from shardwise.rules.bag_shape import (
     unpacked,
 )
 from shardwise.rules.bags import pooled
-from shardwise.rules.embedding import times
+from shardwise.rules.embedding import grad_of_rows, times
 from shardwise.rules.ids import has_values, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-
-_dense_backward = torch.ops.aten.embedding_dense_backward.default
-
 
 # -- the table -------------------------------------------------------------------------------
 
@@ -143,8 +140,8 @@ def _masked_grad(
 ) -> torch.Tensor:
     """As `_dense_grad`, with sizes that do not depend on the ids."""
     num_rows = table.local_shape(coordinate)[0]
-    if type(num_rows) is int and num_rows == 0:
-        return grad.new_zeros((0, grad.shape[1]))
+    if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
+        return grad.new_zeros((num_rows, grad.shape[1]))
     row, skipped = bags.rows(table, coordinate)
     if mode == MODE_MEAN:
         grad = grad / bags.sizes()
@@ -160,7 +157,7 @@ def _masked_grad(
         counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
         counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         values = values / counts[row].clamp(min=1).unsqueeze(-1)
-    return _dense_backward(values, row.masked_fill(skipped, -1), num_rows, -1, False)
+    return grad_of_rows(values, row, skipped, num_rows)
 
 
 POOLED_GRAD = LocalCall(_pooled_grad, together=True)

@@ -156,7 +156,7 @@ def _masked_grad(
     by_freq: bool,
 ) -> torch.Tensor:
     """As `_added_rows`, with sizes that do not depend on the ids."""
-    if type(shape[0]) is int and shape[0] == 0:
+    if any(type(size) is int and size == 0 for size in shape):  # torch's kernel fails on CUDA
         return grad.new_zeros(shape)
     if not table.axes_of(0):  # all rows are here
         return _dense_backward(grad, ids, shape[0], padding_idx, by_freq)
@@ -167,12 +167,19 @@ def _masked_grad(
         counts = torch.zeros(shape[0], dtype=grad.dtype, device=grad.device)
         counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
         grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
+    return grad_of_rows(grad, row, skipped, shape[0])
+
+
+def grad_of_rows(
+    grad: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, num_rows: Any
+) -> torch.Tensor:
+    """The gradient of a table of `num_rows` from that of each lookup; skipped ones leave none."""
     # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
     if not grad.is_cuda:
-        return _dense_backward(grad, row.masked_fill(skipped, -1), shape[0], -1, False)
+        return _dense_backward(grad, row.masked_fill(skipped, -1), num_rows, -1, False)
     # On CUDA the padding index has to be a row: one more than there are.
-    row = row.masked_fill(skipped, shape[0])
-    return _dense_backward(grad, row, shape[0] + 1, shape[0], False)[: shape[0]]
+    row = row.masked_fill(skipped, num_rows)
+    return _dense_backward(grad, row, num_rows + 1, num_rows, False)[:num_rows]
 
 
 def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
