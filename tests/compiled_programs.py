@@ -2,6 +2,7 @@
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.nn import functional as F
 
 import shardwise
@@ -38,3 +39,28 @@ def uneven_lookups(backend, totals):
             torch.testing.assert_close(one, other)
         found.append((len(ids.to_local()), result[2]))
     return found
+
+
+def sparse_steps(bags, placement, ids_placement):
+    """The table after three steps whose graph breaks at a lookup, and the same on one device."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    kind = nn.EmbeddingBag if bags else nn.Embedding
+    options = {"mode": "sum"} if bags else {}
+    one, sharded = (kind(11, 6, sparse=True, **options) for _ in range(2))
+    sharded.weight = nn.Parameter(distribute_tensor(one.weight.detach().clone(), mesh, [placement]))
+    batches = torch.randint(0, 11, (3, 5, 2))
+
+    def loss(model, ids):
+        return (model(ids * 1).relu() * 2).square().sum()
+
+    fast = torch.compile(loss, backend="aot_eager")
+    steps = [torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (one, sharded)]
+    for ids in batches:
+        loss(one, ids).backward()
+        fast(sharded, distribute_tensor(ids, mesh, [ids_placement])).backward()
+        for each in steps:
+            each.step()
+            each.zero_grad()
+    return sharded.weight.detach().full_tensor(), one.weight.detach()

@@ -91,6 +91,20 @@ def test_training(mesh, placements, ids_placements, optimizer):
     torch.testing.assert_close(value(sharded.detach()), one.detach())
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_table_that_all_ranks_share_is_stepped_once(mesh, optimizer):
+    """In a simulated world it may be stored once, while each rank has a gradient of its own."""
+    weight, ids = torch.randn(ROWS, COLUMNS), torch.tensor([1, 3, 3])
+    one = nn.Parameter(weight.clone())
+    shared = nn.Parameter(shardwise.distribute_tensor(weight, mesh, [R]))
+    assert len(shared.to_local()._parts) == 1
+    for table, found in ((one, ids), (shared, shardwise.distribute_tensor(ids, mesh, [R]))):
+        F.embedding(found, table, sparse=True).sum().backward()
+        OPTIMIZERS[optimizer]([table]).step()
+    torch.testing.assert_close(value(shared.detach()), one.detach())
+
+
 class Largest(TorchDispatchMode):
     """The number of elements of the largest tensor that is made on a rank."""
 

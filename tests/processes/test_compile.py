@@ -1,7 +1,10 @@
 """torch.compile in real processes: ranks whose shards differ in length stay in step."""
 
 import pytest
-from compiled_programs import uneven_lookups
+import torch
+from compiled_programs import sparse_steps, uneven_lookups
+
+from shardwise import Shard
 
 pytestmark = pytest.mark.processes
 
@@ -19,3 +22,8 @@ def test_ranks_with_other_numbers_of_ids_stay_in_step(processes):
         [2, 3, 1, 0, 0, 4],
         [2, 0, 0, 0, 0, 1],
     ]
+
+
+def test_a_graph_breaks_at_a_lookup_with_sparse_gradients(processes):
+    for found, expected in processes(sparse_steps, False, Shard(0), Shard(0), timeout_s=300):
+        torch.testing.assert_close(found, expected)

@@ -19,8 +19,10 @@ def test_simulated(run, dropout):
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("name", ["GPT, data x tensor", "recommender, rows"])
-def test_in_processes(processes, name):
-    expected = training_runs.one_device(RUNS[name])
-    for found in processes(training_runs.sharded, RUNS[name], timeout_s=180):
+@pytest.mark.parametrize(
+    ("name", "dropout"), [("GPT, data x tensor", 0.2), ("recommender, rows", 0.0)]
+)
+def test_in_processes(processes, name, dropout):
+    expected = training_runs.one_device(RUNS[name], dropout)
+    for found in processes(training_runs.sharded, RUNS[name], dropout, timeout_s=180):
         training_runs.assert_same(found, expected)

@@ -93,8 +93,9 @@ def embedding_bag(
     if sparse and not has_values(ids._local):
         raise UnsupportedError(
             "aten.embedding_bag.padding_idx does not have a sharding strategy registered for "
-            "sparse=True in compiled code: how many rows have a gradient depends on the ids. Use "
-            "sparse=False, or call the lookup outside torch.compile."
+            "sparse=True in compiled code: how many rows have a gradient depends on the ids. "
+            "Without fullgraph=True the graph breaks here and the lookup runs as it is; or use "
+            "sparse=False."
         )
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     padding = _padding(padding_idx, weight)

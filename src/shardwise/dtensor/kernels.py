@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.core.untraced import untraced
 from shardwise.dtensor import attention, composites, norms, products, recurrent
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.bags import embedding_bag
@@ -118,8 +119,9 @@ def embedding(
     if sparse and not has_values(ids._local):
         raise UnsupportedError(
             "aten.embedding.default does not have a sharding strategy registered for sparse=True "
-            "in compiled code: how many rows have a gradient depends on the ids. Use sparse=False, "
-            "or call the lookup outside torch.compile."
+            "in compiled code: how many rows have a gradient depends on the ids. Without "
+            "fullgraph=True the graph breaks here and the lookup runs as it is; or use "
+            "sparse=False."
         )
     if weight.requires_grad and torch.is_grad_enabled():
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
@@ -407,7 +409,7 @@ def register() -> None:
         *recurrent.KERNELS,
         *attention.KERNELS,
     ):
-        _library.impl(name, kernel, "AutogradPrivateUse3")
+        _library.impl(name, untraced(kernel), "AutogradPrivateUse3")
     composites.register(_library)
     # Ops of other libraries know nothing of the key: they go on to the device's autograd.
     _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")

@@ -16,6 +16,7 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import added_up
+from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate
@@ -267,9 +268,18 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
     ) -> torch.Tensor:
         return target.index_add_(0, rows, values.to(target.dtype), alpha=alpha)
 
+    target = a._local
+    rows, values = (_held_like(each, target) for each in (b._rows, b._local))
     axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
-    each_rank(a._layout.grid, here, a._local, b._rows, b._local, axes=axes)
+    each_rank(a._layout.grid, here, target, rows, values, axes=axes)
     return a
+
+
+def _held_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """One part for each part of `target`: what ranks share is written once."""
+    if isinstance(source, LocalTensor) and isinstance(target, LocalTensor):
+        return source.held_like(target._roster)
+    return source
 
 
 def _check_alike(a: DTensor, b: RowSparse) -> None:
