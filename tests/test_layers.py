@@ -102,9 +102,9 @@ def target(name: str, modules: set[str]) -> str | None:
 
 
 def room(module: str) -> str | None:
-    """The room a module belongs to; None for the front: the package and what it re-exports."""
+    """The room a module belongs to; None for the front: the package, re-exports, `python -m`."""
     parts = module.split(".")
-    return parts[1] if len(parts) > 1 and parts[1] != "front" else None
+    return parts[1] if len(parts) > 1 and parts[1] not in ("front", "__main__") else None
 
 
 def unknown_rooms(modules: set[str]) -> list[str]:

@@ -169,3 +169,10 @@ def test_doctor():
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 processes added a number over loopback" in ran.stdout
+
+
+def test_the_package_is_run_as_a_program():
+    told = subprocess.run(
+        [sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.startswith("shardwise, version")

@@ -120,4 +120,4 @@ def _kernels() -> Finding:
 def _extras() -> Finding:
     names = ("numpy", "transformers", "torchrec")
     found = [name for name in names if importlib.util.find_spec(name) is not None]
-    return Finding("beside it", None, ", ".join(found) or "nothing")
+    return Finding("also installed", None, ", ".join(found) or f"none of {', '.join(names)}")

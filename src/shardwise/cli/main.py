@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from inspect import cleandoc
 from typing import Any
 
 import click
@@ -103,7 +104,10 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--html", metavar="FILE", help="Write the report as a page.")
 def explain(**options: Any) -> None:
-    """One simulated training step: what is communicated, held and computed."""
+    """Show what a training step sends and holds.
+
+    One step is simulated: every collective, the memory of each rank, and how tensors are placed.
+    """
     from shardwise.cli.explain import run_explain
 
     run_explain(**options)
@@ -126,9 +130,10 @@ def explain(**options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.pass_context
 def check(ctx: click.Context, /, **options: Any) -> None:
-    """Compare a sharded model with one device: outputs, gradients, updates, random numbers.
+    """Compare a sharded model with one device.
 
-    Exit status 1 when something differs.
+    Outputs, gradients, updated parameters and random numbers are compared. Exit status 1 when
+    something differs.
     """
     from shardwise.cli.check import run_check
 
@@ -136,7 +141,7 @@ def check(ctx: click.Context, /, **options: Any) -> None:
 
 
 for _command in (explain, check):
-    _command.help = f"{_command.help}{_TARGET}"
+    _command.help = f"{cleandoc(_command.help or '')}{_TARGET}"
 
 
 @main.group(
@@ -148,14 +153,20 @@ Examples:
 """
 )
 def checkpoint() -> None:
-    """Look into checkpoints, check them, make them whole: shardwise's and Hugging Face's."""
+    """Look into checkpoints, check and convert them.
+
+    Shardwise's own, and Hugging Face's.
+    """
 
 
 @checkpoint.command()
 @click.argument("path", type=click.Path())
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 def inspect(path: str, as_json: bool) -> None:
-    """What a checkpoint holds: tensors, their pieces and files, plain values. Reads no tensor."""
+    """Show what a checkpoint holds.
+
+    Tensors, their pieces and files, and plain values. No tensor is read.
+    """
     from shardwise.cli.checkpoint import run_inspect
 
     run_inspect(path, as_json)
@@ -165,7 +176,10 @@ def inspect(path: str, as_json: bool) -> None:
 @click.argument("path", type=click.Path())
 @click.pass_context
 def verify(ctx: click.Context, path: str) -> None:
-    """Read every byte of a checkpoint and name all that is damaged; exit status 1 if any is."""
+    """Read a checkpoint and name what is damaged.
+
+    Every byte is read. Exit status 1 if any is damaged.
+    """
     from shardwise.cli.checkpoint import run_verify
 
     ctx.exit(run_verify(path))
@@ -196,7 +210,10 @@ def convert(source: str, target: str, prefix: str, max_file_bytes: int) -> None:
 @main.command()
 @click.argument("op", required=False)
 def rules(op: str | None) -> None:
-    """Which ops have rules; with OP (mm, aten.mm.default), the ways to run it on shards."""
+    """Count the ops with rules, or show one.
+
+    With OP (mm, aten.mm.default), the ways to run it on shards.
+    """
     from shardwise.cli.rules import run_rules
 
     run_rules(op)
@@ -214,7 +231,7 @@ def doctor(ctx: click.Context) -> None:
 @main.command(epilog="\b\nExample:\n  shardwise completion bash >> ~/.bashrc\n")
 @click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
 def completion(shell: str) -> None:
-    """Print what a shell needs to complete commands and options."""
+    """Print what a shell needs for completion."""
     from click.shell_completion import get_completion_class
 
     found = get_completion_class(shell)

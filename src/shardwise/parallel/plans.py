@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.chunks import lengths
 from shardwise.core.placements import Placement, Shard
-from shardwise.errors import LayoutError
+from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel.doubts import doubts
 from shardwise.parallel.parallelize import Plan
 from shardwise.parallel.resolve import Target, fits, problems, readable, resolve, styles_of
@@ -92,6 +92,11 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
     """
     if isinstance(device_mesh, int):
         num_ranks = device_mesh
+    elif not isinstance(device_mesh, DeviceMesh):
+        raise ArgumentError(
+            "check_plan(module, plan, device_mesh) takes a mesh or a number of ranks last, found a "
+            f"{type(device_mesh).__name__}."
+        )
     else:
         num_ranks = device_mesh.size(tensor_axis(device_mesh))
     if num_ranks < 1:
