@@ -18,12 +18,16 @@ def load_rows(address, at, mask, dtype, DTYPES: tl.constexpr):
         found = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0)
         return found.to(tl.float32)
     else:
-        wide = address.to(tl.pointer_type(tl.float32))
-        brain = address.to(tl.pointer_type(tl.bfloat16))
-        half = address.to(tl.pointer_type(tl.float16))
-        found = tl.load(wide + at, mask=mask & (dtype == 0), other=0.0)
-        found += tl.load(brain + at, mask=mask & (dtype == 1), other=0.0).to(tl.float32)
-        return found + tl.load(half + at, mask=mask & (dtype == 2), other=0.0).to(tl.float32)
+        # Tables of several dtypes: one branch for all of a table's rows.
+        if dtype == 0:
+            found = tl.load(address.to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0)
+        elif dtype == 1:
+            brain = tl.load(address.to(tl.pointer_type(tl.bfloat16)) + at, mask=mask, other=0.0)
+            found = brain.to(tl.float32)
+        else:
+            half = tl.load(address.to(tl.pointer_type(tl.float16)) + at, mask=mask, other=0.0)
+            found = half.to(tl.float32)
+        return found
 
 
 @triton.jit
@@ -36,12 +40,14 @@ def store_rows(address, at, values, mask, dtype, DTYPES: tl.constexpr):
     elif DTYPES == 4:
         tl.store(address.to(tl.pointer_type(tl.float16)) + at, values.to(tl.float16), mask=mask)
     else:
-        wide = address.to(tl.pointer_type(tl.float32))
-        brain = address.to(tl.pointer_type(tl.bfloat16))
-        half = address.to(tl.pointer_type(tl.float16))
-        tl.store(wide + at, values, mask=mask & (dtype == 0))
-        tl.store(brain + at, values.to(tl.bfloat16), mask=mask & (dtype == 1))
-        tl.store(half + at, values.to(tl.float16), mask=mask & (dtype == 2))
+        if dtype == 0:
+            tl.store(address.to(tl.pointer_type(tl.float32)) + at, values, mask=mask)
+        elif dtype == 1:
+            brain = values.to(tl.bfloat16)
+            tl.store(address.to(tl.pointer_type(tl.bfloat16)) + at, brain, mask=mask)
+        else:
+            half = values.to(tl.float16)
+            tl.store(address.to(tl.pointer_type(tl.float16)) + at, half, mask=mask)
 
 
 @triton.jit
