@@ -5,7 +5,8 @@
 Forward, and the whole training step (forward, backward, update), with uniform and with power-law
 ids; medians of device events, all in one run. Bytes are those of the rows, the ids and the output.
 Batches of 256 stand beside one launch, measured alike: between two events with the host in between.
-Without a GPU it says so.
+One table as a DTensor stands beside the same table without, and a batch with a bag of 100,000 ids
+beside one without. Without a GPU it says so.
 """
 
 from __future__ import annotations
@@ -84,9 +85,12 @@ class Problem:
         )
 
     def step(self, optimizer: str, states: Any) -> None:
+        _, trace = self.forward(trace=True)
+        self.update(optimizer, states, trace)
+
+    def update(self, optimizer: str, states: Any, trace: Any) -> None:
         from shardwise.kernels.update import update
 
-        _, trace = self.forward(trace=True)
         update(self.set, trace, self.grad, optimizer, states, lr=0.01, eps=1e-8)
 
     def torch_forward(self) -> list[torch.Tensor]:
@@ -131,10 +135,15 @@ def _of_law(options: argparse.Namespace, law: str, bandwidth: float) -> dict[str
         "step, row-wise Adagrad": median_ms(lambda: problem.step("rowwise_adagrad", states)),
         "torch step, sparse SGD": median_ms(problem.torch_step, repeats=5, warm_up=2),
         "of a step: sorting": median_ms(lambda: torch.sort(trace.keys)),
+        "of a step: update, SGD": median_ms(lambda: problem.update("sgd", [], trace)),
     }
     share = problem.read_bytes / found["forward"] / 1e9 / bandwidth
     touched = torch.unique(trace.keys).numel()
-    print(f"{law} ids: forward at {share:.0%} of the copy, {touched:,} rows touched")
+    times = found["torch forward"] / found["forward"]
+    print(
+        f"{law} ids: forward at {share:.0%} of the copy, {times:.2f} times as fast as torch, "
+        f"{touched:,} rows touched"
+    )
     for name, ms in found.items():
         print(f"  {name:25} {ms:8.3f} ms")
     return {**found, "forward / copy": share, "rows touched": touched}
@@ -147,6 +156,8 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     for law in ("uniform", "power law"):
         results[law] = _of_law(options, law, bandwidth)
     results["batch 256"] = _of_small_batches(options)
+    results["one table"] = _of_one_table(options)
+    results["a long bag"] = _of_a_long_bag(options)
     return results
 
 
@@ -176,10 +187,74 @@ def _of_small_batches(options: argparse.Namespace) -> dict[str, float]:
         "launches of a forward": _num_launches(small.forward),
         "launches of a step": _num_launches(stepped),
     }
-    print("batches of 256, power law ids")
-    for name, value in found.items():
-        print(f"  {name:25} {value:8.4f}")
+    found["forward / one launch"] = found["forward"] / found["one launch, Triton"]
+    _show("batches of 256, power law ids", found)
     return found
+
+
+def _of_one_table(options: argparse.Namespace) -> dict[str, float]:
+    """`F.embedding_bag` of one table: a DTensor on a mesh of one rank, and plain."""
+    import shardwise
+
+    rows, dim, batch = options.rows, options.dim, options.batch
+    plain = torch.randn(rows, dim, device="cuda").requires_grad_()
+    ids = draw_ids(batch * options.ids, rows, "power law").view(batch, options.ids)
+    grad = torch.randn(batch, dim, device="cuda")
+
+    def trained(table: Any, ids: Any, grad: Any, sparse: bool) -> Callable[[], None]:
+        def action() -> None:
+            F.embedding_bag(ids, table, mode="sum", sparse=sparse).backward(grad)
+            table.grad = None
+
+        return action
+
+    found = {}
+    with shardwise.simulate(1):
+        mesh = shardwise.init_device_mesh("cuda", (1,))
+        laid = [shardwise.distribute_tensor(x, mesh, [shardwise.Shard(0)]) for x in (ids, grad)]
+        table = shardwise.distribute_tensor(plain.detach(), mesh, [shardwise.Shard(0)])
+        table.requires_grad_()
+        with torch.no_grad():
+            found["forward"] = median_ms(lambda: F.embedding_bag(laid[0], table, mode="sum"))
+        for sparse in (False, True):
+            name = "row-sparse" if sparse else "dense"
+            found[f"forward and {name} backward"] = median_ms(trained(table, *laid, sparse))
+    with torch.no_grad():
+        found["torch forward"] = median_ms(lambda: F.embedding_bag(ids, plain, mode="sum"))
+    for sparse in (False, True):
+        name = "row-sparse" if sparse else "dense"
+        found[f"torch forward and {name} backward"] = median_ms(trained(plain, ids, grad, sparse))
+    _show("one table, power law ids", found)
+    return found
+
+
+def _of_a_long_bag(options: argparse.Namespace) -> dict[str, float]:
+    """The same number of ids: in bags of one length, and with 100,000 of them in one bag."""
+    from shardwise.kernels.lookup import pooled_lookup
+    from shardwise.kernels.tables import TableSet, first_bags, side_by_side
+
+    num_ids = options.batch * options.ids
+    tables = TableSet([torch.randn(options.rows, options.dim, device="cuda")], [0])
+    ids = draw_ids(num_ids, options.rows, "uniform")
+    firsts, rows = first_bags((options.batch,), tables.device), side_by_side(tables, options.batch)
+    even = torch.arange(options.batch + 1, device="cuda") * options.ids
+    long = torch.linspace(min(100_000, num_ids), num_ids, options.batch, device="cuda").long()
+
+    def look_up(offsets: torch.Tensor) -> Callable[[], Any]:
+        return lambda: pooled_lookup(tables, ids, offsets, firsts, options.batch, rows)
+
+    found = {
+        "bags of one length": median_ms(look_up(even)),
+        "one of 100,000 ids": median_ms(look_up(F.pad(long, (1, 0)))),
+    }
+    _show("one table, uniform ids", found)
+    return found
+
+
+def _show(title: str, found: dict[str, float]) -> None:
+    print(title)
+    for name, value in found.items():
+        print(f"  {name:37} {value:8.4f}")
 
 
 def _graph(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:

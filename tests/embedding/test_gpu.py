@@ -1,4 +1,4 @@
-"""Collections on one GPU, in a world of four played ranks: torch's kernels and the fused ones."""
+"""Collections on one GPU, in a world of played ranks: torch's kernels and the fused ones."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from embedding_cases import (
 from torch.testing import assert_close
 
 import shardwise
-from shardwise.embedding import SGD, Adagrad, Adam, RowWiseAdagrad
+from shardwise.embedding import (
+    SGD,
+    Adagrad,
+    Adam,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    RowWiseAdagrad,
+)
 
 pytestmark = [
     pytest.mark.gpu,
@@ -37,6 +44,22 @@ def test_training_equals_one_device(backend, plan, optimizer):
         mesh = shardwise.init_device_mesh("cuda", (4,))
         collection = make(optimizer=settings, backend=backend).to("cuda")
         found = train_sharded(collection.shard(mesh, plan), on_device)
+    for name, table in expected.items():
+        assert_close(found[name].cpu(), table, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+@pytest.mark.parametrize("plan", sorted(PLANS.keys() - {"column_wise"}))
+def test_eight_ranks(kind, plan):
+    """Pooled and unpooled, through the fused kernels; some tables have fewer than 8 columns."""
+    steps = [[batch(10 * step + rank) for rank in range(8)] for step in range(2)]
+    settings = RowWiseAdagrad(lr=0.1)
+    expected = train_alone(make(kind, optimizer=settings), steps)
+    on_device = [[each.to("cuda") for each in batches] for batches in steps]
+    with shardwise.simulate(8):
+        mesh = shardwise.init_device_mesh("cuda", (8,))
+        collection = make(kind, optimizer=settings, backend="triton").to("cuda")
+        found = train_sharded(collection.shard(mesh, PLANS[plan]), on_device)
     for name, table in expected.items():
         assert_close(found[name].cpu(), table, rtol=1e-4, atol=1e-5)
 

@@ -65,3 +65,29 @@ def test_a_bag_of_very_many_ids_among_short_ones(monkeypatch, mode):
     assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-3)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_a_large_step_is_the_same_in_every_bit():
+    """A million ids, half of them of one row: against float64, and against itself."""
+    num_bags, per_bag, num_rows = 2**15, 32, 50_000
+    start = torch.randn(num_rows, DIM, device="cuda")
+    ids = torch.randint(0, num_rows, (num_bags * per_bag,), device="cuda")
+    ids[torch.rand(ids.shape, device="cuda") < 0.5] = 77
+    offsets = torch.arange(num_bags + 1, device="cuda") * per_bag
+    firsts = torch.tensor([0, num_bags], device="cuda")
+    grad = torch.randn(num_bags, DIM, device="cuda") / num_bags
+    results = []
+    for _ in range(2):
+        table = start.clone()
+        tables, squares = TableSet([table], [0]), torch.ones(num_rows, device="cuda")
+        rows = side_by_side(tables, num_bags)
+        out, trace = pooled_lookup(tables, ids, offsets, firsts, num_bags, rows, trace=True)
+        update(tables, trace, grad.view(-1), "rowwise_adagrad", [[squares]], lr=0.5, eps=1e-6)
+        results.append((out, table, squares))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    total = torch.zeros(num_rows, DIM, dtype=torch.float64, device="cuda")
+    total.index_add_(0, ids, grad.double().repeat_interleave(per_bag, 0))
+    squares = 1 + total.square().mean(1, keepdim=True)
+    expected = start.double() - 0.5 * total / (squares.sqrt() + 1e-6)
+    assert_close(results[0][1].double(), expected, rtol=1e-5, atol=1e-5)
+    assert_close(results[0][2].double(), squares.squeeze(1), rtol=1e-5, atol=1e-5)
