@@ -193,39 +193,43 @@ def _of_small_batches(options: argparse.Namespace) -> dict[str, float]:
 
 
 def _of_one_table(options: argparse.Namespace) -> dict[str, float]:
-    """`F.embedding_bag` of one table: a DTensor on a mesh of one rank, and plain."""
+    """`F.embedding_bag` of one table, a DTensor on a mesh of one rank, and plain: device time."""
     import shardwise
 
     rows, dim, batch = options.rows, options.dim, options.batch
-    plain = torch.randn(rows, dim, device="cuda").requires_grad_()
+    plain = torch.randn(rows, dim, device="cuda")
     ids = draw_ids(batch * options.ids, rows, "power law").view(batch, options.ids)
     grad = torch.randn(batch, dim, device="cuda")
+    found = {f"torch {name}": ms for name, ms in _device_times(plain, ids, grad).items()}
+    with shardwise.simulate(1):
+        mesh = shardwise.init_device_mesh("cuda", (1,))
+        whole = [shardwise.distribute_tensor(x, mesh, [shardwise.Replicate()]) for x in (ids, grad)]
+        table = shardwise.distribute_tensor(plain, mesh, [shardwise.Shard(0)])
+        found = {**_device_times(table, *whole), **found}
+    _show("one table, power law ids, device time", found)
+    return found
 
-    def trained(table: Any, ids: Any, grad: Any, sparse: bool) -> Callable[[], None]:
+
+def _device_times(table: Any, ids: Any, grad: Any) -> dict[str, float]:
+    def trained(sparse: bool) -> Callable[[], None]:
         def action() -> None:
-            F.embedding_bag(ids, table, mode="sum", sparse=sparse).backward(grad)
-            table.grad = None
+            leaf = table.detach().requires_grad_()
+            F.embedding_bag(ids, leaf, mode="sum", sparse=sparse).backward(grad)
 
         return action
 
-    found = {}
-    with shardwise.simulate(1):
-        mesh = shardwise.init_device_mesh("cuda", (1,))
-        laid = [shardwise.distribute_tensor(x, mesh, [shardwise.Shard(0)]) for x in (ids, grad)]
-        table = shardwise.distribute_tensor(plain.detach(), mesh, [shardwise.Shard(0)])
-        table.requires_grad_()
-        with torch.no_grad():
-            found["forward"] = median_ms(lambda: F.embedding_bag(laid[0], table, mode="sum"))
-        for sparse in (False, True):
-            name = "row-sparse" if sparse else "dense"
-            found[f"forward and {name} backward"] = median_ms(trained(table, *laid, sparse))
-    with torch.no_grad():
-        found["torch forward"] = median_ms(lambda: F.embedding_bag(ids, plain, mode="sum"))
-    for sparse in (False, True):
-        name = "row-sparse" if sparse else "dense"
-        found[f"torch forward and {name} backward"] = median_ms(trained(plain, ids, grad, sparse))
-    _show("one table, power law ids", found)
-    return found
+    return {
+        "forward": _device_ms(lambda: F.embedding_bag(ids, table, mode="sum")),
+        "forward and dense backward": _device_ms(trained(sparse=False)),
+        "forward and row-sparse backward": _device_ms(trained(sparse=True)),
+    }
+
+
+def _device_ms(action: Callable[[], Any], repeats: int = 5) -> float:
+    """Milliseconds that the device works, whatever the host does meanwhile."""
+    for _ in range(3):
+        action()
+    return sum(event.device_time for event in _device_events(action, repeats)) / repeats / 1e3
 
 
 def _of_a_long_bag(options: argparse.Namespace) -> dict[str, float]:
@@ -265,11 +269,17 @@ def _graph(action: Callable[[], Any]) -> torch.cuda.CUDAGraph:
 
 
 def _num_launches(action: Callable[[], Any]) -> int:
+    return len(_device_events(action, 1))
+
+
+def _device_events(action: Callable[[], Any], repeats: int) -> list[Any]:
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
-        action()
+    kinds = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds, acc_events=True) as seen:
+        for _ in range(repeats):
+            action()
         torch.cuda.synchronize()
-    return sum(1 for event in seen.events() if event.device_type.name == "CUDA")
+    return [event for event in seen.events() if event.device_type.name == "CUDA"]
 
 
 def main() -> None:

@@ -49,6 +49,7 @@ def test_a_table_of_more_elements_than_32_bits_count():
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_a_bag_of_very_many_ids_among_short_ones(monkeypatch, mode):
     """In one launch and in two, on the same counters: equal in every bit."""
+    monkeypatch.setattr(lookup, "LONG", lookup.LONG_IN_SMALL)
     table = torch.randn(5000, DIM, device="cuda")
     tables = TableSet([table], [0])
     lengths = torch.randint(0, 30, (500,), device="cuda")

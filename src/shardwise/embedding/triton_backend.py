@@ -92,7 +92,7 @@ class TritonBackend:
                 tables, ids, offsets, firsts, max_bags, rows, weights=scales, dtype=dtype
             )
         if len(weights) == 1:
-            return [out.view(num_bags[0], -1)]
+            return [out.view(num_bags[0], weights[0].shape[1])]
         sizes = [num * weight.shape[1] for num, weight in zip(num_bags, weights, strict=True)]
         parts = out.split(sizes)
         return [p.view(-1, w.shape[1]) for p, w in zip(parts, weights, strict=True)]

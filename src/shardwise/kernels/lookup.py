@@ -35,10 +35,12 @@ from shardwise.kernels.tables import OutputRows, TableSet
 
 SUM, MEAN, MAX = 0, 1, 2
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
-#: Bags of more ids are split.
-LONG = 1024
 #: Up to as many ids, one launch does it all.
 SMALL = 2**20
+#: Bags of more ids are split: in small batches, and in large ones. A warp takes about as long for
+#: a chunk of them as for the parts of a bag that has the square of as many.
+LONG_IN_SMALL = 256
+LONG = 512
 _BAGS, _CHUNKS, _BOTH = 1, 2, 3
 
 
@@ -212,7 +214,7 @@ def _serve(
                 num_columns = tl.where(done, num_columns, 0)
                 if done:
                     values, positions = _join(
-                        partial, partial_at, first, last, start, MODE, LONG, ROWS, DIM
+                        partial, partial_at, first, last, start, MODE, LONG, 2 * ROWS, DIM
                     )
                     tl.store(arrived + first, 0)
         inside = d < num_columns
@@ -362,7 +364,8 @@ def pooled_lookup(
     features = tables.features(rows)
     dim = tables.padded_dim
     small = num_ids <= SMALL
-    num_chunks = num_pieces(num_ids, LONG) if num_ids > LONG else 0
+    long = min(LONG, LONG_IN_SMALL) if small else LONG
+    num_chunks = num_pieces(num_ids, long) if num_ids > long else 0
     partial = partial_at = arrived = None
     if num_chunks:
         is_max = mode == "max"
@@ -370,7 +373,7 @@ def pooled_lookup(
             num_chunks, num_chunks * 2 * dim, is_max
         )
         partial_at = partial_at if is_max else None
-    index = tl.int32 if num_ids < 2**31 - LONG else tl.int64
+    index = tl.int32 if num_ids < 2**31 - long else tl.int64
     flags = None if small and tables.device.type == "cuda" else tables.flags
 
     def launch(part: int, grid: tuple[int, int]) -> None:
@@ -381,7 +384,7 @@ def pooled_lookup(
              keys, out_at, scale, flags),
             (num_features, num_bags, num_ids, num_chunks),
             (part, MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
-             features.shape[1], index, LONG, rows_in_flight(dim), dim),
+             features.shape[1], index, long, rows_in_flight(dim), dim),
             debug=small and not tables.masked,
         )  # fmt: skip
 
