@@ -27,6 +27,8 @@ aten = torch.ops.aten
 _dense_backward = aten.embedding_dense_backward.default._op
 #: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
 _FEW_IDS = 64
+#: From so many ids on, picking those that are owned costs less than reading a row for each.
+_MANY_IDS = 1024
 
 
 # -- the lookup ------------------------------------------------------------------------------
@@ -53,6 +55,12 @@ def owned_lookup(
 ) -> torch.Tensor:
     if weight.shape[0] == 0:
         return weight.new_zeros((*ids.shape, weight.shape[1]))
+    if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
+        rows, places = owned(table, coordinate, ids.reshape(-1))
+        assert places is not None, "rows of this table are sharded"
+        found = weight.new_zeros((*ids.shape, weight.shape[1]))
+        found.view(-1, weight.shape[1]).index_copy_(0, places, weight.index_select(0, rows))
+        return found
     row, foreign = local_rows(table, coordinate, ids)
     return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
