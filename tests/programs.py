@@ -514,6 +514,15 @@ def bag_steps(mode, placement, ids_placement):
     return _step(loss, {"table": weight})
 
 
+def short_bag_steps():
+    """Enough bags of two ids that their rows are exchanged."""
+    mesh = line()
+    weight = nn.Parameter(shardwise.distribute_tensor(torch.randn(500, 64), mesh, [S0]))
+    ids = shardwise.distribute_tensor(torch.randint(0, 500, (1601, 2)), mesh, [S0])
+    bags = F.embedding_bag(ids, weight, mode="mean", padding_idx=4)
+    return {"bags": bags} | _step(bags.pow(2).sum(), {"table": weight})
+
+
 def one_bad_id_of_many(placement):
     """Rank 3 alone holds an id out of range, among enough ids to be exchanged."""
     mesh = line()

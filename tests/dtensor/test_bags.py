@@ -32,11 +32,20 @@ FORMS = {
 }
 
 
-def check(mesh, table_placements, ids_placements, form, weighted=False, dtype=None, **options):
+def check(
+    mesh,
+    table_placements,
+    ids_placements,
+    form,
+    weighted=False,
+    dtype=None,
+    columns=COLUMNS,
+    **options,
+):
     """Bags and all gradients are those of one device, and lie like the table."""
-    ids, offsets, include_last = FORMS[form]
+    ids, offsets, include_last = FORMS[form] if isinstance(form, str) else form
     options |= {"include_last_offset": include_last}
-    weight = torch.randn(ROWS, COLUMNS, dtype=dtype)
+    weight = torch.randn(ROWS, columns, dtype=dtype)
     samples = torch.randn(ids.shape, dtype=dtype) if weighted else None
     one = [None if t is None else t.clone().requires_grad_() for t in (weight, samples)]
     expected = F.embedding_bag(ids, one[0], offsets, per_sample_weights=one[1], **options)
@@ -147,6 +156,35 @@ def test_a_module_trains_as_on_one_device(mesh):
             optimizer.step()
             optimizer.zero_grad()
     torch.testing.assert_close(value(sharded.weight), one.weight.detach())
+
+
+SHORT = [
+    {"mode": "sum"},
+    {"mode": "mean"},
+    {"mode": "mean", "padding_idx": 8},
+    {"mode": "sum", "sparse": True},
+    {"mode": "sum", "weighted": True, "padding_idx": -3},
+]
+
+
+@pytest.mark.parametrize("options", SHORT, ids=str)
+@pytest.mark.parametrize("axes", [(4,), (2, 2)], ids=str)
+def test_rows_of_short_bags_are_exchanged(axes, options):
+    """Many bags of fewer ids than there are ranks: rows come to the bags, and are pooled there."""
+    table, ids, shape = {
+        1: ([S0], [S0], (997, 2)),
+        2: ([S0, S1], [S0, R], (4001, 1)),
+    }[len(axes)]
+    form = (torch.randint(0, ROWS, shape), None, False)
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", axes)
+        with CommDebugMode() as comm:
+            found = check(mesh, table, ids, form, dtype=torch.float64, columns=64, **options)
+    assert found.placements[0] == S0
+    kinds = [event.kind for event in comm.events]
+    assert kinds.count("all_to_all_single") == 4  # counts, ids, rows; gradients
+    assert "all_gather_into_tensor" not in kinds
+    assert "reduce_scatter_tensor" not in kinds
 
 
 def test_only_sums_travel(mesh):

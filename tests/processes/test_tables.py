@@ -23,6 +23,10 @@ def test_bags(processes, mode, placement, ids_placement):
     assert_close(*both(processes, programs.bag_steps, mode, placement, ids_placement))
 
 
+def test_short_bags(processes):
+    assert_close(*both(processes, programs.short_bag_steps))
+
+
 def all_raise_index_errors(processes, program, *args):
     for failure in processes.run(program, *args, timeout_s=30):
         assert isinstance(failure, Failure)

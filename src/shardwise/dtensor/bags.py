@@ -9,6 +9,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
+from shardwise.dtensor.short_bags import exchanges_rows, pool_rows
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, MixedTensorsError, UnsupportedError
 from shardwise.rules.bag_grads import pooled_grad, sample_grad
@@ -121,6 +122,8 @@ def _pool(
     by_freq: bool,
     sparse: bool,
 ) -> Any:
+    if offsets is None and exchanges_rows(weight, ids):
+        return pool_rows(weight, ids, weights, mode, padding, bool(by_freq), bool(sparse))
     needs = weight.requires_grad or (weights is not None and weights.requires_grad)
     if torch.is_grad_enabled() and needs:
         options = (mode, padding, bool(by_freq), bool(sparse))

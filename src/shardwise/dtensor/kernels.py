@@ -394,7 +394,7 @@ _any_library = torch.library.Library("_", "IMPL")
 
 def register() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
-    for name, kernel in (
+    kernels: tuple[tuple[str, Any], ...] = (
         ("embedding", embedding),
         ("embedding_bag", embedding_bag),
         ("embedding_bag.padding_idx", embedding_bag),
@@ -408,7 +408,8 @@ def register() -> None:
         *products.KERNELS,
         *recurrent.KERNELS,
         *attention.KERNELS,
-    ):
+    )
+    for name, kernel in kernels:
         _library.impl(name, untraced(kernel), "AutogradPrivateUse3")
     composites.register(_library)
     # Ops of other libraries know nothing of the key: they go on to the device's autograd.
