@@ -24,7 +24,7 @@ def untraced(fn: _Fn) -> _Fn:
 
 
 def breaks_graph(fn: _Fn) -> _Fn:
-    """`fn`, untraced, also where a compiled region calls it: the graph ends before and goes on after.
+    """`fn`, untraced; a compiled region that calls it has one graph before and one after.
 
     What `torch.compiler.disable` does, without its import of the whole compiler.
     """

@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.core.chunks import Size, lengths
-from shardwise.core.layout import shard_with
+from shardwise.core.chunks import Size
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.rules.notation import Group, linear_choices
 from shardwise.rules.owned import (
@@ -21,15 +20,11 @@ from shardwise.rules.owned import (
     OwnedIndex,
     OwnedIndexPut,
     OwnedWrite,
-    fill_on_first,
-    owned_masked_scatter,
     owned_put,
     owned_take,
 )
-from shardwise.rules.parts import OwnedSelectScatter, OwnedSliceScatter, functional
-from shardwise.rules.pointwise import elementwise
+from shardwise.rules.parts import functional
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
-from shardwise.rules.views import slice_cut
 
 aten = torch.ops.aten
 
@@ -166,7 +161,8 @@ def _mask_put_choices(call: Call) -> Iterator[Choice]:
 # -- along one dim ---------------------------------------------------------------------------
 
 
-def _dim(call: Call) -> int:
+def named_dim(call: Call) -> int:
+    """The dim that the argument `dim` names, from the front."""
     ndim = call.inputs[0].ndim
     return call.argument("dim") % ndim if ndim else 0
 
@@ -178,7 +174,7 @@ def gather_choices(call: Call) -> Iterator[Choice]:
     x, index = call.inputs
     if not x.ndim or not index.ndim:
         return
-    at = _dim(call)
+    at = named_dim(call)
     for dim in range(x.ndim):
         if dim == at:
             for sizes in call.splits([(1, dim)]):
@@ -199,7 +195,7 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
     x, num = call.inputs[0], len(call.inputs)
     if any(meta.ndim != x.ndim or not meta.ndim for meta in call.inputs):
         return
-    at = _dim(call)
+    at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at and all(meta.shape[dim] == x.shape[dim] for meta in call.inputs):
             for sizes in call.splits([(i, dim) for i in range(num)]):
@@ -247,7 +243,7 @@ def index_select_choices(call: Call) -> Iterator[Choice]:
     x, index = call.inputs
     if not x.ndim or not index.ndim:
         return
-    at = _dim(call)
+    at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at:
             for sizes in call.splits([(0, dim)]):
@@ -267,7 +263,7 @@ def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iter
     x, sources = call.inputs[0], [m for m in call.inputs[2:] if m.ndim]
     if not x.ndim or not call.inputs[1].ndim or any(m.ndim != x.ndim for m in sources):
         return
-    at = _dim(call)
+    at = named_dim(call)
     for dim in range(x.ndim):
         if dim != at:
             places = [(0, dim)] + [(2, dim)] * len(sources)
@@ -325,93 +321,9 @@ def put_choices(call: Call) -> Iterator[Choice]:
             yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
 
 
-# -- writing a view back ---------------------------------------------------------------------
-
-
-def select_scatter_choices(call: Call) -> Iterator[Choice]:
-    at = _dim(call)
-    yield call.replicated()
-    yield from linear_choices(call, ((0, 1),))
-    for dim in range(call.inputs[0].ndim):
-        if dim != at:
-            inner = dim - (dim > at)
-            for sizes in call.splits([(0, dim), (1, inner)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, Shard(inner, sizes)), (cut,))
-    local = LocalCall(OwnedSelectScatter(at), per_rank=True)
-    for sizes in call.splits([(0, at)]):
-        yield Choice((Shard(at, sizes), REPLICATE), (Shard(at, sizes),), local)
-
-
-def slice_scatter_choices(call: Call) -> Iterator[Choice]:
-    at, size = _dim(call), call.inputs[0].shape[_dim(call)]
-    yield call.replicated()
-    yield from linear_choices(call, ((0, 1),))
-    for dim in range(call.inputs[0].ndim):
-        if dim != at:
-            for sizes in call.splits([(0, dim), (1, dim)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, cut), (cut,))
-    count = call.inputs[1].shape[at]
-    cut_out = slice_cut(call, at, size, count)
-    if cut_out is not None:
-        local = LocalCall(OwnedSliceScatter(cut_out), per_rank=True)
-        for sizes in call.splits([(0, at)]):
-            pieces = cut_out.lengths(lengths(size, call.axis_size, sizes))
-            source = shard_with(at, pieces, count, call.axis_size)
-            cut = Shard(at, sizes)
-            yield Choice((cut, source), (cut,), local, alone=((0, at),))
-
-
-def diagonal_scatter_choices(call: Call) -> Iterator[Choice]:
-    ndim = call.inputs[0].ndim
-    taken = {call.argument("dim1") % ndim, call.argument("dim2") % ndim}
-    yield call.replicated()
-    yield from linear_choices(call, ((0, 1),))
-    for dim in range(ndim):
-        if dim not in taken:
-            inner = dim - sum(t < dim for t in taken)
-            for sizes in call.splits([(0, dim), (1, inner)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, Shard(inner, sizes)), (cut,))
-
-
-# -- by mask ---------------------------------------------------------------------------------
-
-
-def masked_scatter_choices(call: Call) -> Iterator[Choice]:
-    """The tensor may be sharded; which entries of the source come next, only all of a mask says."""
-    yield call.replicated()
-    yield from linear_choices(call, ((0, 2),))
-    local = LocalCall(owned_masked_scatter, per_rank=True)
-    is_mask = call.inputs[1].dtype is torch.bool  # of any other, torch says what is wrong
-    if is_mask and call.inputs[0].shape == call.outputs[0].shape:
-        for dim in range(call.inputs[0].ndim):
-            for sizes in call.splits([(0, dim)]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
-
-
-_masked_fill = elementwise().choices
-
-
-def masked_fill_choices(call: Call) -> Iterator[Choice]:
-    """Elementwise; and of a sum, one term takes the value and the others zero."""
-    yield from _masked_fill(call)
-    if call.inputs[0].shape == call.outputs[0].shape:
-        others = (REPLICATE,) * (len(call.inputs) - 1)
-        yield Choice((SUM, *others), (SUM,), LocalCall(fill_on_first, per_rank=True))
-
-
 def whole_choices(call: Call) -> Iterator[Choice]:
     """Where each entry may depend on all of them: everything whole."""
     yield call.replicated()
-
-
-def masked_scatter_grad_choices(call: Call) -> Iterator[Choice]:
-    """The entries that the mask names, in order: only the whole mask has an order."""
-    yield call.replicated()
-    yield from linear_choices(call, ((0,),))
 
 
 RULES: Table = table(
@@ -437,23 +349,5 @@ RULES: Table = table(
     ),
     ((aten.take.default,), Rule(take_choices, "..., m -> m")),
     ((aten.put.default,), Rule(put_choices, "..., m, m -> ...")),
-    ((aten.select_scatter.default,), Rule(select_scatter_choices, "... n, ... -> ... n")),
-    ((aten.slice_scatter.default,), Rule(slice_scatter_choices, "... n, ... m -> ... n")),
-    ((aten.diagonal_scatter.default,), Rule(diagonal_scatter_choices, "... [n] [m], ... -> ...")),
-    (
-        (aten.masked_scatter_backward.default,),
-        Rule(masked_scatter_grad_choices, "[...], [...] -> [n]"),
-    ),
-    ((aten.masked_scatter.default,), Rule(masked_scatter_choices, "..., [...], [n] -> ...")),
-    (
-        (aten.masked_fill.Scalar, aten.masked_fill.Tensor),
-        Rule(masked_fill_choices, "..., ... -> ..."),
-    ),
-    (
-        (
-            aten.as_strided_scatter.default,
-            aten.nonzero_static.default,
-        ),
-        Rule(whole_choices, "[...] -> [...]"),
-    ),
+    ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),
 )
