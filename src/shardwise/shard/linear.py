@@ -16,7 +16,8 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
-from shardwise.shard.traced import Call, eager, hollow, is_traced, traced_call
+from shardwise.shard.traced import eager, hollow, is_traced, traced
+from shardwise.shard.traced_call import Call
 
 
 def linear(
@@ -30,7 +31,7 @@ def linear(
     what = "F.linear"
     blocks = blocks_for(weight, what)
     if is_traced(weight):
-        return traced_call("linear", weight, {}, input=x, bias=whole)
+        return traced("linear", weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape
 

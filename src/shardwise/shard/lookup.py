@@ -11,7 +11,8 @@ from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.traced import Call, eager, hollow, is_traced, traced_call
+from shardwise.shard.traced import eager, hollow, is_traced, traced
+from shardwise.shard.traced_call import Call
 from shardwise.shard.wanted import BagBatch, Lookup
 
 MODES = ("sum", "mean", "max")
@@ -31,7 +32,7 @@ def embedding(
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if is_traced(weight):
         _check_dense(lookup)
-        return traced_call("embedding", weight, lookup.options(), input=input)
+        return traced("embedding", weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
 
@@ -57,7 +58,7 @@ def embedding_bag(
         _check_dense(lookup)
         options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
-        return traced_call("embedding_bag", weight, options, input=input, **tensors)
+        return traced("embedding_bag", weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)

@@ -17,12 +17,9 @@ again; that depends on the order of calls alone, so all ranks do the same.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import json
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,18 +27,10 @@ from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster, make_roster
 from shardwise.comm.watch import watch
-from shardwise.core.grid import Grid, grid_like
-from shardwise.core.world import current_world, world_caches
-from shardwise.shard.spec import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardingSpec,
-    ShardMetadata,
-)
+from shardwise.core.world import world_caches
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.shard.traced_call import Call, joined, read_call
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("own_batch(str call, bool[] needs, Tensor[] held, Tensor[] given) -> Tensor[]")
@@ -67,113 +56,6 @@ def is_traced(x: Any) -> bool:
     return type(local._parts[0] if isinstance(local, LocalTensor) else local) is not torch.Tensor
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call, but for its tensors. Its text is the same in every process and on every rank."""
-
-    what: str
-    tiling: Tiling
-    grad_reduction: str
-    #: Whether it writes to the weight.
-    writes: bool
-    options: dict[str, Any]
-    #: Names of the tensors that ranks bring, and who holds which part: None for a plain tensor.
-    given: dict[str, Roster | None]
-    held: Roster | None
-    #: The name of the dtype that linear layers are cast to, if any.
-    autocast_dtype: str | None
-
-    @property
-    def grid(self) -> Grid:
-        return self.tiling.grid
-
-    def text(self) -> str:
-        tiling, grid = self.tiling, self.grid
-        return json.dumps(
-            {
-                "what": self.what,
-                "spec": _spelled_spec(tiling.spec),
-                "shape": tiling.shape,
-                "grid": (grid.device_type, grid.shape, grid.ranks, grid.axis_names),
-                "grad_reduction": self.grad_reduction,
-                "writes": self.writes,
-                "options": self.options,
-                "given": {name: _spelled(roster) for name, roster in self.given.items()},
-                "held": _spelled(self.held),
-                "autocast_dtype": self.autocast_dtype,
-            }
-        )
-
-    def autocast(self) -> Any:
-        """As it was where the call stood."""
-        kind, dtype = self.grid.device_type, self.autocast_dtype
-        if dtype is None:
-            return torch.autocast(kind, enabled=False)
-        return torch.autocast(kind, dtype=getattr(torch, dtype))
-
-    def sorted_parts(self, parts: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """What ranks bring, by name, out of all parts."""
-        left = iter(parts)
-        return {name: _joined(left, roster) for name, roster in self.given.items()}
-
-    def whole(self) -> Roster | None:
-        """Each rank has a part of its own."""
-        if self.held is None:
-            return None
-        ranks = self.grid.ranks
-        return make_roster(self.grid.world, ranks, tuple(range(len(ranks))))
-
-
-def _spelled(roster: Roster | None) -> Any:
-    return None if roster is None else (roster.ranks, roster.index)
-
-
-def _spelled_spec(spec: ShardingSpec) -> Any:
-    if isinstance(spec, ChunkShardingSpec):
-        return spec.dim, list(map(repr, spec.placements))
-    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
-    return [(b.shard_offsets, b.shard_sizes, repr(b.placement)) for b in spec.shards]
-
-
-def _spec(spelled: Any) -> ShardingSpec:
-    if isinstance(spelled[0], int):
-        return ChunkShardingSpec(*spelled)
-    return EnumerableShardingSpec([ShardMetadata(*box) for box in spelled])
-
-
-@functools.lru_cache(maxsize=1024)
-def _read(text: str) -> Call:
-    read = json.loads(text)
-    device_type, shape, ranks, names = read["grid"]
-    grid = grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
-    return Call(
-        read["what"],
-        make_tiling(_spec(read["spec"]), tuple(read["shape"]), grid),
-        read["grad_reduction"],
-        read["writes"],
-        read["options"],
-        {name: _roster(spelled) for name, spelled in read["given"].items()},
-        _roster(read["held"]),
-        read["autocast_dtype"],
-    )
-
-
-world_caches.append(_read.cache_clear)
-
-
-def _roster(spelled: Any) -> Roster | None:
-    if spelled is None:
-        return None
-    ranks, index = spelled
-    return make_roster(current_world(), tuple(ranks), tuple(index))
-
-
-def _joined(parts: Any, roster: Roster | None) -> torch.Tensor:
-    if roster is None:
-        return next(parts)
-    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, True)
-
-
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
     return list(x._parts) if isinstance(x, LocalTensor) else [x]
 
@@ -181,7 +63,7 @@ def _parts(x: torch.Tensor) -> list[torch.Tensor]:
 # -- while tracing -------------------------------------------------------------------------------
 
 
-def traced_call(
+def traced(
     what: str,
     weight: ShardedTensor,
     options: dict[str, Any],
@@ -224,7 +106,7 @@ class TracedOwnBatch(torch.autograd.Function):
             *out, number = _ops.own_batch(text, needs, held, parts)
         ctx.call, ctx.text, ctx.needs = call, text, needs
         ctx.save_for_backward(weight, number, *given)
-        return _joined(iter(out), call.whole())
+        return joined(iter(out), call.whole())
 
     @staticmethod
     @once_differentiable
@@ -239,7 +121,7 @@ class TracedOwnBatch(torch.autograd.Function):
                 ctx.text, ctx.needs, number, grads, _parts(weight._local), parts
             )
         )
-        own: list[Any] = [_joined(found, whole) if need else None for need in ctx.needs]
+        own: list[Any] = [joined(found, whole) if need else None for need in ctx.needs]
         if own[0] is not None:
             layout = call.tiling.layout(weight.dtype)
             local = LocalTensor(own[0]._parts, own[0]._roster) if whole else own[0]
@@ -260,7 +142,7 @@ def _run(
     call: Call, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The result of eager code, and its leaves, of which those have a gradient that need one."""
-    local = _joined(iter(held), call.held).detach()
+    local = joined(iter(held), call.held).detach()
     local = LocalTensor(local._parts, local._roster) if isinstance(local, LocalTensor) else local
     weight = ShardedTensor.over(local, call.tiling)
     weight.grad_reduction = call.grad_reduction
@@ -293,7 +175,7 @@ def _autograd(enabled: bool) -> Iterator[None]:
 def _forward(
     text: str, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call = _read(text)
+    call = read_call(text)
     out, leaves = _run(call, needs, held, given)
     number = next(_numbers)
     if any(needs):
@@ -333,12 +215,12 @@ def _backward(
     held: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    call = _read(text)
+    call = read_call(text)
     known = _kept.pop(int(number), None)
     out, leaves = _run(call, needs, held, given) if known is None else known
     wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
     with _autograd(enabled=False):
-        found = torch.autograd.grad(out, wanted, _joined(iter(grads), call.whole()))
+        found = torch.autograd.grad(out, wanted, joined(iter(grads), call.whole()))
     results = []
     for grad in found:
         local = grad._local if isinstance(grad, ShardedTensor) else grad
@@ -365,7 +247,7 @@ def _each_rank(call: Call, given: Sequence[torch.Tensor]) -> list[dict[str, torc
 def _forward_shapes(
     text: str, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call = _read(text)
+    call = read_call(text)
     like = hollow[call.what]
     out = [like(call, held[0], **mine) for mine in _each_rank(call, given)]
     return [*out, _no_number()]
@@ -383,7 +265,7 @@ def _backward_shapes(
     held: Sequence[torch.Tensor],
     given: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
-    call = _read(text)
+    call = read_call(text)
     results: list[torch.Tensor] = []
     if needs[0]:
         results += [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in held]
