@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from shardwise.comm.one_value import agreed_value, mismatch, same_values, spans
 from shardwise.comm.rank_int import rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
 from shardwise.core.sources import source_digest
@@ -98,11 +99,8 @@ class LocalTensor(torch.Tensor):
         first = self._parts[0]
         for part in self._parts[1:]:
             if part.shape != first.shape or not same_values(part, first):
-                raise self._mismatch("one tensor", self._parts)
+                raise mismatch("one tensor", self._roster, self._parts)
         return first
-
-    def _mismatch(self, asked: str, values: Sequence[Any]) -> RankMismatchError:
-        return mismatch(asked, self._roster, values)
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -135,7 +133,7 @@ class LocalTensor(torch.Tensor):
         lines = []
         for number, part in enumerate(self._parts):
             ranks = self._roster.ranks_of(number)
-            label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {_spans(ranks)}"
+            label = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {spans(ranks)}"
             below = "\n" + " " * len(f"  {label}: ")
             lines.append(f"  {label}: {part!r}".replace("\n", below))
         return "LocalTensor(\n" + "\n".join(lines) + "\n)"
@@ -180,8 +178,9 @@ class LocalTensor(torch.Tensor):
         first: dict[int, torch.Tensor] = {}
         for place, part in enumerate(roster.index):
             value = self._parts[self._roster.index[place]]
-            if value is not first.setdefault(part, value) and not _same(value, first[part]):
-                raise self._mismatch("a gradient of a value that these ranks share", self._parts)
+            if value is not first.setdefault(part, value) and not same_values(value, first[part]):
+                asked = "a gradient of a value that these ranks share"
+                raise mismatch(asked, self._roster, self._parts)
         return LocalTensor([first[part] for part in range(roster.num_parts)], roster)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LocalTensor:
@@ -213,13 +212,6 @@ class LocalTensor(torch.Tensor):
         if isinstance(results[0], torch.Tensor):
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
-
-
-def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors hold the same values; NaN is the same as NaN."""
-    return torch.equal(a, b) or (
-        a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
-    )
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:
@@ -362,15 +354,6 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
     return agreed_value(results, roster, asked)
 
 
-def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two ranks hold the same; a NaN is the same as a NaN."""
-    if torch.equal(one, other):
-        return True
-    if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):
-        return False
-    return torch.allclose(one, other, rtol=0.0, atol=0.0, equal_nan=True)
-
-
 def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:
     """Sizes or strides of the parts, as numbers that know which rank has which."""
     columns = zip(*tuples, strict=True)
@@ -378,43 +361,6 @@ def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:
         rank_int(roster.world, roster.ranks, [column[part] for part in roster.index])
         for column in columns
     ]
-
-
-def agreed_value(values: Sequence[Any], roster: Roster, asked: str) -> Any:
-    """The value that all parts have, or an error that names the ranks."""
-    first = values[0]
-    for value in values[1:]:
-        if value != first and not (value != value and first != first):
-            raise mismatch(asked, roster, values)
-    return first
-
-
-def mismatch(asked: str, roster: Roster, values: Sequence[Any]) -> RankMismatchError:
-    found = "; ".join(
-        f"rank {_spans(roster.ranks_of(part))} has {_brief(value)}"
-        for part, value in enumerate(values)
-    )
-    return RankMismatchError(
-        f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one rank with "
-        ".on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
-    )
-
-
-def _brief(value: Any) -> str:
-    if isinstance(value, torch.Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return str(value)
-
-
-def _spans(ranks: Sequence[int]) -> str:
-    """`[0, 1, 2, 5]` as `0-2, 5`."""
-    spans: list[list[int]] = []
-    for rank in ranks:
-        if spans and spans[-1][-1] == rank - 1:
-            spans[-1][1:] = [rank]
-        else:
-            spans.append([rank])
-    return ", ".join("-".join(map(str, span)) for span in spans)
 
 
 def from_ranks(

@@ -10,13 +10,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import (
-    LocalTensor,
-    from_ranks,
-    same_values,
-    shared_roster,
-    wrap_results,
-)
+from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.one_value import same_values
 from shardwise.comm.rank_int import rank_int
 from shardwise.comm.roster import grouped
 from shardwise.core.grid import Coordinate, Grid

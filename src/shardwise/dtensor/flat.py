@@ -21,6 +21,7 @@ from shardwise.comm.roster import Roster
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement
+from shardwise.core.sources import source_digest
 from shardwise.core.world import world_caches
 
 #: How many layouts a context remembers.
@@ -162,3 +163,25 @@ def _part(number: int) -> property:
         x._local = LocalTensor(parts, x._local._roster)
 
     return property(read, write)
+
+
+def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
+    """What torch's compile caches need to know of a DTensor, and of the code behind it."""
+    parts = getattr(local, "_parts", (local,))
+    roster = getattr(local, "_roster", None)
+    return repr(
+        (
+            [str(s) for s in layout.shape],
+            [str(s) for s in layout.stride],
+            layout.dtype,
+            layout.placements,
+            layout.order,
+            layout.grid.shape,
+            layout.grid.ranks,
+            layout.grid.world.rank,
+            requires_grad,
+            [tuple(map(str, part.shape)) for part in parts],
+            (roster.ranks, roster.index) if roster else None,
+            source_digest(),
+        )
+    )

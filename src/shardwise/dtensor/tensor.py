@@ -29,17 +29,11 @@ from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
-from shardwise.core.sources import source_digest
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.drawn_index import is_drawn, replicated
-from shardwise.dtensor.flat import (
-    LOCAL,
-    FlatContext,
-    flattened,
-    plain_contexts,
-)
+from shardwise.dtensor.flat import LOCAL, FlatContext, flattened, plain_contexts, stable_hash
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
@@ -405,26 +399,7 @@ class DTensor(Wrapped):
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""
-        layout, inner = self._layout, self._local
-        parts = getattr(inner, "_parts", (inner,))
-        sizes = [tuple(map(str, p.shape)) for p in parts]
-        roster = getattr(inner, "_roster", None)
-        return repr(
-            (
-                [str(s) for s in layout.shape],
-                [str(s) for s in layout.stride],
-                layout.dtype,
-                layout.placements,
-                layout.order,
-                layout.grid.shape,
-                layout.grid.ranks,
-                layout.grid.world.rank,
-                self.requires_grad,
-                sizes,
-                (roster.ranks, roster.index) if roster else None,
-                source_digest(),
-            )
-        )
+        return stable_hash(self._local, self._layout, self.requires_grad)
 
     # -- torch.distributed.checkpoint --------------------------------------------------------
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, same_values
+from shardwise.comm.local_tensor import LocalTensor, from_ranks
+from shardwise.comm.one_value import same_values
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial
