@@ -69,13 +69,12 @@ def test_lookups_and_gradients(name, weighted, pooled):
 @each_optimizer
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize(("product", "wide"), [(False, 32), (True, 32), (True, 1)])
-def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, wide):
+@pytest.mark.parametrize("product", [False, True])
+def test_updates(monkeypatch, name, optimizer, weighted, pooled, product):
     """All ways of updating give what the optimizer makes of the gradient by hand."""
     backend, asked = backend_or_skip(name), query(weighted, pooled)
     monkeypatch.setattr(module, "_ROWS_PER_ID", 8 if product else 0)
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
-    monkeypatch.setattr(module, "_WIDE", wide)
     weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
     expected = weight.clone()
     _, of_weight = by_hand(weight, asked, grad)

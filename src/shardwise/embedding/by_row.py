@@ -23,6 +23,8 @@ class ByRow(NamedTuple):
     """The rows that were looked up, each once and in order, and the bags that looked them up."""
 
     rows: torch.Tensor
+    #: The ids in order: each row as often as it was looked up.
+    ids: torch.Tensor
     #: Row by row; those of the i-th row are from starts[i] up to starts[i + 1].
     bags: torch.Tensor
     weights: torch.Tensor | None
@@ -33,7 +35,8 @@ def by_row(query: Query, num_rows: int) -> ByRow:
     """Sort what was looked up by row."""
     if not query.ids.numel():
         nothing = query.ids.new_empty(0, dtype=torch.int64)
-        return ByRow(nothing, nothing.to(torch.int32), query.weights, nothing.new_zeros(1))
+        small = nothing.to(torch.int32)
+        return ByRow(nothing, small, small, query.weights, nothing.new_zeros(1))
     if query.runs is not None and query.weights is None and query.ids.device.type == "cpu":
         found = _by_table(query, query.runs)
         if found is not None:
@@ -79,11 +82,11 @@ def _all_at_once(query: Query, num_rows: int) -> ByRow:
         weights = query.weights.index_select(0, packed)
         packed = bags.index_select(0, packed)
     small = torch.int32 if query.ids.shape[0] < 2**31 else torch.int64
-    return ByRow(rows.index_select(0, starts[:-1]), packed.to(small), weights, starts)
+    return ByRow(rows.index_select(0, starts[:-1]), rows, packed.to(small), weights, starts)
 
 
 def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
-    """Each table by itself; None when rows and bags of one do not fit 32 bits."""
+    """Each table by itself; None when numbers of 32 bits are too small."""
     assert query.lengths is not None, "runs are of bags"
     tables: dict[int, list[tuple[Run, int]]] = {}
     first_bag = 0
@@ -94,12 +97,14 @@ def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
         num_bags = sum(run.num_bags for run, _ in parts)
         if parts[0][0].num_rows.bit_length() + max(1, (num_bags - 1).bit_length()) > 32:
             return None
-    if query.ids.shape[0] >= 2**31:
+    last_row = max(run.first_row + run.num_rows for run in runs)
+    if max(last_row, query.ids.shape[0]) >= 2**31:
         return None
     ids, lengths = query.ids.numpy(), query.lengths.numpy()
     ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
     # As long as they may get; memory that is never written is never there.
     rows = np.empty(ids.shape[0], dtype=np.int64)
+    in_order = np.empty(ids.shape[0], dtype=np.int32)
     bags = np.empty(ids.shape[0], dtype=np.int32)
     starts = np.empty(ids.shape[0] + 1, dtype=np.int32)
     at = num_rows = 0
@@ -111,13 +116,15 @@ def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
             continue
         keys, bits = _packed(ids, lengths, parts, spans, num)
         keys.sort()
-        here = keys >> np.uint32(bits)
+        here = in_order[at : at + num]
+        np.right_shift(keys, np.uint32(bits), out=here, casting="unsafe")
+        here += np.int32(first_row)
         changes = np.ones(num, dtype=bool)
         np.not_equal(here[1:], here[:-1], out=changes[1:])
         begin = np.flatnonzero(changes)
         end = num_rows + begin.shape[0]
-        np.add(here[begin], first_row, out=rows[num_rows:end], casting="unsafe")
-        np.add(begin, at, out=starts[num_rows:end], casting="unsafe")
+        rows[num_rows:end] = here.take(begin)
+        starts[num_rows:end] = begin + at
         global_bags = np.concatenate(
             [np.arange(bag, bag + run.num_bags, dtype=np.int32) for run, bag in parts]
         )
@@ -127,6 +134,7 @@ def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
     starts[num_rows] = at
     return ByRow(
         torch.from_numpy(rows[:num_rows]),
+        torch.from_numpy(in_order),
         torch.from_numpy(bags),
         None,
         torch.from_numpy(starts[: num_rows + 1]),

@@ -26,16 +26,13 @@ import torch.nn.functional as F
 from shardwise.embedding.backend import Query
 from shardwise.embedding.by_row import ByRow, by_row
 from shardwise.embedding.fused import RowUpdate, mean_squares
-from shardwise.exchange.order import spread
+from shardwise.exchange.order import places
 
 #: Numbers of a gradient that are held at a time: four megabytes. Fewer cost more calls than they
 #: save in misses of the cache.
 _CHUNK_NUMBERS = 1 << 20
 #: Rows of a stack per id of a batch, up to which a product that walks over all rows is faster.
 _ROWS_PER_ID = 8
-
-#: Columns from which on picking the rows of several bags costs less than adding up all rows.
-_WIDE = 32
 
 
 class TorchBackend:
@@ -54,7 +51,7 @@ class TorchBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, bags, weights, starts = by_row(query, weight.shape[0])
+        rows, _, bags, weights, starts = by_row(query, weight.shape[0])
         if not rows.numel():
             return rows, grad.new_zeros(0, weight.shape[1])
         return rows, _summed(grad, bags, starts.to(bags.dtype), weights)
@@ -66,24 +63,25 @@ class TorchBackend:
         if is_product and _worth_a_product(weight, query):
             _add_product(weight, query, grad, rule)
             return
-        for rows, sums in _chunks(weight, grad, by_row(query, weight.shape[0])):
-            rule.apply(weight, rows, sums)
+        rows, _, bags, weights, starts = by_row(query, weight.shape[0])
+        for some, sums in _chunks(grad, bags, weights, starts):
+            rule.apply(weight, rows[some], sums)
 
 
 def _chunks(
-    weight: torch.Tensor, grad: torch.Tensor, looked_up: ByRow
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Rows, each once, and the gradients of each, some thousand at a time."""
-    rows, bags, weights, starts = looked_up
-    step = max(1, rows.shape[0])
-    if weight.device.type == "cpu":
-        step = max(1, _CHUNK_NUMBERS // weight.shape[1])
-    for first in range(0, rows.shape[0], step):
+    grad: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None, starts: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """The gradients of rows, some thousand at a time, and which of the rows they are of."""
+    num_rows = starts.shape[0] - 1
+    step = max(1, num_rows)
+    if grad.device.type == "cpu":
+        step = max(1, _CHUNK_NUMBERS // grad.shape[1])
+    for first in range(0, num_rows, step):
         edges = starts[first : first + step + 1]
         start, end = int(edges[0]), int(edges[-1])
         offsets = (edges - start).to(bags.dtype)
         heavy = None if weights is None else weights[start:end]
-        yield rows[first : first + step], _summed(grad, bags[start:end], offsets, heavy)
+        yield slice(first, first + step), _summed(grad, bags[start:end], offsets, heavy)
 
 
 def _worth_a_product(weight: torch.Tensor, query: Query) -> bool:
@@ -98,42 +96,50 @@ def _worth_a_product(weight: torch.Tensor, query: Query) -> bool:
 def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate) -> None:
     """See Note [An update is a product]."""
     looked_up = by_row(query, weight.shape[0])
-    rows, bags, weights, starts = looked_up
-    squares = _squares(weight, grad, looked_up) if rule.optimizer.needs_squares else None
+    rows, ids, bags, weights, starts = looked_up
+    squares = _squares(grad, looked_up) if rule.optimizer.needs_squares else None
     factors = rule.optimizer.row_factors(rows, squares, rule.state)
-    counts = starts.diff()
     if weights is not None:
         weights = weights.to(weight.dtype)
     if isinstance(factors, torch.Tensor):
-        values = spread(factors, counts, bags.shape[0])
+        # Of every row of the stack, since ids are numbers in it.
+        values = factors.new_empty(weight.shape[0]).index_copy_(0, rows, factors)
+        values = values.index_select(0, ids)
         values, alpha = values if weights is None else values.mul_(weights), 1.0
     else:
         values = weight.new_ones(bags.shape[0]) if weights is None else weights
         alpha = factors
     edges = torch.zeros(weight.shape[0] + 1, dtype=torch.int32)
-    edges[1:].index_copy_(0, rows, counts.to(torch.int32))
+    edges[1:].index_copy_(0, rows, starts.diff().to(torch.int32))
     edges = edges.cumsum(0, dtype=torch.int32)
     matrix = _compressed(edges, bags, values, (weight.shape[0], grad.shape[0]))
     torch.addmm(weight, matrix, grad, alpha=alpha, out=weight)
 
 
-def _squares(weight: torch.Tensor, grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
+def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
     """The mean square of the gradient of each row."""
-    _, bags, weights, starts = looked_up
-    if weights is not None or weight.shape[1] < _WIDE:
-        return torch.cat([mean_squares(sums) for _, sums in _chunks(weight, grad, looked_up)])
+    rows, ids, bags, weights, starts = looked_up
+    if weights is not None:
+        squares = grad.new_empty(rows.shape[0])
+        for some, sums in _chunks(grad, bags, weights, starts):
+            squares[some] = mean_squares(sums)
+        return squares
     # Most rows are in one bag, and have its gradient: only those of several are added up.
     squares = mean_squares(grad).index_select(0, bags.index_select(0, starts[:-1]))
     counts = starts.diff()
-    several = counts > 1
-    which = several.nonzero().view(-1)
-    if which.numel():
-        kept = bags[spread(several, counts, bags.shape[0])]
-        edges = starts.new_zeros(which.shape[0] + 1)
-        torch.cumsum(counts.index_select(0, which), 0, out=edges[1:])
-        chunks = _chunks(weight, grad, ByRow(which, kept, None, edges))
-        squares.index_copy_(0, which, torch.cat([mean_squares(sums) for _, sums in chunks]))
+    several = places(counts > 1)
+    edges = starts.new_zeros(several.shape[0] + 1)
+    torch.cumsum(counts.index_select(0, several), 0, out=edges[1:])
+    for some, sums in _chunks(grad, bags.index_select(0, _repeats(ids)), None, edges):
+        squares.index_copy_(0, several[some], mean_squares(sums))
     return squares
+
+
+def _repeats(ids: torch.Tensor) -> torch.Tensor:
+    """Where, in ids that are sorted, one stands that is there more than once."""
+    like_last = torch.zeros(ids.shape[0] + 1, dtype=torch.bool)
+    torch.eq(ids[1:], ids[:-1], out=like_last[1:-1])
+    return places(like_last[:-1] | like_last[1:])
 
 
 def _compressed(

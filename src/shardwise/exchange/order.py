@@ -43,15 +43,15 @@ def repeated(lengths: torch.Tensor, total: int) -> torch.Tensor:
     return torch.repeat_interleave(count, lengths.long(), output_size=total)
 
 
-def spread(values: torch.Tensor, counts: torch.Tensor, total: int) -> torch.Tensor:
-    """Each value as often as its count says.
+def places(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask is true.
 
-    >>> spread(torch.tensor([0.5, 2.0]), torch.tensor([1, 2]), 3).tolist()
-    [0.5, 2.0, 2.0]
+    >>> places(torch.tensor([True, False, True])).tolist()
+    [0, 2]
     """
-    if values.device.type == "cpu":
-        return torch.from_numpy(np.repeat(values.numpy(), counts.numpy()))
-    return torch.repeat_interleave(values, counts, output_size=total)
+    if mask.device.type == "cpu":
+        return torch.from_numpy(np.flatnonzero(mask.numpy()))
+    return mask.nonzero().view(-1)
 
 
 def divided(ids: torch.Tensor, block: int) -> torch.Tensor:
@@ -75,6 +75,4 @@ def starts_of_runs(keys: torch.Tensor) -> torch.Tensor:
     num = keys.shape[0]
     changes = keys.new_ones(num + 1, dtype=torch.bool)
     torch.ne(keys[1:], keys[:-1], out=changes[1:num])
-    if keys.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(changes.numpy()))
-    return changes.nonzero().view(-1)
+    return places(changes)
