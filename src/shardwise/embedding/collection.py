@@ -26,6 +26,7 @@ from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
+from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks, tile_of
 from shardwise.embedding.step import Ahead, send_ids
 from shardwise.embedding.table import Table, checked_tables
@@ -95,8 +96,12 @@ class _Collection(nn.Module):
         if self._settings is not None:
             optimizer = InBackward(self._settings, stacks, self._backend)
         route = Route(stacks.tiling, pooled=self._pooled)
+        grid = stacks.grid
+        # Without an exchange what is "sent" is what is returned; a GPU's allocator keeps memory.
+        sends = grid is not None and not grid.world.simulated and route.travels
+        scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = Engine(
-            route, stacks.grid, stacks, self._backend, optimizer, self._sparse, scale
+            route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:

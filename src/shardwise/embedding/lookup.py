@@ -19,6 +19,7 @@ from shardwise.embedding.gradients import (
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.output import put_together, take_apart
 from shardwise.embedding.routing import Route
+from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.step import (
     Ahead,
@@ -43,6 +44,8 @@ class Engine:
     sparse: bool
     #: What gradients are multiplied with: one over the number of ranks, or one.
     scale: float
+    #: What is sent lies here, both ways; it has arrived before the next is written.
+    scratch: Scratch
 
 
 def run_lookup(
@@ -62,7 +65,7 @@ def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], t
     visits = ahead.arrive()
     answers, homes = [], []
     for visit, weights in zip(visits, engine.stacks.weights, strict=True):
-        flat, home = look_up(route, visit, weights, engine.backend)
+        flat, home = look_up(route, visit, weights, engine.backend, engine.scratch)
         answers.append(flat)
         homes.append(home)
     received = exchange_rows(route, grid, visits, answers, back=False)
@@ -90,7 +93,7 @@ def _backward(
         per_rank = [list(row) for row in zip(*columns, strict=True)]
     buffers, homes = [], []
     for visit, each in zip(visits, per_rank, strict=True):
-        flat, home = take_apart(route, visit, each, engine.scale, joined)
+        flat, home = take_apart(route, visit, each, engine.scale, joined, engine.scratch)
         buffers.append(flat)
         homes.append(home)
     received = exchange_rows(route, grid, visits, buffers, back=True)

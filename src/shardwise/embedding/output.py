@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.embedding.routing import Leg, Route
+from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.step import Visit, home_views, leg_views
 
 
@@ -75,7 +76,12 @@ class _Targets:
 
 
 def take_apart(
-    route: Route, visit: Visit, grads: Sequence[torch.Tensor | None], scale: float, joined: bool
+    route: Route,
+    visit: Visit,
+    grads: Sequence[torch.Tensor | None],
+    scale: float,
+    joined: bool,
+    scratch: Scratch,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The gradients of the rows that came, flat as they came, and of those found at home."""
     sample = next(grad for grad in grads if grad is not None)
@@ -85,8 +91,7 @@ def take_apart(
     for feature, factor in _mean_factors(route, visit):
         grad = per_feature[feature]
         per_feature[feature] = None if grad is None else grad * factor.to(grad.dtype)
-    num = _flat_size(route, visit)
-    flat = torch.empty(num, dtype=sample.dtype, device=sample.device)
+    flat = scratch.numbers(_flat_size(route, visit), sample.dtype, sample.device)
     for leg, rows, positions in leg_views(route, visit, flat):
         _scaled_into(rows, per_feature[leg.feature], leg, positions, scale)
     home = {

@@ -28,6 +28,7 @@ from shardwise.embedding.routing import (
     pack,
     unpack,
 )
+from shardwise.embedding.scratch import Scratch
 from shardwise.exchange.between import (
     finished,
     one_tensor,
@@ -35,6 +36,9 @@ from shardwise.exchange.between import (
     ranks_present,
     start_exchange,
 )
+
+#: Numbers of rows that are looked up at a time: four megabytes.
+_CHUNK_NUMBERS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -203,23 +207,47 @@ def _rows_of(route: Route, visit: Visit, rank: int, place: int) -> int:
 
 
 def look_up(
-    route: Route, visit: Visit, weights: Sequence[torch.Tensor], backend: Backend
+    route: Route,
+    visit: Visit,
+    weights: Sequence[torch.Tensor],
+    backend: Backend,
+    scratch: Scratch,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The rows that a rank answers with, flat and by asking rank; and those it wanted itself."""
-    answers = _look_up(visit, visit.asked, weights, backend)
     home = _look_up(visit, visit.home, weights, backend)
+    if len(visit.asked) == 1 and scratch.keep:
+        k = next(iter(visit.asked))
+        return _look_up_into(scratch, weights[k], visit.query(k), backend), home
+    answers = _look_up(visit, visit.asked, weights, backend)
     if len(answers) == 1:
         return next(iter(answers.values())).view(-1), home
     pieces = []
     split = {k: rows.split(visit.asked[k].num_rows) for k, rows in answers.items()}
     for place in range(route.num_ranks):
         pieces += [split[k][place].reshape(-1) for k in answers]
-    flat = (
-        torch.cat(pieces)
-        if pieces
-        else visit.bags.values.new_empty(0, dtype=weights_dtype(weights))
-    )
+    num = sum(piece.shape[0] for piece in pieces)
+    flat = scratch.numbers(num, weights_dtype(weights), visit.bags.values.device)
+    if pieces:
+        torch.cat(pieces, out=flat)
     return flat, home
+
+
+def _look_up_into(
+    scratch: Scratch, weight: torch.Tensor, query: Query, backend: Backend
+) -> torch.Tensor:
+    """Some thousand bags at a time: small results take memory that the last ones left."""
+    width = weight.shape[1]
+    flat = scratch.numbers(query.num_bags * width, weight.dtype)
+    first = start = 0
+    for rows in flat.view(query.num_bags, width).split(max(1, _CHUNK_NUMBERS // width)):
+        bags = slice(first, first + rows.shape[0])
+        lengths = None if query.lengths is None else query.lengths[bags]
+        num = rows.shape[0] if lengths is None else int(lengths.sum())
+        ids = slice(start, start + num)
+        weights = None if query.weights is None else query.weights[ids]
+        rows.copy_(backend.look_up(weight, Query(query.ids[ids], lengths, weights)))
+        first, start = bags.stop, ids.stop
+    return flat
 
 
 def _look_up(
