@@ -7,6 +7,7 @@ for the cache.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,6 +18,9 @@ from shardwise.exchange.order import repeated, sorted_in_place, starts_of_runs
 
 #: Numbers of rows that are held at a time.
 _CHUNK_NUMBERS = 1 << 22
+#: Ids that are sorted at a time: what is made of them takes a few megabytes, and the next ones take
+#: the same memory.
+_PART_IDS = 1 << 20
 
 
 class ByRow(NamedTuple):
@@ -31,17 +35,41 @@ class ByRow(NamedTuple):
     starts: torch.Tensor
 
 
+class Part(NamedTuple):
+    """Rows of a stack from, up to, and what was looked up there, counted from the first of them."""
+
+    first_row: int
+    last_row: int
+    looked_up: ByRow
+
+
 def by_row(query: Query, num_rows: int) -> ByRow:
     """Sort what was looked up by row."""
+    return next(_parts(query, num_rows, query.ids.shape[0])).looked_up
+
+
+def in_parts(query: Query, num_rows: int) -> Iterator[Part]:
+    """As `by_row`, some tables at a time where it is known which ids are whose."""
+    return _parts(query, num_rows, _PART_IDS)
+
+
+def _parts(query: Query, num_rows: int, num_ids: int) -> Iterator[Part]:
     if not query.ids.numel():
         nothing = query.ids.new_empty(0, dtype=torch.int64)
         small = nothing.to(torch.int32)
-        return ByRow(nothing, small, small, query.weights, nothing.new_zeros(1))
-    if query.runs is not None and query.weights is None and query.ids.device.type == "cpu":
-        found = _by_table(query, query.runs)
-        if found is not None:
-            return found
-    return _all_at_once(query, num_rows)
+        looked_up = ByRow(nothing, small, small, query.weights, nothing.new_zeros(1))
+        yield Part(0, num_rows, looked_up)
+        return
+    tables = _tables(query)
+    if tables is None:
+        yield Part(0, num_rows, _all_at_once(query, num_rows))
+        return
+    group: list[_Asked] = []
+    for table in tables:
+        group.append(table)
+        if sum(each.num_ids for each in group) >= num_ids or table is tables[-1]:
+            yield _sorted_part(query, group)
+            group = []
 
 
 def bag_of_id(query: Query) -> torch.Tensor:
@@ -85,40 +113,67 @@ def _all_at_once(query: Query, num_rows: int) -> ByRow:
     return ByRow(rows.index_select(0, starts[:-1]), rows, packed.to(small), weights, starts)
 
 
-def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
-    """Each table by itself; None when numbers of 32 bits are too small."""
+class _Asked(NamedTuple):
+    """What one table was asked for: its rows, and each run's first bag and ids from, up to."""
+
+    first_row: int
+    num_rows: int
+    runs: list[tuple[Run, int, int, int]]
+
+    @property
+    def num_ids(self) -> int:
+        return sum(end - start for _, _, start, end in self.runs)
+
+    @property
+    def num_bags(self) -> int:
+        return sum(run.num_bags for run, _, _, _ in self.runs)
+
+
+def _tables(query: Query) -> list[_Asked] | None:
+    """The tables in the order of rows; None where they are unknown or 32 bits are too few."""
+    if query.runs is None or query.weights is not None or query.ids.device.type != "cpu":
+        return None
     assert query.lengths is not None, "runs are of bags"
-    tables: dict[int, list[tuple[Run, int]]] = {}
-    first_bag = 0
-    for run in runs:
-        tables.setdefault(run.first_row, []).append((run, first_bag))
-        first_bag += run.num_bags
-    for parts in tables.values():
-        num_bags = sum(run.num_bags for run, _ in parts)
-        if parts[0][0].num_rows.bit_length() + max(1, (num_bags - 1).bit_length()) > 32:
+    ends = np.concatenate(([0], np.cumsum(query.lengths.numpy(), dtype=np.int64)))
+    found: dict[int, _Asked] = {}
+    bag = 0
+    for run in query.runs:
+        table = found.setdefault(run.first_row, _Asked(run.first_row, run.num_rows, []))
+        table.runs.append((run, bag, int(ends[bag]), int(ends[bag + run.num_bags])))
+        bag += run.num_bags
+    for table in found.values():
+        if table.num_rows.bit_length() + _bits(table) > 32:
             return None
-    last_row = max(run.first_row + run.num_rows for run in runs)
+    last_row = max(table.first_row + table.num_rows for table in found.values())
     if max(last_row, query.ids.shape[0]) >= 2**31:
         return None
-    ids, lengths = query.ids.numpy(), query.lengths.numpy()
-    ends = np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+    return [found[first_row] for first_row in sorted(found)]
+
+
+def _bits(table: _Asked) -> int:
+    """How many bits the numbers of a table's bags take."""
+    return max(1, (table.num_bags - 1).bit_length())
+
+
+def _sorted_part(query: Query, tables: Sequence[_Asked]) -> Part:
+    """Each table by itself, one after the other."""
+    total = sum(table.num_ids for table in tables)
+    first_row = tables[0].first_row
     # As long as they may get; memory that is never written is never there.
-    rows = np.empty(ids.shape[0], dtype=np.int64)
-    in_order = np.empty(ids.shape[0], dtype=np.int32)
-    bags = np.empty(ids.shape[0], dtype=np.int32)
-    starts = np.empty(ids.shape[0] + 1, dtype=np.int32)
+    rows = np.empty(total, dtype=np.int64)
+    in_order = np.empty(total, dtype=np.int32)
+    bags = np.empty(total, dtype=np.int32)
+    starts = np.empty(total + 1, dtype=np.int32)
     at = num_rows = 0
-    for first_row in sorted(tables):
-        parts = tables[first_row]
-        spans = [(int(ends[bag]), int(ends[bag + run.num_bags])) for run, bag in parts]
-        num = sum(end - start for start, end in spans)
+    for table in tables:
+        num, bits = table.num_ids, _bits(table)
         if not num:
             continue
-        keys, bits = _packed(ids, lengths, parts, spans, num)
+        keys = _packed(query, table, bits)
         keys.sort()
         here = in_order[at : at + num]
         np.right_shift(keys, np.uint32(bits), out=here, casting="unsafe")
-        here += np.int32(first_row)
+        here += np.int32(table.first_row - first_row)
         changes = np.ones(num, dtype=bool)
         np.not_equal(here[1:], here[:-1], out=changes[1:])
         begin = np.flatnonzero(changes)
@@ -126,33 +181,29 @@ def _by_table(query: Query, runs: tuple[Run, ...]) -> ByRow | None:
         rows[num_rows:end] = here.take(begin)
         starts[num_rows:end] = begin + at
         global_bags = np.concatenate(
-            [np.arange(bag, bag + run.num_bags, dtype=np.int32) for run, bag in parts]
+            [np.arange(bag, bag + run.num_bags, dtype=np.int32) for run, bag, _, _ in table.runs]
         )
         np.bitwise_and(keys, np.uint32((1 << bits) - 1), out=keys)
         np.take(global_bags, keys, out=bags[at : at + num], mode="clip")
         at, num_rows = at + num, end
     starts[num_rows] = at
-    return ByRow(
+    looked_up = ByRow(
         torch.from_numpy(rows[:num_rows]),
         torch.from_numpy(in_order),
         torch.from_numpy(bags),
         None,
         torch.from_numpy(starts[: num_rows + 1]),
     )
+    return Part(first_row, tables[-1].first_row + tables[-1].num_rows, looked_up)
 
 
-def _packed(
-    ids: np.ndarray,
-    lengths: np.ndarray,
-    parts: list[tuple[Run, int]],
-    spans: list[tuple[int, int]],
-    num: int,
-) -> tuple[np.ndarray, int]:
-    """Rows of one table and bags that looked them up, as one number each; and the bags' bits."""
-    bits = max(1, (sum(run.num_bags for run, _ in parts) - 1).bit_length())
-    keys = np.empty(num, dtype=np.uint32)
+def _packed(query: Query, table: _Asked, bits: int) -> np.ndarray:
+    """Rows of one table and bags that looked them up, as one number each."""
+    assert query.lengths is not None, "runs are of bags"
+    ids, lengths = query.ids.numpy(), query.lengths.numpy()
+    keys = np.empty(table.num_ids, dtype=np.uint32)
     at = number = 0
-    for (run, bag), (start, end) in zip(parts, spans, strict=True):
+    for run, bag, start, end in table.runs:
         mine = keys[at : at + end - start]
         np.subtract(ids[start:end], run.first_row, out=mine, casting="unsafe")
         np.left_shift(mine, np.uint32(bits), out=mine)
@@ -160,4 +211,4 @@ def _packed(
         np.bitwise_or(mine, np.repeat(numbers, lengths[bag : bag + run.num_bags]), out=mine)
         at += end - start
         number += run.num_bags
-    return keys, bits
+    return keys

@@ -64,6 +64,11 @@ class RowUpdate:
     #: Counts updates from 1, as Adam wants to know.
     step: int
 
+    def on(self, first_row: int, last_row: int) -> RowUpdate:
+        """The same for some rows of the stack, which count from the first of them."""
+        state = {name: numbers[first_row:last_row] for name, numbers in self.state.items()}
+        return RowUpdate(self.optimizer, state, self.step)
+
     def apply(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
         """Change `rows` (each once) of the weight; `grad` is scratch afterwards."""
         self.optimizer.decay(weight, rows, grad)

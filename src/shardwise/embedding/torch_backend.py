@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise.embedding.backend import Query
-from shardwise.embedding.by_row import ByRow, by_row
+from shardwise.embedding.by_row import ByRow, by_row, in_parts
 from shardwise.embedding.fused import RowUpdate, mean_squares
 from shardwise.exchange.order import places
 
@@ -60,12 +60,18 @@ class TorchBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
         is_product = rule.optimizer.scales_rows and not rule.optimizer.weight_decay
-        if is_product and _worth_a_product(weight, query):
-            _add_product(weight, query, grad, rule)
-            return
-        rows, _, bags, weights, starts = by_row(query, weight.shape[0])
-        for some, sums in _chunks(grad, bags, weights, starts):
-            rule.apply(weight, rows[some], sums)
+        for first, last, looked_up in in_parts(query, weight.shape[0]):
+            here = weight[first:last]
+            if is_product and _worth_a_product(here, looked_up):
+                _add_product(here, looked_up, grad, rule.on(first, last))
+            else:
+                _add_rows(here, looked_up, grad, rule.on(first, last))
+
+
+def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
+    rows, _, bags, weights, starts = looked_up
+    for some, sums in _chunks(grad, bags, weights, starts):
+        rule.apply(weight, rows[some], sums)
 
 
 def _chunks(
@@ -84,18 +90,19 @@ def _chunks(
         yield slice(first, first + step), _summed(grad, bags[start:end], offsets, heavy)
 
 
-def _worth_a_product(weight: torch.Tensor, query: Query) -> bool:
+def _worth_a_product(weight: torch.Tensor, looked_up: ByRow) -> bool:
     return (
         weight.device.type == "cpu"
         and weight.dtype in (torch.float32, torch.float64)
         and torch.backends.mkl.is_available()
-        and weight.shape[0] <= _ROWS_PER_ID * query.ids.shape[0] < 2**31
+        and weight.shape[0] <= _ROWS_PER_ID * looked_up.ids.shape[0] < 2**31
     )
 
 
-def _add_product(weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate) -> None:
+def _add_product(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
+) -> None:
     """See Note [An update is a product]."""
-    looked_up = by_row(query, weight.shape[0])
     rows, ids, bags, weights, starts = looked_up
     squares = _squares(grad, looked_up) if rule.optimizer.needs_squares else None
     factors = rule.optimizer.row_factors(rows, squares, rule.state)
