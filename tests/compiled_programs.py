@@ -2,12 +2,15 @@
 
 import torch
 import torch.distributed as dist
+from functorch.compile import make_boxed_func
 from torch import nn
+from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
 def lookup(ids, table):
@@ -64,3 +67,51 @@ def sparse_steps(bags, placement, ids_placement):
             each.step()
             each.zero_grad()
     return sharded.weight.detach().full_tensor(), one.weight.detach()
+
+
+class Moving(nn.Module):
+    """Columns of the input meet columns of the weight, and each rank keeps some rows of the sum."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.weight = nn.Parameter(distribute_tensor(torch.randn(6, 12), mesh, [Shard(1)]))
+
+    def forward(self, x):
+        terms = F.linear(x.redistribute(placements=[Shard(1)]), self.weight)
+        return terms.redistribute(placements=[Shard(0)])
+
+
+def collectives_of_graphs():
+    """Per model: the collectives in its graphs, those that eager code issues, and compiled code."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = distribute_tensor(torch.randn(8, 12), mesh, [Shard(0)])
+    layers = nn.Sequential(nn.Linear(12, 24), nn.ReLU(), nn.Linear(24, 14))
+    plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    models = [
+        (parallelize_module(layers, mesh, plan), x.full_tensor()),
+        (Moving(mesh), x),
+    ]
+    return [_collectives(model, x.requires_grad_()) for model, x in models]
+
+
+def _collectives(model, x):
+    marks = []
+
+    def read(graph, inputs):
+        names = [str(node.target).split(".") for node in graph.graph.nodes]
+        marks.extend(name[1] for name in names if name[0] == "_c10d_functional")
+        return make_boxed_func(graph.forward)
+
+    def step(run):
+        with CommDebugMode() as comm:
+            run(x).square().mean().backward()
+        return sorted(event.kind for event in comm.events)
+
+    expected = step(model)
+    model.zero_grad()
+    backend = aot_autograd(fw_compiler=read, bw_compiler=read)
+    fast = torch.compile(model, backend=backend, fullgraph=True)
+    step(fast)
+    model.zero_grad()
+    return sorted(marks), expected, step(fast)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_programs import sparse_steps, uneven_lookups
+from compiled_programs import collectives_of_graphs, sparse_steps, uneven_lookups
 
 from shardwise import Shard
 
@@ -27,3 +27,17 @@ def test_ranks_with_other_numbers_of_ids_stay_in_step(processes):
 def test_a_graph_breaks_at_a_lookup_with_sparse_gradients(processes):
     for found, expected in processes(sparse_steps, False, Shard(0), Shard(0), timeout_s=300):
         torch.testing.assert_close(found, expected)
+
+
+def test_graphs_hold_the_collectives_that_eager_code_issues(processes):
+    for answer in processes(collectives_of_graphs, timeout_s=300):
+        for in_graphs, expected, found in answer:
+            assert found == expected
+            assert in_graphs == sorted(expected + ["wait_tensor"] * len(expected))
+        assert answer[0][1] == ["all_reduce"] * 2
+        assert answer[1][1] == [
+            "all_gather_into_tensor",
+            "all_to_all_single",
+            "all_to_all_single",
+            "reduce_scatter_tensor",
+        ]

@@ -192,5 +192,11 @@ def test_what_breaks_the_graph(world):
     assert torch.equal(torch.compile(model, backend="aot_eager")(ids_of(5)), expected)
     with pytest.raises(Exception, match="output_plan"):
         compiled(model)[0](ids_of(5))
+
+    def sparse(ids):
+        return F.embedding(ids, model[0].weight, sparse=True) * 2
+
     with pytest.raises(Exception, match="in compiled code"):
-        compiled(lambda ids: F.embedding(ids, model[0].weight, sparse=True))[0](ids_of(5))
+        compiled(sparse)[0](ids_of(5))
+    torch.compile(sparse, backend="aot_eager")(ids_of(5)).sum().backward()
+    assert whole(model[0].weight.grad.to_dense()).sum() == 2 * 5 * 6

@@ -92,8 +92,8 @@ def _check_dense(lookup: Lookup) -> None:
     if lookup.sparse:
         raise UnsupportedError(
             f"{lookup.what}(sparse=True) in compiled code: which rows a sparse gradient has is "
-            "known with the ids, and a graph has no place for that. Use sparse=False, or call it "
-            "outside torch.compile."
+            "known with the ids, and a graph has no place for that. Without fullgraph=True the "
+            "graph breaks here and the lookup runs as it is; or use sparse=False."
         )
 
 
