@@ -1,5 +1,7 @@
 """What may stand inside a compiled region, next to ops: doors, placements, modules, optimizers."""
 
+import copy
+
 import pytest
 import torch
 from by_hand import value
@@ -9,8 +11,14 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
 from shardwise.dtensor.traced import read, spelled
-from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardwise.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -107,6 +115,9 @@ def test_what_cannot_be_compiled_says_so(pair):
         compiled(lambda x: distribute_tensor(x, pair, [S0]))[0](torch.randn(4))
     with pytest.raises(Exception, match="outside torch"):
         compiled(lambda x: DTensor.from_local(x, pair, [R], run_check=True))[0](torch.randn(4))
+    uneven = LocalTensor.per_rank(lambda rank: torch.randn(2 + rank))
+    with pytest.raises(Exception, match="the ranks differ: rank 0 has"):
+        compiled(lambda x: DTensor.from_local(x, pair, [S0], shape=(5,)))[0](uneven)
 
 
 @pytest.mark.parametrize("assigned", [True, False], ids=["assigned", "called"])
@@ -194,6 +205,40 @@ def test_autocast(pair, inside):
         (grad,) = torch.autograd.grad(out.float().square().sum(), weight)
         found.append((value(out), value(grad)))
     assert_same(*found)
+
+
+def test_batch_statistics_of_any_batch_size(pair):
+    model = shardwise.distribute_module(nn.BatchNorm1d(3), pair)
+    other = copy.deepcopy(model)
+    fast, counter = compiled(other)
+    for rows in (5, 7, 12):
+        x = distribute_tensor(torch.randn(rows, 3, 4), pair, [S0])
+        assert_same([value(fast(x).detach())], [value(model(x).detach())])
+    assert_same(map(value, other.buffers()), map(value, model.buffers()))
+    assert counter.frame_count == 2
+
+
+def test_classes_are_sharded_in_a_compiled_loss(pair):
+    def loss(logits, target):
+        with loss_parallel():
+            return F.cross_entropy(logits, target, ignore_index=3, label_smoothing=0.1)
+
+    fast, _ = compiled(loss)
+    logits = distribute_tensor(torch.randn(6, 11), pair, [S1]).requires_grad_()
+    target = distribute_tensor(torch.randint(0, 11, (6,)), pair, [R])
+    with CommDebugMode() as comm:
+        expected = loss(logits, target)
+    eager = [event.kind for event in comm.events]
+    fast(logits, target)
+    with CommDebugMode() as comm:
+        found = fast(logits, target)
+    assert sorted(event.kind for event in comm.events) == sorted(eager)
+    for one in (found, expected):
+        assert one.placements == (R,)
+    assert_same(
+        [value(found.detach()), value(torch.autograd.grad(found, logits)[0])],
+        [value(expected.detach()), value(torch.autograd.grad(expected, logits)[0])],
+    )
 
 
 # -- sizes -----------------------------------------------------------------------------------

@@ -51,6 +51,12 @@ class BatchNorm(torch.autograd.Function):
 _apply = direct_apply(BatchNorm)
 
 
+def _unbiased(var: Any, count: Any) -> Any:
+    if type(count) is int:
+        return var * (count / max(count - 1, 1))
+    return var * count / max(count - 1, 1)  # compiled code keeps no quotient of symbols
+
+
 def _count(x: Any) -> Any:
     return math.prod(x.shape) // x.shape[1] if x.shape[1] else 0
 
@@ -124,7 +130,7 @@ def native_batch_norm(
         aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
         out, mean, var = _apply(x, weight, bias, None, None, True, eps)
         _update(running_mean, mean, momentum)
-        _update(running_var, var * (_count(x) / max(_count(x) - 1, 1)), momentum)
+        _update(running_var, _unbiased(var, _count(x)), momentum)
         return out, mean, torch.rsqrt(var + eps)
     if running_mean is None or running_var is None:
         args = (*operands, training, momentum, eps)

@@ -205,11 +205,27 @@ class _ClassSharded(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is F.cross_entropy and args:
-            logits = args[0]
-            if isinstance(logits, DTensor) and class_axes(logits._layout):
-                return _as_torch_calls_it(*args, **kwargs)
+        if func is F.cross_entropy and args and isinstance(args[0], DTensor):
+            if torch.compiler.is_dynamo_compiling():
+                return torch.ops.shardwise.cross_entropy(*args, **kwargs)
+            return _cross_entropy(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def _cross_entropy(input: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    if class_axes(input._layout):
+        return _as_torch_calls_it(input, *args, **kwargs)
+    return F.cross_entropy(input, *args, **kwargs)
+
+
+# The compiler reads Python; an op it takes as it is.
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, "
+    "int ignore_index=-100, bool? reduce=None, str reduction='mean', "
+    "float label_smoothing=0.0) -> Tensor"
+)
+_library.impl("cross_entropy", _cross_entropy, "CompositeImplicitAutograd")
 
 
 def _as_torch_calls_it(
