@@ -180,6 +180,44 @@ def broken_on_one_rank(plan):
     collection(mine)
 
 
+def bad_on_one_rank(plan, others):
+    """In four gloo processes: what each rank is told when rank 2 alone has a batch that does not
+    fit, one kind after another; then what a batch that fits gives."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
+    good, told = batch(5), {}
+    ids, lengths = good.values, good.lengths
+    more = torch.cat([lengths[:-1], lengths[-1:] + 1])
+    ends = torch.cat([torch.tensor([0]), lengths.cumsum(0)])
+    beyond = torch.cat([ends[:-1], ends[-1:] + 3])
+    turned = ends.clone()
+    turned[2], turned[3] = ends[3] + 1, ends[2]
+    bad = {
+        "unknown feature": Jagged([*good.features[:-1], "sold"], ids, lengths=lengths),
+        "missing feature": Jagged(good.features[:-1], ids, lengths=lengths[:-3]),
+        "offsets decrease": Jagged(good.features, ids, offsets=turned),
+        "offsets overrun": Jagged(good.features, ids, offsets=beyond),
+        "lengths do not sum": Jagged(good.features, ids, lengths=more),
+        "weights of another length": Jagged(
+            good.features, ids, lengths=lengths, weights=torch.ones(2)
+        ),
+        "ids that are not flat": Jagged(good.features, ids.view(-1, 1), lengths=lengths),
+        "id out of range": Jagged(good.features, ids + 100, lengths=lengths),
+    }
+    for name, wrong in bad.items():
+        try:
+            collection(wrong if dist.get_rank() == 2 else good)
+            told[name] = "nothing"
+        except shardwise.ShardwiseError as error:
+            told[name] = f"{type(error).__name__}: {error}"
+    try:
+        make().shard(mesh, others if dist.get_rank() == 2 else plan)
+        told["plan"] = "nothing"
+    except shardwise.ShardwiseError as error:
+        told["plan"] = f"{type(error).__name__}: {error}"
+    return told, collection(good)["user"].detach()
+
+
 def trained_by_sgd(plan, num_steps):
     """In four gloo processes: tables with row-sparse gradients and torch's own SGD."""
     mesh = shardwise.init_device_mesh("cpu", (4,))

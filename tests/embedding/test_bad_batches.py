@@ -34,7 +34,7 @@ BAD = {
     "unknown feature": (
         lambda: batch(features=["user", "seen", "sold"]),
         BatchError,
-        "feature 'sold' belongs to no table",
+        "feature 'sold' belongs to no table; of the tables, 'user' has user; 'item' has seen, bou",
     ),
     "missing feature": (
         lambda: batch(features=["user", "seen"], values=ints(1, 2, 3, 0), lengths=ints(1, 2, 1, 0)),
@@ -44,7 +44,7 @@ BAD = {
     "feature twice": (
         lambda: batch(features=["user", "seen", "seen"]),
         BatchError,
-        "feature 'seen' is there more than once",
+        "feature 'seen' of table 'item' is there more than once",
     ),
     "offsets decrease": (
         lambda: batch(offsets=ints(0, 1, 3, 2, 4, 5, 6)),
@@ -59,7 +59,7 @@ BAD = {
     "offsets begin late": (
         lambda: batch(offsets=ints(1, 1, 3, 4, 4, 5, 7)),
         BatchError,
-        "offsets must begin with 0",
+        "feature 'user' of table 'user': offsets must begin with 0",
     ),
     "lengths do not sum": (
         lambda: batch(lengths=ints(1, 2, 1, 0, 1, 0)),
@@ -69,17 +69,17 @@ BAD = {
     "bags do not divide": (
         lambda: batch(lengths=ints(1, 2, 1, 2)),
         BatchError,
-        "4 bags do not divide among 3 features",
+        r"4 bags do not divide among 3 features \(feature 'user' of table 'user', feature",
     ),
     "batch sizes": (
         lambda: batch(batch_sizes=[2, 2, 3]),
         BatchError,
-        r"batch_sizes \[2, 2, 3\] do not fit 3 features with 6 bags",
+        r"batch_sizes \[2, 2, 3\] do not fit 3 features with 6 bags \(feature 'user' of table",
     ),
     "weights of another length": (
         lambda: batch(weights=torch.ones(4)),
         BatchError,
-        r"weights have shape \(4,\), the ids \(6,\)",
+        r"weights have shape \(4,\), the ids \(6,\), up to feature 'bought' of table 'item'",
     ),
     "id too large": (
         lambda: batch(values=ints(1, 2, 5, 0, 5, 4)),
@@ -176,6 +176,12 @@ def test_after_an_error_the_collection_works(mesh):
             ArgumentError,
             "'dict' or 'tensor'",
         ),
+        (
+            lambda: EmbeddingBagCollection(TABLES, optimizer=torch.optim.SGD),
+            ArgumentError,
+            "optimizer= is one of shardwise.embedding",
+        ),
+        (lambda: SGD(-1), ArgumentError, "SGD: lr is a number from 0 on, found -1"),
         (lambda: Jagged(["a"], ints(1)), ArgumentError, "lengths or offsets"),
         (lambda: Jagged("a", ints(1), lengths=ints(1)), ArgumentError, "a list of features"),
         (
@@ -200,6 +206,11 @@ def test_sharding_twice(mesh):
 def test_a_mesh_with_two_axes(square):
     with pytest.raises(LayoutError, match="one axis"):
         EmbeddingBagCollection(TABLES).shard(square, "row_wise")
+
+
+def test_a_reduction_that_is_not_known(mesh):
+    with pytest.raises(ArgumentError, match="grad_reduction is 'mean' or 'sum', found 'max'"):
+        EmbeddingBagCollection(TABLES).shard(mesh, "row_wise", grad_reduction="max")
 
 
 def test_a_plan_that_leaves_a_table_out_changes_nothing(mesh):

@@ -337,6 +337,34 @@ def test_state_goes_through_a_checkpoint(mesh, plan):
     close(cases.train_sharded(second, per_step[3:]), expected)
 
 
+@every_plan
+def test_what_was_never_sharded_is_loaded(mesh, plan):
+    """Tables and the state of the optimizer, into another layout each."""
+    alone = cases.make(optimizer=RowWiseAdagrad(0.1))
+    cases.loss_of(alone(cases.batch(0))).backward()
+    sharded = EmbeddingBagCollection(cases.TABLES, optimizer=RowWiseAdagrad(0.1)).shard(mesh, plan)
+    sharded.load_state_dict(alone.state_dict())
+    sharded.optimizer.load_state_dict(alone.optimizer.state_dict())
+    batch = cases.batch(1)
+    cases.loss_of(alone(batch)).backward()
+    cases.loss_of(sharded(batch)).backward()
+    close(
+        {name: cases.whole(p.detach()) for name, p in sharded.named_parameters()},
+        {name: p.detach() for name, p in alone.named_parameters()},
+    )
+
+
+@every_plan
+def test_state_moves_to_another_plan(mesh, plan):
+    first = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, "table_wise")
+    second = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, plan)
+    per_step = steps(2)
+    cases.train_sharded(first, per_step[:1])
+    second.load_state_dict(first.state_dict())
+    second.optimizer.load_state_dict(first.optimizer.state_dict())
+    close(cases.train_sharded(second, per_step[1:]), cases.train_sharded(first, per_step[1:]))
+
+
 def test_held_gradients_are_not_lost_in_a_checkpoint(mesh):
     sharded = cases.make(optimizer=SGD(0.1)).shard(mesh, "row_wise")
     with sharded.optimizer.hold():

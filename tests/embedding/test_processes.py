@@ -1,6 +1,7 @@
 """Collections in four gloo processes, against one device and against the simulated world."""
 
 import functools
+import re
 
 import embedding_cases as cases
 import pytest
@@ -63,6 +64,30 @@ def test_an_id_out_of_range_on_one_rank(processes, plan):
     for failure in failures:
         assert failure.kind is IdRangeError
         assert "rank 2: feature 'user' of table 'user': id 99" in failure.message
+
+
+def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes):
+    """Names of features that differ between ranks too, which a simulated world cannot have."""
+    left_out = dict.fromkeys(("user", "item", "place", "word"), "row_wise")
+    found = processes(cases.bad_on_one_rank, cases.PLANS["mixed"], left_out)
+    told = found[0][0]
+    for other, rows in found:
+        assert other == told
+        assert_close(rows, cases.make()(cases.batch(5))["user"].detach())
+    says = {
+        "unknown feature": "Batch.*On rank 2: feature 'sold' belongs to no table; of the tables, ",
+        "missing feature": "Batch.*On rank 2: feature 'day' of table 'day' is missing",
+        "offsets decrease": "Batch.*On rank 2: feature 'user' of table 'user': offsets decrease",
+        "offsets overrun": "Batch.*On rank 2: .* up to feature 'day' of table 'day', but there are",
+        "lengths do not sum": "Batch.*On rank 2: .* up to feature 'day' of table 'day', but there",
+        "weights of another length": "Batch.*On rank 2: weights .* feature 'day' of table 'day'",
+        "ids that are not flat": r"Batch.*On rank 2: ids of shape \(\d+, 1\) .* of table 'user'",
+        "id out of range": "IdRange.*On rank 2: feature 'user' of table 'user': id 1",
+        "plan": r"Layout.*the plan of a collection fails on ranks \[2\].*leaves out: day",
+    }
+    assert told.keys() == says.keys()
+    for name, pattern in says.items():
+        assert re.search(pattern, told[name]), (name, told[name])
 
 
 def test_prefetch_overlaps_and_computes_the_same(processes):

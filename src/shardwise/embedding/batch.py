@@ -69,10 +69,10 @@ def checked_bags(
     complaint = _names_complaint(tables, wanted, features)
     if complaint is not None:
         return complaint
-    sizes = _sizes(features, lengths, batch_sizes)
+    owners = {feature: table for table in tables for feature in table.features}
+    sizes = _sizes([_called(f, owners) for f in features], values, lengths, batch_sizes)
     if isinstance(sizes, Complaint):
         return sizes
-    owners = {feature: table for table in tables for feature in table.features}
     complaint = _lengths_complaint(features, owners, values, lengths, weights, sizes, first)
     if complaint is not None:
         return complaint
@@ -109,36 +109,51 @@ def bags_of(tables: Sequence[Table], batch: Jagged, weights_train: bool) -> Bags
 def _names_complaint(
     tables: Sequence[Table], wanted: Sequence[str], given: Sequence[str]
 ) -> Complaint | None:
-    twice = sorted({name for name in given if given.count(name) > 1})
-    if twice:
-        return Complaint(f"feature {twice[0]!r} is there more than once")
+    owners = {feature: table for table in tables for feature in table.features}
     unknown = [name for name in given if name not in wanted]
     if unknown:
-        return Complaint(
-            f"feature {unknown[0]!r} belongs to no table; the tables' features are "
-            f"{', '.join(wanted)}"
-        )
+        known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in tables)
+        return Complaint(f"feature {unknown[0]!r} belongs to no table; of the tables, {known}")
+    twice = sorted({name for name in given if given.count(name) > 1})
+    if twice:
+        return Complaint(f"{_called(twice[0], owners)} is there more than once")
     for table in tables:
         for name in table.features:
             if name not in given:
-                return Complaint(f"feature {name!r} of table {table.name!r} is missing")
+                return Complaint(f"{_called(name, owners)} is missing")
     return None
 
 
+def _called(feature: str, owners: dict[str, Table]) -> str:
+    return f"feature {feature!r} of table {owners[feature].name!r}"
+
+
 def _sizes(
-    features: Sequence[str], lengths: torch.Tensor, batch_sizes: torch.Tensor | None
+    called: Sequence[str],
+    values: torch.Tensor,
+    lengths: torch.Tensor,
+    batch_sizes: torch.Tensor | None,
 ) -> list[int] | Complaint:
-    num, total = len(features), lengths.shape[0]
+    """How many bags each feature has."""
+    which = ", ".join(called)
+    if values.ndim != 1 or lengths.ndim != 1:
+        return Complaint(
+            f"ids of shape {tuple(values.shape)} and lengths of shape {tuple(lengths.shape)} for "
+            f"{which}; both are flat"
+        )
+    num, total = len(called), lengths.shape[0]
     if batch_sizes is None:
         if total % num:
             return Complaint(
-                f"{total} bags do not divide among {num} features; batch_sizes= says how many each "
-                "has"
+                f"{total} bags do not divide among {num} features ({which}); batch_sizes= says how "
+                "many each has"
             )
         return [total // num] * num
     sizes = batch_sizes.tolist()
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
-        return Complaint(f"batch_sizes {sizes} do not fit {num} features with {total} bags")
+        return Complaint(
+            f"batch_sizes {sizes} do not fit {num} features with {total} bags ({which})"
+        )
     return sizes
 
 
@@ -152,33 +167,32 @@ def _lengths_complaint(
     first: torch.Tensor | None,
 ) -> Complaint | None:
     if first is not None and (first.numel() == 0 or int(first) != 0):
-        return Complaint(f"offsets must begin with 0; found {first.tolist()}")
+        who = _called(features[0], owners)
+        return Complaint(f"{who}: offsets must begin with 0; found {first.tolist()}")
     if lengths.numel() and int(lengths.min()) < 0:
         bag = int(lengths.argmin())
         starts = list(itertools.accumulate(sizes, initial=0))
         place = next(i for i in range(len(features)) if bag < starts[i + 1])
-        feature = features[place]
         return Complaint(
-            f"feature {feature!r} of table {owners[feature].name!r}: offsets decrease, bag "
-            f"{bag - starts[place]} has length {int(lengths[bag])}"
+            f"{_called(features[place], owners)}: offsets decrease, bag {bag - starts[place]} has "
+            f"length {int(lengths[bag])}"
         )
-    total = int(lengths.sum())
+    total, last = int(lengths.sum()), _called(features[-1], owners)
     if total != values.shape[0]:
-        feature = features[-1]
         return Complaint(
-            f"the lengths of all bags sum to {total}, up to feature {feature!r} of table "
-            f"{owners[feature].name!r}, but there are {values.shape[0]} ids"
+            f"the lengths of all bags sum to {total}, up to {last}, but there are "
+            f"{values.shape[0]} ids"
         )
     if weights is not None and weights.shape != values.shape:
         return Complaint(
-            f"weights have shape {tuple(weights.shape)}, the ids {tuple(values.shape)}; each id "
-            "has one weight"
+            f"weights have shape {tuple(weights.shape)}, the ids {tuple(values.shape)}, up to "
+            f"{last}; each id has one weight"
         )
     for name in features if weights is not None else ():
         if owners[name].pooling != "sum":
             return Complaint(
-                f"feature {name!r} of table {owners[name].name!r} is pooled by "
-                f"{owners[name].pooling}; weights per id need pooling='sum'"
+                f"{_called(name, owners)} is pooled by {owners[name].pooling}; weights per id need "
+                "pooling='sum'"
             )
     return None
 
@@ -208,9 +222,8 @@ def _ids_complaint(
             wrong = low if low < 0 else high
             where = int((bags.ids_of(number) == wrong).nonzero()[0])
             return Complaint(
-                f"feature {features[number]!r} of table {table.name!r}: id {wrong} (number {where} "
-                f"of the feature) is out of range, the table has rows 0 to "
-                f"{table.num_embeddings - 1}",
+                f"{_called(features[number], owners)}: id {wrong} (number {where} of the feature) "
+                f"is out of range, the table has rows 0 to {table.num_embeddings - 1}",
                 about_ids=True,
             )
     return None

@@ -16,6 +16,7 @@ from shardwise.comm.consent import agree
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
+from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
@@ -70,6 +71,12 @@ class _Collection(nn.Module):
         self.plan: Plan | None = None
         self._backend = make_backend(backend)
         self._sparse = sparse
+        if optimizer is not None and not isinstance(optimizer, FusedOptimizer):
+            raise ArgumentError(
+                f"optimizer= is one of shardwise.embedding (SGD, Adagrad, RowWiseAdagrad, Adam), "
+                f"whose updates are part of backward; found {optimizer!r}. An optimizer of torch "
+                "takes the parameters of a collection without one."
+            )
         self._settings = optimizer
         home = Plan.of("table_wise").tiling(self.tables, 1)
         place = torch.device(device) if device is not None else torch.get_default_device()
@@ -125,6 +132,18 @@ class _Collection(nn.Module):
                 parameter.grad = fn(parameter.grad)
         return self
 
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Take whole tables too, such as those of a collection that was never sharded."""
+        for table in self.tables:
+            name = f"{prefix}{self._child}.{table.name}.weight"
+            value, mine = state_dict.get(name), self.parameter(table.name)
+            whole = type(value) in (torch.Tensor, nn.Parameter) and value.shape == mine.shape
+            if whole and isinstance(mine, DTensor):
+                state_dict[name] = distribute_tensor(
+                    value.detach(), mine.device_mesh, mine.placements, src_data_rank=None
+                )
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
@@ -165,8 +184,6 @@ class _Collection(nn.Module):
         """
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already; make another one.")
-        if grad_reduction not in REDUCTIONS:
-            raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
         grid = grid_of(mesh)
         if grid.num_axes != 1:
             raise LayoutError(
@@ -194,6 +211,8 @@ class _Collection(nn.Module):
         problem: ShardwiseError | None = None
         lines = [f"{type(self).__name__}, grad_reduction={grad_reduction}"]
         try:
+            if grad_reduction not in REDUCTIONS:
+                raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
             chosen = Plan.of(plan)
             tiling = chosen.tiling(self.tables, len(grid.ranks))
             cuts = zip(self.tables, tiling.cuts, strict=True)

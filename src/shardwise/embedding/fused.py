@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 import torch
 
+from shardwise.errors import ArgumentError
+
 State = Mapping[str, torch.Tensor]
 
 
@@ -31,6 +33,14 @@ class FusedOptimizer:
     #: and with `needs_squares` wants to know the mean square of each row's gradient.
     scales_rows: ClassVar[bool] = False
     needs_squares: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "weight_decay", "eps"):
+            value = getattr(self, name, 0)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not value >= 0:
+                raise ArgumentError(
+                    f"{type(self).__name__}: {name} is a number from 0 on, found {value!r}."
+                )
 
     @property
     def needs_whole_rows(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend, Query, update_stacks
 from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
@@ -231,9 +232,17 @@ class InBackward:
 def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
     if isinstance(target, RowState):
         values = dict(value.holders) if isinstance(value, RowState) else {}
+        if isinstance(value, DTensor):
+            value = value.full_tensor()
         for rank, numbers in target.holders:
-            numbers.copy_(values.get(rank, value))
+            whole = values.get(rank, value)
+            numbers.copy_(whole.on_rank(rank) if isinstance(whole, LocalTensor) else whole)
         return
+    if isinstance(value, RowState):
+        raise LayoutError(
+            "The state is of a table whose columns lie on some ranks only, and this plan needs it "
+            "elsewhere. Write it with shardwise.checkpoint, which moves it between plans."
+        )
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
         from shardwise.dtensor.create import distribute_tensor
 
