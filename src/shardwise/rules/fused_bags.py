@@ -36,7 +36,7 @@ def take_grad(values: torch.Tensor) -> bool:
     """Whether the kernels take such a gradient of bags."""
     return (
         values.is_cuda
-        and type(values) is torch.Tensor  # not in a traced graph
+        and type(values) in (torch.Tensor, torch.nn.Parameter)  # not in a traced graph
         and values.dtype in _DTYPES
         and _has_triton()
     )

@@ -10,6 +10,8 @@ import itertools
 import torch
 from torch.nn import functional as F
 
+from shardwise.shard import fused_lookup
+
 #: The number of mode="max" in torch's own op.
 _MAXIMUM = 2
 
@@ -103,9 +105,11 @@ def lookup(
     padding_idx: int | None = None,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """torch's own `embedding_bag`, which does not take empty tables."""
+    """The fused kernels' `embedding_bag`, or torch's own, which does not take empty tables."""
     if not table.numel() or not starts.numel():
         return table.new_zeros(starts.numel(), table.shape[1])
+    if fused_lookup.takes(table, mode):
+        return fused_lookup.lookup(table, ids, starts, mode, weights, padding_idx, sparse)
     return F.embedding_bag(
         ids,
         table,
