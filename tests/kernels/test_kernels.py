@@ -31,6 +31,7 @@ def small_limits(monkeypatch):
     """Bags and segments are split early, so that small inputs reach every path."""
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
+    monkeypatch.setattr(sample_grads, "SPAN", 8)
 
 
 @pytest.fixture(autouse=True)
@@ -236,8 +237,9 @@ def test_a_plain_gradient_can_be_asked_for():
         assert_close(found.double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
 
-def test_weights_of_samples_get_their_gradient():
-    batch = draw()
+@pytest.mark.parametrize("long", [False, True])
+def test_weights_of_samples_get_their_gradient(long):
+    batch = draw((8, 4, 12), long=long)
     weights = torch.rand(batch.ids.numel(), device=DEVICE)
     leaf = weights.double().requires_grad_()
     expected, _ = reference(batch, "sum", leaf)

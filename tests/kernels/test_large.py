@@ -14,6 +14,7 @@ if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
 
 from shardwise.kernels import lookup
 from shardwise.kernels.lookup import pooled_lookup, row_lookup
+from shardwise.kernels.sample_grads import per_sample_weight_grads
 from shardwise.kernels.tables import TableSet, side_by_side
 from shardwise.kernels.update import update
 
@@ -66,6 +67,21 @@ def test_a_bag_of_very_many_ids_among_short_ones(monkeypatch, mode):
     assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-3)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
+
+
+def test_weights_of_a_bag_of_very_many_ids():
+    table = torch.randn(5000, DIM, device="cuda")
+    tables = TableSet([table], [0])
+    lengths = torch.randint(0, 3, (5000,), device="cuda")
+    lengths[1000:3000], lengths[4000] = 0, 100_000
+    offsets = F.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.randint(0, 5000, (int(offsets[-1]),), device="cuda")
+    firsts, rows = torch.tensor([0, 5000], device="cuda"), side_by_side(tables, 5000)
+    grad = torch.randn(5000, DIM, device="cuda")
+    found = per_sample_weight_grads(tables, ids, offsets, firsts, 5000, rows, grad.view(-1))
+    of_bags = grad.double().repeat_interleave(lengths, 0)
+    expected = (table.double()[ids] * of_bags).sum(1)
+    assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_large_step_is_the_same_in_every_bit():

@@ -1,4 +1,7 @@
-"""The gradient of per-sample weights: each id's row times its bag's gradient."""
+"""The gradient of per-sample weights: each id's row times its bag's gradient.
+
+A program takes SPAN ids, whatever bags they are of: a bag of very many ids is shared by programs.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,22 @@ import torch
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import load_rows, rows_in_flight
+from shardwise.kernels.memory import last_at_most, load_rows, num_pieces, rows_in_flight
 from shardwise.kernels.tables import OutputRows, TableSet
+
+SPAN = 128
 
 
 @triton.jit
+def _holder(edges, count, known, wanted):
+    """The last of `count` edges that is at most `wanted`: mostly the one after `known`."""
+    found = tl.minimum(known + 1, count - 1)
+    if (tl.load(edges + found) > wanted) | (tl.load(edges + found + 1) <= wanted):
+        found = last_at_most(edges, count, wanted)
+    return found
+
+
+@triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids"])
 def _weight_grads(
     features,
     first_bag,
@@ -18,25 +32,34 @@ def _weight_grads(
     ids,
     grad,
     out,
+    num_features,
+    num_bags,
+    num_ids,
     DTYPES: tl.constexpr,
     COLUMNS: tl.constexpr,
+    SPAN: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
-    """Program (b, f) serves bag b of feature f."""
-    number = tl.program_id(1)
-    first = tl.load(first_bag + number)
-    bag = first + tl.program_id(0)
-    if bag < tl.load(first_bag + number + 1):
+    """Program i serves the ids from i SPAN on, bag by bag."""
+    begin = tl.program_id(0).to(tl.int64) * SPAN
+    last = tl.minimum(begin + SPAN, num_ids).to(tl.int64)
+    d = tl.arange(0, DIM)
+    bag = last_at_most(offsets, num_bags, begin) - 1
+    number = last_at_most(first_bag, num_features, bag + 1)
+    while begin < last:
+        bag = _holder(offsets, num_bags, bag, begin)
+        start = tl.load(offsets + bag).to(tl.int64)
+        end = tl.minimum(tl.load(offsets + bag + 1).to(tl.int64), last)
+        number = _holder(first_bag, num_features, number - 1, bag)
         feature = features + number * COLUMNS
         address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
         dtype, first_row = tl.load(feature + 3), tl.load(feature + 5)
-        out_row = tl.load(feature + 6) + (bag - first).to(tl.int64) * tl.load(feature + 7)
-        d = tl.arange(0, DIM)
+        nth = (bag - tl.load(first_bag + number)).to(tl.int64)
+        out_row = tl.load(feature + 6) + nth * tl.load(feature + 7)
         inside = d < dim
         bag_grad = tl.load(grad + out_row + d, mask=inside, other=0.0).to(tl.float32)
-        end = tl.load(offsets + bag + 1)
-        for i in range(tl.load(offsets + bag), end, ROWS):
+        for i in range(begin, end, ROWS):
             at = i + tl.arange(0, ROWS)
             here = at < end
             row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - first_row
@@ -45,6 +68,8 @@ def _weight_grads(
             rows = load_rows(address, place, owned[:, None] & inside[None, :], dtype, DTYPES)
             found = tl.sum(rows * bag_grad[None, :], 1)
             tl.store(out + at, found.to(out.dtype.element_ty), mask=here)
+        # What stands after the last bag, or before the first, is in none.
+        begin = tl.where((start <= begin) & (begin < end), end, last)
 
 
 def per_sample_weight_grads(
@@ -60,15 +85,15 @@ def per_sample_weight_grads(
 
     That of ids which stand after the last bag is 0.
     """
-    out = torch.zeros(ids.numel(), dtype=torch.float32, device=tables.device)
+    num_ids, dim = ids.numel(), tables.padded_dim
+    out = torch.zeros(num_ids, dtype=torch.float32, device=tables.device)
     features = tables.features(rows)
-    dim = tables.padded_dim
-    if max_bags and first_bag.numel() > 1:
+    if max_bags and num_ids:
         tables.launches.run(
             _weight_grads,
-            (max_bags, first_bag.numel() - 1),
+            (num_pieces(num_ids, SPAN), 1),
             (features, first_bag, offsets, ids, grad, out),
-            (),
-            (tables.dtypes, features.shape[1], rows_in_flight(dim), dim),
+            (first_bag.numel() - 1, offsets.numel() - 1, num_ids),
+            (tables.dtypes, features.shape[1], SPAN, rows_in_flight(dim), dim),
         )
     return out
