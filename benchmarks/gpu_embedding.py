@@ -62,7 +62,7 @@ class Problem:
     """Tables in one buffer, and one batch of ids for each."""
 
     def __init__(self, options: argparse.Namespace, law: str, batch: int) -> None:
-        from shardwise.kernels.tables import TableSet, side_by_side
+        from shardwise.kernels.tables import IdBags, TableSet, side_by_side
 
         count, rows, dim = options.tables, options.rows, options.dim
         self.buffer = torch.randn(count * rows, dim, device="cuda") / dim
@@ -74,15 +74,14 @@ class Problem:
         self.offsets = torch.arange(count * batch + 1, device="cuda") * options.ids
         self.first_bag = torch.arange(count + 1, device="cuda") * batch
         self.rows = side_by_side(self.set, batch)
+        self.bags = IdBags(self.ids, self.offsets, self.first_bag, batch, self.rows)
         self.grad = torch.randn(self.rows.num_elements, device="cuda") / batch
         self.read_bytes = num_ids * (dim * 4 + 8) + self.rows.num_elements * 4
 
     def forward(self, trace: bool = False) -> Any:
         from shardwise.kernels.lookup import pooled_lookup
 
-        return pooled_lookup(
-            self.set, self.ids, self.offsets, self.first_bag, self.batch, self.rows, trace=trace
-        )
+        return pooled_lookup(self.set, self.bags, trace=trace)
 
     def step(self, optimizer: str, states: Any) -> None:
         _, trace = self.forward(trace=True)
@@ -235,7 +234,7 @@ def _device_ms(action: Callable[[], Any], repeats: int = 5) -> float:
 def _of_a_long_bag(options: argparse.Namespace) -> dict[str, float]:
     """The same number of ids: in bags of one length, and with 100,000 of them in one bag."""
     from shardwise.kernels.lookup import pooled_lookup
-    from shardwise.kernels.tables import TableSet, first_bags, side_by_side
+    from shardwise.kernels.tables import IdBags, TableSet, first_bags, side_by_side
 
     num_ids = options.batch * options.ids
     tables = TableSet([torch.randn(options.rows, options.dim, device="cuda")], [0])
@@ -245,7 +244,8 @@ def _of_a_long_bag(options: argparse.Namespace) -> dict[str, float]:
     long = torch.linspace(min(100_000, num_ids), num_ids, options.batch, device="cuda").long()
 
     def look_up(offsets: torch.Tensor) -> Callable[[], Any]:
-        return lambda: pooled_lookup(tables, ids, offsets, firsts, options.batch, rows)
+        bags = IdBags(ids, offsets, firsts, options.batch, rows)
+        return lambda: pooled_lookup(tables, bags)
 
     found = {
         "bags of one length": median_ms(look_up(even)),

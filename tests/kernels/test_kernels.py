@@ -17,7 +17,13 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
 
 from shardwise.kernels import lookup, sample_grads, update  # noqa: E402  (after the check for Triton)
 from shardwise.kernels.gradients import add_gradients  # noqa: E402
-from shardwise.kernels.tables import TableSet, one_after_another, side_by_side  # noqa: E402
+from shardwise.kernels.tables import (  # noqa: E402
+    IdBags,
+    OutputRows,
+    TableSet,
+    one_after_another,
+    side_by_side,
+)
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -63,6 +69,9 @@ class Batch:
     @property
     def first_bag(self) -> torch.Tensor:
         return torch.arange(len(FEATURES) + 1, device=DEVICE) * self.batch_size
+
+    def bags(self, rows: OutputRows) -> IdBags:
+        return IdBags(self.ids, self.offsets, self.first_bag, self.batch_size, rows)
 
     def of_feature(self, number: int) -> tuple[torch.Tensor, torch.Tensor, slice]:
         """The ids of a feature, its offsets, and where the ids stand."""
@@ -118,11 +127,7 @@ def look_up(batch: Batch, mode="sum", weights=None, first_rows=None):
     rows = side_by_side(tables, batch.batch_size)
     out, trace = lookup.pooled_lookup(
         tables,
-        batch.ids,
-        batch.offsets,
-        batch.first_bag,
-        batch.batch_size,
-        rows,
+        batch.bags(rows),
         mode,
         weights,
         trace=True,
@@ -246,9 +251,7 @@ def test_weights_of_samples_get_their_gradient(long):
     tables, rows, out, _ = look_up(batch, "sum", weights)
     grad = torch.randn_like(out)
     expected.backward(grad.double())
-    found = sample_grads.per_sample_weight_grads(
-        tables, batch.ids, batch.offsets, batch.first_bag, batch.batch_size, rows, grad.flatten()
-    )
+    found = sample_grads.per_sample_weight_grads(tables, batch.bags(rows), grad.flatten())
     assert_close(found.double(), leaf.grad, rtol=1e-5, atol=1e-5)
 
 

@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
 from shardwise.kernels import lookup
 from shardwise.kernels.lookup import pooled_lookup, row_lookup
 from shardwise.kernels.sample_grads import per_sample_weight_grads
-from shardwise.kernels.tables import TableSet, side_by_side
+from shardwise.kernels.tables import IdBags, TableSet, side_by_side
 from shardwise.kernels.update import update
 
 pytestmark = pytest.mark.gpu
@@ -31,7 +31,7 @@ def test_a_table_of_more_elements_than_32_bits_count():
     ids = torch.randint(ROWS - 2000, ROWS, (512,), device="cuda")
     offsets, firsts = torch.arange(0, 513, 8, device="cuda"), torch.tensor([0, 64], device="cuda")
     rows = side_by_side(tables, 64)
-    out, trace = pooled_lookup(tables, ids, offsets, firsts, 64, rows, trace=True)
+    out, trace = pooled_lookup(tables, IdBags(ids, offsets, firsts, 64, rows), trace=True)
     touched, whole = ids - (ROWS - 2000), table[-2000:].double()
     expected = F.embedding_bag(touched, whole, offsets, mode="sum", include_last_offset=True)
     assert_close(out.view(64, DIM).double(), expected, rtol=1e-5, atol=1e-5)
@@ -61,7 +61,7 @@ def test_a_bag_of_very_many_ids_among_short_ones(monkeypatch, mode):
     results = []
     for small in (2**20, 0, 2**20):
         monkeypatch.setattr(lookup, "SMALL", small)
-        out, _ = pooled_lookup(tables, ids, offsets, firsts, 500, rows, mode)
+        out, _ = pooled_lookup(tables, IdBags(ids, offsets, firsts, 500, rows), mode)
         results.append(out.view(500, DIM))
     expected = F.embedding_bag(ids, table.double(), offsets[:-1], mode=mode)
     assert_close(results[0].double(), expected, rtol=1e-4, atol=1e-3)
@@ -78,7 +78,7 @@ def test_weights_of_a_bag_of_very_many_ids():
     ids = torch.randint(0, 5000, (int(offsets[-1]),), device="cuda")
     firsts, rows = torch.tensor([0, 5000], device="cuda"), side_by_side(tables, 5000)
     grad = torch.randn(5000, DIM, device="cuda")
-    found = per_sample_weight_grads(tables, ids, offsets, firsts, 5000, rows, grad.view(-1))
+    found = per_sample_weight_grads(tables, IdBags(ids, offsets, firsts, 5000, rows), grad.view(-1))
     of_bags = grad.double().repeat_interleave(lengths, 0)
     expected = (table.double()[ids] * of_bags).sum(1)
     assert_close(found.double(), expected, rtol=1e-4, atol=1e-4)
@@ -98,7 +98,7 @@ def test_a_large_step_is_the_same_in_every_bit():
         table = start.clone()
         tables, squares = TableSet([table], [0]), torch.ones(num_rows, device="cuda")
         rows = side_by_side(tables, num_bags)
-        out, trace = pooled_lookup(tables, ids, offsets, firsts, num_bags, rows, trace=True)
+        out, trace = pooled_lookup(tables, IdBags(ids, offsets, firsts, num_bags, rows), trace=True)
         update(tables, trace, grad.view(-1), "rowwise_adagrad", [[squares]], lr=0.5, eps=1e-6)
         results.append((out, table, squares))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

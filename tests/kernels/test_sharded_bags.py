@@ -42,7 +42,7 @@ def fused(monkeypatch):
     monkeypatch.setattr(lookup, "LONG", 8)
     monkeypatch.setattr(update, "SPAN", 8)
     if INTERPRETED:
-        monkeypatch.setattr(fused_bags, "take_grad", lambda x: x.dtype in fused_bags._DTYPES)
+        monkeypatch.setattr(fused_bags, "take_grad", lambda x: x.dtype in fused_bags.DTYPES)
     asked = []
     for name in ("sums", "largest", "table_grad", "row_grads", "sample_grad"):
         real = getattr(fused_bags, name)

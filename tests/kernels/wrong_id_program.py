@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise.kernels import lookup
-from shardwise.kernels.tables import TableSet, first_bags, side_by_side
+from shardwise.kernels.tables import IdBags, TableSet, first_bags, side_by_side
 
 NUM_ROWS, NUM_BAGS = 11, 4
 
@@ -27,7 +27,7 @@ def pooled(wrong: int) -> None:
     tables = TableSet([torch.randn(NUM_ROWS, 8, device="cuda")], [0])
     offsets = torch.arange(NUM_BAGS + 1, device="cuda") * 2
     firsts, rows = first_bags((NUM_BAGS,), tables.device), side_by_side(tables, NUM_BAGS)
-    lookup.pooled_lookup(tables, wrong_ids(wrong), offsets, firsts, NUM_BAGS, rows)
+    lookup.pooled_lookup(tables, IdBags(wrong_ids(wrong), offsets, firsts, NUM_BAGS, rows))
 
 
 def pooled_in_two_launches(wrong: int) -> None:

@@ -13,9 +13,8 @@ from shardwise.embedding.fbgemm_backend import FbgemmBackend
 from shardwise.embedding.fused import RowUpdate, RowWiseAdagrad
 from shardwise.embedding.torch_backend import TorchBackend
 from shardwise.errors import ArgumentError
+from shardwise.kernels import DTYPES as FUSED_DTYPES
 
-#: What the fused kernels can hold.
-_FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: Columns from which on fbgemm updates faster than torch.
 _FBGEMM_WIDTH = 32
 
@@ -104,7 +103,7 @@ class ByDevice:
         return own(weight, query, grad)
 
     def _for(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
-        fused = self._has_triton and weight.is_cuda and weight.dtype in _FUSED_DTYPES
+        fused = self._has_triton and weight.is_cuda and weight.dtype in FUSED_DTYPES
         fused = fused and all(state.dtype == torch.float32 for state in states)
         return self._known("triton") if fused else self._torch
 

@@ -20,7 +20,7 @@ from shardwise.kernels.gradients import row_sums
 from shardwise.kernels.lookup import Trace, pooled_lookup, row_lookup
 from shardwise.kernels.notes import noted
 from shardwise.kernels.sample_grads import per_sample_weight_grads
-from shardwise.kernels.tables import KnownSets, OutputRows, TableSet, first_bags, one_after_another
+from shardwise.kernels.tables import IdBags, KnownSets, TableSet, first_bags, one_after_another
 from shardwise.kernels.update import update
 
 
@@ -28,14 +28,18 @@ class _Batch(NamedTuple):
     """The queries of several stacks as the kernels take them: each stack is a feature."""
 
     tables: TableSet
-    ids: torch.Tensor
-    #: Where each bag begins, and where the last ends; None where each id is a bag.
-    offsets: torch.Tensor | None
-    first_bag: torch.Tensor
-    max_bags: int
-    rows: OutputRows
+    bags: IdBags
     weights: torch.Tensor | None
     num_bags: tuple[int, ...]
+
+    def with_offsets(self) -> IdBags:
+        bags = self.bags
+        if bags.offsets is not None:
+            return bags
+        return bags._replace(offsets=torch.arange(sum(self.num_bags) + 1, device=bags.ids.device))
+
+    def trace(self) -> Trace:
+        return noted(self.tables, self.bags, self.weights)
 
 
 class TritonBackend:
@@ -55,7 +59,7 @@ class TritonBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         batch = self._batch([weight], [query])
-        return row_sums(_trace(batch), _flat([grad]), weight.shape[1], grad.dtype)
+        return row_sums(batch.trace(), _flat([grad]), weight.shape[1], grad.dtype)
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
@@ -67,13 +71,7 @@ class TritonBackend:
     ) -> torch.Tensor:
         """For each id, its row times its bag's gradient."""
         batch = self._batch([weight], [query])
-        offsets = batch.offsets
-        if offsets is None:
-            offsets = torch.arange(query.num_bags + 1, device=query.ids.device)
-        return per_sample_weight_grads(
-            batch.tables, batch.ids, offsets, batch.first_bag, batch.max_bags, batch.rows,
-            _flat([grad]),
-        )  # fmt: skip
+        return per_sample_weight_grads(batch.tables, batch.with_offsets(), _flat([grad]))
 
     # -- all stacks of a rank ----------------------------------------------------------------
 
@@ -82,15 +80,12 @@ class TritonBackend:
     ) -> list[torch.Tensor]:
         """The rows of each stack's bags, in one launch."""
         batch, dtype = self._batch(weights, queries), weights[0].dtype
-        tables, ids, offsets, firsts, max_bags, rows, scales, num_bags = batch
-        if offsets is None and scales is None:
-            out, _ = row_lookup(tables, ids, firsts, max_bags, rows, dtype=dtype)
+        tables, bags, scales, num_bags = batch
+        if bags.offsets is None and scales is None:
+            ids, _, firsts, most, rows = bags
+            out, _ = row_lookup(tables, ids, firsts, most, rows, dtype=dtype)
         else:
-            if offsets is None:
-                offsets = torch.arange(sum(num_bags) + 1, device=ids.device)
-            out, _ = pooled_lookup(
-                tables, ids, offsets, firsts, max_bags, rows, weights=scales, dtype=dtype
-            )
+            out, _ = pooled_lookup(tables, batch.with_offsets(), weights=scales, dtype=dtype)
         if len(weights) == 1:
             return [out.view(num_bags[0], weights[0].shape[1])]
         sizes = [num * weight.shape[1] for num, weight in zip(num_bags, weights, strict=True)]
@@ -109,7 +104,7 @@ class TritonBackend:
         batch = self._batch(weights, queries)
         states = [[rule.state[name] for rule in rules] for name in optimizer.states]
         step_rows = partial(
-            update, batch.tables, _trace(batch), _flat(grads),
+            update, batch.tables, batch.trace(), _flat(grads),
             lr=optimizer.lr, weight_decay=optimizer.weight_decay,
         )  # fmt: skip
         if isinstance(optimizer, SGD):
@@ -136,16 +131,15 @@ class TritonBackend:
         if lengths is not None:
             offsets = lengths.new_zeros(lengths.shape[0] + 1)
             torch.cumsum(lengths, 0, dtype=offsets.dtype, out=offsets[1:])
-        return _Batch(
-            tables,
+        bags = IdBags(
             queries[0].ids if len(queries) == 1 else torch.cat([q.ids for q in queries]),
             offsets,
             first_bags(num_bags, tables.device),
             max(num_bags),
             one_after_another(tables, num_bags),
-            _joined([query.weights for query in queries], queries),
-            num_bags,
         )
+        weights_of_ids = _joined([query.weights for query in queries], queries)
+        return _Batch(tables, bags, weights_of_ids, num_bags)
 
 
 def _joined(parts: list[torch.Tensor | None], queries: Sequence[Query]) -> torch.Tensor | None:
@@ -157,11 +151,6 @@ def _joined(parts: list[torch.Tensor | None], queries: Sequence[Query]) -> torch
         for part, query in zip(parts, queries, strict=True)
     ]
     return found[0] if len(found) == 1 else torch.cat(found)
-
-
-def _trace(batch: _Batch) -> Trace:
-    tables, ids, offsets, firsts, max_bags, rows, weights, _ = batch
-    return noted(tables, ids, offsets, firsts, max_bags, rows, weights)
 
 
 def _flat(grads: Sequence[torch.Tensor]) -> torch.Tensor:

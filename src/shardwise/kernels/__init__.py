@@ -1,4 +1,10 @@
 """Fused kernels over all the embedding tables that a rank holds, in Triton.
 
-Nothing here is imported unless a GPU backend is chosen: Triton is not a dependency of the package.
+No module in here is imported unless a GPU is asked to work: Triton is not a dependency of the
+package.
 """
+
+import torch
+
+#: The dtypes that tables may have, by their number in the kernels.
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)

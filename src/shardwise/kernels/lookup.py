@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.memory import last_at_most, load_rows, num_pieces, rows_in_flight
-from shardwise.kernels.tables import OutputRows, TableSet
+from shardwise.kernels.tables import IdBags, OutputRows, TableSet
 
 SUM, MEAN, MAX = 0, 1, 2
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
@@ -340,21 +340,15 @@ def copy_rows(
 
 def pooled_lookup(
     tables: TableSet,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
-    first_bag: torch.Tensor,
-    max_bags: int,
-    rows: OutputRows,
+    bags: IdBags,
     mode: str = "sum",
     weights: torch.Tensor | None = None,
     trace: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[torch.Tensor, Trace | None]:
-    """The pooled rows of every bag of every feature, as one flat buffer laid out as `rows` says.
-
-    Bags are counted through the features: feature f has bags `first_bag[f]` to `first_bag[f + 1]`,
-    at most `max_bags`, and bag b the ids `offsets[b]` to `offsets[b + 1]`.
-    """
+    """The pooled rows of every bag, as one flat buffer laid out as `bags.rows` says."""
+    ids, offsets, first_bag, max_bags, rows = bags
+    assert offsets is not None, "bags that are pooled have offsets"
     num_features, num_bags, num_ids = first_bag.numel() - 1, offsets.numel() - 1, ids.numel()
     out = torch.empty(rows.num_elements, dtype=dtype, device=tables.device)
     known = _trace(tables, num_ids, rows, mode, weights is not None) if trace else None

@@ -8,7 +8,7 @@ import triton.language as tl
 
 from shardwise.kernels.lookup import Trace, index_dtype
 from shardwise.kernels.memory import num_pieces
-from shardwise.kernels.tables import OutputRows, TableSet
+from shardwise.kernels.tables import IdBags, TableSet
 
 #: Ids that a program writes down at a time.
 _BLOCK = 128
@@ -60,19 +60,16 @@ def _note_bags(
 
 def noted(
     tables: TableSet,
-    ids: torch.Tensor,
-    offsets: torch.Tensor | None,
-    first_bag: torch.Tensor,
-    max_bags: int,
-    rows: OutputRows,
+    bags: IdBags,
     weights: torch.Tensor | None,
     *,
     all_in_bags: bool = True,
 ) -> Trace:
-    """The trace of a sum; without offsets each id is a bag of its own.
+    """The trace of a sum.
 
     Unless `all_in_bags`, ids may stand after the last bag: they touch no row.
     """
+    ids, offsets, first_bag, max_bags, rows = bags
     key_dtype = index_dtype(tables.num_keys + 1)
     keys = torch.empty(ids.numel(), dtype=key_dtype, device=tables.device)
     out_at = torch.empty_like(keys, dtype=index_dtype(rows.num_elements))

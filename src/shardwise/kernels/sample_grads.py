@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.memory import last_at_most, load_rows, num_pieces, rows_in_flight
-from shardwise.kernels.tables import OutputRows, TableSet
+from shardwise.kernels.tables import IdBags, TableSet
 
 SPAN = 128
 
@@ -72,19 +72,10 @@ def _weight_grads(
         begin = tl.where((start <= begin) & (begin < end), end, last)
 
 
-def per_sample_weight_grads(
-    tables: TableSet,
-    ids: torch.Tensor,
-    offsets: torch.Tensor,
-    first_bag: torch.Tensor,
-    max_bags: int,
-    rows: OutputRows,
-    grad: torch.Tensor,
-) -> torch.Tensor:
-    """The gradient of a weighted sum for its weights; bags are given as to a pooled lookup.
-
-    That of ids which stand after the last bag is 0.
-    """
+def per_sample_weight_grads(tables: TableSet, bags: IdBags, grad: torch.Tensor) -> torch.Tensor:
+    """The gradient of a weighted sum for its weights; 0 for ids that stand after the last bag."""
+    ids, offsets, first_bag, max_bags, rows = bags
+    assert offsets is not None, "bags that are pooled have offsets"
     num_ids, dim = ids.numel(), tables.padded_dim
     out = torch.zeros(num_ids, dtype=torch.float32, device=tables.device)
     features = tables.features(rows)

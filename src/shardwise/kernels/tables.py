@@ -15,12 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from shardwise.kernels import DTYPES
 from shardwise.kernels.launch import Launches
 from shardwise.kernels.memory import padded_dim
 from shardwise.kernels.scratch import Scratch
-
-#: The dtypes of tables, by their number in the kernels.
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 #: Columns of `TableSet.features`.
 FEATURE_COLUMNS = (
@@ -47,6 +45,21 @@ class OutputRows(NamedTuple):
     starts: tuple[int, ...]
     strides: tuple[int, ...]
     num_elements: int
+
+
+class IdBags(NamedTuple):
+    """Ids in bags, which are counted through the features.
+
+    Feature f has bags `first_bag[f]` to `first_bag[f + 1]`, at most `max_bags`, and bag b the ids
+    `offsets[b]` to `offsets[b + 1]`; without offsets each id is a bag of its own.
+    """
+
+    ids: torch.Tensor
+    offsets: torch.Tensor | None
+    first_bag: torch.Tensor
+    max_bags: int
+    #: Where the results of the bags go, and their gradients come from.
+    rows: OutputRows
 
 
 class TableLines(NamedTuple):

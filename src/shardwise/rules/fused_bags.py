@@ -11,20 +11,15 @@ from __future__ import annotations
 import importlib.util
 import math
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise.kernels import DTYPES
 from shardwise.rules.bag_shape import MODE_MEAN, Bags
 
 if TYPE_CHECKING:
-    from shardwise.kernels.tables import KnownSets, OutputRows, TableSet
-
-    #: Ids, where bags start, the first bag of each feature, how many bags, where results go.
-    KernelBags: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, int, OutputRows]
-
-#: What a table may hold.
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+    from shardwise.kernels.tables import IdBags, KnownSets, TableSet
 
 
 def take_table(weight: torch.Tensor) -> bool:
@@ -37,7 +32,7 @@ def take_grad(values: torch.Tensor) -> bool:
     return (
         values.is_cuda
         and type(values) in (torch.Tensor, torch.nn.Parameter)  # not in a traced graph
-        and values.dtype in _DTYPES
+        and values.dtype in DTYPES
         and _has_triton()
     )
 
@@ -66,7 +61,7 @@ def sums(weight: torch.Tensor, bags: Bags, first_row: int, mode: int) -> torch.T
     divided = mode == MODE_MEAN and not by_length
     out, _ = pooled_lookup(
         tables,
-        *_as_kernels_take_them(tables, bags),
+        _as_kernels_take_them(tables, bags),
         mode="mean" if by_length else "sum",
         weights=_flat(bags.weights),
         dtype=torch.float32 if divided else weight.dtype,
@@ -87,7 +82,7 @@ def largest(weight: torch.Tensor, bags: Bags, first_row: int) -> tuple[torch.Ten
         return weight.new_zeros(shape), bags.ids.new_zeros(shape, dtype=torch.int64)
     tables = _sets().of([weight], (first_row,))
     out, trace = pooled_lookup(
-        tables, *_as_kernels_take_them(tables, bags), mode="max", trace=True, dtype=weight.dtype
+        tables, _as_kernels_take_them(tables, bags), mode="max", trace=True, dtype=weight.dtype
     )
     assert trace is not None, "asked for"
     assert trace.argmax is not None, "a maximum has it"
@@ -112,7 +107,7 @@ def table_grad(
         return found
     tables = TableSet([found], [0], [first_row])
     given = _as_kernels_take_them(tables, bags)
-    trace = noted(tables, *given, weights=_flat(bags.weights), all_in_bags=bags.offsets is None)
+    trace = noted(tables, given, weights=_flat(bags.weights), all_in_bags=bags.offsets is None)
     add_gradients(tables, trace, _per_id(grad, bags, mode))
     return found
 
@@ -145,18 +140,18 @@ def sample_grad(
         return grad.new_zeros(bags.ids.shape)
     tables = _sets().of([weight], (first_row,))
     given = _as_kernels_take_them(tables, bags)
-    found = per_sample_weight_grads(tables, *given, grad.contiguous().view(-1))
+    found = per_sample_weight_grads(tables, given, grad.contiguous().view(-1))
     return found.to(grad.dtype).view(bags.ids.shape)
 
 
-def _as_kernels_take_them(tables: TableSet, bags: Bags) -> KernelBags:
-    from shardwise.kernels.tables import first_bags, one_after_another
+def _as_kernels_take_them(tables: TableSet, bags: Bags) -> IdBags:
+    from shardwise.kernels.tables import IdBags, first_bags, one_after_another
 
     ids = bags.ids
     if bags.padding_idx >= 0:
         ids = ids.masked_fill(ids == bags.padding_idx, -1)  # no rank's row
     count = (bags.num_bags,)
-    return (
+    return IdBags(
         _flat(ids),
         bags.bounds.contiguous(),
         first_bags(count, tables.device),
