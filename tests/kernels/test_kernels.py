@@ -188,6 +188,7 @@ def test_lookup_and_step_are_torchs(monkeypatch, case):
     case = dict(case)
     if case.pop("two_launches", False):
         monkeypatch.setattr(lookup, "SMALL", 0)
+        monkeypatch.setattr(lookup, "_CHUNK_PROGRAMS", 3)
     mode, optimizer = case.pop("mode", "sum"), case.pop("optimizer", "sgd")
     weighted = case.pop("weighted", False)
     batch = draw(**case)

@@ -15,7 +15,8 @@ last, and it sets the counter back.
 
 In small batches all programs are of one launch, which also asserts that ids are in range: launching
 is what costs there. In large ones, programs for bags alone need fewer registers and no search; the
-chunks follow in a launch of their own, which leaves at once unless a flag says that a bag was long.
+chunks follow in a launch of their own, which asserts that no id was out of range, and leaves unless
+a flag says that a bag was long.
 
 Note [What backward needs]
 In training, the lookup writes down for every id its key (see tables), where its bag's output row
@@ -42,6 +43,8 @@ SMALL = 2**20
 LONG_IN_SMALL = 256
 LONG = 512
 _BAGS, _CHUNKS, _BOTH = 1, 2, 3
+#: As many programs serve the chunks of a large batch.
+_CHUNK_PROGRAMS = 4096
 
 
 class Trace(NamedTuple):
@@ -275,17 +278,27 @@ def pool_bags(
     else:
         # Those of chunks come first, as they may take longest.
         before = (num_chunks + num_features - 1) // num_features
+        if PART == 2:
+            before = tl.num_programs(0)
+            if not MASKED:
+                tl.device_assert(
+                    tl.load(flags) == 0, "an embedding id is out of the range of its table"
+                )
         of_chunk = tl.program_id(0) < before
         bag -= before
-        chunk = tl.program_id(0) * num_features + number
-        low = chunk.to(INDEX) * LONG
-        high = tl.minimum(low + LONG, num_ids)
+        # This program's first chunk, and the step to the next if it has several.
+        first_chunk, step = tl.program_id(0) * num_features + number, before * num_features
         last_bag = tl.load(first_bag + number + 1).to(tl.int32)
         # A chunk: what it holds of the bag with its first id, and of the one with its last.
-        rounds = tl.where(of_chunk, (chunk < num_chunks) * 2, (bag < last_bag) * 1)
+        of_this = tl.maximum(num_chunks - first_chunk + step - 1, 0) // tl.maximum(step, 1)
+        rounds = tl.where(of_chunk, of_this * 2, (bag < last_bag) * 1)
         if PART == 2:
             rounds *= tl.load(flags + 1)
-        for slot in range(rounds):
+        for turn in range(rounds):
+            slot = turn % 2
+            chunk = first_chunk + turn // 2 * step
+            low = chunk.to(INDEX) * LONG
+            high = tl.minimum(low + LONG, num_ids)
             if of_chunk:
                 wanted = tl.where(slot == 0, low, high - 1)
                 bag = last_at_most(offsets, num_bags, wanted).to(tl.int32)
@@ -379,7 +392,7 @@ def pooled_lookup(
             (num_features, num_bags, num_ids, num_chunks),
             (part, MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
              features.shape[1], index, long, rows_in_flight(dim), dim),
-            debug=small and not tables.masked,
+            debug=part != _BAGS and not tables.masked,
         )  # fmt: skip
 
     num_columns = num_pieces(num_chunks, num_features)
@@ -387,8 +400,8 @@ def pooled_lookup(
         launch(_BOTH, (num_columns + max_bags, num_features))
     else:
         launch(_BAGS, (max_bags, num_features))
-        if num_chunks:
-            launch(_CHUNKS, (num_columns, num_features))
+        most = num_pieces(_CHUNK_PROGRAMS, num_features)
+        launch(_CHUNKS, (max(1, min(num_columns, most)), num_features))
     if not tables.masked:
         _check(flags)
     return out, known
@@ -443,10 +456,6 @@ def index_dtype(count: int) -> torch.dtype:
 
 
 def _check(flags: torch.Tensor | None) -> None:
-    """Fail, on the device as torch's lookups do, where an id was out of range."""
-    if flags is None:
-        return  # the kernel did
-    if flags.is_cuda:
-        torch._assert_async(flags[0] == 0, "an embedding id is out of the range of its table")
-    elif flags[0]:
+    """Where kernels are interpreted, fail as they do on the device."""
+    if flags is not None and not flags.is_cuda and flags[0]:
         raise IndexError("an embedding id is out of the range of its table")
