@@ -9,7 +9,7 @@ from by_hand import lay, value
 from torch import nn
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import Partial, Replicate, Shard
 
 
 def pair(mesh, placement):
@@ -161,3 +161,35 @@ def test_values_written_entry_by_entry(mesh, placement):
     kernel = lay(torch.zeros(4, 4, 3), mesh, [placement])
     nn.init.dirac_(kernel)
     assert torch.equal(value(kernel), nn.init.dirac_(torch.zeros(4, 4, 3)))
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Partial(), Replicate()], ids=repr)
+def test_one_hot(mesh, placement):
+    x = torch.tensor([0, 2, 1, 2, 0])
+    y = lay(x, mesh, [placement])
+    assert torch.equal(value(nn.functional.one_hot(y, 4)), nn.functional.one_hot(x, 4))
+    assert torch.equal(value(nn.functional.one_hot(y)), nn.functional.one_hot(x))
+    for wrong in (x - 1, x + 2):
+        with pytest.raises(RuntimeError, match="Class values"):
+            nn.functional.one_hot(lay(wrong, mesh, [placement]), 4)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_a_diagonal_is_filled(mesh, placement):
+    x, wanted = lay(torch.zeros(5, 4), mesh, [placement]), torch.zeros(5, 4)
+    assert torch.equal(value(x.fill_diagonal_(3)), wanted.fill_diagonal_(3))
+    tall = lay(torch.zeros(9, 2), mesh, [placement])
+    with pytest.raises(NotImplementedError, match="wrap"):
+        tall.fill_diagonal_(3, wrap=True)
+
+
+def test_ops_whose_tensors_are_no_floats(mesh):
+    places = torch.tensor([5, 0, 7])
+    wanted = torch.unravel_index(places, (2, 4))
+    found = torch.unravel_index(lay(places, mesh, [Shard(0)]), (2, 4))
+    assert [value(f).tolist() for f in found] == [w.tolist() for w in wanted]
+    x = torch.randn(3, 6, 5, dtype=torch.complex64)
+    window = torch.rand(10) + 0.5
+    wanted = torch.istft(x, 10, window=window)
+    found = torch.istft(lay(x, mesh, [Shard(0)]), 10, window=lay(window, mesh, [Shard(0)]))
+    torch.testing.assert_close(value(found), wanted)

@@ -11,13 +11,16 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.reduced import reduced_layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.wrapped import as_layouts
 from shardwise.errors import UnsupportedError
+from shardwise.rules.ids import has_values, id_range, sharded_axes, widened
 from shardwise.rules.infer import hollowed
 
 aten = torch.ops.aten
@@ -34,6 +37,7 @@ _MAKE_TENSORS = (
     aten.linalg_matrix_rank.atol_rtol_tensor,
     aten.linalg_matrix_rank.tol_tensor,
     aten._scaled_dot_product_attention_math.default,
+    aten.istft.default,
 )
 
 
@@ -72,6 +76,45 @@ def pad_sequence(
         no_others = (0, 0) * (x.dim() - 1)
         padded.append(torch.constant_pad_nd(x, (*no_others, *where), padding_value))
     return torch.stack(padded, 0 if batch_first else 1)
+
+
+def one_hot(x: Any, num_classes: int = -1) -> Any:
+    """A one at the class of each entry; classes are checked on every rank as on one device."""
+    if x.dtype is not torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to an index of int64, found {x.dtype}.")
+    if x.numel() == 0 and num_classes <= 0:
+        raise RuntimeError("one_hot cannot tell the number of classes from an empty tensor.")
+    layout = reduced_layout(x._layout)
+    x = x.redistribute(placements=layout.placements)
+    if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
+        found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
+        negative_low, high = one_for_all(found).tolist()
+        if negative_low > 0 or (0 < num_classes <= high):
+            raise RuntimeError(
+                "Class values must be non-negative and smaller than num_classes; they run from "
+                f"{-negative_low} to {high}, and num_classes is {num_classes}."
+            )
+        num_classes = num_classes if num_classes > 0 else high + 1
+    with implicit_replication():
+        return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
+def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """The powers of each entry, the highest first unless they are to increase."""
+    powers = torch.linalg.vander(x, N=N)
+    return powers if increasing else powers.flip(-1)
+
+
+def fill_diagonal_(x: Any, fill_value: Any, wrap: bool = False) -> Any:
+    """Write to the entries whose indices are all the same; torch would write to memory."""
+    (hollow,), _ = hollowed([x._layout], {})
+    hollow.fill_diagonal_(fill_value, wrap)  # torch's checks
+    if x.dim() != 2 or (wrap and x.shape[0] > x.shape[1] + 1):
+        raise UnsupportedError(
+            f"aten.fill_diagonal_.default does not have a sharding strategy registered for "
+            f"{x.dim()} dims with wrap={wrap}: {x._layout!r}. Use masked_fill_()."
+        )
+    return x.masked_fill_(torch.ones_like(x, dtype=torch.bool).tril().triu(), fill_value)
 
 
 def stft(
@@ -157,6 +200,9 @@ def register(library: torch.library.Library) -> None:
         _implement(library, op, functools.partial(_put_together, op))
     _implement(library, aten.stft.default, stft)
     _implement(library, aten.pad_sequence.default, pad_sequence)
+    _implement(library, aten.one_hot.default, one_hot)
+    _implement(library, aten.vander.default, vander)
+    _implement(library, aten.fill_diagonal_.default, fill_diagonal_)
     _implement(library, aten.as_strided.default, as_strided)
     _implement(library, aten.as_strided_copy.default, as_strided_copy)
     _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)

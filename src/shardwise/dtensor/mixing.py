@@ -31,6 +31,7 @@ _MADE_BY_TORCH: dict[Any, int] = {
 #: and mix them with their arguments, by module and name.
 _MIXERS = {
     ("torch._lowrank", "get_approximate_basis"),
+    ("torch.functional", "_unravel_index"),
     ("torch.masked._ops", "_std_var"),
     ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
     ("torch.nn.utils.parametrizations", "_is_orthogonal"),

@@ -72,9 +72,10 @@ def _windows(call: Call) -> list[Link]:
 
 
 def _windows_back(call: Call) -> list[Link]:
-    ndim = call.outputs[0].ndim
-    at = call.argument("dim") % ndim if ndim else 0
-    return [Link(d, d) for d in range(ndim) if d != at]
+    """A dim of size 1 is repeated where the output is longer: that one stays whole."""
+    grad, out = call.inputs[0].shape, call.outputs[0].shape
+    at = call.argument("dim") % len(out) if out else 0
+    return [Link(d, d) for d in range(len(out)) if d != at and grad[d] == out[d]]
 
 
 def _but_last(call: Call) -> list[Link]:

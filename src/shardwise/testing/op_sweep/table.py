@@ -20,10 +20,10 @@ _NOT_ON_CPU = "jiterator"
 
 
 def operators(patterns: Sequence[str] = ()) -> list[Any]:
-    """The entries of torch's table for float32 on the CPU whose name matches a pattern."""
+    """The entries of torch's table for the CPU whose name matches a pattern."""
     chosen = []
     for entry in _op_db():
-        if not entry.supports_dtype(torch.float32, "cpu") or _NOT_ON_CPU in entry.name:
+        if _dtype_of(entry) is None or _NOT_ON_CPU in entry.name:
             continue
         name = full_name(entry)
         if not patterns or any(
@@ -31,6 +31,12 @@ def operators(patterns: Sequence[str] = ()) -> list[Any]:
         ):
             chosen.append(entry)
     return chosen
+
+
+def _dtype_of(entry: Any) -> torch.dtype | None:
+    """The dtype that an op is played with: float32, where the op takes it."""
+    dtypes = (torch.float32, torch.complex64, torch.int64)
+    return next((dtype for dtype in dtypes if entry.supports_dtype(dtype, "cpu")), None)
 
 
 def full_name(entry: Any) -> str:
@@ -76,9 +82,11 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
 def samples(entry: Any, count: int) -> list[Sample]:
     """`count` of the entry's samples, spread over all of them; those without tensors left out."""
     _same_every_time()
+    dtype = _dtype_of(entry)
+    wants_grad = dtype is not torch.int64
     made = [
         sample
-        for sample in entry.sample_inputs("cpu", torch.float32, requires_grad=True)
+        for sample in entry.sample_inputs("cpu", dtype, requires_grad=wants_grad)
         if _has_dense_tensors(sample)
     ]
     if len(made) > count:
