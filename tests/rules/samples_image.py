@@ -140,7 +140,7 @@ def _resized() -> list[Sample]:
 
 
 def _sampled() -> list[Sample]:
-    found = []
+    found = [Sample(aten.affine_grid_generator.default, (t(5, 2, 3), [5, 1, 3, 4], False))]
     for dims, packet in ((2, "grid_sampler_2d"), (3, "grid_sampler_3d")):
         x, outer = t(2, 3, *[4, 5, 3][:dims]), [3, 4, 2][:dims]
         places = torch.rand((2, *outer, dims), generator=_generator) * 2 - 1

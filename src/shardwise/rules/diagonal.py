@@ -1,4 +1,4 @@
-"""Diagonals, windows and complex numbers as pairs: views that add or drop dims at the end."""
+"""Diagonals, windows, complex numbers as pairs, other dtypes: views that change the last dims."""
 
 from __future__ import annotations
 
@@ -95,7 +95,35 @@ def _negative_choices(call: Call) -> Iterator[Choice]:
         yield replace(choice, local=local)
 
 
+def _bits_choices(call: Call) -> Iterator[Choice]:
+    """The same bits as another dtype: a cut of the last dim must not go through an entry."""
+    before, after = call.inputs[0], call.outputs[0]
+    yield call.replicated()
+    for dim in range(before.ndim):
+        for sizes in call.splits([(0, dim)]):
+            target: Shard | None = Shard(dim, sizes)
+            alone: tuple[tuple[int, int], ...] = ()
+            if dim == before.ndim - 1 and before.dtype.itemsize != after.dtype.itemsize:
+                target, alone = _cut_like(call, dim, sizes), ((0, dim),)
+            if target is not None:
+                yield Choice((Shard(dim, sizes),), (target,), alone=alone)
+
+
+def _cut_like(call: Call, dim: int, sizes: tuple[int, ...] | None) -> Shard | None:
+    """The cut of the output at the same bytes; None where that would be inside an entry."""
+    before, after = call.inputs[0], call.outputs[0]
+    if type(before.shape[dim]) is not int:
+        return None
+    pieces = lengths(before.shape[dim], call.axis_size, sizes)
+    piece_bytes = [n * before.dtype.itemsize for n in pieces]
+    if any(n % after.dtype.itemsize for n in piece_bytes):
+        return None
+    kept = tuple(n // after.dtype.itemsize for n in piece_bytes)
+    return shard_with(dim, kept, after.shape[dim], call.axis_size)
+
+
 RULES: Table = table(
+    ((aten.view.dtype,), Rule(_bits_choices, "... -> ...")),
     ((aten.diagonal.default,), Rule(_diagonal_choices, "m n ... -> ... k")),
     view(
         aten.diagonal_backward.default,

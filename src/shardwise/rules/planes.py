@@ -165,7 +165,27 @@ def _resizing(dims: int, *names: str) -> list[tuple[tuple[Any, ...], Rule]]:
     ]
 
 
+def _own_grids(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
+    """The grids of this rank's maps, which may be none."""
+    if not theta.shape[0]:
+        return theta.new_empty((0, *size[2:], len(size) - 2))
+    return aten.affine_grid_generator.default(theta, [theta.shape[0], *size[1:]], align_corners)
+
+
+def _affine_grid_choices(call: Call) -> Iterator[Choice]:
+    """Each affine map has a grid of its own; how many there are stands in `size` too."""
+    yield call.replicated()
+    yield from linear_choices(call, FIRST)
+    local = LocalCall(_own_grids)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
+
+
 RULES: Table = table(
+    (
+        (aten.affine_grid_generator.default,),
+        Rule(_affine_grid_choices, "n [a] [b] -> n [h] [w] [2]"),
+    ),
     planes(aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, dims=2, linear=FIRST),
     planes(aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default, dims=3, linear=FIRST),
     planes(
