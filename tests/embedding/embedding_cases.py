@@ -10,6 +10,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import LocalTensor
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
+from shardwise.embedding import step as one_step
 
 TABLES = [
     Table("user", 11, 8),
@@ -18,6 +19,8 @@ TABLES = [
     Table("word", 9, 6),
     Table("day", 4, 8),
 ]
+#: Of one width, so that a rank has one stack.
+EQUALS = [Table(f"equal{rows}", rows, 4) for rows in (5, 11, 8)]
 SUMS = [dataclasses.replace(table, pooling="sum") for table in TABLES]
 
 PLANS = {
@@ -216,6 +219,27 @@ def bad_on_one_rank(plan, others):
     except shardwise.ShardwiseError as error:
         told["plan"] = f"{type(error).__name__}: {error}"
     return told, collection(good)["user"].detach()
+
+
+def trained_in_small_pieces(kind, num_steps):
+    """In four gloo processes: few numbers at a time, two lookups before backward, and the ids of
+    the next batch on their way: nothing that is kept is written over."""
+    one_step.CHUNK_NUMBERS, before = 8, one_step.CHUNK_NUMBERS
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(kind, tables=EQUALS, optimizer=SGD(0.01)).shard(mesh, "row_wise")
+    mine = [of_equals(number, dist.get_rank()) for number in range(num_steps + 1)]
+    ahead = collection.prefetch(mine[0])
+    for number in range(num_steps):
+        outputs = collection(ahead), collection(mine[number + 1])
+        ahead = collection.prefetch(mine[number + 1])
+        (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
+    one_step.CHUNK_NUMBERS = before
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+
+
+def of_equals(number, rank):
+    """Some have weights, some do not; features have numbers of bags of their own."""
+    return batch(10 * number + rank, tables=EQUALS, weighted=rank % 2 == 1, uneven=number % 2 == 1)
 
 
 def trained_by_sgd(plan, num_steps):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run
+from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run, by_row
 from shardwise.embedding import torch_backend as module
 from shardwise.embedding.backends import make_backend
 from shardwise.embedding.stacks import states_like
@@ -69,12 +69,13 @@ def test_lookups_and_gradients(name, weighted, pooled):
 @each_optimizer
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize("product", [False, True])
-def test_updates(monkeypatch, name, optimizer, weighted, pooled, product):
+@pytest.mark.parametrize(("product", "at_a_time"), [(False, 1), (True, 1), (True, 99)])
+def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, at_a_time):
     """All ways of updating give what the optimizer makes of the gradient by hand."""
     backend, asked = backend_or_skip(name), query(weighted, pooled)
     monkeypatch.setattr(module, "_ROWS_PER_ID", 8 if product else 0)
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
+    monkeypatch.setattr(by_row, "_PART_IDS", at_a_time)
     weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
     expected = weight.clone()
     _, of_weight = by_hand(weight, asked, grad)

@@ -85,6 +85,19 @@ def test_a_keyed_jagged_tensor_is_not_copied():
     assert batch.bags("b") == [[], [3, 4]]
 
 
+def test_a_keyed_jagged_tensor_with_a_batch_of_its_own_for_each_feature():
+    jagged_tensor = pytest.importorskip("torchrec.sparse.jagged_tensor")
+    theirs = jagged_tensor.KeyedJaggedTensor(
+        keys=["a", "b"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([1, 1, 0, 2, 0]),
+        stride_per_key_per_rank=[[2], [3]],
+    )
+    batch = Jagged.of(theirs)
+    assert batch.bags("a") == [[1], [2]]
+    assert batch.bags("b") == [[], [3, 4], []]
+
+
 def test_a_strided_nested_tensor():
     with pytest.raises(ArgumentError, match=r"layout torch\.jagged"):
         Jagged.from_nested({"a": torch.ones(3)})

@@ -95,6 +95,20 @@ def test_prefetch_overlaps_and_computes_the_same(processes):
     close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))
 
 
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_memory_that_is_kept_is_not_written_over(processes, kind):
+    found = processes(cases.trained_in_small_pieces, kind, 3)
+    alone = cases.make(kind, tables=cases.EQUALS, optimizer=SGD(0.01))
+    for number in range(3):
+        for part in (number, number + 1):
+            with alone.optimizer.hold():
+                for rank in range(4):
+                    (cases.loss_of(alone(cases.of_equals(part, rank))) / 4).backward()
+        alone.optimizer.step()
+    for tables in found:
+        close(tables, {name: p.detach() for name, p in alone.named_parameters()})
+
+
 def test_gradients_of_weights_where_they_are_wanted(processes):
     """Rank 2 has no weights, rank 0 has some that want no gradient."""
     found = processes(cases.gradients_of_weights, cases.PLANS["mixed"])

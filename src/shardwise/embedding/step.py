@@ -38,7 +38,7 @@ from shardwise.exchange.between import (
 )
 
 #: Numbers of rows that are looked up at a time: four megabytes.
-_CHUNK_NUMBERS = 1 << 20
+CHUNK_NUMBERS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -239,7 +239,7 @@ def _look_up_into(
     width = weight.shape[1]
     flat = scratch.numbers(query.num_bags * width, weight.dtype)
     first = start = 0
-    for rows in flat.view(query.num_bags, width).split(max(1, _CHUNK_NUMBERS // width)):
+    for rows in flat.view(query.num_bags, width).split(max(1, CHUNK_NUMBERS // width)):
         bags = slice(first, first + rows.shape[0])
         lengths = None if query.lengths is None else query.lengths[bags]
         num = rows.shape[0] if lengths is None else int(lengths.sum())
