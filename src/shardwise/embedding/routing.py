@@ -59,6 +59,11 @@ class Route:
         order = [sorted(each, key=lambda leg: leg.tile.stack) for each in legs]
         #: Per rank, the legs that lead there from every rank, by stack and feature.
         self.legs: tuple[tuple[Leg, ...], ...] = tuple(map(tuple, order))
+        #: Per rank, the first one that is sent the same: it has other columns of the same tables.
+        self.like: tuple[int, ...] = tuple(
+            next(i for i, other in enumerate(order) if i == rank or _same_message(other, mine))
+            for rank, mine in enumerate(order)
+        )
         #: Per rank, the legs to tables that it holds a copy of.
         self.home: tuple[tuple[Leg, ...], ...] = tuple(map(tuple, home))
         self.split_features = [f for f, t in enumerate(feature_tables) if split[t]]
@@ -78,6 +83,16 @@ class Route:
         rows = self.tiling.tables[table].num_embeddings
         num_holders = sum(1 for size in self.tiling.cuts[table].sizes if size)
         return max(chunk_length(rows, num_holders), tiles[0].num_rows), tiles
+
+
+def _same_message(first: Sequence[Leg], second: Sequence[Leg]) -> bool:
+    return len(first) == len(second) and not any(
+        one.split
+        or one.feature != two.feature
+        or one.tile.base != two.tile.base
+        or one.tile.rows != two.tile.rows
+        for one, two in zip(first, second, strict=True)
+    )
 
 
 @dataclass(slots=True)
@@ -181,10 +196,14 @@ def pack(route: Route, bags: Bags) -> Packed:
         num = sum(counts) * (1 if bags.weights is None else 2)
         sent.append(num + (sum(bags.num_bags[leg.feature] for leg in legs) if route.pooled else 0))
     message = torch.empty(sum(sent), dtype=route.id_dtype, device=bags.values.device)
-    at = 0
-    for legs in route.legs:
+    parts = message.split(sent)
+    for rank, legs in enumerate(route.legs):
+        if route.like[rank] < rank:
+            parts[rank].copy_(parts[route.like[rank]])
+            continue
+        at = 0
         for write, leg in itertools.product(writers, legs):
-            at += write(leg, message[at:])
+            at += write(leg, parts[rank][at:])
     one_per_id = not route.pooled or bags.weights_train
     positions = outgoing.positions() if one_per_id else {}
     return Packed(message, sent, ids_per_leg, positions, _note(route, bags, ids_per_leg))
