@@ -15,7 +15,7 @@ if importlib.util.find_spec("triton") is None or not torch.cuda.is_available():
 from shardwise.kernels import lookup
 from shardwise.kernels.lookup import pooled_lookup, row_lookup
 from shardwise.kernels.sample_grads import per_sample_weight_grads
-from shardwise.kernels.tables import IdBags, TableSet, side_by_side
+from shardwise.kernels.tables import IdBags, TableSet, first_bags, side_by_side
 from shardwise.kernels.update import update
 
 pytestmark = pytest.mark.gpu
@@ -108,3 +108,34 @@ def test_a_large_step_is_the_same_in_every_bit():
     expected = start.double() - 0.5 * total / (squares.sqrt() + 1e-6)
     assert_close(results[0][1].double(), expected, rtol=1e-5, atol=1e-5)
     assert_close(results[0][2].double(), squares.squeeze(1), rtol=1e-5, atol=1e-5)
+
+
+def test_a_captured_lookup_and_step_outlive_other_batches():
+    """A graph reads what it was captured with, whatever sizes were looked up since."""
+    table = torch.randn(5000, DIM, device="cuda")
+    tables = TableSet([table], [0])
+    ids = torch.randint(0, 5000, (64 * 40,), device="cuda")
+
+    def step(num_bags: int) -> torch.Tensor:
+        offsets = torch.arange(num_bags + 1, device="cuda") * 40
+        firsts, rows = first_bags((num_bags,), tables.device), side_by_side(tables, num_bags)
+        bags = IdBags(ids[: num_bags * 40], offsets, firsts, num_bags, rows)
+        out, trace = pooled_lookup(tables, bags, trace=True)
+        update(tables, trace, out, "sgd", lr=1e-3)  # small: values stay near 1
+        return out.view(num_bags, DIM)
+
+    step(64)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(64)
+    for num_bags in (1, 32, 64, 7):
+        step(num_bags)
+    junk = [torch.full((64,), 2**40, device="cuda") for _ in range(1000)]
+    ids.random_(5000)
+    before = table.double()
+    graph.replay()
+    bag = before[ids].view(64, 40, DIM).sum(1)
+    assert_close(out.double(), bag, rtol=1e-5, atol=1e-4)
+    expected = before.index_add(0, ids, bag.repeat_interleave(40, 0), alpha=-1e-3)
+    assert_close(table.double(), expected, rtol=1e-5, atol=1e-5)
+    assert len(junk) == 1000

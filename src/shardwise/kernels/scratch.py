@@ -12,6 +12,11 @@ import torch
 import triton
 
 
+def is_captured(device: torch.device) -> bool:
+    """Whether what is launched now becomes part of a graph."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class Parts(NamedTuple):
     """Room for the parts of results that several programs make."""
 
@@ -35,10 +40,10 @@ class Scratch:
         self._kept: dict[int, Parts] = {}
 
     def parts(self, num_counters: int, num_values: int, with_positions: bool) -> Parts:
+        if is_captured(self._device):
+            return self._make(num_counters, num_values, with_positions)
         stream = 0
         if self._device.type == "cuda":
-            if torch.cuda.is_current_stream_capturing():
-                return self._make(num_counters, num_values, with_positions)
             stream = triton.runtime.driver.active.get_current_stream(self._device.index)
         kept = self._kept.get(stream)
         if kept is None or not kept.hold(num_counters, num_values, with_positions):

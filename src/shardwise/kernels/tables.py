@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.kernels import DTYPES
 from shardwise.kernels.launch import Launches
 from shardwise.kernels.memory import padded_dim
-from shardwise.kernels.scratch import Scratch
+from shardwise.kernels.scratch import Scratch, is_captured
 
 #: Columns of `TableSet.features`.
 FEATURE_COLUMNS = (
@@ -107,6 +107,8 @@ class TableSet:
         self._addresses = tuple([table.data_ptr() for table in tables])
         self._features: tuple[OutputRows, torch.Tensor] | None = None
         self._lines: tuple[object, TableLines] | None = None
+        #: What graphs that were captured read: it stays when the next batch has other sizes.
+        self._in_graphs: list[torch.Tensor] = []
         self.device = tables[0].device
         self.scratch = Scratch(self.device)
         self.launches = Launches(self.device)
@@ -135,6 +137,8 @@ class TableSet:
                 for t, start, stride in places
             ]
             self._features = (out, self._on_device(rows))
+        if is_captured(self.device):
+            self._in_graphs.append(self._features[1])
         return self._features[1]
 
     def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
@@ -156,6 +160,8 @@ class TableSet:
             rows.append([0, self.num_keys, 0, 0, 0, 0])
             lines = TableLines(self._on_device(rows), _in_one_buffer(self.tables, states))
             self._lines = (beside, lines)
+        if is_captured(self.device):
+            self._in_graphs.append(self._lines[1].rows)
         return self._lines[1]
 
     def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
@@ -190,9 +196,21 @@ class KnownSets:
         return found
 
 
-@lru_cache(64)
+#: As TableSet's: what captured graphs read.
+_FIRSTS_IN_GRAPHS: list[torch.Tensor] = []
+
+
 def first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where the bags of each feature begin, and where the last end: mostly as a batch before."""
+    """Where the bags of each feature begin, and where the last end."""
+    firsts = _first_bags(num_bags, device)
+    if is_captured(device):
+        _FIRSTS_IN_GRAPHS.append(firsts)
+    return firsts
+
+
+@lru_cache(64)
+def _first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
+    # Mostly there are as many as in a batch before.
     firsts = torch.tensor(list(accumulate(num_bags, initial=0)))
     return firsts.to(device, non_blocking=True)
 
