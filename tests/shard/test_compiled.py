@@ -156,7 +156,8 @@ def test_training_steps(world):
 
 
 def test_what_forward_kept_is_used_once_and_may_be_gone(world, monkeypatch):
-    model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    model = nn.Embedding(9, 6, max_norm=1.0)
+    shard_module(model, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     fast, ids = compiled(model)[0], ids_of(5)
     assert_as_eager(model, fast, ids)
     counts = []
@@ -173,6 +174,23 @@ def test_what_forward_kept_is_used_once_and_may_be_gone(world, monkeypatch):
             torch.autograd.grad(model(ids).sum(), model.weight)[0].full_tensor().agreed(),
         )
     assert counts == [1, 4]
+
+
+def test_without_gradients(world):
+    """Nothing is kept for a backward that cannot come."""
+    model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    fast, ids = compiled(model)[0], ids_of(5)
+    traced._kept.clear()
+    for without in (torch.no_grad, torch.inference_mode):
+        with without():
+            assert torch.equal(fast(ids).on_rank(1), model(ids).on_rank(1))
+    assert not traced._kept
+
+
+def test_export_is_refused(world):
+    model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    with pytest.raises(NotImplementedError, match="cannot ask other ranks"):
+        torch.export.export(model, (ids_of(5),), strict=False)
 
 
 def test_elementwise_ops_keep_the_spec(world):

@@ -20,6 +20,7 @@ import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.world import world_caches
+from shardwise.errors import UnsupportedError
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
 
@@ -70,6 +72,11 @@ def traced(
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     """What eager code gives, as one op of a graph."""
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export of a module of shard_module: an exported graph cannot ask other ranks. "
+            "Use torch.compile, or export a module on DTensors (distribute_module)."
+        )
     brought = {name: x for name, x in given.items() if x is not None}
     call = Call(
         what,
@@ -81,7 +88,7 @@ def traced(
         getattr(weight._local, "_roster", None),
         _autocast_dtype(weight._tiling.grid.device_type),
     )
-    return TracedOwnBatch.apply(weight, call, *brought.values())
+    return TracedOwnBatch.apply(weight, call, torch.is_grad_enabled(), *brought.values())
 
 
 def _autocast_dtype(device_type: str) -> str | None:
@@ -91,11 +98,14 @@ def _autocast_dtype(device_type: str) -> str | None:
 
 
 class TracedOwnBatch(torch.autograd.Function):
-    """`apply(weight, call, *given)`; see Note [Sharded modules in compiled code]."""
+    """`apply(weight, call, trains, *given)`; see Note [Sharded modules in compiled code]."""
 
     @staticmethod
-    def forward(ctx: Any, weight: ShardedTensor, call: Call, *given: torch.Tensor) -> torch.Tensor:
-        needs = [ctx.needs_input_grad[0], *ctx.needs_input_grad[2:]]
+    def forward(
+        ctx: Any, weight: ShardedTensor, call: Call, trains: bool, *given: torch.Tensor
+    ) -> torch.Tensor:
+        wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
+        needs = [trains and want for want in wanted]
         text, parts = call.text(), [part for x in given for part in _parts(x)]
         held = _parts(weight._local)
         if call.writes:
@@ -126,7 +136,7 @@ class TracedOwnBatch(torch.autograd.Function):
             layout = call.tiling.layout(weight.dtype)
             local = LocalTensor(own[0]._parts, own[0]._roster) if whole else own[0]
             own[0] = ShardedTensor.over(local, call.tiling, layout, like=weight)
-        return own[0], None, *own[1:]
+        return own[0], None, None, *own[1:]
 
 
 # -- what the ops do -----------------------------------------------------------------------------
@@ -217,7 +227,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     call = read_call(text)
     known = _kept.pop(int(number), None)
-    out, leaves = _run(call, needs, held, given) if known is None else known
+    out, leaves = _run(_again(call), needs, held, given) if known is None else known
     wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
     with _autograd(enabled=False):
         found = torch.autograd.grad(out, wanted, joined(iter(grads), call.whole()))
@@ -229,6 +239,13 @@ def _backward(
             local = LocalTensor([local] * whole.num_parts, whole)
         results += [part.clone() for part in _parts(_apart(local, call))]
     return results
+
+
+def _again(call: Call) -> Call:
+    """The call once more: rows of a maximal norm have been shortened."""
+    if not call.writes:
+        return call
+    return replace(call, options=call.options | {"max_norm": None})
 
 
 # -- what the ops would do: shapes alone ---------------------------------------------------------
