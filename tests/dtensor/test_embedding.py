@@ -82,6 +82,50 @@ def test_ids_of_any_shape(mesh, shape):
         assert sharded.grad.shape == weight.shape
 
 
+@pytest.mark.parametrize("ids_placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=repr)
+def test_fewer_rows_and_columns_than_ranks(mesh, placement, ids_placement):
+    weight = torch.randn(2, 3)
+    sharded = shardwise.distribute_tensor(weight, mesh, [placement]).requires_grad_()
+    weight.requires_grad_()
+    ids = torch.tensor([[1, 0], [1, 1], [0, 1]])
+    F.embedding(ids, weight).pow(2).sum().backward()
+    rows = F.embedding(lay(ids, mesh, [ids_placement]), sharded)
+    rows.pow(2).sum().backward()
+    assert torch.equal(value(rows), weight.detach()[ids])
+    torch.testing.assert_close(value(sharded.grad), weight.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("placement", [p for p in TABLES if p.is_shard(0)], ids=repr)
+def test_many_ids_at_once(mesh, placement, dtype):
+    """Only the rows that a rank owns are read; the others are true zeros."""
+    weight = torch.randn(ROWS, COLUMNS).to(dtype)
+    weight[:, 0] = torch.inf
+    sharded = lay(weight, mesh, [placement])
+    ids = some_ids(41, 25)
+    rows = F.embedding(lay(ids, mesh, [Replicate()]), sharded)
+    assert torch.equal(value(rows), weight[ids])
+    local = rows.to_local()
+    held = torch.stack([local.on_rank(rank) != 0 for rank in range(4)])
+    assert torch.equal(held.sum(0), torch.ones_like(weight[ids], dtype=torch.long))
+
+
+def test_what_a_step_communicates(mesh):
+    """Column-wise nothing; row-wise one all-reduce when the rows are gathered, none in backward."""
+    for placement, sent in ((Shard(1), []), (Shard(0), ["all_reduce"])):
+        _, sharded = table(mesh, placement)
+        with CommDebugMode() as comm:
+            rows = F.embedding(lay(some_ids(5, 2), mesh, [Replicate()]), sharded)
+            assert not comm.events
+            if placement.is_shard(0):
+                assert isinstance(rows.placements[0], MaskPartial)
+                rows = rows.redistribute(placements=[Replicate()])
+            rows.pow(2).sum().backward()
+        assert [event.kind for event in comm.events] == sent
+        assert sharded.grad.placements == (placement,)
+
+
 def test_the_gradient_of_a_row_wise_table_stays_on_its_ranks(mesh):
     _, sharded = table(mesh, Shard(0))
     F.embedding(lay(some_ids(4), mesh, [Replicate()]), sharded).sum().backward()
@@ -254,7 +298,7 @@ def test_floating_dtypes_and_short_ids(mesh, placement, dtype):
 # -- rows of a maximal norm ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, torch.inf])
 @pytest.mark.parametrize("ids_placement", [Replicate(), Shard(0)], ids=repr)
 @pytest.mark.parametrize("placement", [p for p in TABLES if not p.is_shard(1)], ids=repr)
 def test_rows_are_scaled_down_as_on_one_device(mesh, placement, ids_placement, norm_type):
