@@ -208,6 +208,30 @@ def test_an_id_out_of_range_is_asserted(pair, placement):
         fast(lay(torch.tensor([0, 3, 11]), pair, [S0]), table)
 
 
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_strides_that_are_squares_of_sizes(pair, placement):
+    """As those of the scores of attention, with as many queries as keys."""
+    fn = lambda x: (x @ x.mT).softmax(-1) @ x  # noqa: E731
+    fast, counter = compiled(fn)
+    for length in (5, 9):
+        inputs = (lay(torch.randn(4, 2, length, 3), pair, [placement]).requires_grad_(),)
+        assert_as_eager(fn, fast, inputs)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
+def test_a_number_written_to_a_position(pair, placement):
+    def fn(x):
+        y = x * 2
+        y[2, 1] = 5.0
+        y[-1, -1] = 3.0
+        return y * 3
+
+    fast, _ = compiled(fn)
+    for rows in (5, 9):
+        assert_as_eager(fn, fast, (lay(torch.randn(rows, 4), pair, [placement]).requires_grad_(),))
+
+
 def test_sparse_gradients_are_refused_in_one_graph(pair):
     fast, _ = compiled(lambda ids, table: F.embedding(ids, table, sparse=True))
     table = lay(torch.randn(11, 14), pair, [S0]).requires_grad_()

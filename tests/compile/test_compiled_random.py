@@ -44,6 +44,9 @@ DRAWS = {
     "bernoulli of a tensor": lambda x: torch.bernoulli(x.sigmoid()) * x,
     "bernoulli_ of a tensor": lambda x: torch.empty_like(x).bernoulli_(x.sigmoid()) * x,
     "multinomial": lambda x: torch.multinomial(x.abs(), 2),
+    "dropout inside attention": lambda x: F.scaled_dot_product_attention(
+        *(x[None, None],) * 3, dropout_p=0.3
+    ),
     "normal of a tensor": lambda x: torch.normal(x, 2.0),
     "native_dropout": lambda x: torch.native_dropout(x, 0.4, True)[0],
     "randint_like": lambda x: torch.randint_like(x, 9) * x,

@@ -53,19 +53,26 @@ def _fits(item: Any, size: int) -> bool:
 
 
 def _span(x: Any, dim: int, item: Any) -> Any:
-    """One position as a slice; where several axes split the dim, a slice is not a view."""
+    """One position as a slice, which is a view where selecting would copy.
+
+    It is none where several axes split the dim, or where sizes are symbols of torch.compile.
+    """
     if type(item) is slice:
         return item
-    split_by = sum(p.is_shard(dim) for p in x.placements)
-    return slice(item, item + 1 or None) if split_by < 2 else _tensor(x, [item])
+    if x._layout.symbolic or sum(p.is_shard(dim) for p in x.placements) > 1:
+        return _tensor(x, [item])
+    return slice(item, item + 1 or None)
 
 
 def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     """The index and value of a write such as `x[2] = v`, as `x[2:3] = v[None]`.
 
     Torch would select row 2 first, and write to what may be a copy; a slice is always a view.
-    Left as they are where several tensors stand in the index, and where torch will raise.
+    Left as they are where several tensors stand in the index, where torch will raise, and where
+    sizes are symbols of torch.compile: there a slice may be a copy too.
     """
+    if x._layout.symbolic:
+        return index, value
     items = index if isinstance(index, tuple) else (index,)
     steps = [reach for item in items if (reach := _reach(item)) is not None]
     if int not in map(type, items) or len(steps) < len(items):

@@ -50,8 +50,9 @@ def infer_outputs(
         return (), None  # a number: only the data can tell it
     with _without_data(symbolic):
         result = _call_hollow(op, args, kwargs)
-        metas: list[TensorMeta] = []
-        shape = tree_map(lambda leaf: _meta(leaf, metas), result)
+        dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
+    metas: list[TensorMeta] = []
+    shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
     return tuple(metas), shape
 
 
@@ -119,10 +120,20 @@ def _hollow(leaf: Any) -> Any:
     return leaf
 
 
-def _meta(leaf: Any, metas: list[TensorMeta]) -> Any:
+def _is_dense(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_contiguous()
+
+
+def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
+    """With `multiply`, strides are made of sizes here, under the eyes of the tracer.
+
+    It cannot make out a square of a size that it did not see being multiplied.
+    """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    metas.append(TensorMeta(tuple(leaf.shape), tuple(leaf.stride()), leaf.dtype))
+    shape = tuple(leaf.shape)
+    stride = contiguous_stride(shape) if multiply else tuple(leaf.stride())
+    metas.append(TensorMeta(shape, stride, leaf.dtype))
     return metas[-1]
 
 
