@@ -313,6 +313,7 @@ SAMPLED = {
     "Beta": lambda t: D.Beta(t.abs() + 0.1, t.abs() + 0.2).rsample(),
     "Dirichlet": lambda t: D.Dirichlet(t.abs() + 0.1).rsample(),
     "Multinomial": lambda t: D.Multinomial(4, logits=t).sample(),
+    "OneHotCategorical": lambda t: D.OneHotCategorical(logits=t).sample(),
 }
 #: These draw with torch.rand or torch.randn, and their values meet the parameters as plain tensors.
 SAMPLED_PLAINLY = {
@@ -321,7 +322,6 @@ SAMPLED_PLAINLY = {
     "Gumbel": lambda t: D.Gumbel(t, t.abs() + 0.1).rsample(),
     "Binomial": lambda t: D.Binomial(5, logits=t).sample(),
     "StudentT": lambda t: D.StudentT(t.abs() + 1).rsample(),
-    "OneHotCategorical": lambda t: D.OneHotCategorical(logits=t).sample(),
 }
 
 
