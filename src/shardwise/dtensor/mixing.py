@@ -7,10 +7,12 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import agree_once
 from shardwise.comm.watch import watch
 from shardwise.dtensor import autograd
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import MixedTensorsError
+from shardwise.random.generators import generator_digest, generator_kind
 
 aten = torch.ops.aten
 
@@ -37,6 +39,8 @@ _MIXERS = {
     ("torch.nn.utils.parametrizations", "_is_orthogonal"),
     ("torch.nn.utils.parametrizations", "_Orthogonal.forward"),
 }
+#: The one of them that draws.
+_DRAWS = "get_approximate_basis"
 
 
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
@@ -71,11 +75,22 @@ def _called_by_mixer() -> bool:
         if (module, frame.f_code.co_qualname) in _MIXERS:
             code = frame.f_code
             names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            return not any(_is_plain(frame.f_locals.get(name)) for name in names)
+            given = [frame.f_locals.get(name) for name in names]
+            if any(map(_is_plain, given)):
+                return False
+            if code.co_qualname == _DRAWS:
+                _check_generators(next(x for x in given if isinstance(x, Wrapped)))
+            return True
         if not module.startswith(("torch.", "shardwise.")):
             return False
         frame = frame.f_back
     return False
+
+
+def _check_generators(x: Wrapped) -> None:
+    """What was drawn is the same on every rank where the generators are."""
+    kind = generator_kind(x.device, None)
+    agree_once(x._layout.grid, kind, lambda: generator_digest(x.device, None))
 
 
 def _is_plain(value: Any) -> bool:
