@@ -246,6 +246,9 @@ def _running_whole() -> list[Sample]:
 
 def _more_whole_dims() -> list[Sample]:
     cube = t(2, 3, 5)
+    # One entry decides for its row, in either half of the other dims; one row has none.
+    flags = torch.zeros(2, 3, 5, dtype=torch.bool)
+    flags[0, 0, 0] = flags[1, 1, 4] = True
     return [
         Sample(aten.sort.stable, (cube,), {"stable": True, "dim": 1}),
         Sample(aten.kthvalue.default, (cube, 2, 1)),
@@ -260,8 +263,8 @@ def _more_whole_dims() -> list[Sample]:
         Sample(aten.var_mean.correction, (cube, [1])),
         Sample(aten.std_mean.correction, (cube, [0, 2]), {"keepdim": True}),
         Sample(aten.aminmax.default, (cube,), {"dim": 1}),
-        Sample(aten.any.dims, (cube > 1, [0, 2])),
-        Sample(aten.all.dims, (cube > -1, [1], True)),
+        Sample(aten.any.dims, (flags, [0, 2])),
+        Sample(aten.all.dims, (~flags, [1], True)),
         Sample(aten.hash_tensor.default, (cube, [1])),
         Sample(aten.allclose.default, (cube, cube.clone())),
         Sample(aten.softshrink_backward.default, (t(4, 3), t(4, 3), 0.5)),

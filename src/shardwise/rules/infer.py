@@ -31,6 +31,7 @@ _SHAPES: dict[Any, Any] = {
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.binomial.default: _like_first,
     torch.ops.aten._sample_dirichlet.default: _like_first,
+    torch.ops.aten._standard_gamma.default: _like_first,
     torch.ops.aten._standard_gamma_grad.default: _like_first,
     torch.ops.aten._dirichlet_grad.default: _like_first,
 }
