@@ -139,6 +139,22 @@ def test_a_leaf_made_in_between(pair, assigned):
     assert torch.equal(value(leaf.grad), torch.arange(6.0))
 
 
+def test_factories_break_the_graph(pair):
+    """Placements that the region made go with them."""
+
+    def shifted(x):
+        start = shardwise.full((6,), 2.0, device_mesh=pair, placements=[Shard(0)])
+        return (x + start).relu() + shardwise.rand(6, device_mesh=pair)
+
+    x = distribute_tensor(torch.arange(6.0), pair, [S0])
+    torch.manual_seed(3)
+    expected = value(shifted(x))
+    torch.manual_seed(3)
+    assert torch.equal(value(torch.compile(shifted, backend="aot_eager")(x)), expected)
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="without fullgraph"):
+        compiled(shifted)[0](x)
+
+
 def test_placements_as_numbers():
     placements = [Shard(1, sizes=(3, 0)), R, Partial("max"), Shard(2)]
     assert read(spelled(placements)) == placements

@@ -18,7 +18,8 @@ REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
 class Placement(ValueBase):
     """How the coordinates of one mesh axis hold a tensor."""
 
-    __slots__ = ()
+    #: The compiler remembers a placement that a region makes by a weak reference.
+    __slots__ = () if hasattr(ValueBase, "__weakref__") else ("__weakref__",)
 
     def is_shard(self, dim: int | None = None) -> bool:
         return False

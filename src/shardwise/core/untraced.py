@@ -29,4 +29,6 @@ def breaks_graph(fn: _Fn) -> _Fn:
     What `torch.compiler.disable` does, without its import of the whole compiler.
     """
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
+    reason = "it makes a tensor, or sets what one is; call it outside, or without fullgraph=True"
+    fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return untraced(fn)

@@ -15,6 +15,7 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
+from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.doors import check_plain_part, stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
@@ -169,26 +170,31 @@ def _replicate_rest(
             module._buffers[name] = made[buffer]
 
 
+@breaks_graph
 def zeros(*size: Any, **options: Any) -> DTensor:
     """A DTensor of zeros; takes `device_mesh`, `placements`, `dtype` and `requires_grad`."""
     return _create(torch.zeros, size, (), **options)
 
 
+@breaks_graph
 def ones(*size: Any, **options: Any) -> DTensor:
     """A DTensor of ones; options as for `zeros`."""
     return _create(torch.ones, size, (), **options)
 
 
+@breaks_graph
 def empty(*size: Any, **options: Any) -> DTensor:
     """A DTensor without values of its own; options as for `zeros`."""
     return _create(torch.empty, size, (), **options)
 
 
+@breaks_graph
 def full(size: Sequence[int], fill_value: float, **options: Any) -> DTensor:
     """A DTensor filled with one number; options as for `zeros`."""
     return _create(torch.full, (size,), (fill_value,), **options)
 
 
+@breaks_graph
 def rand(*size: Any, **options: Any) -> DTensor:
     """Uniform random numbers, the ones that one device would draw.
 
@@ -197,11 +203,13 @@ def rand(*size: Any, **options: Any) -> DTensor:
     return _draw(draw_of(aten.uniform_.default, (), options.pop("generator", None)), size, options)
 
 
+@breaks_graph
 def randn(*size: Any, **options: Any) -> DTensor:
     """Normal random numbers, the ones that one device would draw; options as for `rand`."""
     return _draw(draw_of(aten.normal_.default, (), options.pop("generator", None)), size, options)
 
 
+@breaks_graph
 def randint(low: int, high: int, size: Sequence[int], **options: Any) -> DTensor:
     """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
     options.setdefault("dtype", torch.int64)
@@ -210,6 +218,7 @@ def randint(low: int, high: int, size: Sequence[int], **options: Any) -> DTensor
     return _draw(draw, (size,), options)
 
 
+@breaks_graph
 def randperm(n: int, **options: Any) -> DTensor:
     """A random order of the integers from 0 to `n` - 1; options as for `rand`.
 

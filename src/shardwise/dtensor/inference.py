@@ -97,7 +97,10 @@ def encoder_layer(
 
 
 def as_nested(x: Any, mask: Any) -> bool:
-    """Whether an encoder may drop what is masked by a nested tensor: a DTensor is never one."""
+    """Whether an encoder may drop what is masked by a nested tensor: a DTensor is never one.
+
+    So masked positions of the output hold numbers, where one device may leave zeros.
+    """
     return False
 
 

@@ -216,7 +216,7 @@ class DTensor(Wrapped):
         return self._layout.grid.mesh
 
     def is_pinned(self, device: Any = None) -> bool:
-        return self._local.is_pinned()
+        return self._local.is_pinned(device)
 
     def new_tensor(
         self,
