@@ -33,12 +33,19 @@ def for_number(x: Any, index: Any) -> Any:
     if not any(type(item) is int for item in items):
         return index
     if any(isinstance(item, torch.Tensor) for item in items):
-        return tuple(_tensor(x, [item]) if type(item) is int else item for item in items)
+        return tuple(_beside_tensors(x, item) for item in items)
     if all(type(item) in (int, slice, type(...)) for item in items):
         items = _each_dim(x.dim(), items)
     if len(items) != x.dim() or not all(map(_fits, items, x.shape)):
         return index  # torch knows what it means, or what is wrong
     return tuple(_span(x, dim, item) for dim, item in enumerate(items))
+
+
+def _beside_tensors(x: Any, item: Any) -> Any:
+    """An item of an index that holds tensors, on the device of `x`: they are compared there."""
+    if type(item) is int:
+        return _tensor(x, [item])
+    return item.to(x.device) if isinstance(item, torch.Tensor) else item
 
 
 def _each_dim(num_dims: int, items: tuple[Any, ...]) -> tuple[Any, ...]:

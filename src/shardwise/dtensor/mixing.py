@@ -1,8 +1,17 @@
-"""Plain tensors among DTensors: which are fine, and what is said of the others."""
+"""Plain tensors among DTensors: which are fine, and what is said of the others.
+
+Note [Tensors that torch makes]
+A plain tensor may be one rank's own, so it is refused. Those that torch itself makes out of sizes,
+numbers and its default generator are the same on every rank, once the generators are: they count
+as replicated. An op that is handed such a tensor always in the same place is listed by that place.
+For tensors that a Python function of torch makes, which reach ops of all kinds, nothing but the
+Python stack tells who made them; it is read only where an error would be raised otherwise.
+"""
 
 from __future__ import annotations
 
-import inspect
+import sys
+from types import FrameType
 from typing import Any
 
 import torch
@@ -16,10 +25,9 @@ from shardwise.random.generators import generator_digest, generator_kind
 
 aten = torch.ops.aten
 
-#: Arguments, by position, that torch makes itself out of sizes and numbers. They are the same on
-#: every rank, so they count as replicated: the offsets of bags of equal length, and the places
-#: of fractional pooling, which are drawn from the generator that all ranks keep in step.
-_MADE_BY_TORCH: dict[Any, int] = {
+#: Arguments, by position, that torch makes: the offsets of bags of equal length, and the places of
+#: fractional pooling, which are drawn.
+_MADE_ARGUMENTS: dict[Any, int] = {
     aten.fractional_max_pool2d.default: 3,
     aten.fractional_max_pool3d.default: 3,
     aten.embedding_bag.default: 2,
@@ -28,19 +36,17 @@ _MADE_BY_TORCH: dict[Any, int] = {
     aten._embedding_bag_forward_only.default: 2,
 }
 
-
-#: Functions of torch, written in Python, that make tensors out of sizes, numbers and the generator
-#: and mix them with their arguments, by module and name.
-_MIXERS = {
-    ("torch._lowrank", "get_approximate_basis"),
-    ("torch.functional", "_unravel_index"),
-    ("torch.masked._ops", "_std_var"),
-    ("torch.nn.modules.transformer", "_detect_is_causal_mask"),
-    ("torch.nn.utils.parametrizations", "_is_orthogonal"),
-    ("torch.nn.utils.parametrizations", "_Orthogonal.forward"),
+#: Functions of torch, written in Python, that mix tensors of their own with their arguments, by
+#: module and name, and whether they draw them; see Note [Tensors that torch makes].
+_MAKERS: dict[tuple[str, str], bool] = {
+    ("torch._lowrank", "get_approximate_basis"): True,
+    ("torch.functional", "_unravel_index"): False,
+    ("torch.masked._ops", "_std_var"): False,
+    ("torch.nn.init", "sparse_"): True,
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,
+    ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,
+    ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,
 }
-#: The one of them that draws.
-_DRAWS = "get_approximate_basis"
 
 
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
@@ -50,9 +56,9 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
     """
     if not value.dim() or watch.replicate_plain or autograd.in_formula():
         return
-    if position is not None and _MADE_BY_TORCH.get(op) == position:
+    if position is not None and _MADE_ARGUMENTS.get(op) == position:
         return
-    if _called_by_mixer():
+    if _made_by_caller(value):
         return
     raise MixedTensorsError(
         f"{op} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of shape "
@@ -64,33 +70,32 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
     )
 
 
-def _called_by_mixer() -> bool:
-    """Whether one of torch's mixing functions made the call, and got no plain tensor itself.
-
-    Then every plain tensor in it is of its own making. Looked for among torch's frames only.
-    """
-    frame = inspect.currentframe()
+def _made_by_caller(value: torch.Tensor) -> bool:
+    """Whether one of torch's own functions made the plain `value`, the same on every rank."""
+    frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
-        if (module, frame.f_code.co_qualname) in _MIXERS:
-            code = frame.f_code
-            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-            given = [frame.f_locals.get(name) for name in names]
-            if any(map(_is_plain, given)):
-                return False
-            if code.co_qualname == _DRAWS:
-                _check_generators(next(x for x in given if isinstance(x, Wrapped)))
-            return True
+        draws = _MAKERS.get((module, frame.f_code.co_qualname))
+        if draws is not None:
+            return _made_in(frame, value, draws)
         if not module.startswith(("torch.", "shardwise.")):
             return False
         frame = frame.f_back
     return False
 
 
-def _check_generators(x: Wrapped) -> None:
-    """What was drawn is the same on every rank where the generators are."""
-    kind = generator_kind(x.device, None)
-    agree_once(x._layout.grid, kind, lambda: generator_digest(x.device, None))
+def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
+    """What a function got may be one rank's own; what it makes, if it got no plain tensor, not."""
+    code = frame.f_code
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    given = [frame.f_locals.get(name) for name in names]
+    if any(map(_is_plain, given)):
+        return False
+    if draws:
+        grid = next(x for x in given if isinstance(x, Wrapped))._layout.grid
+        device = value.device  # the default generator's: what was given draws other tensors
+        agree_once(grid, generator_kind(device, None), lambda: generator_digest(device, None))
+    return True
 
 
 def _is_plain(value: Any) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -32,7 +31,6 @@ from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
-from shardwise.dtensor.drawn_index import is_drawn, replicated
 from shardwise.dtensor.flat import LOCAL, FlatContext, flattened, plain_contexts, stable_hash
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
@@ -254,8 +252,6 @@ class DTensor(Wrapped):
         else:
             one = isinstance(value, (int, float, complex))
         if one:
-            if is_drawn(index, sys._getframe(1)):
-                index = replicated(self, index)
             index = for_number(self, index)
         index, value = for_ints(self, index, value)
         super().__setitem__(index, value)
