@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shardwise.dtensor.miss import cache_counts
+from shardwise.dtensor.entries import cache_counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.places import Place, Places
 from shardwise.dtensor import autograd, tensor
-from shardwise.dtensor.planning import Entry
+from shardwise.dtensor.entries import Entry
 from shardwise.redistribute.search import cost_s, find_steps
 from shardwise.redistribute.steps import Step
 from shardwise.rules.propagate import CallPlan

@@ -9,7 +9,8 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
-from shardwise.dtensor.planning import Entry, wraps_all
+from shardwise.dtensor.entries import Entry
+from shardwise.dtensor.planning import wraps_all
 from shardwise.rules.propagate import CallPlan
 
 #: The foreach ops that are not elementwise.

@@ -17,7 +17,8 @@ from shardwise.comm.watch import watch
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
-from shardwise.dtensor.planning import Entry, at_path, mover, on_one_mesh, tensor_paths
+from shardwise.dtensor.entries import Entry
+from shardwise.dtensor.planning import at_path, mover, on_one_mesh, tensor_paths
 from shardwise.errors import ArgumentError, ReplicationWarning
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.dtensor.planning import Entry, make_entry, mover, tensor_paths
+from shardwise.dtensor.entries import Entry
+from shardwise.dtensor.planning import make_entry, mover, tensor_paths
 from shardwise.dtensor.reduced import is_partial, recall, reduced_layout, remember
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import prepare

@@ -31,13 +31,13 @@ from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
+from shardwise.dtensor.entries import Entry, entries
 from shardwise.dtensor.flat import LOCAL, FlatContext, flattened, plain_contexts, stable_hash
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.miss import entries, plan_and_run
+from shardwise.dtensor.miss import Miss
 from shardwise.dtensor.numbers import beside_plain
-from shardwise.dtensor.planning import Entry
 from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import (
@@ -142,7 +142,8 @@ class DTensor(Wrapped):
         except TypeError:  # a symbolic int has no hash
             entry = None
         if entry is None:
-            return plan_and_run(DTensor, func, args, kwargs or {}, key, operands, wish)
+            miss = Miss(DTensor, func, args, kwargs or {}, key, operands, wish)
+            return miss.plan_and_run()
         entry.hits += 1
         if entry.move is not None:
             entry.move(operands, args)

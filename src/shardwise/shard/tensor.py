@@ -34,7 +34,6 @@ from shardwise.shard.spec import (
 )
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
 
-aten = torch.ops.aten
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 

@@ -33,7 +33,7 @@ from shardwise.core.placements import (
     Shard,
     short,
 )
-from shardwise.dtensor.planning import local_call
+from shardwise.dtensor.local_call import local_call
 from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs
 from shardwise.rules.positional import Positional, plain_op

@@ -1,0 +1,168 @@
+"""What a plan runs on the local operands: the op or the choice's function, mapped where need be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.ranks import each_rank, my_coordinate
+from shardwise.comm.watch import because, watch
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
+from shardwise.dtensor.strict import forbid_sent
+from shardwise.redistribute.execute import in_memory_order
+from shardwise.rules.positional import Positional
+from shardwise.rules.propagate import CallPlan
+
+aten = torch.ops.aten
+
+
+#: Ops whose kernels lay their results out otherwise than torch says without running them.
+_LAID_OTHERWISE = frozenset(
+    {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
+)
+
+
+def local_call(
+    op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """What runs on the local operands; its results lie in memory as the layouts say."""
+    call = _local_call(op, plan, binding)
+    return _relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
+
+
+def _relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    def relay(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
+        return in_memory_order(part, layout)
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        result = call(*operands, **kwargs)
+        parts = [result] if isinstance(result, torch.Tensor) else result
+        relaid = [
+            each_rank(layout.grid, functools.partial(relay, layout), part, axes=())
+            for part, layout in zip(parts, outputs, strict=True)
+        ]
+        return relaid[0] if isinstance(result, torch.Tensor) else tuple(relaid)
+
+    return run
+
+
+def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What runs on the local operands, mapped over the ranks where they need to be apart.
+
+    That is where the function or an argument differs between ranks, and, in a simulated world,
+    where torch or a Python function would read the sizes of a LocalTensor.
+    """
+    fn = plan.local.fn if plan.local is not None else (binding or op)
+    if plan.local is not None and plan.local.together:
+        return _together(fn, plan)
+    grid = plan.inputs[0].grid
+    per_rank = plan.local is not None and plan.local.per_rank
+    if plan.local is not None and isinstance(binding, Positional):
+        fn = _spelled(binding, fn, per_rank)
+    if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
+        return fn
+    layouts = (*plan.inputs, *plan.outputs)
+    positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
+    places = [(positions[name], plan.outputs[number]) for name, number in plan.local_shape]
+    if not grid.world.simulated:
+        coordinate = my_coordinate(grid)
+        if per_rank:
+            return functools.partial(fn, coordinate, layouts)
+        return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
+
+    def mapped(*operands: Any, **kwargs: Any) -> Any:
+        tensors, rest = _partition(operands)
+
+        def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
+            merged = _merge(parts, rest)
+            if per_rank:
+                return fn(coordinate, layouts, *merged, **kwargs)
+            for position, layout in places:
+                merged[position] = layout.local_shape(coordinate)
+            return fn(*merged, **kwargs)
+
+        return each_rank(grid, here, *tensors, axes=None if per_rank or places else ())
+
+    return mapped
+
+
+def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present, whose collectives are caused by the call."""
+    layouts = (*plan.inputs, *plan.outputs)
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        if not watch.on:
+            return fn(layouts, *operands, **kwargs)
+        if watch.strict and plan.sent:
+            forbid_sent(plan.op, plan.inputs, plan.sent)
+        # A local function that only compares notes (are all ids in range?) moves nothing.
+        with because(plan.op, implicit=bool(plan.sent)):
+            return fn(layouts, *operands, **kwargs)
+
+    return call
+
+
+def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
+    """A local function that takes what the op takes, called with all of it by position."""
+    if not per_rank:
+        return functools.partial(op.spell, fn)
+
+    def call(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> Any:
+        return op.spell(functools.partial(fn, coordinate, layouts), *args)
+
+    return call
+
+
+def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:
+    """`fn` with this rank's shapes in place of the global ones."""
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        here = list(operands)
+        for position, shape in shapes:
+            here[position] = shape
+        return fn(*here, **kwargs)
+
+    return call
+
+
+def _reads_sizes(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
+    if plan.local is not None or not isinstance(op, torch._ops.OpOverload):
+        return True
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite.name)
+
+
+_HOLE = object()
+
+
+def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tensors, those in lists too, and what is left with holes in their places."""
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, torch.Tensor):
+            tensors.append(operand)
+            rest.append(_HOLE)
+        elif isinstance(operand, (list, tuple)):
+            inner, kept = _partition(operand)
+            tensors += inner
+            rest.append(kept if inner else operand)
+        else:
+            rest.append(operand)
+    return tensors, rest
+
+
+def _merge(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    return _filled(iter(tensors), rest)
+
+
+def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    return [
+        next(remaining) if r is _HOLE else _filled(remaining, r) if isinstance(r, list) else r
+        for r in rest
+    ]
