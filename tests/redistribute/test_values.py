@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from programs import DTYPES
 
 import shardwise
-from shardwise import LocalTensor, Partial, Replicate, Shard
+from shardwise import ArgumentError, LocalTensor, Partial, Replicate, Shard
+from shardwise.debug import CommDebugMode
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
 
@@ -259,3 +260,25 @@ def test_an_expanded_tensor_stays_expanded(mesh):
         product = rows.expand(5, 4, 3) * other
         viewed = product.permute(2, 0, 1).view(3, 20)  # possible, since memory has columns first
         assert torch.equal(value(viewed), (value(moved) * columns).permute(2, 0, 1).view(3, 20))
+
+
+@pytest.mark.parametrize("before", [Shard(0), Shard(1), Replicate(), Partial()])
+@pytest.mark.parametrize("after", [Shard(0), Shard(1), Replicate()])
+def test_what_travels_is_cast_before_it_leaves(mesh, before, after):
+    whole = integers((7, 5))
+    moved = lay(whole, mesh, [before]).requires_grad_()
+    with CommDebugMode() as comm:
+        result = moved.redistribute(
+            mesh, [after], forward_dtype=torch.bfloat16, backward_dtype=torch.float64
+        )
+        (result.double() * 3).sum().backward()
+    assert (result.dtype, result.placements) == (torch.bfloat16, (after,))
+    assert torch.equal(value(result), whole.to(torch.bfloat16))
+    assert moved.grad.dtype == torch.float32
+    assert torch.equal(value(moved.grad), torch.full((7, 5), 3.0))
+    with CommDebugMode() as wide_comm:
+        lay(whole, mesh, [before]).redistribute(mesh, [after])
+    forward = sum(event.num_bytes for event in comm.events if event.phase == "forward")
+    assert forward * 2 == wide_comm.get_total_bytes()
+    with pytest.raises(ArgumentError, match="forward_dtype is a"):
+        moved.redistribute(mesh, [after], forward_dtype="bfloat16")

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shard_cases import chunks, stretches, tiles
+from torch.distributed.remote_device import _remote_device
 
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
@@ -30,6 +31,15 @@ def test_they_compare_by_value():
     assert chunks(0, 1) != chunks(1, 1)
     assert len({chunks(0, 1), chunks(0, 1), tiles((5, 4)), tiles((5, 4))}) == 2
     assert ChunkShardingSpec(0, ["rank:0/cuda:1"]) != ChunkShardingSpec(0, ["rank:0/cpu"])
+
+
+def test_a_box_without_a_place_says_where_but_makes_no_tensor():
+    box = ShardMetadata([0], [3])
+    assert box.numel == 3
+    with pytest.raises(LayoutError, match="names no rank"):
+        EnumerableShardingSpec([box]).places()
+    there = ShardMetadata([0], [3], _remote_device("rank:1/cpu"))
+    assert there == ShardMetadata([0], [3], "rank:1/cpu")
 
 
 @pytest.mark.parametrize("text", ["cpu", "rank:0", "rank:x/cpu", "worker0/cpu", "rank:0/toaster"])

@@ -199,7 +199,7 @@ class CommDebugMode(TorchDispatchMode):
 
     # -- reports -----------------------------------------------------------------------------
 
-    def generate_comm_debug_tracing_table(self, noise_level: int = 0) -> str:
+    def generate_comm_debug_tracing_table(self, noise_level: int = 3) -> str:
         """One indented line per module: what it communicates in forward and in backward.
 
         With a `noise_level` above 0, each collective has a line below its module.
@@ -212,14 +212,16 @@ class CommDebugMode(TorchDispatchMode):
         return comm_report.to_json(self.events, self.get_sharding_info())
 
     def log_comm_debug_tracing_table_to_file(
-        self, file_name: str = "comm_mode_log.txt", noise_level: int = 1
+        self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
     ) -> None:
         """Write the tracing table to a file."""
         text = self.generate_comm_debug_tracing_table(noise_level)
         Path(file_name).write_text(text + "\n", encoding="utf-8")
 
-    def generate_json_dump(self, file_name: str = "comm_mode_log.json") -> None:
-        """Write `to_json()` to a file."""
+    def generate_json_dump(
+        self, file_name: str = "comm_mode_log.json", noise_level: int = 3
+    ) -> None:
+        """Write `to_json()` to a file: all of it, whatever the `noise_level`."""
         Path(file_name).write_text(self.to_json() + "\n", encoding="utf-8")
 
     def log(self) -> None:

@@ -47,7 +47,7 @@ def tiling(layout: Layout) -> Tiling:
     return Tiling(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
 
 
-def visualize_sharding(tensor: DTensor, header: str = "", *, use_rich: bool | None = None) -> None:
+def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None = None) -> None:
     """Print who holds which part of a tensor: a cell per part, with the ranks that hold it.
 
     One- and two-dimensional tensors are one grid; of others, each slice of the leading dims is
@@ -68,19 +68,19 @@ def visualize_sharding(tensor: DTensor, header: str = "", *, use_rich: bool | No
      0:3 | ranks 0, 2
      3:5 | ranks 1, 3
     """
-    if not isinstance(tensor, DTensor):
+    if not isinstance(dtensor, DTensor):
         raise ArgumentError(
-            f"visualize_sharding() shows a DTensor, found {type(tensor).__name__}: a plain tensor "
+            f"visualize_sharding() shows a DTensor, found {type(dtensor).__name__}: a plain tensor "
             "is whole on its device."
         )
-    layout = tensor._layout
+    layout = dtensor._layout
     grid = layout.grid
     if not grid.world.simulated and grid.coordinate != (0,) * grid.num_axes:
         return
     if use_rich is None and _in_notebook():
         from IPython.display import display  # type: ignore[import-not-found,unused-ignore]
 
-        display(ShardingPicture(tensor, header))
+        display(ShardingPicture(dtensor, header))
         return
     if sys.stdout.isatty() if use_rich is None else use_rich:
         _print_rich(layout, header)

@@ -139,7 +139,7 @@ class Redistribute(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        target = _like_tensor(gradient_layout(ctx.layout), grad._layout)
+        target = relaid(gradient_layout(ctx.layout), grad._layout)
         return redistribute(grad, target, ctx.async_op), None, None
 
 
@@ -205,7 +205,7 @@ class ToLocal(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout = ctx.grad_layout
         grad = sized_copy(grad, False)
-        return ctx.wrap(grad, _with_dtype(layout, grad.dtype)), None, None
+        return ctx.wrap(grad, with_dtype(layout, grad.dtype)), None, None
 
 
 class FromLocal(torch.autograd.Function):
@@ -224,7 +224,7 @@ class FromLocal(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        target = _like_tensor(ctx.grad_layout, grad._layout)
+        target = relaid(ctx.grad_layout, grad._layout)
         moved = redistribute(grad, target, ctx.async_op)
         local = later(moved._local) if ctx.async_op else sized_copy(moved._local, True)
         if ctx.plain:
@@ -246,12 +246,12 @@ def _share(layout: Layout) -> float:
     return share
 
 
-def _like_tensor(layout: Layout, other: Layout) -> Layout:
+def relaid(layout: Layout, other: Layout) -> Layout:
     """The placements of `layout` for the tensor of `other`: a gradient may differ in stride."""
     return other.with_placements(layout.placements, layout.order)
 
 
-def _with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
+def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     if layout.dtype == dtype:
         return layout
     return make_layout(

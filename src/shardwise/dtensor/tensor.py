@@ -31,6 +31,7 @@ from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
+from shardwise.dtensor.cast_move import redistribute_as
 from shardwise.dtensor.entries import Entry, entries
 from shardwise.dtensor.flat import LOCAL, FlatContext, flattened, plain_contexts, stable_hash
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
@@ -340,12 +341,18 @@ class DTensor(Wrapped):
         *,
         async_op: bool = False,
         order: Sequence[int] | None = None,
+        forward_dtype: torch.dtype | None = None,
+        backward_dtype: torch.dtype | None = None,
     ) -> DTensor:
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
         same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
         collective runs on, here and in backward, until the first op that reads the result.
+
+        With `forward_dtype` the tensor is cast before it travels, and the result has that dtype;
+        the gradient travels back in `backward_dtype`, by default in the tensor's own, and arrives
+        in the tensor's own.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -355,7 +362,10 @@ class DTensor(Wrapped):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        return autograd.redistribute(self, autograd.placed(layout, placements, order), async_op)
+        target = autograd.placed(layout, placements, order)
+        if forward_dtype is None and backward_dtype is None:
+            return autograd.redistribute(self, target, async_op)
+        return redistribute_as(self, target, forward_dtype, backward_dtype, async_op)
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""

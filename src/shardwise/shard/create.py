@@ -127,7 +127,10 @@ def place_tensor(
 
 
 def init_from_local_shards(
-    local_shards: Sequence[Shard], *global_size: Any, process_group: Any = None
+    local_shards: Sequence[Shard],
+    *global_size: Any,
+    process_group: Any = None,
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """The tensor of which the ranks bring these pieces; a simulated world brings those of all.
 
@@ -141,6 +144,7 @@ def init_from_local_shards(
     ...     init_from_local_shards(pieces, 4).full_tensor().agreed()
     tensor([0, 0, 1, 1])
     """
+    check_torch_options("init_from_local_shards", {"init_rrefs": init_rrefs})
     shape = _shape(global_size)
     grid = home_grid(process_group)
     what, shards = "init_from_local_shards", list(local_shards)
@@ -237,6 +241,26 @@ def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTen
     return _filled("normal_", sharding_spec, size, **options)
 
 
+#: Options that torch's sharded tensors take too, and the one value that there is here.
+_TORCH_OPTIONS = {
+    "layout": torch.strided,
+    "memory_format": torch.contiguous_format,
+    "pin_memory": False,
+    "init_rrefs": False,
+}
+
+
+def check_torch_options(what: str, options: dict[str, Any]) -> None:
+    for name, asked in options.items():
+        if name not in _TORCH_OPTIONS:
+            raise ArgumentError(f"{what}() got an unexpected keyword argument {name!r}.")
+        if asked != _TORCH_OPTIONS[name]:
+            raise ArgumentError(
+                f"{what}({name}={asked}): the pieces of a ShardedTensor are contiguous, strided, "
+                f"not pinned and not reached through RPC; leave {name} out."
+            )
+
+
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else tuple(size)
 
@@ -258,7 +282,9 @@ def _create(
     dtype: torch.dtype | None = None,
     requires_grad: bool = False,
     process_group: Any = None,
+    **rest: Any,
 ) -> ShardedTensor:
+    check_torch_options(make.__name__, rest)
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
     if dtype is None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.remote_device import _remote_device
 
 from shardwise.errors import ArgumentError, LayoutError
 
@@ -33,6 +34,8 @@ def parse_device(given: Any) -> RankDevice:
     """The place that a text names."""
     if isinstance(given, RankDevice):
         return given
+    if isinstance(given, _remote_device):
+        given = str(given)
     if not isinstance(given, str):
         raise ArgumentError(f"A placement is a text such as 'rank:0/cpu', found {given!r}.")
     found = _TEXT.fullmatch(given)

@@ -49,11 +49,20 @@ class TensorProperties:
     memory_format: torch.memory_format = torch.contiguous_format
     pin_memory: bool = False
 
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """What a whole tensor is made of.
+
+        >>> TensorProperties.create_from_tensor(torch.ones(2, dtype=torch.int32)).dtype
+        torch.int32
+        """
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad)
+
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
     """All pieces of a tensor, on all ranks, in the order of its spec."""
 
-    shards_metadata: tuple[ShardMetadata, ...]
-    size: torch.Size
-    tensor_properties: TensorProperties
+    shards_metadata: Sequence[ShardMetadata] = ()
+    size: torch.Size = field(default_factory=torch.Size)
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)

@@ -20,13 +20,15 @@ Shape = tuple[int, ...]
 class ShardMetadata:
     """One box of a tensor: where it starts, how large it is, and which rank holds it.
 
+    A box that a tensor is made of needs a placement; one that only says where does not.
+
     >>> ShardMetadata([0, 4], [2, 4], "rank:1/cpu")
     ShardMetadata(shard_offsets=(0, 4), shard_sizes=(2, 4), placement=rank:1/cpu)
     """
 
     shard_offsets: Sequence[int]
     shard_sizes: Sequence[int]
-    placement: Any
+    placement: Any = None
 
     def __post_init__(self) -> None:
         offsets, sizes = _numbers(self.shard_offsets), _numbers(self.shard_sizes)
@@ -34,12 +36,20 @@ class ShardMetadata:
             raise LayoutError(f"A shard has as many offsets as sizes, found {offsets} and {sizes}.")
         object.__setattr__(self, "shard_offsets", offsets)
         object.__setattr__(self, "shard_sizes", sizes)
-        object.__setattr__(self, "placement", parse_device(self.placement))
+        if self.placement is not None:
+            object.__setattr__(self, "placement", parse_device(self.placement))
+
+    @property
+    def place(self) -> RankDevice:
+        """The placement, which must be there."""
+        if self.placement is None:
+            raise LayoutError(f"{self} names no rank: give it a placement such as 'rank:0/cpu'.")
+        found: RankDevice = self.placement
+        return found
 
     @property
     def rank(self) -> int:
-        place: RankDevice = self.placement
-        return place.rank
+        return self.place.rank
 
     @property
     def numel(self) -> int:
@@ -151,7 +161,7 @@ holes, or reach beyond the tensor.
         return tuple(self.shards)
 
     def places(self) -> tuple[RankDevice, ...]:
-        return tuple(box.placement for box in self.shards)
+        return tuple(box.place for box in self.shards)
 
 
 def overlap(a: ShardMetadata, b: ShardMetadata) -> tuple[Shape, Shape] | None:
