@@ -115,3 +115,32 @@ def _collectives(model, x):
     step(fast)
     model.zero_grad()
     return sorted(marks), expected, step(fast)
+
+
+def made_inside(backend):
+    """What factories give in a region and outside, and where they leave the generator."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))  # new to the region
+    rows = {"device_mesh": mesh, "placements": [Shard(0)]}
+
+    def made(x):
+        mask = distribute_tensor(torch.ones(x.shape[0], 5).tril(), mesh, [Shard(1)])
+        return (
+            x + shardwise.zeros(x.shape, **rows) + shardwise.rand(x.shape, **rows),
+            x * shardwise.full((7, 5), 2, **rows) - shardwise.ones(5, device_mesh=mesh),
+            shardwise.randn(3, 16, device_mesh=mesh, placements=[Shard(1)]) * 2,
+            shardwise.randint(2, 90, (7, 5), **rows) + shardwise.empty(7, 5, **rows).fill_(3),
+            shardwise.randperm(9, device_mesh=x.device_mesh, placements=[Shard(0)]),
+            mask * torch.rand_like(x) + x.new_zeros(7, 5) + torch.full_like(x, 4),
+        )
+
+    options = {"options": {"fallback_random": True}} if backend == "inductor" else {}
+    fast = torch.compile(made, backend=backend, fullgraph=True, **options)
+    x = distribute_tensor(torch.arange(35.0).view(7, 5), mesh, [Shard(0)])
+    found = []
+    for run in (made, fast):
+        torch.manual_seed(0)
+        outs = run(x)
+        found.append([(o.dtype, o.placements, o.full_tensor()) for o in outs])
+        found[-1].append(torch.get_rng_state())
+    return found

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from by_hand import value
+from compiled_programs import made_inside
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
@@ -34,9 +35,7 @@ def _forget():
 @pytest.fixture
 def pair():
     with shardwise.simulate(2):
-        mesh = shardwise.init_device_mesh("cpu", (2,))
-        shardwise.zeros(1, device_mesh=mesh)  # the mesh is known
-        yield mesh
+        yield shardwise.init_device_mesh("cpu", (2,))
 
 
 def compiled(fn, **options):
@@ -112,8 +111,6 @@ def test_placements_are_read_and_compared(pair):
 
 def test_what_cannot_be_compiled_says_so(pair):
     with pytest.raises(Exception, match="outside torch"):
-        compiled(lambda x: distribute_tensor(x, pair, [S0]))[0](torch.randn(4))
-    with pytest.raises(Exception, match="outside torch"):
         compiled(lambda x: DTensor.from_local(x, pair, [R], run_check=True))[0](torch.randn(4))
     uneven = LocalTensor.per_rank(lambda rank: torch.randn(2 + rank))
     with pytest.raises(Exception, match="the ranks differ: rank 0 has"):
@@ -139,20 +136,29 @@ def test_a_leaf_made_in_between(pair, assigned):
     assert torch.equal(value(leaf.grad), torch.arange(6.0))
 
 
-def test_factories_break_the_graph(pair):
-    """Placements that the region made go with them."""
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_tensors_made_inside(pair, backend):
+    eager, compiled = made_inside(backend)
+    assert torch.equal(eager.pop(), compiled.pop())
+    for (dtype, placements, whole), found in zip(eager, compiled, strict=True):
+        assert found[:2] == (dtype, placements)
+        assert torch.equal(found[2].agreed(), whole.agreed())
 
-    def shifted(x):
-        start = shardwise.full((6,), 2.0, device_mesh=pair, placements=[Shard(0)])
-        return (x + start).relu() + shardwise.rand(6, device_mesh=pair)
 
-    x = distribute_tensor(torch.arange(6.0), pair, [S0])
-    torch.manual_seed(3)
-    expected = value(shifted(x))
-    torch.manual_seed(3)
-    assert torch.equal(value(torch.compile(shifted, backend="aot_eager")(x)), expected)
+def test_leaves_are_made_outside(pair):
+    """As for plain tensors: the graph breaks there."""
+
+    def made():
+        leaf = shardwise.full((6,), 2.0, device_mesh=pair, requires_grad=True)
+        return leaf, leaf * 3
+
+    leaf, out = torch.compile(made, backend="aot_eager")()
+    out.sum().backward()
+    assert torch.equal(value(leaf.grad), torch.full((6,), 3.0))
     with pytest.raises(torch._dynamo.exc.Unsupported, match="without fullgraph"):
-        compiled(shifted)[0](x)
+        compiled(made)[0]()
+    with pytest.raises(Exception, match="outside torch"):
+        compiled(lambda x: distribute_tensor(x, pair, [S0]))[0](torch.ones(4).requires_grad_())
 
 
 def test_placements_as_numbers():

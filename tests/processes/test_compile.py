@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from compiled_programs import collectives_of_graphs, sparse_steps, uneven_lookups
+from compiled_programs import collectives_of_graphs, made_inside, sparse_steps, uneven_lookups
 
 from shardwise import Shard
 
@@ -27,6 +27,16 @@ def test_ranks_with_other_numbers_of_ids_stay_in_step(processes):
 def test_a_graph_breaks_at_a_lookup_with_sparse_gradients(processes):
     for found, expected in processes(sparse_steps, False, Shard(0), Shard(0), timeout_s=300):
         torch.testing.assert_close(found, expected)
+
+
+def test_tensors_made_inside(processes):
+    for eager, compiled in processes(made_inside, "aot_eager", timeout_s=300):
+        for one, other in zip(eager, compiled, strict=True):
+            if isinstance(one, torch.Tensor):
+                assert torch.equal(one, other)
+            else:
+                assert one[:2] == other[:2]
+                assert torch.equal(one[2], other[2])
 
 
 def test_graphs_hold_the_collectives_that_eager_code_issues(processes):

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.opaque import IS_OLD_COMPILER
 from shardwise.core.world import World, current_world
 from shardwise.errors import ArgumentError, WorldError
 
@@ -106,11 +105,6 @@ def grid_of(mesh: DeviceMesh) -> Grid:
                 "Make the mesh anew after torch.distributed is initialised."
             )
         return seen[1]
-    if torch.compiler.is_dynamo_compiling():
-        raise WorldError(
-            "A mesh is used for the first time inside a compiled region, where its ranks cannot be "
-            "read. Make one tensor on it before: shardwise.zeros(1, device_mesh=mesh)."
-        )
     world = current_world()
     ranks = _ranks(mesh)
     if max(ranks.flatten().tolist()) >= world.size:
@@ -136,15 +130,14 @@ def _spelled_number(mesh: DeviceMesh) -> str:
     return str(grid_of(mesh).number)
 
 
-# The compiler runs it and keeps the answer; as a number it might become a symbol.
+# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before; a number
+# might become a symbol.
 _spelled_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def grid_number(mesh: DeviceMesh) -> int:
     """The number of the grid of `mesh`, as compiled code may ask for it."""
-    if IS_OLD_COMPILER:  # which reads neither weak references nor the id of a mesh
-        return int(_spelled_number(mesh))
-    return grid_of(mesh).number
+    return int(_spelled_number(mesh))
 
 
 def grid_numbered(number: int) -> Grid:

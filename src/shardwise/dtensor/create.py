@@ -19,6 +19,12 @@ from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.doors import check_plain_part, stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.traced_factories import (
+    install,
+    is_traceable,
+    traced_create,
+    traced_distribute,
+)
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
@@ -51,11 +57,14 @@ def distribute_tensor(
             [0., 1.]])
     """
     if torch.compiler.is_dynamo_compiling():
-        raise UnsupportedError(
-            "distribute_tensor() in compiled code: it makes a new leaf out of one rank's values. "
-            "Call it outside torch.compile; inside, DTensor.from_local(x, mesh, [Replicate()]) and "
-            "redistribute() take what each rank holds."
-        )
+        if tensor.requires_grad and not isinstance(tensor, DTensor):
+            raise UnsupportedError(
+                "distribute_tensor() in compiled code, of a tensor that requires grad: it makes a "
+                "new leaf. Call it outside torch.compile; inside, "
+                "DTensor.from_local(x, mesh, [Replicate()]) and redistribute() take what each rank "
+                "holds, and stay differentiable."
+            )
+        return traced_distribute(tensor, device_mesh, placements, src_data_rank)
     grid = grid_of(device_mesh if device_mesh is not None else current_mesh())
     if isinstance(tensor, DTensor):
         return _already_there(tensor, grid, placements)
@@ -170,61 +179,80 @@ def _replicate_rest(
             module._buffers[name] = made[buffer]
 
 
-@breaks_graph
 def zeros(*size: Any, **options: Any) -> DTensor:
     """A DTensor of zeros; takes `device_mesh`, `placements`, `dtype` and `requires_grad`."""
+    if is_traceable(options):
+        return traced_create(_shape(size), 0.0, _with_default_dtype(options))
     return _create(torch.zeros, size, (), **options)
 
 
-@breaks_graph
 def ones(*size: Any, **options: Any) -> DTensor:
     """A DTensor of ones; options as for `zeros`."""
+    if is_traceable(options):
+        return traced_create(_shape(size), 1.0, _with_default_dtype(options))
     return _create(torch.ones, size, (), **options)
 
 
-@breaks_graph
 def empty(*size: Any, **options: Any) -> DTensor:
     """A DTensor without values of its own; options as for `zeros`."""
+    if is_traceable(options):
+        return traced_create(_shape(size), None, options)
     return _create(torch.empty, size, (), **options)
 
 
-@breaks_graph
 def full(size: Sequence[int], fill_value: float, **options: Any) -> DTensor:
     """A DTensor filled with one number; options as for `zeros`."""
+    if is_traceable(options):
+        return traced_create(size, fill_value, options)
     return _create(torch.full, (size,), (fill_value,), **options)
 
 
-@breaks_graph
 def rand(*size: Any, **options: Any) -> DTensor:
     """Uniform random numbers, the ones that one device would draw.
 
     Options as for `zeros`, and `generator`.
     """
-    return _draw(draw_of(aten.uniform_.default, (), options.pop("generator", None)), size, options)
+    if is_traceable(options):
+        return traced_create(_shape(size), None, options).uniform_()
+    return _draw_by(aten.uniform_.default, (), size, options)
 
 
-@breaks_graph
 def randn(*size: Any, **options: Any) -> DTensor:
     """Normal random numbers, the ones that one device would draw; options as for `rand`."""
-    return _draw(draw_of(aten.normal_.default, (), options.pop("generator", None)), size, options)
+    if is_traceable(options):
+        return traced_create(_shape(size), None, options).normal_()
+    return _draw_by(aten.normal_.default, (), size, options)
 
 
-@breaks_graph
 def randint(low: int, high: int, size: Sequence[int], **options: Any) -> DTensor:
     """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
     options.setdefault("dtype", torch.int64)
-    random_from = getattr(aten.random_, "from")
-    draw = draw_of(random_from, (low, high), options.pop("generator", None))
-    return _draw(draw, (size,), options)
+    if is_traceable(options):
+        return torch.randint_like(traced_create(size, None, options), low, high)  # type: ignore[return-value]
+    return _draw_by(getattr(aten.random_, "from"), (low, high), (size,), options)
 
 
-@breaks_graph
 def randperm(n: int, **options: Any) -> DTensor:
     """A random order of the integers from 0 to `n` - 1; options as for `rand`.
 
     Each rank draws all of it.
     """
     options.setdefault("dtype", torch.int64)
+    if is_traceable(options):
+        like = traced_create((n,), None, options)
+        order = torch.randperm(n, dtype=like.dtype, device=like.device)
+        whole = DTensor.from_local(order, like.device_mesh, [REPLICATE] * like.device_mesh.ndim)
+        return whole.redistribute(placements=like.placements)
+    return _draw_order(n, options)
+
+
+@breaks_graph
+def _draw_by(op: Any, args: tuple[Any, ...], size: tuple[Any, ...], options: Any) -> DTensor:
+    return _draw(draw_of(op, args, options.pop("generator", None)), size, options)
+
+
+@breaks_graph
+def _draw_order(n: int, options: dict[str, Any]) -> DTensor:
     generator = options.pop("generator", None)
 
     def write(tensor: torch.Tensor, _: Any) -> None:
@@ -252,6 +280,7 @@ def _layout_for(
     return grid, make_layout(grid, normal, shape, contiguous_stride(shape), dtype)
 
 
+@breaks_graph
 def _create(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
@@ -296,3 +325,16 @@ def _draw(draw: Draw, size: tuple[Any, ...], options: dict[str, Any]) -> DTensor
     held = new_parts(layout, torch.device(grid.device_type))
     draw_parts(layout, held, draw)
     return DTensor.wrap(held, layout).requires_grad_(requires_grad)
+
+
+def _created(size: Sequence[int], value: Any, **options: Any) -> DTensor:
+    if value is None:
+        return _create(torch.empty, (size,), (), **options)
+    return _create(torch.full, (size,), (value,), **options)
+
+
+def _with_default_dtype(options: dict[str, Any]) -> dict[str, Any]:
+    return {**options, "dtype": options.get("dtype") or torch.get_default_dtype()}
+
+
+install(_created, distribute_tensor)

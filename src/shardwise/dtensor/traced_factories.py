@@ -1,0 +1,83 @@
+"""New tensors inside a compiled region.
+
+As in `traced`, the compiler takes an op where it would refuse to read how a subclass is made. One
+makes a tensor of one number, or without values; draws are then written to it, as to any tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import grid_number, grid_numbered
+from shardwise.core.placements import Placement
+from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.traced import read, spelled
+from shardwise.errors import ArgumentError
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "create(SymInt[] size, Scalar? value, int grid, int[]? placements, ScalarType? dtype) -> Tensor"
+)
+_library.define("distribute(Tensor x, int grid, int[]? placements, int? source) -> Tensor")
+
+_OPTIONS = frozenset(
+    ("device_mesh", "placements", "dtype", "requires_grad", "layout", "generator", "pin_memory")
+)
+
+
+def is_traceable(options: dict[str, Any]) -> bool:
+    """Whether torch.compile reads the program and takes such a call.
+
+    As of plain tensors, it makes no leaves that require grad and knows no generators but the
+    default one.
+    """
+    if not torch.compiler.is_dynamo_compiling():
+        return False
+    return not options.get("requires_grad") and options.get("generator") is None
+
+
+def traced_create(size: Sequence[Any], value: Any, options: dict[str, Any]) -> Any:
+    """A tensor of one number, or without values where that is None."""
+    unknown = [name for name in options if name not in _OPTIONS]
+    if unknown:
+        raise ArgumentError(f"Unknown options: {', '.join(unknown)}.")
+    if options.get("layout", torch.strided) is not torch.strided:
+        raise ArgumentError(f"A DTensor is strided, and layout={options['layout']} was asked for.")
+    mesh = options.get("device_mesh")
+    number = grid_number(mesh if mesh is not None else current_mesh())
+    placements = spelled(options.get("placements"))
+    return torch.ops.shardwise.create(size, value, number, placements, options.get("dtype"))
+
+
+def traced_distribute(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+    source: int | None,
+) -> Any:
+    """`distribute_tensor` of a tensor that needs no gradient."""
+    number = grid_number(mesh if mesh is not None else current_mesh())
+    return torch.ops.shardwise.distribute(tensor, number, spelled(placements), source)
+
+
+def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
+    """Let the ops do what these do.
+
+    They are called as `create(size, value, device_mesh=, placements=, dtype=)` and
+    `distribute(tensor, mesh, placements, src_data_rank=)`.
+    """
+
+    def run_create(size: Any, value: Any, number: int, placements: Any, dtype: Any) -> Any:
+        mesh = grid_numbered(number).mesh
+        return create(size, value, device_mesh=mesh, placements=read(placements), dtype=dtype)
+
+    def run_distribute(tensor: Any, number: int, placements: Any, source: Any) -> Any:
+        mesh = grid_numbered(number).mesh
+        return distribute(tensor, mesh, read(placements), src_data_rank=source)
+
+    _library.impl("create", run_create, "CompositeImplicitAutograd")
+    _library.impl("distribute", run_distribute, "CompositeImplicitAutograd")
