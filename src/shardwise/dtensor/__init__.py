@@ -3,10 +3,11 @@
 import torch
 
 from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
-from shardwise.dtensor import kernels, local_step
+from shardwise.dtensor import local_step
+from shardwise.dtensor.above_autograd.register import register_kernels
 from shardwise.dtensor.tensor import DTensor, _unpickle
 
-kernels.register()
+register_kernels()
 local_step.register()
 
 # What a saved DTensor consists of besides tensors: torch.load reads it with weights_only=True.

@@ -8,8 +8,8 @@ inference and no search. Keep it short: every op pays for every line.
 Note [Above autograd]
 A DTensor carries one dispatch key more than its device's: that of torch's third private backend,
 which has no tensors of its own. Ops that need the table's or weight's layout in their backward
-have kernels for that key (dtensor.kernels); all other ops fall through to torch's autograd at no
-cost, where a `__torch_function__` on the class would cost every call.
+have kernels for that key (dtensor.above_autograd); all others fall through to torch's autograd at
+no cost, where a `__torch_function__` on the class would cost every call.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Group and batch norm: statistics per channel, or per group of channels.
 
-Batch norm in training looks at the whole batch. It is taken apart (dtensor.norms): the sums over
-the batch are functions of this file: a sharded batch stays where it is, and only sums travel.
+Batch norm in training looks at the whole batch. It is taken apart (dtensor.above_autograd.norms):
+the sums over the batch are functions of this file, so that a sharded batch stays where it is, and
+only sums travel.
 """
 
 from __future__ import annotations
@@ -184,7 +185,7 @@ def _per_channel(call: Call, first: int) -> list[tuple[int, int]]:
 def batch_norm_choices(call: Call) -> Iterator[Choice]:
     """With given statistics: elementwise but for channels, which all operands share.
 
-    In training the statistics are those of the whole batch: dtensor.norms takes that apart.
+    In training the statistics are those of the whole batch, see dtensor.above_autograd.norms.
     """
     if call.argument("training"):
         return

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.dtensor.above_autograd.short_bags import exchanges_rows, pool_rows
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
-from shardwise.dtensor.short_bags import exchanges_rows, pool_rows
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, MixedTensorsError, UnsupportedError
 from shardwise.rules.bag_grads import pooled_grad, sample_grad
@@ -193,3 +193,6 @@ def _equally_long(offsets: Any, num_bags: Any, num_ids: Any) -> bool:
 def _closed(offsets: Any, num_ids: Any) -> Any:
     """The offsets, and the end of the last bag."""
     return torch.nn.functional.pad(offsets, (0, 1), value=num_ids)
+
+
+KERNELS = (("embedding_bag", embedding_bag), ("embedding_bag.padding_idx", embedding_bag))

@@ -1,0 +1,84 @@
+"""Linear layers, above autograd: see Note [Above autograd].
+
+Torch would merge the dims of a batch for a product of matrices, and forget how the weight lies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.core.layout import Layout
+from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.rules.matmul import linear_bias_grad, linear_input_grad, linear_weight_grad
+
+aten = torch.ops.aten
+
+
+class Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        ctx.save_for_backward(x, weight)
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        again = torch.is_grad_enabled()  # double backward
+        if for_x:
+            if again and (grad.requires_grad or weight.requires_grad):
+                grad_x = F.linear(grad, weight.t())
+            else:
+                grad_x = run(linear_input_grad, grad, weight)
+        if for_weight:
+            wish = gradient_layout(weight._layout)
+            if again and (grad.requires_grad or x.requires_grad):
+                grad_weight = LinearWeightGrad.apply(grad, x, wish)
+            else:
+                grad_weight = run(linear_weight_grad, grad, x, wish=wish)
+        if for_bias:
+            if again:
+                grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            else:
+                grad_bias = run(linear_bias_grad, grad)
+        return grad_x, grad_weight, grad_bias
+
+
+class LinearWeightGrad(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, grad: Any, x: Any, wish: Layout) -> Any:
+        ctx.save_for_backward(grad, x)
+        return run(linear_weight_grad, grad, x, wish=wish)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Any) -> Any:
+        grad, x = ctx.saved_tensors
+        return F.linear(x, grad_weight), F.linear(grad, grad_weight.t()), None
+
+
+_apply_linear = direct_apply(Linear)
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    distributed = type(x) is DTensor and type(weight) is DTensor
+    if not distributed or not (bias is None or type(bias) is DTensor) or not x._layout.shape:
+        # The ordinary path says which operand is plain, or what is wrong with the shapes.
+        return DTensor.__torch_dispatch__(aten.linear.default, None, (x, weight, bias))
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        return _apply_linear(x, weight, bias)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    op = aten.linear.default
+    return run(op, x, weight) if bias is None else run(op, x, weight, bias)
+
+
+KERNELS = (("linear", linear),)

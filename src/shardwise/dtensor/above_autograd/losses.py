@@ -1,0 +1,119 @@
+"""Cross entropy, above autograd: see Note [Above autograd].
+
+It is taken apart into ops that each have a rule, so that a sharded batch stays sharded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.dtensor.tensor import run
+from shardwise.rules.loss import nll, nll_grad
+
+aten = torch.ops.aten
+
+
+_NONE, _MEAN = 0, 1
+
+
+class NLL(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
+        ctx.save_for_backward(target)
+        ctx.options = (ignore_index, log_probs.shape[-1])
+        return run(nll, log_probs, target, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (target,) = ctx.saved_tensors
+        return run(nll_grad, grad, target, *ctx.options), None, None
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy out of ops that each have a rule, so that a sharded batch stays sharded."""
+    options = (reduction, ignore_index, label_smoothing)
+    _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
+    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
+    log_probs = classes_last.log_softmax(-1)
+    if target.is_floating_point():
+        soft = target.movedim(1, -1) if target.dim() > 1 else target
+        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
+    else:
+        losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
+    return _reduced(losses, count, reduction)
+
+
+def nll_loss(
+    log_probs: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """Cross entropy without its softmax."""
+    _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
+    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
+    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+
+
+def _reduced(losses: Any, count: Any, reduction: int) -> Any:
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / count if reduction == _MEAN else total
+
+
+def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
+    """The loss of each sample for probabilities as target, and what a mean divides by."""
+    if smoothing:
+        target = target * (1 - smoothing) + smoothing / log_probs.shape[-1]
+    terms = log_probs * target
+    if weight is not None:
+        terms = terms * weight
+    losses = -terms.sum(-1)
+    return losses, max(losses.numel(), 1)
+
+
+def _losses(
+    log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
+) -> tuple[Any, Any]:
+    """The loss of each sample for classes as target, and what a mean divides by."""
+    losses = NLL.apply(log_probs, target, ignore_index)
+    kept = target != ignore_index
+    count = kept.sum()
+    if weight is not None:
+        own = torch.where(kept, weight.detach()[torch.where(kept, target, 0)], 0.0)
+        losses, count = losses * own, own.sum()
+    if smoothing:
+        spread = log_probs if weight is None else log_probs * weight
+        smooth = torch.where(kept, -spread.sum(-1), 0.0)
+        losses = losses * (1 - smoothing) + smooth * (smoothing / log_probs.shape[-1])
+    return losses, count
+
+
+def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
+    """Where the arguments do not fit, torch says so, on tensors without data."""
+    shape = tuple(scores.shape)
+    classes = shape[min(1, len(shape) - 1)] if shape else None
+    each = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
+    fits = tuple(target.shape) == (shape if target.is_floating_point() else each)
+    fits = fits and (weight is None or tuple(weight.shape) == (classes,))
+    if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
+        return
+    hollow = [
+        t if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for t in (scores, target, weight)
+    ]
+    op(*hollow, *options)
+
+
+KERNELS = (("cross_entropy_loss", cross_entropy), ("nll_loss_nd", nll_loss))

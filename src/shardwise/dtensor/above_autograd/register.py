@@ -1,0 +1,50 @@
+"""The ops that are handled above autograd; see Note [Above autograd].
+
+Most have an autograd function that knows the layouts of the forward pass when it runs backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.untraced import untraced
+from shardwise.dtensor.above_autograd import (
+    attention,
+    bags,
+    composites,
+    einsum,
+    embedding,
+    linear,
+    losses,
+    matmul,
+    norms,
+    recurrent,
+    rrelu,
+)
+
+_KERNELS: tuple[tuple[str, Any], ...] = (
+    *attention.KERNELS,
+    *bags.KERNELS,
+    *einsum.KERNELS,
+    *embedding.KERNELS,
+    *linear.KERNELS,
+    *losses.KERNELS,
+    *matmul.KERNELS,
+    *norms.KERNELS,
+    *recurrent.KERNELS,
+    *rrelu.KERNELS,
+)
+# Torch forgets the kernels of a library that is gone.
+_library = torch.library.Library("aten", "IMPL")
+_any_library = torch.library.Library("_", "IMPL")
+
+
+def register_kernels() -> None:
+    """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
+    for name, kernel in _KERNELS:
+        _library.impl(name, untraced(kernel), "AutogradPrivateUse3")
+    composites.register(_library)
+    # Ops of other libraries know nothing of the key: they go on to the device's autograd.
+    _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")
