@@ -1,8 +1,8 @@
 """Tables, plans and batches for the tests of collections; programs for both worlds."""
 
 import copy
-import dataclasses
 import functools
+import time
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ TABLES = [
 ]
 #: Of one width, so that a rank has one stack.
 EQUALS = [Table(f"equal{rows}", rows, 4) for rows in (5, 11, 8)]
-SUMS = [dataclasses.replace(table, pooling="sum") for table in TABLES]
 
 PLANS = {
     "row_wise": "row_wise",
@@ -205,20 +204,79 @@ def bad_on_one_rank(plan, others):
             good.features, ids, lengths=lengths, weights=torch.ones(2)
         ),
         "ids that are not flat": Jagged(good.features, ids.view(-1, 1), lengths=lengths),
+        "ids that are no numbers": Jagged(good.features, ids.float(), lengths=lengths),
+        "offsets that are not flat": Jagged(good.features, ids, offsets=ends.view(1, -1)),
+        "sizes that are not whole": Jagged(
+            good.features, ids, lengths=lengths, batch_sizes=torch.full((6,), 3.0)
+        ),
+        "no batch": None,
+        "no nested tensors": dict.fromkeys(good.features, ids),
         "id out of range": Jagged(good.features, ids + 100, lengths=lengths),
     }
     for name, wrong in bad.items():
-        try:
-            collection(wrong if dist.get_rank() == 2 else good)
-            told[name] = "nothing"
-        except shardwise.ShardwiseError as error:
-            told[name] = f"{type(error).__name__}: {error}"
+        told[name] = _told(collection, wrong if dist.get_rank() == 2 else good)
+    told["uneven"] = _uneven_on_one_rank(mesh, plan)
+    collection.optimizer.lr = 0
+    ahead = collection.prefetch(bad["id out of range"] if dist.get_rank() == 2 else good)
+    loss_of(collection(good)).backward()  # the ids would follow here
+    told["ahead"] = _told(collection, ahead)
+    told["replaced"] = _replaced_on_one_rank(mesh, plan, good)
     try:
         make().shard(mesh, others if dist.get_rank() == 2 else plan)
         told["plan"] = "nothing"
     except shardwise.ShardwiseError as error:
         told["plan"] = f"{type(error).__name__}: {error}"
     return told, collection(good)["user"].detach()
+
+
+def _told(collection, batch):
+    try:
+        collection(batch)
+    except shardwise.ShardwiseError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def _uneven_on_one_rank(mesh, plan):
+    """Features stand side by side, and rank 2 has more bags of one than of the other."""
+    collection = make(output="tensor").shard(mesh, plan)
+    bags = {feature: [[0], [1]] for feature in collection.features}
+    if dist.get_rank() == 2:
+        bags["bought"] = [[0]]
+    return _told(collection, Jagged.from_lists(bags))
+
+
+def _replaced_on_one_rank(mesh, plan, good):
+    collection = make().shard(mesh, plan)
+    if dist.get_rank() == 2:
+        parameter = collection.parameter("day")
+        parameter._local = parameter._local.clone()
+    return _told(collection, good)
+
+
+def prefetched_late(plan, num_steps, late_s):
+    """In four gloo processes: rank 3 is late with every batch, and other collectives run between.
+
+    The tables after training, and the longest that `prefetch` took.
+    """
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
+    mine = [batch(10 * step + dist.get_rank()) for step in range(num_steps + 1)]
+    following, longest_s = collection.prefetch(mine[0]), 0.0
+    for number in range(num_steps):
+        ahead = following
+        if dist.get_rank() == 3:
+            time.sleep(late_s)
+        begin = time.perf_counter()
+        following = collection.prefetch(mine[number + 1])
+        longest_s = max(longest_s, time.perf_counter() - begin)
+        others = [dist.all_reduce(torch.ones(1), async_op=True)]
+        loss = loss_of(collection(ahead))
+        others.append(dist.all_reduce(torch.ones(1), async_op=True))
+        loss.backward()
+        for work in others:
+            work.wait()
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}, longest_s
 
 
 def trained_in_small_pieces(kind, num_steps):
@@ -267,9 +325,9 @@ def trained_with_prefetch(plan, num_steps):
 def gradients_of_weights(plan):
     """In four gloo processes: the weights of ids get gradients on odd ranks, others want none."""
     mesh = shardwise.init_device_mesh("cpu", (4,))
-    collection = make(tables=SUMS, optimizer=SGD(0.1)).shard(mesh, plan)
+    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
     rank = dist.get_rank()
-    mine = batch(rank, tables=SUMS, weighted=rank != 2)
+    mine = batch(rank, weighted=rank != 2)
     if rank % 2:
         mine.weights.requires_grad_()
     loss_of(collection(mine)).backward()

@@ -71,6 +71,11 @@ BAD = {
         BatchError,
         r"4 bags do not divide among 3 features \(feature 'user' of table 'user', feature",
     ),
+    "ids of another dtype": (
+        lambda: batch(values=torch.ones(6)),
+        BatchError,
+        r"values are int32 or int64, found torch.float32; convert them first \(feature 'user' of",
+    ),
     "batch sizes": (
         lambda: batch(batch_sizes=[2, 2, 3]),
         BatchError,
@@ -135,19 +140,13 @@ def test_on_one_rank_of_four(mesh, make, kind, says, plan):
         bags(given)
     assert where in str(raised.value)
     # The counts, in which the complaint is announced, and its text; no ids.
-    assert {event.op for event in comm.events} == {"counts of a batch"}
+    ops = {event.op for event in comm.events}
+    assert ops == {"counts of a batch", "what is wrong with a batch"}
 
 
 def test_an_error_is_an_ordinary_one():
     assert issubclass(BatchError, ValueError)
     assert issubclass(IdRangeError, IndexError)
-
-
-def test_weights_want_sums():
-    bags = EmbeddingBagCollection([Table("user", 5, 4, pooling="mean")])
-    weighted = Jagged.from_lists({"user": [[1]]}, {"user": [[0.5]]})
-    with pytest.raises(BatchError, match="'user' is pooled by mean; weights per id need"):
-        bags(weighted)
 
 
 def test_after_an_error_the_collection_works(mesh):
@@ -184,12 +183,7 @@ def test_after_an_error_the_collection_works(mesh):
         (lambda: SGD(-1), ArgumentError, "SGD: lr is a number from 0 on, found -1"),
         (lambda: Jagged(["a"], ints(1)), ArgumentError, "lengths or offsets"),
         (lambda: Jagged("a", ints(1), lengths=ints(1)), ArgumentError, "a list of features"),
-        (
-            lambda: Jagged(["a"], torch.ones(1), lengths=ints(1)),
-            ArgumentError,
-            "values are int32 or int64",
-        ),
-        (lambda: EmbeddingBagCollection(TABLES)([1, 2]), ArgumentError, "found list"),
+        (lambda: EmbeddingBagCollection(TABLES)([1, 2]), BatchError, "found list"),
     ],
 )
 def test_what_cannot_be_made(make, error, says):
@@ -219,6 +213,14 @@ def test_a_plan_that_leaves_a_table_out_changes_nothing(mesh):
         bags.shard(mesh, Plan({"user": "row_wise"}))
     assert bags.plan is None
     assert type(bags.parameter("user").data) is torch.Tensor
+
+
+@pytest.mark.parametrize("num", [1, 3])
+def test_features_side_by_side_have_equally_many_bags(num):
+    bags = {"user": [[1], [2]], "seen": [[0], [0]], "bought": [[5]] * num}
+    says = f"'user' has 2 bags, feature 'bought' of table 'item' {num}; output='tensor' needs"
+    with pytest.raises(BatchError, match=says):
+        EmbeddingBagCollection(TABLES, output="tensor")(Jagged.from_lists(bags))
 
 
 def test_a_batch_of_another_collection(mesh):

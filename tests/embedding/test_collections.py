@@ -106,9 +106,9 @@ def test_features_side_by_side(mesh, plan):
 @pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
 def test_weights_of_ids(mesh, plan, optimizer):
     torch_sgd = None if optimizer else functools.partial(torch.optim.SGD, lr=0.1)
-    per_step = steps(3, tables=cases.SUMS, weighted=True)
-    alone = cases.make(tables=cases.SUMS, optimizer=optimizer)
-    sharded = cases.make(tables=cases.SUMS, optimizer=optimizer).shard(mesh, plan)
+    per_step = steps(3, weighted=True)
+    alone = cases.make(optimizer=optimizer)
+    sharded = cases.make(optimizer=optimizer).shard(mesh, plan)
     close(
         cases.train_sharded(sharded, per_step, torch_sgd),
         cases.train_alone(alone, per_step, torch_sgd),
@@ -119,19 +119,19 @@ def test_weights_of_ids(mesh, plan, optimizer):
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 @pytest.mark.parametrize("optimizer", [None, SGD(0.1)])
 def test_weights_of_ids_get_the_gradient_of_their_ranks_loss(mesh, plan, kind, optimizer):
-    batches = [cases.batch(rank, tables=cases.SUMS, weighted=True) for rank in range(4)]
+    batches = [cases.batch(rank, weighted=True) for rank in range(4)]
     given = cases.spread(batches)
     given.weights.requires_grad_()
-    sharded = cases.make(kind, tables=cases.SUMS, optimizer=optimizer).shard(mesh, plan)
+    sharded = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
     cases.loss_of(sharded(given)).backward()
     for rank, batch in enumerate(batches):
         batch.weights.requires_grad_()
-        cases.loss_of(cases.make(kind, tables=cases.SUMS)(batch)).backward()
+        cases.loss_of(cases.make(kind)(batch)).backward()
         assert_close(given.weights.grad.on_rank(rank), batch.weights.grad)
 
 
 def test_weights_of_ids_get_the_gradient_that_torch_gives():
-    bags, batch = cases.make(tables=cases.SUMS[:1]), cases.batch(0, tables=cases.SUMS[:1])
+    bags, batch = cases.make(tables=cases.TABLES[:1]), cases.batch(0, tables=cases.TABLES[:1])
     weights = torch.rand(len(batch.values), requires_grad=True)
     twin = weights.detach().clone().requires_grad_()
     offsets = batch.lengths.cumsum(0) - batch.lengths
@@ -143,10 +143,18 @@ def test_weights_of_ids_get_the_gradient_that_torch_gives():
     assert_close(weights.grad, twin.grad)
 
 
+def test_means_with_weights_divide_by_the_number_of_ids():
+    bags = cases.make(tables=[Table("t", 11, 8, pooling="mean")])
+    batch = Jagged.from_lists({"t": [[1, 2, 1], [], [10]]}, {"t": [[0.5, 2, -1], [], [3]]})
+    rows = bags.parameter("t").detach()
+    expected = torch.stack([(2 * rows[2] - 0.5 * rows[1]) / 3, 0 * rows[0], 3 * rows[10]])
+    assert_close(bags(batch)["t"], expected)
+
+
 def test_only_some_ranks_have_weights(mesh):
-    alone = cases.make(tables=cases.SUMS)
-    sharded = cases.make(tables=cases.SUMS).shard(mesh, "row_wise")
-    batches = [cases.batch(rank, tables=cases.SUMS, weighted=True) for rank in range(4)]
+    alone = cases.make()
+    sharded = cases.make().shard(mesh, "row_wise")
+    batches = [cases.batch(rank, weighted=True) for rank in range(4)]
     batches[1].weights.fill_(1)
     found = sharded(cases.spread(batches))
     batches[1].weights = None
@@ -406,6 +414,29 @@ def test_exchanges_do_not_grow_with_tables(mesh, plan, forward, backward, num_co
     with CommDebugMode() as comm:
         loss.backward()
     assert comm.get_total_counts() == backward
+
+
+def test_ids_go_out_while_rows_or_gradients_travel(mesh):
+    """What `prefetch` begins is done at points that are the same on every rank."""
+    sharded = cases.make(optimizer=SGD(0.1)).shard(mesh, "row_wise")
+    ahead = sharded.prefetch(cases.batch(0))
+    with CommDebugMode() as comm:
+        following = sharded.prefetch(cases.batch(1))
+        loss = cases.loss_of(sharded(ahead))
+        last = sharded.prefetch(cases.batch(2))
+        loss.backward()
+        sharded(following), sharded(last)
+    assert [event.op for event in comm.events] == [
+        "counts of a batch",  # of the following
+        "ids of a batch",  # of the first: nothing was sent between
+        "rows of tables",
+        "ids of a batch",
+        "counts of a batch",  # of the last
+        "gradients of rows",
+        "ids of a batch",
+        "rows of tables",
+        "rows of tables",
+    ]
 
 
 def test_prefetched_batches(mesh):

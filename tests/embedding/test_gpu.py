@@ -6,7 +6,6 @@ import pytest
 import torch
 from embedding_cases import (
     PLANS,
-    SUMS,
     batch,
     loss_of,
     make,
@@ -67,15 +66,15 @@ def test_eight_ranks(kind, plan):
 @pytest.mark.parametrize("backend", ["torch", "triton"])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_gradients_of_weights(backend, plan):
-    batches = [batch(rank, tables=SUMS, weighted=True) for rank in range(4)]
+    batches = [batch(rank, weighted=True) for rank in range(4)]
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cuda", (4,))
-        collection = make(tables=SUMS, backend=backend).to("cuda").shard(mesh, plan)
+        collection = make(backend=backend).to("cuda").shard(mesh, plan)
         given = spread([each.to("cuda") for each in batches])
         given.weights.requires_grad_()
         loss_of(collection(given)).backward()
         found = [given.weights.grad.on_rank(rank).cpu() for rank in range(4)]
     for one, grad in zip(batches, found, strict=True):
         one.weights.requires_grad_()
-        loss_of(make(tables=SUMS)(one)).backward()
+        loss_of(make()(one)).backward()
         assert_close(grad, one.weights.grad, rtol=1e-4, atol=1e-4)

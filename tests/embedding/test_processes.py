@@ -81,8 +81,16 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes):
         "offsets overrun": "Batch.*On rank 2: .* up to feature 'day' of table 'day', but there are",
         "lengths do not sum": "Batch.*On rank 2: .* up to feature 'day' of table 'day', but there",
         "weights of another length": "Batch.*On rank 2: weights .* feature 'day' of table 'day'",
-        "ids that are not flat": r"Batch.*On rank 2: ids of shape \(\d+, 1\) .* of table 'user'",
+        "ids that are not flat": r"Batch.*On rank 2: values are flat.*1\) \(feature 'user' of tab",
+        "ids that are no numbers": "Batch.*On rank 2: values are int32 or int64, found torch.floa",
+        "offsets that are not flat": r"Batch.*On rank 2: offsets are flat, found shape \(1, 19\)",
+        "sizes that are not whole": "Batch.*On rank 2: batch_sizes are int32 or int64, found tor",
+        "no batch": "Batch.*On rank 2: A batch is a Jagged, a dict .* found NoneType",
+        "no nested tensors": "Batch.*On rank 2: A nested tensor of layout torch.jagged is needed",
         "id out of range": "IdRange.*On rank 2: feature 'user' of table 'user': id 1",
+        "uneven": "Batch.*On rank 2: feature 'user' of table 'user' has 2 bags, feature 'bought'",
+        "ahead": "IdRange.*On rank 2: feature 'user' of table 'user': id 1",
+        "replaced": "^ShardwiseError: On rank 2: the parameter of table 'day' was replaced",
         "plan": r"Layout.*the plan of a collection fails on ranks \[2\].*leaves out: day",
     }
     assert told.keys() == says.keys()
@@ -93,6 +101,15 @@ def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes):
 def test_prefetch_overlaps_and_computes_the_same(processes):
     found = processes(cases.trained_with_prefetch, cases.PLANS["mixed"], 4)
     close(found[0], cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(4)))
+
+
+def test_prefetch_waits_for_nobody(processes):
+    """The late rank is later than the work of `prefetch` takes, by far."""
+    found = processes(cases.prefetched_late, cases.PLANS["mixed"], 2, 1.5)
+    expected = cases.train_alone(cases.make(optimizer=SGD(0.1)), steps(2))
+    for tables, longest_s in found:
+        close(tables, expected)
+        assert longest_s < 1
 
 
 @pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
@@ -113,9 +130,9 @@ def test_gradients_of_weights_where_they_are_wanted(processes):
     """Rank 2 has no weights, rank 0 has some that want no gradient."""
     found = processes(cases.gradients_of_weights, cases.PLANS["mixed"])
     for rank in (1, 3):
-        batch = cases.batch(rank, tables=cases.SUMS, weighted=True)
+        batch = cases.batch(rank, weighted=True)
         batch.weights.requires_grad_()
-        cases.loss_of(cases.make(tables=cases.SUMS)(batch)).backward()
+        cases.loss_of(cases.make()(batch)).backward()
         assert_close(found[rank], batch.weights.grad)
     assert found[0] is None
     assert found[2] is None

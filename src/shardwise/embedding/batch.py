@@ -14,14 +14,15 @@ import torch
 
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.table import Table
+from shardwise.errors import BatchError, IdRangeError, ShardwiseError
 
 
 @dataclass(frozen=True, slots=True)
 class Complaint:
-    """What is wrong with a batch; `about_ids` when an id is out of range."""
+    """What is wrong with a batch, and the error that it becomes."""
 
     text: str
-    about_ids: bool = False
+    error: type[ShardwiseError] = BatchError
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +55,34 @@ class Bags:
         return self.ids_to[feature] - self.ids_from[feature]
 
 
-def checked_bags(
-    tables: Sequence[Table],
-    features: Sequence[str],
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None,
-    batch_sizes: torch.Tensor | None,
-    first: torch.Tensor | None,
-    weights_train: bool,
+def bags_of(
+    tables: Sequence[Table], batch: Jagged, *, weights_train: bool, side_by_side: bool
 ) -> Bags | Complaint:
-    """The bags of one rank, in the order in which the tables declare their features."""
+    """The bags of one rank, in the order in which the tables declare their features.
+
+    Features that are put `side_by_side` need equally many.
+    """
+    features, lengths = batch.features, batch.lengths
     wanted = [feature for table in tables for feature in table.features]
     complaint = _names_complaint(tables, wanted, features)
     if complaint is not None:
         return complaint
     owners = {feature: table for table in tables for feature in table.features}
-    sizes = _sizes([_called(f, owners) for f in features], values, lengths, batch_sizes)
+    sizes = _sizes([_called(f, owners) for f in features], batch)
     if isinstance(sizes, Complaint):
         return sizes
-    complaint = _lengths_complaint(features, owners, values, lengths, weights, sizes, first)
+    complaint = _lengths_complaint(batch, owners, sizes) or (
+        _uneven_complaint(features, owners, sizes) if side_by_side else None
+    )
     if complaint is not None:
         return complaint
     bag_starts = list(itertools.accumulate(sizes, initial=0))
     id_starts = _id_starts(lengths, sizes, bag_starts)
     places = [features.index(feature) for feature in wanted]
     bags = Bags(
-        values=values,
+        values=batch.values,
         lengths=lengths,
-        weights=weights,
+        weights=batch.weights,
         ids_from=tuple(id_starts[place] for place in places),
         ids_to=tuple(id_starts[place + 1] for place in places),
         bags_from=tuple(bag_starts[place] for place in places),
@@ -90,20 +90,6 @@ def checked_bags(
         weights_train=weights_train,
     )
     return _ids_complaint(bags, wanted, owners) or bags
-
-
-def bags_of(tables: Sequence[Table], batch: Jagged, weights_train: bool) -> Bags | Complaint:
-    """The bags of a batch that holds plain tensors."""
-    return checked_bags(
-        tables,
-        batch.features,
-        batch.values,
-        batch.lengths,
-        batch.weights,
-        batch.batch_sizes,
-        batch.first,
-        weights_train,
-    )
 
 
 def _names_complaint(
@@ -128,28 +114,20 @@ def _called(feature: str, owners: dict[str, Table]) -> str:
     return f"feature {feature!r} of table {owners[feature].name!r}"
 
 
-def _sizes(
-    called: Sequence[str],
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    batch_sizes: torch.Tensor | None,
-) -> list[int] | Complaint:
+def _sizes(called: Sequence[str], batch: Jagged) -> list[int] | Complaint:
     """How many bags each feature has."""
     which = ", ".join(called)
-    if values.ndim != 1 or lengths.ndim != 1:
-        return Complaint(
-            f"ids of shape {tuple(values.shape)} and lengths of shape {tuple(lengths.shape)} for "
-            f"{which}; both are flat"
-        )
-    num, total = len(called), lengths.shape[0]
-    if batch_sizes is None:
+    if batch.problem is not None:
+        return Complaint(f"{batch.problem} ({which})")
+    num, total = len(called), batch.lengths.shape[0]
+    if batch.batch_sizes is None:
         if total % num:
             return Complaint(
                 f"{total} bags do not divide among {num} features ({which}); batch_sizes= says how "
                 "many each has"
             )
         return [total // num] * num
-    sizes = batch_sizes.tolist()
+    sizes = batch.batch_sizes.tolist()
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
         return Complaint(
             f"batch_sizes {sizes} do not fit {num} features with {total} bags ({which})"
@@ -157,15 +135,23 @@ def _sizes(
     return sizes
 
 
-def _lengths_complaint(
-    features: Sequence[str],
-    owners: dict[str, Table],
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    weights: torch.Tensor | None,
-    sizes: Sequence[int],
-    first: torch.Tensor | None,
+def _uneven_complaint(
+    features: Sequence[str], owners: dict[str, Table], sizes: Sequence[int]
 ) -> Complaint | None:
+    for feature, size in zip(features, sizes, strict=True):
+        if size != sizes[0]:
+            return Complaint(
+                f"{_called(features[0], owners)} has {sizes[0]} bags, {_called(feature, owners)} "
+                f"{size}; output='tensor' needs equally many, output='dict' does not"
+            )
+    return None
+
+
+def _lengths_complaint(
+    batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
+) -> Complaint | None:
+    features, values, lengths = batch.features, batch.values, batch.lengths
+    weights, first = batch.weights, batch.first
     if first is not None and (first.numel() == 0 or int(first) != 0):
         who = _called(features[0], owners)
         return Complaint(f"{who}: offsets must begin with 0; found {first.tolist()}")
@@ -188,12 +174,6 @@ def _lengths_complaint(
             f"weights have shape {tuple(weights.shape)}, the ids {tuple(values.shape)}, up to "
             f"{last}; each id has one weight"
         )
-    for name in features if weights is not None else ():
-        if owners[name].pooling != "sum":
-            return Complaint(
-                f"{_called(name, owners)} is pooled by {owners[name].pooling}; weights per id need "
-                "pooling='sum'"
-            )
     return None
 
 
@@ -224,6 +204,6 @@ def _ids_complaint(
             return Complaint(
                 f"{_called(features[number], owners)}: id {wrong} (number {where} of the feature) "
                 f"is out of range, the table has rows 0 to {table.num_embeddings - 1}",
-                about_ids=True,
+                IdRangeError,
             )
     return None

@@ -18,18 +18,17 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.embedding.ahead import Ahead, Queue, look_ahead
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
 from shardwise.embedding.describe import describe
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
-from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks, tile_of
-from shardwise.embedding.step import Ahead, send_ids
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import Tiling
 from shardwise.errors import (
@@ -108,7 +107,7 @@ class _Collection(nn.Module):
         sends = grid is not None and not grid.world.simulated and route.travels
         scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = Engine(
-            route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch
+            route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch, Queue()
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
@@ -240,29 +239,46 @@ class _Collection(nn.Module):
     # -- a batch -----------------------------------------------------------------------------
 
     def prefetch(self, batch: Any) -> Ahead:
-        """Send the ids of a batch on their way; give the result to the collection instead of it.
+        """Send a batch on its way; give the result to the collection instead of it.
 
-        The exchange goes on while other work is done, such as the backward pass of the last batch.
+        Nobody is waited for. The ids go out while rows or gradients of the collection's next
+        exchange travel, and arrive while other work is done. What is wrong with the batch, on any
+        rank, is raised when it is used.
         """
-        jagged = Jagged.of(batch)
-        self._check_views()
-        return send_ids(self._engine.route, self._engine.grid, jagged)
+        ahead = self._look_ahead(batch)
+        self._engine.queue.add(ahead)
+        return ahead
 
-    def _check_views(self) -> None:
-        """Refuse parameters that someone replaced, such as `load_state_dict(assign=True)` does."""
+    def _look_ahead(self, batch: Any) -> Ahead:
+        engine = self._engine
+        trouble = self._replaced_parameter()
+        return look_ahead(
+            engine.route, engine.grid, batch, trouble, side_by_side=self._side_by_side
+        )
+
+    def _replaced_parameter(self) -> str | None:
+        """Whether someone replaced a parameter, such as `load_state_dict(assign=True)` does."""
         stacks = self._engine.stacks
         for number, table in enumerate(self.tables):
             if not stacks.holds(number, self.parameter(table.name)):
-                raise ShardwiseError(
-                    f"The parameter of table {table.name!r} was replaced by a tensor of its own. "
-                    "Write into it instead (parameter.copy_(values) under torch.no_grad())."
+                return (
+                    f"the parameter of table {table.name!r} was replaced by a tensor of its own; "
+                    "write into it instead (parameter.copy_(values) under torch.no_grad())"
                 )
+        return None
 
-    def _run(self, batch: Any, joined: bool) -> tuple[Ahead, tuple[torch.Tensor, ...]]:
-        ahead = batch if isinstance(batch, Ahead) else self.prefetch(batch)
+    @property
+    def _side_by_side(self) -> bool:
+        """Whether the features form one tensor."""
+        return False
+
+    def _run(self, batch: Any) -> tuple[Ahead, tuple[torch.Tensor, ...]]:
+        ahead = batch if isinstance(batch, Ahead) else self._look_ahead(batch)
         if ahead.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
-        return ahead, run_lookup(self._engine, ahead, self._parameters_in_order(), joined=joined)
+        ahead.check()
+        parameters, joined = self._parameters_in_order(), self._side_by_side
+        return ahead, run_lookup(self._engine, ahead, parameters, joined=joined)
 
     @property
     def features(self) -> list[str]:
@@ -281,6 +297,7 @@ class EmbeddingBagCollection(_Collection):
     `output="dict"` gives a tensor (bags × embedding_dim) per feature; `output="tensor"` one tensor
     with the features side by side in the declared order, which needs equally many bags in each.
 
+    >>> from shardwise.embedding import Jagged
     >>> tables = [Table("user", 10, 4), Table("item", 20, 8, features=("seen", "bought"))]
     >>> bags = EmbeddingBagCollection(tables)
     >>> batch = Jagged.from_lists({"user": [[1], [2, 3]], "seen": [[], [19]], "bought": [[4], [5]]})
@@ -297,10 +314,15 @@ class EmbeddingBagCollection(_Collection):
         super().__init__(tables, **options)
         self.output = output
 
+    @property
+    def _side_by_side(self) -> bool:
+        return self.output == "tensor"
+
     def forward(self, batch: Any) -> Any:
-        joined = self.output == "tensor"
-        _, outputs = self._run(batch, joined)
-        return outputs[0] if joined else dict(zip(self.features, outputs, strict=True))
+        _, outputs = self._run(batch)
+        if self._side_by_side:
+            return outputs[0]
+        return dict(zip(self.features, outputs, strict=True))
 
 
 @dataclass(slots=True)
@@ -320,6 +342,7 @@ class JaggedRows:
 class EmbeddingCollection(_Collection):
     """Tables whose rows are looked up one by one: a row for each id.
 
+    >>> from shardwise.embedding import Jagged
     >>> rows = EmbeddingCollection([Table("word", 10, 4)])
     >>> found = rows(Jagged.from_lists({"word": [[1, 2], [3]]}))
     >>> tuple(found["word"].values.shape), found["word"].lengths.tolist()
@@ -330,7 +353,7 @@ class EmbeddingCollection(_Collection):
     _child = "embeddings"
 
     def forward(self, batch: Any) -> dict[str, JaggedRows]:
-        ahead, outputs = self._run(batch, joined=False)
+        ahead, outputs = self._run(batch)
         lengths = ahead.lengths_per_feature()
         return {
             feature: JaggedRows(rows, length)

@@ -17,6 +17,9 @@ class Jagged:
     `offsets`, which begin with 0 and end with the number of ids). Features have equally many bags
     unless `batch_sizes` says how many each has. `weights` has one number per id.
 
+    What does not fit together is no error yet: other ranks may be waiting for this one. The
+    collection that is given the batch raises it, on every rank.
+
     >>> ids, lengths = torch.tensor([7, 8, 9, 1]), torch.tensor([1, 0, 1, 2])
     >>> batch = Jagged(["user", "item"], ids, lengths=lengths)
     >>> batch
@@ -25,7 +28,7 @@ class Jagged:
     [[8], [9, 1]]
     """
 
-    __slots__ = ("batch_sizes", "features", "first", "lengths", "values", "weights")
+    __slots__ = ("batch_sizes", "features", "first", "lengths", "problem", "values", "weights")
 
     def __init__(
         self,
@@ -43,18 +46,19 @@ class Jagged:
             raise ArgumentError("Jagged takes a list of features, not one text.")
         self.features = tuple(features)
         self.values = values
-        self.lengths: torch.Tensor = _lengths(offsets) if lengths is None else lengths
-        #: Where the first bag begins: 0, unless the offsets are wrong.
-        self.first: torch.Tensor | None = None if offsets is None else offsets[:1]
-        self.weights = weights
         if batch_sizes is not None and not isinstance(batch_sizes, torch.Tensor):
             batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64)
         self.batch_sizes: torch.Tensor | None = batch_sizes
-        for what, tensor in (("values", values), ("lengths", self.lengths)):
-            if tensor.dtype not in (torch.int64, torch.int32):
-                raise ArgumentError(
-                    f"Jagged: {what} are int32 or int64, found {tensor.dtype}. Convert them first."
-                )
+        self.weights = weights
+        #: What the collection is to complain about.
+        self.problem = _problem(
+            values=values, lengths=lengths, offsets=offsets, batch_sizes=batch_sizes
+        )
+        #: Where the first bag begins: 0, unless the offsets are wrong.
+        self.first: torch.Tensor | None = None
+        if offsets is not None and self.problem is None:
+            lengths, self.first = offsets.diff(), offsets[:1]
+        self.lengths: torch.Tensor = lengths if lengths is not None else torch.empty(0)
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
         """The same batch on another device; how many bags each feature has is not moved."""
@@ -69,7 +73,7 @@ class Jagged:
             weights=moved(self.weights),
             batch_sizes=self.batch_sizes,
         )
-        copied.first = moved(self.first)
+        copied.first, copied.problem = moved(self.first), self.problem
         return copied
 
     def with_weights(self, weights: torch.Tensor | None) -> Jagged:
@@ -81,7 +85,7 @@ class Jagged:
             weights=weights,
             batch_sizes=self.batch_sizes,
         )
-        other.first = self.first
+        other.first, other.problem = self.first, self.problem
         return other
 
     # -- other spellings ---------------------------------------------------------------------
@@ -99,7 +103,7 @@ class Jagged:
         flat = [id_ for feature in bags.values() for bag in feature for id_ in bag]
         heavy = None
         if weights is not None:
-            listed = [w for feature in bags for bag in weights[feature] for w in bag]
+            listed = [w for feature in bags for bag in weights.get(feature, ()) for w in bag]
             heavy = torch.tensor(listed, dtype=torch.float32)
         return Jagged(
             bags,
@@ -137,7 +141,7 @@ class Jagged:
         if weights is not None:
             if isinstance(weights, torch.Tensor):
                 raise ArgumentError("A nested tensor of ids per feature takes one of weights each.")
-            heavies = torch.cat([_inside(weights[name])[0] for name in inner])
+            heavies = torch.cat([_inside(weights[name])[0] for name in inner if name in weights])
         return Jagged(
             inner,
             torch.cat([values for values, _ in inner.values()]),
@@ -211,9 +215,18 @@ def num_bags(batch: Jagged) -> list[int]:
     return [len(batch.lengths) // num] * num
 
 
-def _lengths(offsets: torch.Tensor | None) -> torch.Tensor:
-    assert offsets is not None, "lengths or offsets"
-    return offsets.diff()
+def _problem(**tensors: torch.Tensor | None) -> str | None:
+    """What is wrong with these tensors by themselves."""
+    for what, tensor in tensors.items():
+        if tensor is None and what != "values":
+            continue
+        if not isinstance(tensor, torch.Tensor):
+            return f"{what} are a tensor of whole numbers, found {type(tensor).__name__}"
+        if tensor.dtype not in (torch.int64, torch.int32):
+            return f"{what} are int32 or int64, found {tensor.dtype}; convert them first"
+        if tensor.ndim != 1:
+            return f"{what} are flat, found shape {tuple(tensor.shape)}"
+    return None
 
 
 def _inside(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:

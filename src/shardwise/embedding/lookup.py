@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.grid import Grid
+from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.gradients import (
     Rows,
@@ -21,13 +22,7 @@ from shardwise.embedding.output import put_together, take_apart
 from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks
-from shardwise.embedding.step import (
-    Ahead,
-    Visit,
-    exchange_rows,
-    gradients_per_stack,
-    look_up,
-)
+from shardwise.embedding.step import Visit, exchange_rows, gradients_per_stack, look_up
 from shardwise.embedding.weight_gradients import weight_gradients, weights_train
 from shardwise.exchange.between import one_tensor, part_per_rank
 
@@ -46,6 +41,8 @@ class Engine:
     scale: float
     #: What is sent lies here, both ways; it has arrived before the next is written.
     scratch: Scratch
+    #: Batches whose ids go out while rows or gradients travel.
+    queue: Queue
 
 
 def run_lookup(
@@ -68,7 +65,9 @@ def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], t
         flat, home = look_up(route, visit, weights, engine.backend, engine.scratch)
         answers.append(flat)
         homes.append(home)
-    received = exchange_rows(route, grid, visits, answers, back=False)
+    received = exchange_rows(
+        route, grid, visits, answers, back=False, meanwhile=engine.queue.send_ids
+    )
     outputs = [
         put_together(route, visit, flat, home, joined)
         for visit, flat, home in zip(visits, received, homes, strict=True)
@@ -96,7 +95,9 @@ def _backward(
         flat, home = take_apart(route, visit, each, engine.scale, joined, engine.scratch)
         buffers.append(flat)
         homes.append(home)
-    received = exchange_rows(route, grid, visits, buffers, back=True)
+    received = exchange_rows(
+        route, grid, visits, buffers, back=True, meanwhile=engine.queue.send_ids
+    )
     asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
     copies, at_homes = [], []
     for place, (visit, flat, home) in enumerate(zip(visits, received, homes, strict=True)):

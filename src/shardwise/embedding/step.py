@@ -1,4 +1,4 @@
-"""One step of a sharded collection: ids go out, rows come back, gradients return.
+"""One step of a sharded collection: rows of the ids that came go back, gradients return.
 
 Everything is done for each rank present in turn: one in a real process, all in a simulated world.
 Without a mesh there is one rank, and nothing is exchanged.
@@ -6,36 +6,18 @@ Without a mesh there is one rank, and nothing is exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.backend import Backend, Query, look_up_stacks
-from shardwise.embedding.batch import Bags, Complaint, bags_of
-from shardwise.embedding.handshake import error_of, shake_hands
-from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.routing import (
-    Asked,
-    Leg,
-    Packed,
-    Route,
-    asked_at_home,
-    message_sizes,
-    pack,
-    unpack,
-)
+from shardwise.embedding.batch import Bags
+from shardwise.embedding.routing import Asked, Leg, Packed, Route
 from shardwise.embedding.scratch import Scratch
-from shardwise.exchange.between import (
-    finished,
-    one_tensor,
-    part_per_rank,
-    ranks_present,
-    start_exchange,
-)
+from shardwise.exchange.between import finished, start_exchange
 
 #: Numbers of rows that are looked up at a time: four megabytes.
 CHUNK_NUMBERS = 1 << 20
@@ -57,112 +39,6 @@ class Visit:
         return Query(asked.ids, asked.lengths, asked.weights, asked.runs)
 
 
-class Ahead:
-    """A batch whose ids are on their way; made by `prefetch`, used once by the collection."""
-
-    def __init__(
-        self,
-        route: Route,
-        grid: Grid | None,
-        bags: list[Bags],
-        packed: list[Packed],
-        notes: list[torch.Tensor],
-        weights: torch.Tensor | None,
-    ) -> None:
-        self.route, self.grid = route, grid
-        #: Of the ids, as the batch has them: their gradient goes there.
-        self.weights = weights
-        self._bags, self._packed, self._notes = bags, packed, notes
-        self._ranks = [0] if grid is None else ranks_present(grid)
-        self._exchange: torch.Tensor | None = None
-        if grid is not None and route.travels:
-            sizes = [
-                message_sizes(route, rank, note)
-                for rank, note in zip(self._ranks, notes, strict=True)
-            ]
-            with because("ids of a batch", implicit=False):
-                self._exchange = start_exchange(
-                    grid, [p.message for p in packed], [p.sent for p in packed], sizes
-                )
-
-    def lengths_per_feature(self) -> list[torch.Tensor]:
-        """The lengths of each feature's bags, as the batch has them."""
-        columns = [
-            [bags.lengths_of(feature) for bags in self._bags]
-            for feature in range(self.route.num_features)
-        ]
-        if self.grid is None:
-            return [column[0] for column in columns]
-        return [one_tensor(self.grid, column) for column in columns]
-
-    def arrive(self) -> list[Visit]:
-        """Wait for the ids that this rank is asked for."""
-        if self._exchange is not None:
-            assert self.grid is not None, "an exchange without a mesh"
-            messages = finished(self.grid, self._exchange)
-        else:
-            messages = [p.message for p in self._packed]
-        visits = []
-        for rank, bags, packed, notes, message in zip(
-            self._ranks, self._bags, self._packed, self._notes, messages, strict=True
-        ):
-            asked = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
-            home = asked_at_home(self.route, rank, bags)
-            packed.message = message[:0]  # it has been sent
-            visits.append(Visit(rank, bags, packed, notes, asked, home))
-        return visits
-
-
-def send_ids(route: Route, grid: Grid | None, batch: Jagged) -> Ahead:
-    """Check a batch on every rank, and start the exchange of its ids."""
-    weights = batch.weights
-    train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
-    found = [bags_of(route.tiling.tables, each, train) for each in _jagged_per_rank(grid, batch)]
-    if grid is None or route.num_ranks == 1:
-        for each in found:
-            if isinstance(each, Complaint):
-                raise error_of(each, "A batch does not fit: ")
-    packed = [each if isinstance(each, Complaint) else pack(route, each) for each in found]
-    notes = [p if isinstance(p, Complaint) else p.note for p in packed]
-    if grid is not None and route.num_ranks > 1:
-        with because("counts of a batch", implicit=False):
-            arrived = shake_hands(grid, notes, route.note_width)
-    else:
-        arrived = [note for note in notes if isinstance(note, torch.Tensor)]
-    return Ahead(
-        route,
-        grid,
-        [each for each in found if isinstance(each, Bags)],
-        [p for p in packed if isinstance(p, Packed)],
-        arrived,
-        weights,
-    )
-
-
-def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
-    weights = None if batch.weights is None else batch.weights.detach()
-    if grid is None or not grid.world.simulated:
-        return [batch.with_weights(weights)]
-    batch = batch.with_weights(weights)
-    names = ("values", "lengths", "weights", "batch_sizes", "first")
-    columns: dict[str, Any] = {}
-    for name in names:
-        tensor = getattr(batch, name)
-        parts = part_per_rank(grid, tensor) if tensor is not None else [None] * len(grid.ranks)
-        columns[name] = parts
-    found = []
-    for place in range(len(grid.ranks)):
-        one = Jagged(batch.features, columns["values"][place], lengths=columns["lengths"][place])
-        one.weights = columns["weights"][place]
-        one.batch_sizes = columns["batch_sizes"][place]
-        one.first = columns["first"][place]
-        found.append(one)
-    return found
-
-
-# -- rows ------------------------------------------------------------------------------------
-
-
 def exchange_rows(
     route: Route,
     grid: Grid | None,
@@ -170,15 +46,21 @@ def exchange_rows(
     buffers: Sequence[torch.Tensor],
     *,
     back: bool,
+    meanwhile: Callable[[], None],
 ) -> list[torch.Tensor]:
-    """Send flat rows to those who asked; with `back`, gradients to those who answered."""
+    """Send flat rows to those who asked; with `back`, gradients to those who answered.
+
+    What is to be done `meanwhile` is done while they travel.
+    """
     if grid is None or not route.travels:
         return list(buffers)
     given = [_num_given(route, visit) for visit in visits]
     wanted = [_num_wanted(route, visit) for visit in visits]
     sent, received = (wanted, given) if back else (given, wanted)
     with because("gradients of rows" if back else "rows of tables", implicit=False):
-        return finished(grid, start_exchange(grid, buffers, sent, received))
+        exchange = start_exchange(grid, buffers, sent, received)
+    meanwhile()
+    return finished(grid, exchange)
 
 
 def _num_given(route: Route, visit: Visit) -> list[int]:

@@ -64,9 +64,12 @@ def finished(grid: Grid, exchange: torch.Tensor) -> list[torch.Tensor]:
     return part_per_rank(grid, collectives.finished(exchange))
 
 
-def swap_rows(grid: Grid, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Row i of each rank's matrix goes to place i, and comes to stand at the sender's place."""
-    return part_per_rank(grid, collectives.all_to_all(one_tensor(grid, parts), grid, 0))
+def start_swap(grid: Grid, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Row i of each rank's matrix goes to place i, and comes to stand at the sender's place.
+
+    The exchange runs on until it is `finished`.
+    """
+    return collectives.start_all_to_all(one_tensor(grid, parts), grid, 0)
 
 
 def summed(grid: Grid, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

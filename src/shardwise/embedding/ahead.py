@@ -1,0 +1,202 @@
+"""Ahead: a batch whose ids are on their way before they are needed.
+
+Note [Two exchanges without waiting]
+How many ids a rank gets has to be known before they can be sent, so counts are exchanged first, and
+all ranks have to be there before that is done. `prefetch` only begins it. The ids follow at a point
+that is the same on every rank and where ranks wait for each other anyway: as soon as the collection
+has begun its next exchange of rows (forward) or of gradients (backward); at the latest when the
+batch is used. A rank takes part in that exchange after its `prefetch`, so waiting for its counts
+there takes no longer than waiting for its rows.
+
+All collectives are begun by the thread that runs the program, in the order of the program, which is
+the same on every rank, whatever other collectives run in between on the same group. No thread is
+needed, whose timing would decide an order, and no second communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.watch import because
+from shardwise.core.grid import Grid
+from shardwise.embedding.batch import Bags, Complaint, bags_of
+from shardwise.embedding.handshake import Handshake, error_of
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.routing import (
+    Packed,
+    Route,
+    asked_at_home,
+    message_sizes,
+    pack,
+    unpack,
+)
+from shardwise.embedding.step import Visit
+from shardwise.errors import ArgumentError, ShardwiseError
+from shardwise.exchange.between import (
+    finished,
+    one_tensor,
+    part_per_rank,
+    ranks_present,
+    start_exchange,
+)
+
+
+class Ahead:
+    """A batch on its way; made by `prefetch`, given to the collection instead of the batch.
+
+    What is wrong with it, on any rank, is raised on every rank when it is used.
+    """
+
+    def __init__(
+        self,
+        route: Route,
+        grid: Grid | None,
+        found: Sequence[Bags | Complaint],
+        weights: torch.Tensor | None,
+    ) -> None:
+        self.route, self.grid = route, grid
+        #: Of the ids, as the batch has them: their gradient goes there.
+        self.weights = weights
+        packed = [each if isinstance(each, Complaint) else pack(route, each) for each in found]
+        self._bags = [each for each in found if isinstance(each, Bags)]
+        self._packed = [each for each in packed if isinstance(each, Packed)]
+        self._ranks = [0] if grid is None else ranks_present(grid)
+        self._notes = [each.note for each in self._packed]
+        self._error: ShardwiseError | None = None
+        self._hands: Handshake | None = None
+        self._exchange: torch.Tensor | None = None
+        self._visits: list[Visit] | None = None
+        if grid is not None and route.num_ranks > 1:
+            notes = [each if isinstance(each, Complaint) else each.note for each in packed]
+            self._hands = Handshake(grid, notes, route.note_width)
+        else:
+            wrong = [each for each in found if isinstance(each, Complaint)]
+            self._error = error_of(wrong[0]) if wrong else None
+
+    def send_ids(self) -> None:
+        """Once the counts are there, begin the exchange of ids. Later calls do nothing."""
+        hands, self._hands = self._hands, None
+        if hands is None:
+            return
+        agreed = hands.finish()
+        if isinstance(agreed, ShardwiseError):
+            self._error = agreed
+            return
+        self._notes = agreed
+        if self.grid is not None and self.route.travels:
+            sizes = [
+                message_sizes(self.route, rank, note)
+                for rank, note in zip(self._ranks, agreed, strict=True)
+            ]
+            messages, sent = [p.message for p in self._packed], [p.sent for p in self._packed]
+            with because("ids of a batch", implicit=False):
+                self._exchange = start_exchange(self.grid, messages, sent, sizes)
+
+    def check(self) -> None:
+        """Raise what is wrong with the batch on some rank; the ids are on their way then."""
+        self.send_ids()
+        if self._error is not None:
+            raise self._error
+
+    def lengths_per_feature(self) -> list[torch.Tensor]:
+        """The lengths of each feature's bags, as the batch has them."""
+        columns = [
+            [bags.lengths_of(feature) for bags in self._bags]
+            for feature in range(self.route.num_features)
+        ]
+        if self.grid is None:
+            return [column[0] for column in columns]
+        return [one_tensor(self.grid, column) for column in columns]
+
+    def arrive(self) -> list[Visit]:
+        """Wait for the ids that this rank is asked for."""
+        self.check()
+        if self._visits is None:
+            self._visits = self._arrived()
+        return self._visits
+
+    def _arrived(self) -> list[Visit]:
+        messages = [p.message for p in self._packed]
+        if self._exchange is not None:
+            assert self.grid is not None, "an exchange without a mesh"
+            messages, self._exchange = finished(self.grid, self._exchange), None
+        visits = []
+        for rank, bags, packed, notes, message in zip(
+            self._ranks, self._bags, self._packed, self._notes, messages, strict=True
+        ):
+            asked = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
+            home = asked_at_home(self.route, rank, bags)
+            packed.message = message[:0]  # it has been sent
+            visits.append(Visit(rank, bags, packed, notes, asked, home))
+        return visits
+
+
+class Queue:
+    """Batches whose counts are on their way and whose ids are not; in the order of the program."""
+
+    def __init__(self) -> None:
+        self._batches: list[Ahead] = []
+
+    def add(self, ahead: Ahead) -> None:
+        if ahead.route.travels:
+            self._batches.append(ahead)
+
+    def send_ids(self) -> None:
+        """Send the ids of all; see Note [Two exchanges without waiting]."""
+        batches, self._batches = self._batches, []
+        for ahead in batches:
+            ahead.send_ids()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
+        return Queue()  # a batch is of the collection that prefetched it
+
+
+def look_ahead(
+    route: Route, grid: Grid | None, batch: Any, trouble: str | None, *, side_by_side: bool
+) -> Ahead:
+    """Check a batch on every rank, and begin the exchange of counts.
+
+    `trouble` is what is wrong with the collection itself, on this rank: all of them will know.
+    """
+    try:
+        jagged = Jagged.of(batch)
+    except ArgumentError as error:
+        return _complain(route, grid, Complaint(str(error).rstrip(".")))
+    if trouble is not None:
+        return _complain(route, grid, Complaint(trouble, ShardwiseError))
+    weights = jagged.weights
+    train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    found = [
+        bags_of(route.tiling.tables, each, weights_train=train, side_by_side=side_by_side)
+        for each in _jagged_per_rank(grid, jagged)
+    ]
+    return Ahead(route, grid, found, weights)
+
+
+def _complain(route: Route, grid: Grid | None, complaint: Complaint) -> Ahead:
+    present = [0] if grid is None else ranks_present(grid)
+    return Ahead(route, grid, [complaint] * len(present), None)
+
+
+def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
+    weights = None if batch.weights is None else batch.weights.detach()
+    batch = batch.with_weights(weights)
+    if grid is None or not grid.world.simulated or batch.problem is not None:
+        return [batch] * (1 if grid is None else len(ranks_present(grid)))
+    names = ("values", "lengths", "weights", "batch_sizes", "first")
+    columns: dict[str, Any] = {}
+    for name in names:
+        tensor = getattr(batch, name)
+        parts = part_per_rank(grid, tensor) if tensor is not None else [None] * len(grid.ranks)
+        columns[name] = parts
+    found = []
+    for place in range(len(grid.ranks)):
+        one = Jagged(batch.features, columns["values"][place], lengths=columns["lengths"][place])
+        one.weights = columns["weights"][place]
+        one.batch_sizes = columns["batch_sizes"][place]
+        one.first = columns["first"][place]
+        found.append(one)
+    return found
