@@ -10,7 +10,9 @@ from shardwise.rules import catalog
 from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.op_sweep import report
 from shardwise.testing.op_sweep.__main__ import main
-from shardwise.testing.op_sweep.play import OpResult, laid_out, play_operator
+from shardwise.testing.op_sweep.lay_out import laid_out
+from shardwise.testing.op_sweep.play import play_operator
+from shardwise.testing.op_sweep.result import OpResult
 from shardwise.testing.op_sweep.table import operators, samples
 from shardwise.testing.op_sweep.ways import ways
 

@@ -12,7 +12,8 @@ from pathlib import Path
 import torch
 
 from shardwise.testing.op_sweep import report
-from shardwise.testing.op_sweep.play import KINDS, OpResult, play_operator
+from shardwise.testing.op_sweep.play import play_operator
+from shardwise.testing.op_sweep.result import KINDS, OpResult
 from shardwise.testing.op_sweep.table import full_name, operators
 from shardwise.testing.op_sweep.workers import names_of, sweep
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.testing.op_sweep.play import KINDS, OUTCOMES, OpResult, tally
+from shardwise.testing.op_sweep.result import KINDS, OUTCOMES, OpResult, tally
 
 
 def summary(results: Sequence[OpResult]) -> str:

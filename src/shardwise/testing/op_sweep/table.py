@@ -70,6 +70,9 @@ class Sample:
     #: From the op's result to what may be differentiated (a singular vector has no sign).
     differentiable: Any
 
+    def __str__(self) -> str:
+        return ", ".join(f"{str(t.dtype)[6:]}{list(t.shape)}" for t in self.tensors)
+
     @property
     def tensors(self) -> list[torch.Tensor]:
         return tensors_of((self.args, self.kwargs))

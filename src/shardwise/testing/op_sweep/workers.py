@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from shardwise.testing.op_sweep.play import OpResult
+from shardwise.testing.op_sweep.result import OpResult
 from shardwise.testing.op_sweep.table import full_name, operators
 
 #: Operators of one process. A fresh one now and then keeps torch's caches from growing.

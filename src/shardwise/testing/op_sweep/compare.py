@@ -1,0 +1,98 @@
+"""Whether a result is the one that one device gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.dtensor.tensor import DTensor
+
+#: Closer than this is the same in float32; else float64 decides, with a tighter bound.
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+CLOSE_DOUBLE = {"rtol": 1e-7, "atol": 1e-8}
+
+
+class Different(Exception):
+    """A number, a shape or a type that one device does not give."""
+
+
+def gathered(result: Any) -> list[Any]:
+    """The leaves of a result as one device would hold them."""
+    return [_gathered(leaf) for leaf in tree_leaves(result, is_leaf=lambda x: x is None)]
+
+
+def _gathered(leaf: Any) -> Any:
+    if isinstance(leaf, DTensor):
+        _check_parts(leaf)
+        leaf = cast(DTensor, leaf.detach()).full_tensor()
+    if not isinstance(leaf, LocalTensor):
+        return leaf
+    first, *others = [leaf.on_rank(rank) for rank in leaf.ranks]
+    for number, other in enumerate(others, start=1):
+        if _difference(other, first, CLOSE):
+            raise Different(f"rank {number} and rank 0 hold different values after a gather")
+    return first
+
+
+def _check_parts(x: DTensor) -> None:
+    layout, local = x._layout, x._local
+    assert isinstance(local, LocalTensor), "the sweep runs in a simulated world"
+    if tuple(x.shape) != tuple(layout.shape):
+        raise Different(f"a tensor of shape {tuple(x.shape)} has {layout!r}")
+    for rank in layout.grid.ranks:
+        part = local.on_rank(rank)
+        wanted = layout.local_shape(layout.grid.coordinates[rank])
+        if tuple(part.shape) != wanted or part.dtype != layout.dtype:
+            raise Different(f"rank {rank} holds {part.dtype}{list(part.shape)} of {layout!r}")
+
+
+def compare(
+    found: list[Any],
+    expected: list[Any],
+    in_double: Callable[[], tuple[list[Any], list[Any]]] | None,
+) -> None:
+    """Raise `Different` where the two differ by more than rounding."""
+    if len(found) != len(expected):
+        raise Different(f"{len(found)} results instead of {len(expected)}")
+    for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+        why = _difference(ours, theirs, CLOSE)
+        if not why:
+            continue
+        # Rounding in another order may be all that it is: in double precision it would vanish.
+        if in_double is not None and "differs by" in why:
+            wide_found, wide_expected = in_double()
+            if not _difference(wide_found[number], wide_expected[number], CLOSE_DOUBLE):
+                continue
+        raise Different(f"result {number} {why}")
+
+
+def _difference(ours: Any, theirs: Any, close: dict[str, float]) -> str:
+    if isinstance(ours, torch.Tensor) and theirs is None:
+        theirs = torch.zeros_like(ours)
+    if isinstance(theirs, torch.Tensor) and ours is None:
+        ours = torch.zeros_like(theirs)
+    if not isinstance(theirs, torch.Tensor) or not isinstance(ours, torch.Tensor):
+        return "" if _equal(ours, theirs) else f"is {ours!r} instead of {theirs!r}"
+    if ours.dtype != theirs.dtype:
+        return f"is {ours.dtype} instead of {theirs.dtype}"
+    if ours.shape != theirs.shape:
+        return f"has shape {list(ours.shape)} instead of {list(theirs.shape)}"
+    if ours.dtype is torch.complex32:  # which torch does not compare
+        ours, theirs = ours.to(torch.complex64), theirs.to(torch.complex64)
+    if torch.allclose(ours, theirs, equal_nan=True, **close):
+        return ""
+    return f"differs by {(ours - theirs).abs().max().item():.3g}"
+
+
+def _equal(ours: Any, theirs: Any) -> bool:
+    return ours == theirs or (ours != ours and theirs != theirs)
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and not any(
+        _difference(a, b, CLOSE) for a, b in zip(one, other, strict=True)
+    )
