@@ -21,7 +21,8 @@ class Alone:
         self.result, self.grads = self._run(sample, seed=0)
         if self.without_values:
             self.result = [torch.zeros_like(x) for x in self.result]
-        self.random = not same(self.result, self._run(sample, seed=1)[0])
+        again, _ = self._run(sample, seed=1)
+        self.random = not self.without_values and not same(self.result, again)
         #: The tensor that the form in place has written to.
         self.written: torch.Tensor | None = None
         self._double: tuple[Any, Any] | None = None
