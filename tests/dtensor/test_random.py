@@ -21,7 +21,7 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.random import fill
-from shardwise.rules.random import draw_of
+from shardwise.rules.draws import draw_of
 
 aten = torch.ops.aten
 LINE = {

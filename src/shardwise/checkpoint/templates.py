@@ -10,7 +10,7 @@ from shardwise.checkpoint.index import SavedTensor
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
-from shardwise.rules.random import new_parts
+from shardwise.rules.draws import new_parts
 
 
 def tensor_like(owner: Any, path: tuple[Any, ...], saved: SavedTensor) -> torch.Tensor:

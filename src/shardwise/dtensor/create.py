@@ -29,7 +29,7 @@ from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedE
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
-from shardwise.rules.random import draw_of, draw_parts, new_parts
+from shardwise.rules.draws import draw_of, draw_parts, new_parts
 
 aten = torch.ops.aten
 

@@ -1,0 +1,109 @@
+"""A draw of the whole tensor, written to the parts that are held here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.agreement import agree_once
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import each_rank, localize, my_coordinate
+from shardwise.core.grid import Coordinate
+from shardwise.core.layout import Layout
+from shardwise.core.placements import Partial
+from shardwise.errors import RankMismatchError
+from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
+from shardwise.random.generators import generator_digest, generator_kind
+from shardwise.random.mode import setting
+
+
+def draw_parts(
+    layout: Layout, held: torch.Tensor, draw: Draw, operand: torch.Tensor | None = None
+) -> None:
+    """Write a draw of the whole tensor to the parts that a DTensor in `layout` holds."""
+    device = held.device
+    if device.type == "meta" or layout.grid.device_type == "meta":
+        return  # as on one device: without memory, nothing is drawn
+    agree_once(
+        layout.grid,
+        generator_kind(device, draw.generator),
+        lambda: generator_digest(device, draw.generator),
+    )
+    blocks = []
+    for coordinates, part, given in parts_of(layout, held, operand):
+        share = _share(layout, coordinates)
+        if share is not None:
+            part.fill_(share)
+            part = torch.empty_like(part)  # drawn all the same: generators stay in step
+        blocks.append(Block(layout.box(coordinates[0])[0], part, given))
+    if setting.mode == "fast":
+        fill_quickly(blocks, draw)
+    else:
+        fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), blocks, draw)
+
+
+def draw_of(op: Any, args: Sequence[Any], generator: torch.Generator | None) -> Draw:
+    """The draw that an op makes which writes to its first argument."""
+    # Integers from a range of 2**32 and more take two numbers each.
+    wide = tuple(a for a in args if a is None or (isinstance(a, int) and abs(a) >= 2**31))
+    return Draw(
+        lambda tensor, _: op(tensor, *args, generator=generator),
+        name=(op, wide),
+        generator=generator,
+    )
+
+
+def parts_of(
+    layout: Layout, held: torch.Tensor, operand: torch.Tensor | None
+) -> Iterator[tuple[list[Coordinate], torch.Tensor, torch.Tensor | None]]:
+    """Each tensor that is held here, where its ranks stand, and what of `operand` goes with it."""
+    grid = layout.grid
+    if not isinstance(held, LocalTensor):
+        yield [my_coordinate(grid)], held, operand
+        return
+    for number, part in enumerate(held._parts):
+        ranks = held._roster.ranks_of(number)
+        given = operand.on_rank(ranks[0]) if isinstance(operand, LocalTensor) else operand
+        yield [grid.coordinates[rank] for rank in ranks], part, given
+
+
+def _share(layout: Layout, coordinates: Sequence[Coordinate]) -> float | None:
+    """What ranks hold of a Partial draw: None for the values, else what leaves those unchanged."""
+    shares = {_share_of(layout, coordinate) for coordinate in coordinates}
+    if len(shares) > 1:
+        raise RankMismatchError(
+            f"A draw into {layout!r} gives its values to one rank and {shares - {None}} to the "
+            "others, but these ranks share one tensor. Give each its own: "
+            "LocalTensor.per_rank(lambda rank: x.clone())."
+        )
+    return shares.pop()
+
+
+def _share_of(layout: Layout, coordinate: Coordinate) -> float | None:
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial) and coordinate[axis]:
+            if placement.reduce_op == "sum":
+                return 0.0
+            if placement.reduce_op == "product":
+                return 1.0
+    return None
+
+
+def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
+    """Parts without values, as a DTensor in `layout` holds them."""
+    order = layout.memory_order or tuple(range(layout.ndim))
+    inverse = sorted(range(layout.ndim), key=lambda i: order[i])
+
+    def here(coordinate: Coordinate) -> torch.Tensor:
+        shape = layout.local_shape(coordinate)
+        part = torch.empty([shape[d] for d in order], dtype=layout.dtype, device=device)
+        return part.permute(inverse)
+
+    return localize(layout.grid, each_rank(layout.grid, here, axes=parted_axes(layout)))
+
+
+def parted_axes(layout: Layout) -> list[int]:
+    """The axes along which ranks hold different tensors."""
+    return [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
