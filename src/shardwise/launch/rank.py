@@ -1,0 +1,101 @@
+"""The life of one process of a job; see Note [A job ends as a whole]."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from shardwise.errors import ShardwiseError
+from shardwise.launch.messages import Failed, Said, Settings
+from shardwise.launch.store import LOOPBACK, distributed
+
+
+def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> None:
+    """Meet the other ranks, run the function that `task` holds, and say how it went."""
+    os.environ.clear()
+    os.environ.update(settings.environment)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
+    done = threading.Event()
+    launcher = threading.Thread(target=_end_with, args=(pipe, done), daemon=True)
+    launcher.start()
+
+    def say(word: str, content: Any = None) -> None:
+        pipe.send_bytes(pickle.dumps(Said(word, content)))
+
+    try:
+        fn, args = pickle.loads(task)
+        say("here")
+        _join(rank, settings)
+        say("started")
+        extra = (lambda value: say("note", value),) if settings.noting else ()
+        say("done", fn(*extra, *args))
+    except BaseException as error:
+        summary = f"{type(error).__name__}: {error}".removesuffix(".")
+        trace = traceback.format_exc()
+        say("failed", Failed(time.monotonic(), _sendable(error), summary, trace))
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)  # the launcher ends the others; there is nothing to wait for
+    done.set()
+    launcher.join()
+    dist.destroy_process_group()
+
+
+def _join(rank: int, settings: Settings) -> None:
+    """Meet the other ranks, however late they start, and make the process group."""
+    if settings.host in (LOOPBACK, "localhost"):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
+    os.environ.update(
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        WORLD_SIZE=str(settings.num_ranks),
+        LOCAL_WORLD_SIZE=str(settings.num_ranks),
+        MASTER_ADDR=settings.host,
+        MASTER_PORT=str(settings.port),
+    )
+    torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
+    patience = datetime.timedelta(seconds=settings.start_timeout_s)
+    store = distributed.TCPStore(settings.host, settings.port, is_master=False, timeout=patience)
+    store.set(f"here/{rank}", "yes")
+    store.wait([f"here/{other}" for other in range(settings.num_ranks)], patience)
+    dist.init_process_group(
+        settings.backend,
+        store=store,
+        rank=rank,
+        world_size=settings.num_ranks,
+        timeout=datetime.timedelta(seconds=settings.collective_timeout_s),
+    )
+
+
+def _sendable(error: BaseException) -> ShardwiseError | None:
+    if not isinstance(error, ShardwiseError):
+        return None
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return None
+    return error
+
+
+def _end_with(pipe: Connection, done: threading.Event) -> None:
+    """Be gone when the launcher is; it never sends anything, it only closes the pipe."""
+    wait([pipe])
+    if not done.is_set():
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _loopback_interface() -> str:
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), names[0])

@@ -1,0 +1,109 @@
+"""Several processes on this machine that work as one job.
+
+Note [One import for all]
+The processes are forked from a server that has imported torch and shardwise and nothing else. It is
+started anew, so it holds no threads and no devices of the launcher, and it serves later jobs too.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from shardwise.errors import ArgumentError
+from shardwise.launch.job import Job
+from shardwise.launch.messages import Settings
+from shardwise.launch.rank import run_rank
+from shardwise.launch.store import LOOPBACK, distributed, open_store
+
+#: What every process needs, by name; see Note [One import for all].
+PRELOADED = ["shardwise.preload"]
+#: Sends a value to the launcher.
+Note = Callable[[Any], None]
+
+
+def launch(
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *args: Any,
+    on_note: Callable[[int, Any], None] | None = None,
+    backend: str = "gloo",
+    host: str = LOOPBACK,
+    port: int = 0,
+    start_timeout_s: float = 120,
+    collective_timeout_s: float = 120,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Run `fn(*args)` in `num_ranks` processes with a process group; what each rank returns.
+
+    `fn` must be importable, since the processes are started anew. With `on_note`, `fn` gets a first
+    argument more: called with a value, it has `on_note(rank, value)` called here.
+
+    The ranks meet at `host`, which only this machine can reach unless told otherwise; port 0 is any
+    free one. Every rank has to be there within `start_timeout_s`; a collective waits
+    `collective_timeout_s` for the others; the whole job ends after `timeout_s`. A rank that fails
+    ends the job: with its own error where that is one of shardwise's, else with a `LaunchError`.
+    """
+    if num_ranks < 1:
+        raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks}.")
+    task = _packed(fn, args)
+    store = open_store(host, port)
+    settings = Settings(
+        num_ranks,
+        backend,
+        host,
+        store.port,
+        start_timeout_s,
+        collective_timeout_s,
+        dict(os.environ),
+        on_note is not None,
+    )
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    job = Job(on_note)
+    try:
+        for rank in range(num_ranks):
+            ours, theirs = context.Pipe()
+            process = context.Process(
+                target=run_rank, args=(rank, settings, theirs, task), name=f"rank-{rank}"
+            )
+            process.start()
+            theirs.close()
+            job.add(process, ours)
+        return job.results(start_timeout_s, timeout_s)
+    finally:
+        job.end()
+
+
+def join(backend: str | None = None, *, timeout_s: float = 120) -> None:
+    """Make the process group of a process that torchrun has started.
+
+    As `init_process_group` does, but each restart (`torchrun --max-restarts`) meets under a name of
+    its own: torch's agent keeps one store, in which gloo would find the addresses of processes that
+    are gone.
+    """
+    store, rank, size = next(distributed.rendezvous("env://"))
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        backend,
+        store=distributed.PrefixStore(f"attempt-{attempt}", store),
+        rank=rank,
+        world_size=size,
+        timeout=datetime.timedelta(seconds=timeout_s),
+    )
+
+
+def _packed(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
+    try:
+        return pickle.dumps((fn, args))
+    except Exception as error:
+        raise ArgumentError(
+            f"{getattr(fn, '__name__', fn)!r} and its arguments cannot be sent to other processes: "
+            f"{error}. Give a function that can be imported by name, and plain values."
+        ) from error
