@@ -363,6 +363,17 @@ def test_what_was_never_sharded_is_loaded(mesh, plan):
 
 
 @every_plan
+def test_what_is_sharded_is_loaded_whole(mesh, plan):
+    sharded = cases.make(optimizer=Adagrad(0.1)).shard(mesh, plan)
+    cases.train_sharded(sharded, steps(1))
+    alone = EmbeddingBagCollection(cases.TABLES, optimizer=Adagrad(0.5))
+    alone.load_state_dict(sharded.state_dict())
+    alone.optimizer.load_state_dict(sharded.optimizer.state_dict())
+    per_step = steps(2)
+    close(cases.train_alone(alone, per_step), cases.train_sharded(sharded, per_step))
+
+
+@every_plan
 def test_state_moves_to_another_plan(mesh, plan):
     first = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, "table_wise")
     second = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, plan)

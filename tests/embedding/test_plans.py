@@ -2,6 +2,7 @@
 
 import embedding_cases as cases
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -106,12 +107,14 @@ def test_tables_without_a_rank_are_balanced():
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "column_wise", "data_parallel"])
-def test_described_bytes_are_those_that_are_sent(mesh, plan):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_described_bytes_are_those_that_are_sent(mesh, plan, dtype):
     """Batches of one id per bag: with ids spread evenly, the description is exact."""
     tables = [Table(f"t{i}", 8, 4) for i in range(5)]
-    sharded = cases.make(tables=tables, optimizer=SGD(0.1)).shard(mesh, plan)
+    sharded = cases.make(tables=tables, optimizer=SGD(0.1), dtype=dtype).shard(mesh, plan)
     batch = cases.Jagged.from_lists({f"t{i}": [[row] for row in range(8)] for i in range(5)})
-    expected = traffic(Route(Plan.of(plan).tiling(tables, 4), pooled=True), 8, 1)[0]
+    route = Route(Plan.of(plan).tiling(tables, 4), pooled=True)
+    expected = traffic(route, 8, 1, dtype.itemsize)[0]
     with CommDebugMode() as comm:
         loss = cases.loss_of(sharded(batch))
         loss.backward()

@@ -28,7 +28,7 @@ from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
-from shardwise.embedding.stacks import Stacks, tile_of
+from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import Tiling
 from shardwise.errors import (
@@ -132,10 +132,12 @@ class _Collection(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take whole tables too, such as those of a collection that was never sharded."""
+        """Take whole tables into sharded ones, and sharded tables into whole ones."""
         for table in self.tables:
             name = f"{prefix}{self._child}.{table.name}.weight"
             value, mine = state_dict.get(name), self.parameter(table.name)
+            if isinstance(value, DTensor) and not isinstance(mine, DTensor):
+                state_dict[name] = whole_of(value)
             whole = type(value) in (torch.Tensor, nn.Parameter) and value.shape == mine.shape
             if whole and isinstance(mine, DTensor):
                 state_dict[name] = distribute_tensor(
@@ -197,7 +199,7 @@ class _Collection(nn.Module):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
-            stacks.fill(number, tile_of(_plain(value)))
+            stacks.fill(number, tile_of(plain(value)))
         self.plan = chosen
         self._replace_parameters(stacks)
         self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
@@ -227,8 +229,14 @@ class _Collection(nn.Module):
 
     def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
         """Bytes per rank, their balance, and what a step of such batches communicates."""
-        tiling = self._engine.stacks.tiling
-        return describe(tiling, pooled=self._pooled, batch_size=batch_size, ids_per_bag=ids_per_bag)
+        stacks = self._engine.stacks
+        return describe(
+            stacks.tiling,
+            pooled=self._pooled,
+            batch_size=batch_size,
+            ids_per_bag=ids_per_bag,
+            dtype=stacks.dtype,
+        )
 
     def _replace_parameters(self, stacks: Stacks) -> None:
         for number, table in enumerate(self.tables):
@@ -364,8 +372,3 @@ class EmbeddingCollection(_Collection):
 def _uniform(tile: Any, bound: float, stacks: Stacks) -> torch.Tensor:
     rows = torch.empty(tile.num_rows, tile.width, dtype=stacks.dtype, device=stacks.device)
     return rows.uniform_(-bound, bound)
-
-
-def _plain(value: torch.Tensor) -> torch.Tensor:
-    """The one tensor that all ranks hold after a broadcast."""
-    return value.agreed() if hasattr(value, "agreed") else value

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from shardwise.embedding.routing import Route
 from shardwise.embedding.tiling import Tiling
-
-_NUMBER_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,15 +25,17 @@ class Traffic:
         return self.ids + self.rows + self.gradients + self.copies
 
 
-def held_bytes(tiling: Tiling) -> list[int]:
-    """The bytes of tables on each rank, in single precision."""
+def held_bytes(tiling: Tiling, number_bytes: int = 4) -> list[int]:
+    """The bytes of tables on each rank."""
     return [
-        sum(stack.num_rows * stack.width for stack in stacks) * _NUMBER_BYTES
+        sum(stack.num_rows * stack.width for stack in stacks) * number_bytes
         for stacks in tiling.stacks
     ]
 
 
-def traffic(route: Route, batch_size: int, ids_per_bag: float) -> list[Traffic]:
+def traffic(
+    route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
+) -> list[Traffic]:
     """What each rank sends in a step with bags of that many ids, drawn evenly from all rows."""
     num = route.num_ranks
     ids = [0.0] * num
@@ -46,21 +48,24 @@ def traffic(route: Route, batch_size: int, ids_per_bag: float) -> list[Traffic]:
             num_ids = batch_size * ids_per_bag * leg.tile.num_rows / whole
             num_rows = batch_size if route.pooled else num_ids
             sent = (num_ids + (batch_size if route.pooled else 0)) * id_bytes
-            back = num_rows * leg.tile.width * _NUMBER_BYTES
+            back = num_rows * leg.tile.width * number_bytes
             for asker in range(num):
                 if asker != owner:
                     ids[asker] += sent
                     rows[owner] += back
                     gradients[asker] += back
     copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
-    reduced = 2 * (num - 1) / num * copied * _NUMBER_BYTES
+    reduced = 2 * (num - 1) / num * copied * number_bytes
     return [Traffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
 
 
-def describe(tiling: Tiling, *, pooled: bool, batch_size: int, ids_per_bag: float) -> str:
+def describe(
+    tiling: Tiling, *, pooled: bool, batch_size: int, ids_per_bag: float, dtype: torch.dtype
+) -> str:
     """A table with a line per rank, then one per sharding kind, then the exchanges of a step."""
     route = Route(tiling, pooled=pooled)
-    held, sent = held_bytes(tiling), traffic(route, batch_size, ids_per_bag)
+    held = held_bytes(tiling, dtype.itemsize)
+    sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize)
     mean = sum(held) / len(held)
     lines = [
         f"{len(tiling.tables)} tables on {tiling.num_ranks} ranks; {batch_size} bags of "

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.local_tensor import LocalTensor
+from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend, Query, update_stacks
 from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
@@ -19,7 +20,7 @@ from shardwise.embedding.shared_squares import (
     stacks_of_columns,
     update_together,
 )
-from shardwise.embedding.stacks import Stacks, states_like
+from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 
 #: Per rank present, per stack: the lookups of a backward pass and the gradients of their bags.
@@ -233,7 +234,7 @@ def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
     if isinstance(target, RowState):
         values = dict(value.holders) if isinstance(value, RowState) else {}
         if isinstance(value, DTensor):
-            value = value.full_tensor()
+            value = whole_of(value)
         for rank, numbers in target.holders:
             whole = values.get(rank, value)
             numbers.copy_(whole.on_rank(rank) if isinstance(whole, LocalTensor) else whole)
@@ -243,9 +244,9 @@ def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
             "The state is of a table whose columns lie on some ranks only, and this plan needs it "
             "elsewhere. Write it with shardwise.checkpoint, which moves it between plans."
         )
+    if isinstance(value, DTensor) and not isinstance(target, DTensor):
+        value = whole_of(value)
     if isinstance(target, DTensor) and not isinstance(value, DTensor):
-        from shardwise.dtensor.create import distribute_tensor
-
         value = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=None)
     target.copy_(value)
 

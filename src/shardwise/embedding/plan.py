@@ -27,6 +27,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from shardwise.core.chunks import lengths
 from shardwise.embedding.describe import describe
 from shardwise.embedding.table import Table
@@ -118,6 +120,7 @@ class Plan:
         batch_size: int = 2048,
         ids_per_bag: float = 1,
         pooled: bool = True,
+        dtype: torch.dtype = torch.float32,
     ) -> str:
         """Bytes per rank, their balance, and what a step of such batches communicates.
 
@@ -137,6 +140,7 @@ class Plan:
             pooled=pooled,
             batch_size=batch_size,
             ids_per_bag=ids_per_bag,
+            dtype=dtype,
         )
 
     def _chosen(self, tables: Sequence[Table]) -> dict[str, tuple[str, Mapping[str, Any]]]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
@@ -129,6 +130,16 @@ def _shared(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         seen.setdefault((part.data_ptr(), part.shape), part) if part.numel() else part
         for part in parts
     ]
+
+
+def plain(value: torch.Tensor) -> torch.Tensor:
+    """The one tensor that all ranks hold."""
+    return value.agreed() if isinstance(value, LocalTensor) else value
+
+
+def whole_of(value: DTensor) -> torch.Tensor:
+    """All of a sharded table, as a plain tensor."""
+    return plain(value.full_tensor())
 
 
 def tile_of(values: torch.Tensor) -> Callable[[Tile], torch.Tensor]:
