@@ -160,3 +160,24 @@ def test_the_diagonal_is_a_view(mesh):
             x.diagonal(offset).fill_(1)
             wanted.diagonal(offset).fill_(1)
             assert torch.equal(value(x), wanted)
+
+
+@pytest.mark.parametrize(
+    "placements", [[Replicate(), Shard(0)], [Shard(0), Replicate()], [Replicate(), Shard(1)]]
+)
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x[1:4],
+        lambda x: x[:, 1:4:2],
+        lambda x: x.diagonal(),
+        lambda x: x[2:3],
+        lambda x: x.split([2, 4])[1],
+    ],
+)
+def test_replicas_of_a_view_are_written_once(square, view, placements):
+    values = torch.randn(6, 5)
+    x = shardwise.distribute_tensor(values, square, placements)
+    view(x).mul_(3).add_(1)
+    view(values).mul_(3).add_(1)
+    assert torch.equal(whole(x), values)

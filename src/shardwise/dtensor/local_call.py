@@ -74,6 +74,8 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
             return functools.partial(fn, coordinate, layouts)
         return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
 
+    axes = _axes_that_differ(layouts) if per_rank or places else ()
+
     def mapped(*operands: Any, **kwargs: Any) -> Any:
         tensors, rest = _partition(operands)
 
@@ -85,9 +87,19 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
                 merged[position] = layout.local_shape(coordinate)
             return fn(*merged, **kwargs)
 
-        return each_rank(grid, here, *tensors, axes=None if per_rank or places else ())
+        return each_rank(grid, here, *tensors, axes=axes)
 
     return mapped
+
+
+def _axes_that_differ(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which a call's ranks do not all do the same.
+
+    Along the others they hold one tensor, and a view of it must stay one: what is written to it
+    would otherwise be written once for each of them.
+    """
+    axes = range(layouts[0].grid.num_axes)
+    return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
 
 
 def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
