@@ -9,7 +9,7 @@ from by_hand import lay, value
 from torch import nn
 
 import shardwise
-from shardwise import Partial, Replicate, Shard
+from shardwise import MixedTensorsError, Partial, Replicate, Shard
 
 
 def pair(mesh, placement):
@@ -193,3 +193,37 @@ def test_ops_whose_tensors_are_no_floats(mesh):
     wanted = torch.istft(x, 10, window=window)
     found = torch.istft(lay(x, mesh, [Shard(0)]), 10, window=lay(window, mesh, [Shard(0)]))
     torch.testing.assert_close(value(found), wanted)
+
+
+@pytest.mark.parametrize("cell", [nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Shard(0), Shard(1)]])
+def test_cells_start_from_zeros_and_step_on(square, cell, placements):
+    alone = cell(4, 3)
+    shared = copy.deepcopy(alone)
+    for name, weight in list(shared.named_parameters()):
+        own = placements if weight.dim() > 1 else [Shard(0), Replicate()]
+        setattr(shared, name, nn.Parameter(lay(weight.detach(), square, own)))
+    x = torch.randn(5, 4)
+    for layer, batch in ((alone, x), (shared, lay(x, square, [Shard(0), Replicate()]))):
+        state = layer(batch, layer(batch))
+        sum(
+            part.pow(2).sum() for part in (state if isinstance(state, tuple) else [state])
+        ).backward()
+    for one, other in zip(alone.parameters(), shared.parameters(), strict=True):
+        torch.testing.assert_close(value(other.grad), one.grad)
+    with pytest.raises(RuntimeError, match="inconsistent"):
+        shared(lay(torch.randn(5, 3), square, [Shard(0), Replicate()]))
+    plain = torch.ones(5, 3)
+    with pytest.raises(MixedTensorsError):
+        shared(lay(x, square, [Replicate()] * 2), (plain, plain) if cell is nn.LSTMCell else plain)
+
+
+def test_attention_to_a_zero_and_to_learnt_keys(mesh):
+    alone = nn.MultiheadAttention(8, 2, kdim=3, vdim=5, add_bias_kv=True, add_zero_attn=True)
+    shared = shardwise.distribute_module(copy.deepcopy(alone), mesh)
+    inputs = [torch.randn(4, 2, 8), torch.randn(6, 2, 3), torch.randn(6, 2, 5)]
+    laid_out = [lay(x, mesh, [Shard(1)]) for x in inputs]
+    for one, other in zip(alone(*inputs), shared(*laid_out), strict=True):
+        torch.testing.assert_close(value(other), one)
+    with pytest.raises(MixedTensorsError):
+        shared(*laid_out, attn_mask=torch.zeros(4, 6))

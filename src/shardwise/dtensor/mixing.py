@@ -42,6 +42,7 @@ _MAKERS: dict[tuple[str, str], bool] = {
     ("torch._lowrank", "get_approximate_basis"): True,
     ("torch.functional", "_unravel_index"): False,
     ("torch.masked._ops", "_std_var"): False,
+    ("torch.nn.functional", "multi_head_attention_forward"): False,
     ("torch.nn.init", "sparse_"): True,
     ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,
     ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,

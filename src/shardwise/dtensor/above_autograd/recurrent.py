@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
+from shardwise.rules.ids import has_values
 from shardwise.rules.recurrent import NUM_STATES, recurrent, recurrent_grads
 
 
@@ -29,7 +30,7 @@ class Layer(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         like = ctx.saved_tensors[0]
-        grads = tuple(_distributed(grad, like) for grad in grads)  # of a state nobody used: zeros
+        grads = tuple(distributed(grad, like) for grad in grads)  # of a state nobody used: zeros
         return None, *run(recurrent_grads, *ctx.options, *grads, *ctx.saved_tensors)
 
 
@@ -51,7 +52,7 @@ def _layers(
     """One layer after the other; the states of all layers are stacked along dim 0."""
     options = (kind, has_biases, bidirectional, batch_first)
     each, directions = len(weights) // num_layers, 2 if bidirectional else 1
-    states = [_distributed(state, x) for state in states]
+    states = [distributed(state, x) for state in states]
     last: list[list[Any]] = [[] for _ in states]
     for layer in range(num_layers):
         own = [s.narrow(0, layer * directions, directions) for s in states]
@@ -69,9 +70,11 @@ def _run(options: tuple[Any, ...], *operands: Any) -> Any:
     return run(recurrent, *options, *operands)
 
 
-def _distributed(state: Any, x: Any) -> Any:
+def distributed(state: Any, x: Any) -> Any:
     """Zeros that a module or autograd makes are the same on every rank."""
-    if isinstance(state, DTensor) or not isinstance(x, DTensor) or bool(state.any()):
+    if isinstance(state, DTensor) or not isinstance(x, DTensor):
+        return state
+    if not has_values(state) or bool(state.any()):
         return state  # the call says that it is plain
     return DTensor.from_local(state, x.device_mesh, [REPLICATE] * x._layout.grid.num_axes)
 

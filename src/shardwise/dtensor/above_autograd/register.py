@@ -13,6 +13,7 @@ from shardwise.core.untraced import untraced
 from shardwise.dtensor.above_autograd import (
     attention,
     bags,
+    cells,
     composites,
     einsum,
     embedding,
@@ -27,6 +28,7 @@ from shardwise.dtensor.above_autograd import (
 _KERNELS: tuple[tuple[str, Any], ...] = (
     *attention.KERNELS,
     *bags.KERNELS,
+    *cells.KERNELS,
     *einsum.KERNELS,
     *embedding.KERNELS,
     *linear.KERNELS,
