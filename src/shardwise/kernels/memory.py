@@ -1,4 +1,4 @@
-"""What several kernels do: read and write rows of any dtype, search rising numbers."""
+"""What several kernels do: read and write rows of any dtype, search rising numbers, check ids."""
 
 from __future__ import annotations
 
@@ -61,6 +61,15 @@ def last_at_most(values, count, wanted):
         else:
             high = middle
     return low
+
+
+@triton.jit
+def assert_owned(owned, here, flags):
+    """A wrong id reads nothing, and fails on the device or is written down."""
+    tl.device_assert(owned | (here == 0), "an embedding id is out of the range of its table")
+    if flags is not None:
+        wrong = (here & (owned == 0)).to(tl.int32)
+        tl.store(flags + wrong * 0, wrong, mask=wrong > 0)
 
 
 def padded_dim(dim: int) -> int:

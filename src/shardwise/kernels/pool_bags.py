@@ -1,0 +1,271 @@
+"""The kernel that pools bags of rows, for all features in one launch.
+
+Note [One bag, one warp]
+A program of one warp serves one bag: it reads ROWS rows at a time, so that that many row reads are
+in flight, and adds them in float32. Memory latency is hidden by many warps, not by wide programs.
+
+Note [Long bags]
+A bag longer than LONG would keep its warp busy long after all others are done. Such bags are left
+to programs of their own: all ids are cut at multiples of LONG into chunks, and a program pools what
+its chunk holds of long bags. At most one long bag starts in a chunk and at most one ends there, so
+two partial results per chunk are enough, and the host need not know which bags are long. Of the
+programs that hold a part of a bag, the one that is done last adds the parts in order, so the result
+is the same from run to run; a counter per chunk in which a long bag starts tells it that it is the
+last, and it sets the counter back.
+
+In small batches all programs are of one launch, which also asserts that ids are in range: launching
+is what costs there. In large ones, programs for bags alone need fewer registers and no search; the
+chunks follow in a launch of their own, which asserts that no id was out of range, and leaves unless
+a flag says that a bag was long.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shardwise.kernels.memory import assert_owned, last_at_most, load_rows
+
+
+@triton.jit
+def _larger(value, position, other_value, other_position):
+    """The larger value and where it stands; of equal ones the first."""
+    other = (other_value > value) | ((other_value == value) & (other_position < position))
+    return tl.where(other, other_value, value), tl.where(other, other_position, position)
+
+
+@triton.jit
+def _better(best, best_at, found, found_at):
+    """The larger of two maxima, of which the first may be of nothing yet."""
+    # A row of -inf is more than nothing. Positions of nothing are -1 here, and the largest there.
+    better = (found > best) | ((best_at < 0) & (found_at >= 0) & (found_at < 2147483647))
+    return tl.where(better, found, best), tl.where(better, found_at, best_at)
+
+
+@triton.jit
+def _pool(
+    feature,  # this feature's line of TableSet.features
+    out_row,  # where its output row lies, written down for backward
+    start,
+    end,
+    bag_scale,
+    ids,
+    weights,
+    keys,
+    out_at,
+    scale,
+    flags,
+    MODE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TRACE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """The rows of ids `start` to `end`, pooled: values and, for max, positions."""
+    address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
+    dtype, first_key, first_row = tl.load(feature + 3), tl.load(feature + 4), tl.load(feature + 5)
+    d = tl.arange(0, DIM)
+    inside = (d < dim)[None, :]
+    many = tl.zeros([ROWS, DIM], tl.float32)
+    best = tl.full([DIM], float("-inf"), tl.float32)
+    best_at = tl.full([DIM], -1, tl.int32)
+    for i in range(start, end, ROWS):
+        at = i + tl.arange(0, ROWS)
+        here = at < end
+        row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - first_row
+        owned = here & (row >= 0) & (row < num_rows)
+        if not MASKED:
+            assert_owned(owned, here, flags)
+        place = row[:, None] * dim + d[None, :]
+        rows = load_rows(address, place, owned[:, None] & inside, dtype, DTYPES)
+        if WEIGHTED:
+            factor = tl.load(weights + at, mask=here, other=0.0).to(tl.float32)
+            rows *= factor[:, None]
+        if TRACE:
+            # Rows of other shards get a key beyond all others, and are left alone.
+            key = tl.where(owned, row + first_key, tl.load(feature + 8))
+            tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
+            tl.store(out_at + at, (out_row + at * 0).to(out_at.dtype.element_ty), mask=here)
+            if WEIGHTED:
+                tl.store(scale + at, factor, mask=here)
+            elif MODE == 1:
+                tl.store(scale + at, bag_scale + at * 0.0, mask=here)
+        if MODE == 2:
+            rows = tl.where(owned[:, None] & inside, rows, float("-inf"))
+            position = tl.where(owned, at, 2147483647).to(tl.int32)
+            position = position[:, None] + tl.zeros([ROWS, DIM], tl.int32)
+            found, found_at = tl.reduce((rows, position), 0, _larger)
+            best, best_at = _better(best, best_at, found, found_at)
+        else:
+            many += rows
+    if MODE == 2:
+        return best, best_at
+    return tl.sum(many, 0), best_at
+
+
+@triton.jit
+def _join(
+    partial, partial_at, first, last, start, MODE: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """The parts of a long bag, from chunk `first` to chunk `last`, in order."""
+    d = tl.arange(0, DIM)
+    # Its first part is in the second slot of its chunk, unless the bag starts with the chunk.
+    slot = (start > first * LONG).to(tl.int64)
+    many = tl.zeros([ROWS, DIM], tl.float32)
+    best = tl.full([DIM], float("-inf"), tl.float32)
+    best_at = tl.full([DIM], -1, tl.int32)
+    for i in range(first, last + 1, ROWS):
+        chunk = i + tl.arange(0, ROWS).to(tl.int64)
+        at = (chunk * 2 + tl.where(chunk == first, slot, 0))[:, None] * DIM + d[None, :]
+        here = (chunk <= last)[:, None]
+        if MODE == 2:
+            # Past the caches of one multiprocessor: others wrote it.
+            found = tl.load(partial + at, mask=here, other=float("-inf"), cache_modifier=".cg")
+            where = tl.load(partial_at + at, mask=here, other=2147483647, cache_modifier=".cg")
+            found, where = tl.reduce((found, where), 0, _larger)
+            best, best_at = _better(best, best_at, found, where)
+        else:
+            many += tl.load(partial + at, mask=here, other=0.0, cache_modifier=".cg")
+    if MODE == 2:
+        return best, best_at
+    return tl.sum(many, 0), best_at
+
+
+@triton.jit
+def _serve(
+    features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived, keys,
+    out_at, scale, flags, number, bag, chunk, low, high, slot,
+    OF_CHUNK,  # a constant, unless programs of both kinds are in one launch
+    MODE: tl.constexpr, WEIGHTED: tl.constexpr, TRACE: tl.constexpr, MASKED: tl.constexpr,
+    DTYPES: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, LONG: tl.constexpr,
+    ROWS: tl.constexpr, DIM: tl.constexpr,
+):  # fmt: skip
+    """One bag, or what a chunk holds of one."""
+    start = tl.load(offsets + bag).to(INDEX)
+    end = tl.load(offsets + bag + 1).to(INDEX)
+    # A bag that holds both the first and the last id of a chunk counts once, as the first's; ids
+    # that stand after the last bag are nobody's.
+    mine = (end - start > LONG) & ((slot == 0) | (start > low)) & (end > low)
+    if not OF_CHUNK:
+        mine = end - start <= LONG
+    if mine:
+        feature = features + number * COLUMNS
+        nth = bag - tl.load(first_bag + number).to(tl.int32)
+        out_row = tl.load(feature + 6) + nth.to(tl.int64) * tl.load(feature + 7)
+        bag_scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
+        from_, to = start, end
+        if OF_CHUNK:
+            from_, to = tl.maximum(start, low), tl.minimum(end, high)
+        values, positions = _pool(
+            feature, out_row, from_, to, bag_scale, ids, weights, keys, out_at, scale, flags,
+            MODE, WEIGHTED, TRACE, MASKED, DTYPES, ROWS, DIM,
+        )  # fmt: skip
+        d = tl.arange(0, DIM)
+        num_columns = tl.load(feature + 2)
+        # Not in one: what is a constant decides at compile time, what is not, in the kernel.
+        if OF_CHUNK:  # noqa: SIM102
+            if partial is not None:
+                at = (chunk * 2 + slot).to(tl.int64) * DIM + d
+                tl.store(partial + at, values)
+                if MODE == 2:
+                    tl.store(partial_at + at, positions)
+                first, last = start // LONG, (end - 1) // LONG
+                tl.debug_barrier()  # all of the parts are there before they are counted
+                done = tl.atomic_add(arrived + first, 1) == last - first
+                num_columns = tl.where(done, num_columns, 0)
+                if done:
+                    values, positions = _join(
+                        partial, partial_at, first, last, start, MODE, LONG, 2 * ROWS, DIM
+                    )
+                    tl.store(arrived + first, 0)
+        inside = d < num_columns
+        if MODE == 1:
+            values *= bag_scale
+        if MODE == 2:
+            values = tl.where(positions >= 0, values, 0.0)
+            if TRACE:
+                tl.store(argmax + out_row + d, positions, mask=inside)
+        tl.store(out + out_row + d, values.to(out.dtype.element_ty), mask=inside)
+    elif not OF_CHUNK:  # noqa: SIM102
+        if flags is not None:
+            tl.store(flags + 1, 1)
+
+
+@triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids", "num_chunks"])
+def pool_bags(
+    features,
+    first_bag,
+    offsets,
+    ids,
+    weights,
+    out,
+    argmax,
+    partial,
+    partial_at,
+    arrived,
+    keys,
+    out_at,
+    scale,
+    flags,
+    num_features,
+    num_bags,
+    num_ids,
+    num_chunks,
+    PART: tl.constexpr,
+    MODE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TRACE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DTYPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr,  # of positions among the ids
+    LONG: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Program (b, f) for bag b of feature f, programs for the chunks of long bags, or both."""
+    number = tl.program_id(1)
+    bag = tl.load(first_bag + number).to(tl.int32) + tl.program_id(0)
+    if PART == 1:
+        if bag < tl.load(first_bag + number + 1):
+            _serve(
+                features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
+                arrived, keys, out_at, scale, flags, number, bag, bag, bag, bag, bag, False,
+                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
+            )  # fmt: skip
+    else:
+        # Those of chunks come first, as they may take longest.
+        before = (num_chunks + num_features - 1) // num_features
+        if PART == 2:
+            before = tl.num_programs(0)
+            if not MASKED:
+                tl.device_assert(
+                    tl.load(flags) == 0, "an embedding id is out of the range of its table"
+                )
+        of_chunk = tl.program_id(0) < before
+        bag -= before
+        # This program's first chunk, and the step to the next if it has several.
+        first_chunk, step = tl.program_id(0) * num_features + number, before * num_features
+        last_bag = tl.load(first_bag + number + 1).to(tl.int32)
+        # A chunk: what it holds of the bag with its first id, and of the one with its last.
+        of_this = tl.maximum(num_chunks - first_chunk + step - 1, 0) // tl.maximum(step, 1)
+        rounds = tl.where(of_chunk, of_this * 2, (bag < last_bag) * 1)
+        if PART == 2:
+            rounds *= tl.load(flags + 1)
+        for turn in range(rounds):
+            slot = turn % 2
+            chunk = first_chunk + turn // 2 * step
+            low = chunk.to(INDEX) * LONG
+            high = tl.minimum(low + LONG, num_ids)
+            if of_chunk:
+                wanted = tl.where(slot == 0, low, high - 1)
+                bag = last_at_most(offsets, num_bags, wanted).to(tl.int32)
+                number = last_at_most(first_bag, num_features, bag).to(tl.int32)
+            _serve(
+                features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
+                arrived, keys, out_at, scale, flags, number, bag, chunk, low, high, slot, of_chunk,
+                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
+            )  # fmt: skip

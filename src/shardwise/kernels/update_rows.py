@@ -1,0 +1,291 @@
+"""Kernels for the gradient of every touched row and the optimizer's step, in one pass.
+
+Note [Sorted segments]
+The keys of all ids are sorted; equal keys form a segment, whose ids touch one row. Each touched row
+is read and written once, and no gradient of a table is stored. A program takes SPAN sorted ids,
+four at a time: it asks for their bags' gradients and for the rows that end a segment at once, so
+that those reads overlap, then adds in order and steps at each segment's last id. Sums are always
+taken in the same order, so that two runs agree in every bit.
+
+Note [Segments that cross programs]
+What a program has of a segment that goes on in the next one is its tail; what it has of one that
+began earlier and ends here is its head. A second launch finds, for each head, where its segment
+began (the keys are sorted: by bisection), adds the tails in order and the head, and updates the
+row. A row with a million ids is thus summed by all programs that hold them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from shardwise.kernels.memory import last_at_most, load_rows, store_rows
+
+
+@triton.jit
+def _locate(
+    tables, num_tables, key, ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr
+):
+    """The line of the table that a key belongs to, and the row within that table."""
+    if ONE_SHAPE:
+        # All tables lie one after another in one buffer: a key is a row of it.
+        return tables, key.to(tl.int64)
+    low = key.to(tl.int32) * 0
+    high = low + num_tables
+    for _ in range(SEARCH):
+        middle = (low + high) // 2
+        below = tl.load(tables + middle * COLUMNS + 1) <= key
+        low = tl.where(below, middle, low)
+        high = tl.where(below, high, middle)
+    line = tables + low * COLUMNS
+    return line, key.to(tl.int64) - tl.load(line + 1)
+
+
+@triton.jit
+def _fetch(
+    tables,
+    num_tables,
+    key,
+    done,
+    d,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+):
+    """What the step of a row reads: the row, and its optimizer state."""
+    line, row = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)
+    dim = tl.load(line + 2)
+    mask = d < tl.where(done, dim, 0)
+    at = row * dim + d
+    weight = load_rows(tl.load(line), at, mask, tl.load(line + 3), DTYPES)
+    state, second = weight, weight
+    if (OPTIMIZER == 1) | (OPTIMIZER == 3):
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    if OPTIMIZER == 2:
+        state = tl.load(
+            tl.load(line + 4).to(tl.pointer_type(tl.float32)) + row, mask=done, other=0.0
+        )
+    if OPTIMIZER == 3:
+        second = tl.load(
+            tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, mask=mask, other=0.0
+        )
+    return line, row, weight, state, second
+
+
+@triton.jit
+def _step(fetched, grad, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr):
+    """One optimizer step of one row, whose values and state were fetched."""
+    line, row, weight, state, second = fetched
+    lr, eps, decay, beta1, beta2, correction1, correction2 = numbers
+    dim = tl.load(line + 2)
+    mask = d < dim
+    at = row * dim + d
+    beside = tl.load(line + 4).to(tl.pointer_type(tl.float32))
+    grad = tl.where(mask, grad + decay * weight, 0.0)
+    if OPTIMIZER == 0:
+        change = lr * grad
+    if OPTIMIZER == 1:
+        state += grad * grad
+        tl.store(beside + at, state, mask=mask)
+        change = lr * grad / (tl.sqrt(state) + eps)
+    if OPTIMIZER == 2:
+        state += tl.sum(grad * grad, 0) / dim.to(tl.float32)
+        tl.store(beside + row, state)
+        change = grad * (lr / (tl.sqrt(state) + eps))
+    if OPTIMIZER == 3:
+        state = beta1 * state + (1 - beta1) * grad
+        second = beta2 * second + (1 - beta2) * grad * grad
+        tl.store(beside + at, state, mask=mask)
+        tl.store(tl.load(line + 5).to(tl.pointer_type(tl.float32)) + at, second, mask=mask)
+        change = lr * (state / correction1) / (tl.sqrt(second / correction2) + eps)
+    store_rows(tl.load(line), at, weight - change, mask, tl.load(line + 3), DTYPES)
+
+
+@triton.jit
+def _term(
+    order, out_at, scale, argmax, grad, at, live, width, d, SCALED: tl.constexpr, MAX: tl.constexpr
+):
+    """What the sorted id number `at` adds to the gradient of its row."""
+    which = tl.load(order + at, mask=live, other=0)
+    place = tl.load(out_at + which, mask=live, other=0).to(tl.int64) + d
+    mask = d < tl.where(live, width, 0)
+    if MAX:
+        mask = mask & (tl.load(argmax + place, mask=mask, other=-1) == which)
+    found = tl.load(grad + place, mask=mask, other=0.0).to(tl.float32)
+    if SCALED:
+        found *= tl.load(scale + which, mask=live, other=0.0)
+    return found
+
+
+@triton.jit
+def _read(
+    tables, num_tables, order, out_at, scale, argmax, grad, at, key, after, began, num_keys, d,
+    SCALED: tl.constexpr, MAX: tl.constexpr, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr, COLUMNS: tl.constexpr, SEARCH: tl.constexpr,
+):  # fmt: skip
+    """Sorted id number `at`: what it adds, whether it ends a segment, and the row if it does."""
+    # Keys beyond the last belong to other shards' rows.
+    live = (key >= 0) & (key < num_keys)
+    line = tables
+    if not ONE_SHAPE:
+        line = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)[0]
+    term = _term(order, out_at, scale, argmax, grad, at, live, tl.load(line + 2), d, SCALED, MAX)
+    ends = live & (key != after)
+    row = _fetch(
+        tables, num_tables, key, ends & began, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+    )
+    return term, ends, row
+
+
+@triton.jit
+def _finish(
+    total, ends, began, row, head, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr
+):
+    """At the end of a segment: step its row, or keep what this program has of its sum."""
+    if ends:
+        if began:
+            _step(row, total, d, numbers, OPTIMIZER, DTYPES)
+        else:
+            tl.store(head, total)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
+def update_rows(
+    tables,
+    keys,
+    order,
+    out_at,
+    scale,
+    argmax,
+    grad,
+    heads,
+    tails,
+    num_tables,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    SCALED: tl.constexpr,
+    MAX: tl.constexpr,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Sum up and update the rows of the segments within SPAN sorted ids, four ids at a time.
+
+    Written out four times rather than as a tile, so that the decisions of each id are scalars:
+    what is not the end of a segment reads and writes no row.
+    """
+    block = tl.program_id(0)
+    low = block * SPAN
+    d = tl.arange(0, DIM)
+    total = tl.zeros([DIM], tl.float32)
+    # Whether the segment that is being summed began in this program.
+    began = low < 0
+    before = tl.load(keys + low - 1, mask=low > 0, other=-2)
+    key = tl.load(keys + low)
+    for at in range(low, low + SPAN, 4):
+        k0 = key
+        k1 = tl.load(keys + at + 1, mask=at + 1 < num_ids, other=-1)
+        k2 = tl.load(keys + at + 2, mask=at + 2 < num_ids, other=-1)
+        k3 = tl.load(keys + at + 3, mask=at + 3 < num_ids, other=-1)
+        key = tl.load(keys + at + 4, mask=at + 4 < num_ids, other=-1)
+        began0 = began | (k0 != before)
+        began1 = began0 | (k1 != k0)
+        began2 = began1 | (k2 != k1)
+        began3 = began2 | (k3 != k2)
+        # All reads before any sum: what each id adds, and the rows that end a segment.
+        g0, ends0, row0 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at, k0, k1, began0, num_keys, d,
+            SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g1, ends1, row1 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 1, k1, k2, began1,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g2, ends2, row2 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 2, k2, k3, began2,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        g3, ends3, row3 = _read(
+            tables, num_tables, order, out_at, scale, argmax, grad, at + 3, k3, key, began3,
+            num_keys, d, SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
+        )  # fmt: skip
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        head = heads + block.to(tl.int64) * DIM + d
+        total = tl.where(k0 != before, g0, total + g0)
+        _finish(total, ends0, began0, row0, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k1 != k0, g1, total + g1)
+        _finish(total, ends1, began1, row1, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k2 != k1, g2, total + g2)
+        _finish(total, ends2, began2, row2, head, d, numbers, OPTIMIZER, DTYPES)
+        total = tl.where(k3 != k2, g3, total + g3)
+        _finish(total, ends3, began3, row3, head, d, numbers, OPTIMIZER, DTYPES)
+        before = k3
+        began = began3
+    # `key` is the first of the next program, `before` this one's last.
+    if (key == before) & (key >= 0) & (key < num_keys):
+        tl.store(tails + block.to(tl.int64) * DIM + d, total)
+
+
+@triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
+def update_split_rows(
+    tables,
+    keys,
+    heads,
+    tails,
+    num_tables,
+    num_ids,
+    num_keys,
+    lr,
+    eps,
+    decay,
+    beta1,
+    beta2,
+    correction1,
+    correction2,
+    OPTIMIZER: tl.constexpr,
+    DTYPES: tl.constexpr,
+    ONE_SHAPE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SEARCH: tl.constexpr,
+    SPAN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Update the row whose segment began in an earlier program and ends in this one."""
+    block = tl.program_id(0) + 1
+    low = block * SPAN
+    key = tl.load(keys + low)
+    end = low + SPAN
+    goes_on = tl.load(keys + end, mask=end < num_ids, other=-1) == key
+    if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key < num_keys):
+        # Where the segment began: behind the last key that is smaller.
+        begin = low * 0
+        if tl.load(keys) < key:
+            begin = last_at_most(keys, low, key - 1) + 1
+        d = tl.arange(0, DIM)
+        many = tl.zeros([ROWS, DIM], tl.float32)
+        for b in range(begin // SPAN, block, ROWS):
+            which = b + tl.arange(0, ROWS)
+            at = which.to(tl.int64)[:, None] * DIM + d[None, :]
+            many += tl.load(tails + at, mask=(which < block)[:, None], other=0.0)
+        total = tl.sum(many, 0) + tl.load(heads + block.to(tl.int64) * DIM + d)
+        row = _fetch(
+            tables, num_tables, key, key >= 0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
+        )
+        numbers = (lr, eps, decay, beta1, beta2, correction1, correction2)
+        _step(row, total, d, numbers, OPTIMIZER, DTYPES)
