@@ -3,6 +3,7 @@
 import hypothesis
 import pytest
 import torch
+from launcher import Processes
 
 import shardwise
 
@@ -37,3 +38,11 @@ def square():
     """Four simulated ranks, two by two."""
     with shardwise.simulate(4):
         yield shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "cols"))
+
+
+@pytest.fixture(scope="module")
+def processes():
+    """Four gloo processes; call it with a function to run on each."""
+    started = Processes(4)
+    yield started
+    started.kill()

@@ -3,15 +3,4 @@
 import sys
 from pathlib import Path
 
-import pytest
-from launcher import Processes
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Four gloo processes; call it with a function to run on each."""
-    started = Processes(4)
-    yield started
-    started.kill()

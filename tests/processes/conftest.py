@@ -1,3 +1,5 @@
+"""One set of processes serves all tests of this folder: joining takes a moment."""
+
 import pytest
 from launcher import Processes
 

@@ -4,7 +4,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from launcher import Processes
 
 import shardwise
 
@@ -16,11 +15,3 @@ def world():
     """Four simulated ranks."""
     with shardwise.simulate(4):
         yield
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Four gloo processes; call it with a function to run on each."""
-    started = Processes(4)
-    yield started
-    started.kill()

@@ -1,17 +1,6 @@
-"""The models that these tests share stand beside them; processes are those of tests/processes."""
+"""The models that these tests share stand beside them."""
 
 import sys
 from pathlib import Path
 
-import pytest
-from launcher import Processes
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-
-@pytest.fixture(scope="module")
-def processes():
-    """Four gloo processes; call it with a function to run on each."""
-    started = Processes(4)
-    yield started
-    started.kill()

@@ -79,7 +79,7 @@ class PrepareModuleInput(ParallelStyle):
             )
         layouts = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
-            self._enter(spot, x, given, wanted, f"input {number}")
+            _moved(spot, x, given, wanted, f"input {number}", self.use_local_output)
             for number, (x, given, wanted) in enumerate(layouts)
         )
 
@@ -87,17 +87,10 @@ class PrepareModuleInput(ParallelStyle):
         changed = dict(kwargs)
         for name, given in self.input_kwarg_layouts.items():
             if name in kwargs and kwargs[name] is not None:
-                wanted = self.desired_input_kwarg_layouts[name]
-                changed[name] = self._enter(spot, kwargs[name], given, wanted, f"input {name!r}")
+                x, wanted = kwargs[name], self.desired_input_kwarg_layouts[name]
+                label = f"input {name!r}"
+                changed[name] = _moved(spot, x, given, wanted, label, self.use_local_output)
         return changed
-
-    def _enter(
-        self, spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str
-    ) -> Any:
-        if given is None or wanted is None:
-            return x
-        entered = spot.enter(x, given, wanted, name)
-        return spot.to_local(entered) if self.use_local_output else entered
 
 
 class PrepareModuleOutput(ParallelStyle):
@@ -153,18 +146,10 @@ class PrepareModuleOutput(ParallelStyle):
             )
         layouts = zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True)
         moved = [
-            self._leave(spot, x, given, wanted, f"output {number}")
+            _moved(spot, x, given, wanted, f"output {number}", self.use_local_output)
             for number, (x, given, wanted) in enumerate(layouts)
         ]
         return _like(output, moved) if several else moved[0]
-
-    def _leave(
-        self, spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str
-    ) -> Any:
-        if given is None or wanted is None:
-            return x
-        moved = spot.enter(x, given, wanted, name)
-        return spot.to_local(moved) if self.use_local_output else moved
 
 
 class PrepareModuleInputOutput(ParallelStyle):
@@ -241,6 +226,16 @@ def _pairs(given: Any, wanted: Any, given_name: str, wanted_name: str) -> tuple[
             "for every tensor."
         )
     return first, second
+
+
+def _moved(
+    spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str, local: bool
+) -> Any:
+    """One tensor at a module's border where it is wanted; a plain one if it is to be `local`."""
+    if given is None or wanted is None:
+        return x
+    moved = spot.enter(x, given, wanted, name)
+    return spot.to_local(moved) if local else moved
 
 
 def _like(output: Any, items: list[Any]) -> Any:

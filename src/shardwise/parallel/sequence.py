@@ -1,4 +1,4 @@
-"""SequenceParallel: work that is done for each position alone, each rank for its positions."""
+"""SequenceParallel and ReplicateParallel: whole parameters, activations split or whole."""
 
 from __future__ import annotations
 
@@ -17,7 +17,26 @@ from shardwise.parallel.style import (
 )
 
 
-class SequenceParallel(ParallelStyle):
+class _WholeParameters(ParallelStyle):
+    """Whole parameters; input and output lie as `activations` says."""
+
+    decides = ("parameters", "input", "output")
+    activations: Placement
+    use_local_output: bool
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {name: REPLICATE for name, _ in module.named_parameters()}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+        self.place_parameters(module, spot)
+        lie = self.activations
+        prepend_input_hook(module, first_input(spot, lie, lie))
+        append_output_hook(module, only_output(spot, lie, self.use_local_output))
+        return module
+
+
+class SequenceParallel(_WholeParameters):
     """Whole parameters, activations split along the sequence: for norms and dropout.
 
     A plain input is each rank's part of `sequence_dim`; a DTensor is brought there. The output
@@ -34,26 +53,13 @@ class SequenceParallel(ParallelStyle):
     ((3, 10, 4), (Shard(1),))
     """
 
-    decides = ("parameters", "input", "output")
-
     def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
         self.sequence_dim = sequence_dim
-        self.sequence_sharding = Shard(sequence_dim)
+        self.sequence_sharding = self.activations = Shard(sequence_dim)
         self.use_local_output = use_local_output
 
-    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
-        return {name: REPLICATE for name, _ in module.named_parameters()}
 
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        self.place_parameters(module, spot)
-        shard = self.sequence_sharding
-        prepend_input_hook(module, first_input(spot, shard, shard))
-        append_output_hook(module, only_output(spot, shard, self.use_local_output))
-        return module
-
-
-class ReplicateParallel(ParallelStyle):
+class ReplicateParallel(_WholeParameters):
     """Whole parameters, whole activations: every rank does the same, as a DTensor program.
 
     For a module whose parameters have to be DTensors because an optimizer or a clip takes all
@@ -69,17 +75,7 @@ class ReplicateParallel(ParallelStyle):
     ((Replicate(),), 'LocalTensor')
     """
 
-    decides = ("parameters", "input", "output")
+    activations = REPLICATE
 
     def __init__(self, *, use_local_output: bool = True) -> None:
         self.use_local_output = use_local_output
-
-    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
-        return {name: REPLICATE for name, _ in module.named_parameters()}
-
-    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        self.place_parameters(module, spot)
-        prepend_input_hook(module, first_input(spot, REPLICATE, REPLICATE))
-        append_output_hook(module, only_output(spot, REPLICATE, self.use_local_output))
-        return module
