@@ -23,12 +23,12 @@ def untraced(fn: _Fn) -> _Fn:
     return fn
 
 
-def breaks_graph(fn: _Fn) -> _Fn:
+def breaks_graph(fn: _Fn, because: str = "it makes a tensor, or sets what one is") -> _Fn:
     """`fn`, untraced; a compiled region that calls it has one graph before and one after.
 
     What `torch.compiler.disable` does, without its import of the whole compiler.
     """
     fn._torchdynamo_disable = True  # type: ignore[attr-defined]
-    reason = "it makes a tensor, or sets what one is; call it outside, or without fullgraph=True"
+    reason = f"{because}; call it outside, or without fullgraph=True"
     fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
     return untraced(fn)

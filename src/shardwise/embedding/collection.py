@@ -16,6 +16,7 @@ from shardwise.comm.consent import agree
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
+from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.ahead import Ahead, Queue, look_ahead
@@ -297,6 +298,11 @@ class _Collection(nn.Module):
         rows = sum(table.num_embeddings for table in self.tables)
         where = "" if self._engine.grid is None else f", sharded over {self._engine.grid!r}"
         return f"{len(self.tables)} tables, {rows} rows{where}"
+
+
+#: How much is looked up and sent depends on the ids, which no graph can hold.
+for _method in (_Collection.prefetch, _Collection._run):
+    breaks_graph(_method, "a collection looks up and sends as much as its ids ask for")
 
 
 class EmbeddingBagCollection(_Collection):
