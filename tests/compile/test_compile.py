@@ -13,6 +13,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
+from shardwise.debug import CommDebugMode
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -230,6 +231,35 @@ def test_a_number_written_to_a_position(pair, placement):
     fast, _ = compiled(fn)
     for rows in (5, 9):
         assert_as_eager(fn, fast, (lay(torch.randn(rows, 4), pair, [placement]).requires_grad_(),))
+
+
+def test_columns_of_any_number_of_rows(pair):
+    """`:` is a slice of a symbolic size: it takes all rows, so nothing is communicated."""
+
+    def fn(x):
+        y = x[:, ::2] * 2
+        y[:, 0] = 5.0
+        y[:, 1:].mul_(3)
+        y[:, -1] = x[:, 1]
+        return y
+
+    fast, counter = compiled(fn)
+    for rows in (5, 7, 9):
+        inputs = (lay(torch.randn(rows, 6), pair, [S0]).requires_grad_(),)
+        assert_as_eager(fn, fast, inputs)
+        with CommDebugMode() as comm:
+            assert fast(*inputs).placements == (S0,)
+        assert comm.get_total_counts() == 0
+    assert counter.frame_count == 1
+
+
+def test_numbers_that_change(pair):
+    fast, counter = compiled(lambda x, factor: (x * factor).relu())
+    x = torch.randn(5, 4)
+    for factor in (0.5, 1.5, -2.5, 3.5):
+        found = value(fast(lay(x, pair, [S0]), factor))
+        torch.testing.assert_close(found, (x * factor).relu())
+    assert counter.frame_count == 1
 
 
 def test_sparse_gradients_are_refused_in_one_graph(pair):

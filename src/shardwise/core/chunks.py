@@ -17,7 +17,7 @@ Size: TypeAlias = Any
 
 def chunk_length(size: Size, parts: int) -> Size:
     """The length of all but the last pieces when `size` is split as `torch.chunk` splits it."""
-    return (size + parts - 1) // parts
+    return size if parts == 1 else (size + parts - 1) // parts
 
 
 def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> tuple[Size, Size]:
@@ -76,6 +76,15 @@ def settled(size: Size) -> Size:
     node = getattr(size, "node", None)
     constant = None if node is None else node.maybe_as_int()
     return size if constant is None else constant
+
+
+def surely_equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal whatever their symbols stand for: nothing is guarded."""
+    if type(a) is int and type(b) is int:
+        return a == b
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
 
 
 def _minimum(a: Size, b: Size) -> Size:

@@ -28,8 +28,9 @@ def add_argument(
     `position` is that of the list which holds it; without, it is the next argument.
     """
     kind = type(value)
-    if kind is float:
+    if kind is float or kind is torch.SymFloat:
         # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
+        # The hash of one that compiled code takes as an argument would make it a constant.
         key.append(float)
     elif kind is bool:
         key.append(TRUE if value else FALSE)

@@ -62,11 +62,11 @@ def _fits(item: Any, size: int) -> bool:
 def _span(x: Any, dim: int, item: Any) -> Any:
     """One position as a slice, which is a view where selecting would copy.
 
-    It is none where several axes split the dim, or where sizes are symbols of torch.compile.
+    It is none where several axes split the dim, or where its size is a symbol of torch.compile.
     """
     if type(item) is slice:
         return item
-    if x._layout.symbolic or sum(p.is_shard(dim) for p in x.placements) > 1:
+    if type(x.shape[dim]) is not int or sum(p.is_shard(dim) for p in x.placements) > 1:
         return _tensor(x, [item])
     return slice(item, item + 1 or None)
 
@@ -76,10 +76,8 @@ def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
 
     Torch would select row 2 first, and write to what may be a copy; a slice is always a view.
     Left as they are where several tensors stand in the index, where torch will raise, and where
-    sizes are symbols of torch.compile: there a slice may be a copy too.
+    a size is a symbol of torch.compile: there a slice may be a copy too.
     """
-    if x._layout.symbolic:
-        return index, value
     items = index if isinstance(index, tuple) else (index,)
     steps = [reach for item in items if (reach := _reach(item)) is not None]
     if int not in map(type, items) or len(steps) < len(items):
@@ -93,7 +91,7 @@ def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     at = 0
     for item, (consumed, produced) in zip(items, steps, strict=True):
         if type(item) is int:
-            if type(x.shape[at]) is int and not -x.shape[at] <= item < x.shape[at]:
+            if type(x.shape[at]) is not int or not -x.shape[at] <= item < x.shape[at]:
                 return index, value
             item = slice(item, item + 1 or None)
             from_int.append(True)

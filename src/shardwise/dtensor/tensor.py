@@ -28,6 +28,7 @@ from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
+from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
@@ -79,6 +80,12 @@ class DTensor(Wrapped):
         """A DTensor out of its parts, unchecked."""
         if type(local) is LocalTensor and local._sized:
             local = sized_copy(local, False)
+        if layout.symbolic:
+            return unrecorded(DTensor._wrap, local, layout, requires_grad)
+        return DTensor._wrap(local, layout, requires_grad)
+
+    @staticmethod
+    def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor:
         out = _make_wrapper(
             DTensor,
             layout.shape,

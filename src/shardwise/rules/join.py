@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from shardwise.core.chunks import lengths
+from shardwise.core.chunks import lengths, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import NormPartial, Placement, Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.rules.views import Cut, slice_cut
+from shardwise.rules.views import Cut, link_choices, slice_cut, unchanged
 
 aten = torch.ops.aten
 
@@ -109,16 +109,28 @@ class OwnedSliceGrad:
         return whole
 
 
+def _whole_grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
+    return aten.clone.default(grad)
+
+
+#: Of a slice that took all there is.
+_WHOLE_GRAD = LocalCall(_whole_grad)
+
+
 def slice_grad_choices(call: Call) -> Iterator[Choice]:
     """The gradient of a slice that was taken piece by piece goes back piece by piece."""
     ndim, at = call.outputs[0].ndim, call.argument("dim") % call.outputs[0].ndim
+    size, count = call.outputs[0].shape[at], call.inputs[0].shape[at]
+    if surely_equal(size, count):
+        for choice in link_choices(call, unchanged(call)):
+            yield replace(choice, local=_WHOLE_GRAD)
+        return
     yield call.replicated()
     for dim in range(ndim):
         if dim != at:
             for sizes in call.splits([(0, dim)]):
                 yield Choice((Shard(dim, sizes),), (Shard(dim, sizes),))
     yield from linear_choices(call, ((0,),))
-    size, count = call.outputs[0].shape[at], call.inputs[0].shape[at]
     cut = slice_cut(call, at, size, count)
     if cut is not None:
         pieces = lengths(size, call.axis_size, None)

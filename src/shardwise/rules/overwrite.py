@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 
-from shardwise.core.chunks import lengths
+from shardwise.core.chunks import lengths, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.rules.indexing import named_dim
@@ -40,6 +42,10 @@ def select_scatter_choices(call: Call) -> Iterator[Choice]:
 
 def slice_scatter_choices(call: Call) -> Iterator[Choice]:
     at, size = named_dim(call), call.inputs[0].shape[named_dim(call)]
+    count = call.inputs[1].shape[at]
+    if surely_equal(size, count):
+        yield from _all_overwritten(call)
+        return
     yield call.replicated()
     yield from linear_choices(call, ((0, 1),))
     for dim in range(call.inputs[0].ndim):
@@ -47,7 +53,6 @@ def slice_scatter_choices(call: Call) -> Iterator[Choice]:
             for sizes in call.splits([(0, dim), (1, dim)]):
                 cut = Shard(dim, sizes)
                 yield Choice((cut, cut), (cut,))
-    count = call.inputs[1].shape[at]
     cut_out = slice_cut(call, at, size, count)
     if cut_out is not None:
         local = LocalCall(OwnedSliceScatter(cut_out), per_rank=True)
@@ -56,6 +61,23 @@ def slice_scatter_choices(call: Call) -> Iterator[Choice]:
             source = shard_with(at, pieces, count, call.axis_size)
             cut = Shard(at, sizes)
             yield Choice((cut, source), (cut,), local, alone=((0, at),))
+
+
+def _all_overwritten(call: Call) -> Iterator[Choice]:
+    """A slice that takes all there is, such as torch.compile makes of `:`."""
+    local = LocalCall(_source_in_place)
+    yield replace(call.replicated(), local=local)
+    for choice in linear_choices(call, ((0, 1),)):
+        yield replace(choice, local=local)
+    for dim in range(call.inputs[0].ndim):
+        for sizes in call.splits([(0, dim), (1, dim)]):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, cut), (cut,), local)
+
+
+def _source_in_place(x: torch.Tensor, source: torch.Tensor, *_: Any) -> torch.Tensor:
+    """The source, in memory as the tensor that it overwrites."""
+    return torch.empty_like(x).copy_(source)
 
 
 def diagonal_scatter_choices(call: Call) -> Iterator[Choice]:

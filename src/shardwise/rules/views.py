@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size, lengths
+from shardwise.core.chunks import Size, lengths, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Shard
 from shardwise.rules.notation import linear_choices
@@ -240,11 +240,23 @@ class OwnedSlice:
         return self.cut.of(x, layouts[0].box(coordinate)[0][self.cut.dim])
 
 
+def _whole_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return aten.alias.default(x)
+
+
+#: A slice that takes all there is, such as torch.compile makes of `:`: each rank keeps its piece.
+_WHOLE_VIEW = LocalCall(_whole_view)
+
+
 def _slice_choices(call: Call) -> Iterator[Choice]:
     """Each rank keeps what the slice takes of its piece, so that a slice never communicates."""
     at = call.argument("dim") % call.inputs[0].ndim
-    yield from link_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
     size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
+    if surely_equal(size, count):
+        for choice in link_choices(call, unchanged(call)):
+            yield replace(choice, local=_WHOLE_VIEW)
+        return
+    yield from link_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
     cut = slice_cut(call, at, size, count)
     if cut is None:
         return
