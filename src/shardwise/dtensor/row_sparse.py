@@ -81,11 +81,15 @@ class RowSparse(DTensor):
 
         return each_rank(layout.grid, here, reduced._rows, reduced._local)
 
-    def to_dense(self, *args: Any, **kwargs: Any) -> DTensor:
-        """The same values in an ordinary DTensor, as large as the table."""
+    def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: Any = None) -> DTensor:
+        """The same values in an ordinary DTensor, as large as the table.
+
+        `masked_grad` is torch's, about a gradient; this is one, and has none.
+        """
         reduced = self._reduce()
         held = SparseRows(reduced._layout, reduced._rows, reduced._local)
-        return DTensor.wrap(held.dense(), held.layout)
+        dense = DTensor.wrap(held.dense(), held.layout)
+        return dense if dtype is None else dense.to(dtype)  # type: ignore[return-value]
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, dense, on every rank."""

@@ -118,7 +118,7 @@ class _Owned:
         x = spot.enter(tokens, REPLICATE, REPLICATE, "tokens")
         chosen = spot.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
         shares = spot.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
-        held = [self._held(module, name, placement) for name, placement in self.parameters]
+        held = [self._held(module, name) for name, _ in self.parameters]
         layout = x._layout
         term = [*x.placements]
         term[spot.axis] = Partial()
@@ -147,7 +147,7 @@ class _Owned:
                 f"{', '.join(map(str, shapes))}."
             )
 
-    def _held(self, module: nn.Module, name: str, placement: Placement) -> torch.Tensor:
+    def _held(self, module: nn.Module, name: str) -> torch.Tensor:
         """A parameter's part here; its gradient is a term of the sum over the tokens' ranks."""
         owner, key = owner_of(module, name)
         parameter: Any = getattr(owner, key)
