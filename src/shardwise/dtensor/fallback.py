@@ -1,6 +1,8 @@
 """Ops without a rule of their own: taken apart into ops that have one.
 
-Each part is planned like any other call, so the result is right where the parts are.
+Each part is planned like any other call, so the result is right where the parts are. An op that is
+handled above autograd comes here where there is no autograd: in `torch.inference_mode`, and on the
+meta device. Its kernel takes it apart there too.
 """
 
 from __future__ import annotations
@@ -20,6 +22,9 @@ from shardwise.rules.catalog import rule_caches
 
 aten = torch.ops.aten
 
+#: The kernels of dtensor.above_autograd, by op.
+kernels_above: dict[Any, Callable[..., Any]] = {}
+
 
 @functools.lru_cache(maxsize=1024)
 def parts_of(op: Any) -> Callable[..., Any] | None:
@@ -28,6 +33,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
         return None
     if op in _OWN_PARTS:
         return _OWN_PARTS[op]
+    if op in kernels_above:
+        return kernels_above[op]
     if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:

@@ -12,13 +12,13 @@ import torch
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry, add_entry, add_write_back, entries, is_write_back
-from shardwise.dtensor.fallback import parts_of
+from shardwise.dtensor.fallback import kernels_above, parts_of
 from shardwise.dtensor.foreach import foreach_entry, is_foreach
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
-from shardwise.errors import UnsupportedError
+from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
@@ -134,6 +134,8 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         if result is not NotImplemented:
             return result
     except NotImplementedError as error:
+        if isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above:
+            raise  # about what the caller gave: a kernel mixes nothing
         cause = error
     layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause

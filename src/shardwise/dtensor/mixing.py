@@ -25,8 +25,9 @@ from shardwise.random.generators import generator_digest, generator_kind
 
 aten = torch.ops.aten
 
-#: Arguments, by position, that torch makes: the offsets of bags of equal length, and the places of
-#: fractional pooling, which are drawn.
+#: Arguments, by position, that torch makes: the offsets of bags of equal length, the places of
+#: fractional pooling, which are drawn, and the first states of recurrent nets, whose kernel looks
+#: whether they are the zeros that torch makes.
 _MADE_ARGUMENTS: dict[Any, int] = {
     aten.fractional_max_pool2d.default: 3,
     aten.fractional_max_pool3d.default: 3,
@@ -34,6 +35,10 @@ _MADE_ARGUMENTS: dict[Any, int] = {
     aten.embedding_bag.padding_idx: 2,
     aten._embedding_bag.default: 2,
     aten._embedding_bag_forward_only.default: 2,
+    aten.lstm.input: 1,
+    aten.gru.input: 1,
+    aten.rnn_tanh.input: 1,
+    aten.rnn_relu.input: 1,
 }
 
 #: Functions of torch, written in Python, that mix tensors of their own with their arguments, by

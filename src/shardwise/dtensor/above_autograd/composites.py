@@ -6,6 +6,7 @@ They are the same on every rank, so they count as replicated inside; see Note [A
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -194,20 +195,24 @@ def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
     return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__, as_layouts)
 
 
-def register(library: torch.library.Library) -> None:
-    """Give torch these kernels for DTensors."""
+def kernels() -> Iterator[tuple[str, Any]]:
+    """The kernels of these ops, by name."""
     for op in _MAKE_TENSORS:
-        _implement(library, op, functools.partial(_put_together, op))
-    _implement(library, aten.stft.default, stft)
-    _implement(library, aten.pad_sequence.default, pad_sequence)
-    _implement(library, aten.one_hot.default, one_hot)
-    _implement(library, aten.vander.default, vander)
-    _implement(library, aten.fill_diagonal_.default, fill_diagonal_)
-    _implement(library, aten.as_strided.default, as_strided)
-    _implement(library, aten.as_strided_copy.default, as_strided_copy)
-    _implement(library, aten.tensor_split.tensor_indices_or_sections, tensor_split)
+        yield _name(op), functools.partial(_put_together, op)
+    yield "stft", stft
+    yield "pad_sequence", pad_sequence
+    yield "one_hot", one_hot
+    yield "vander", vander
+    yield "fill_diagonal_", fill_diagonal_
+    yield "as_strided", as_strided
+    yield "as_strided_copy", as_strided_copy
+    yield "tensor_split.tensor_indices_or_sections", tensor_split
+
+
+def kernels_with_out() -> Iterator[tuple[str, Any]]:
+    """The kernels of the forms with `out=`, by name."""
     for name in _composite_out_forms():
-        library.impl(name, functools.partial(_into_out, name), "AutogradPrivateUse3")
+        yield name, functools.partial(_into_out, name)
 
 
 #: Forms for `out=` whose names do not say so.
@@ -230,7 +235,6 @@ def _composite_out_forms() -> list[str]:
     return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith("empty.")]
 
 
-def _implement(library: torch.library.Library, op: torch._ops.OpOverload, kernel: Any) -> None:
-    name = op._schema.name.partition("::")[2]
-    overload = op._schema.overload_name
-    library.impl(f"{name}.{overload}" if overload else name, kernel, "AutogradPrivateUse3")
+def _name(op: torch._ops.OpOverload) -> str:
+    name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
+    return f"{name}.{overload}" if overload else name

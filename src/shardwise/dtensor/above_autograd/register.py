@@ -24,6 +24,7 @@ from shardwise.dtensor.above_autograd import (
     recurrent,
     rrelu,
 )
+from shardwise.dtensor.fallback import kernels_above
 
 _KERNELS: tuple[tuple[str, Any], ...] = (
     *attention.KERNELS,
@@ -45,8 +46,13 @@ _any_library = torch.library.Library("_", "IMPL")
 
 def register_kernels() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
-    for name, kernel in _KERNELS:
-        _library.impl(name, untraced(kernel), "AutogradPrivateUse3")
-    composites.register(_library)
+    for _, kernel in _KERNELS:
+        untraced(kernel)
+    for name, kernel in (*_KERNELS, *composites.kernels()):
+        packet, _, overload = name.partition(".")
+        kernels_above[getattr(getattr(torch.ops.aten, packet), overload or "default")] = kernel
+        _library.impl(name, kernel, "AutogradPrivateUse3")
+    for name, kernel in composites.kernels_with_out():
+        _library.impl(name, kernel, "AutogradPrivateUse3")
     # Ops of other libraries know nothing of the key: they go on to the device's autograd.
     _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")
