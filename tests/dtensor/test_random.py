@@ -314,10 +314,8 @@ SAMPLED = {
     "Dirichlet": lambda t: D.Dirichlet(t.abs() + 0.1).rsample(),
     "Multinomial": lambda t: D.Multinomial(4, logits=t).sample(),
     "OneHotCategorical": lambda t: D.OneHotCategorical(logits=t).sample(),
-}
-#: These draw with torch.rand or torch.randn, and their values meet the parameters as plain tensors.
-SAMPLED_PLAINLY = {
-    "Normal": lambda t: D.Normal(t, t.abs() + 0.1).rsample((2,)),
+    # These draw with torch.rand or torch.randn; their values meet the parameters as plain tensors.
+    "Normal.rsample": lambda t: D.Normal(t, t.abs() + 0.1).rsample((2,)),
     "Uniform": lambda t: D.Uniform(t, t + 1).rsample(),
     "Gumbel": lambda t: D.Gumbel(t, t.abs() + 0.1).rsample(),
     "Binomial": lambda t: D.Binomial(5, logits=t).sample(),
@@ -344,15 +342,6 @@ def assert_sample_of_one_device(fn, x, layout):
 @pytest.mark.parametrize("name", SAMPLED)
 def test_distributions(layout, name):
     assert_sample_of_one_device(SAMPLED[name], torch.randn(8, 6), layout)
-
-
-@pytest.mark.parametrize("name", SAMPLED_PLAINLY)
-def test_distributions_that_draw_plain_tensors(layout, name):
-    x = torch.randn(8, 6)
-    with pytest.raises(MixedTensorsError, match="implicit_replication"):
-        SAMPLED_PLAINLY[name](shardwise.distribute_tensor(x, *layout))
-    with shardwise.implicit_replication():
-        assert_sample_of_one_device(SAMPLED_PLAINLY[name], x, layout)
 
 
 def test_an_unknown_option(mesh):

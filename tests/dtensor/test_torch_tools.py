@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from by_hand import lay, value
 from torch import nn
+from torch.nn.utils import prune
 
 import shardwise
 from shardwise import MixedTensorsError, Partial, Replicate, Shard
@@ -227,3 +228,43 @@ def test_attention_to_a_zero_and_to_learnt_keys(mesh):
         torch.testing.assert_close(value(other), one)
     with pytest.raises(MixedTensorsError):
         shared(*laid_out, attn_mask=torch.zeros(4, 6))
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.distributions.Normal(x, 0.5).rsample((2,)),
+        lambda x: torch.distributions.Uniform(x, x + 1).rsample(),
+        lambda x: torch.distributions.MultivariateNormal(x, torch.diag_embed(x)).rsample(),
+        lambda x: torch.distributions.StudentT(x + 2).rsample(),
+        lambda x: torch.distributions.RelaxedOneHotCategorical(0.5, logits=x).rsample(),
+        lambda x: torch.distributions.LogNormal(0.0, x).rsample(),
+        lambda x: torch.distributions.Gumbel(x, 2.0).log_prob(x),
+    ],
+)
+def test_distributions_draw_what_one_device_draws(mesh, draw):
+    whole = torch.rand(4, 3) + 0.5
+    one, shared = whole.clone().requires_grad_(), lay(whole, mesh, [Shard(0)]).requires_grad_()
+    for x in (one, shared):
+        torch.manual_seed(0)
+        draw(x).pow(2).sum().backward()
+    torch.testing.assert_close(value(shared.grad), one.grad)
+
+
+def test_a_distribution_of_plain_and_distributed_parameters_is_refused(mesh):
+    with pytest.raises(MixedTensorsError, match="broadcast_tensors"):
+        torch.distributions.Normal(torch.ones(4), lay(torch.ones(4), mesh, [Shard(0)]))
+    made = torch.distributions.Normal(lay(torch.ones(4), mesh, [Shard(0)]), 1.0)
+    made.loc = torch.ones(4)
+    with pytest.raises(MixedTensorsError):
+        made.rsample()
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_rows_and_columns_are_pruned_alike(mesh, dim):
+    alone, shared = pair(mesh, Shard(0))
+    for layer in (alone, shared):
+        torch.manual_seed(0)
+        prune.random_structured(layer, "weight", 0.4, dim)
+        prune.ln_structured(layer, "weight", 0.3, 2, dim)
+    assert torch.equal(value(shared.weight_mask), alone.weight_mask)

@@ -11,6 +11,7 @@ Python stack tells who made them; it is read only where an error would be raised
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -45,11 +46,27 @@ _MADE_ARGUMENTS: dict[Any, int] = {
 #: module and name, and whether they draw them; see Note [Tensors that torch makes].
 _MAKERS: dict[tuple[str, str], bool] = {
     ("torch._lowrank", "get_approximate_basis"): True,
+    **{
+        (f"torch.distributions.{module}", f"{name}.rsample"): True
+        for module, name in (
+            ("continuous_bernoulli", "ContinuousBernoulli"),
+            ("generalized_pareto", "GeneralizedPareto"),
+            ("lowrank_multivariate_normal", "LowRankMultivariateNormal"),
+            ("multivariate_normal", "MultivariateNormal"),
+            ("normal", "Normal"),
+            ("relaxed_bernoulli", "LogitRelaxedBernoulli"),
+            ("relaxed_categorical", "ExpRelaxedCategorical"),
+            ("studentT", "StudentT"),
+            ("uniform", "Uniform"),
+        )
+    },
+    ("torch.distributions.multivariate_normal", "_precision_to_scale_tril"): False,
     ("torch.functional", "_unravel_index"): False,
     ("torch.masked._ops", "_std_var"): False,
     ("torch.nn.functional", "multi_head_attention_forward"): False,
     ("torch.nn.init", "sparse_"): True,
     ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,
+    ("torch.nn.utils.prune", "RandomStructured.compute_mask.<locals>.make_mask"): True,
     ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,
     ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,
 }
@@ -94,8 +111,8 @@ def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
     """What a function got may be one rank's own; what it makes, if it got no plain tensor, not."""
     code = frame.f_code
     names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    given = [frame.f_locals.get(name) for name in names]
-    if any(map(_is_plain, given)):
+    given = list(_tensors([frame.f_locals.get(name) for name in names]))
+    if any(x.dim() and not isinstance(x, Wrapped) for x in given):
         return False
     if draws:
         grid = next(x for x in given if isinstance(x, Wrapped))._layout.grid
@@ -104,8 +121,15 @@ def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
     return True
 
 
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and not isinstance(value, Wrapped)
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a function got, those in lists and inside a distribution too."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _tensors(item)
+    elif isinstance(given, torch.distributions.Distribution):
+        yield from _tensors(list(vars(given).values()))
 
 
 #: In compiled code all plain tensors look alike: those of the program, and the compiler's own.

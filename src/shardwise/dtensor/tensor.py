@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -40,6 +40,7 @@ from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, wit
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.miss import Miss
 from shardwise.dtensor.numbers import beside_plain
+from shardwise.dtensor.reading import as_numpy, refuse_memory, whole_values
 from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import (
@@ -277,6 +278,26 @@ class DTensor(Wrapped):
     def __format__(self, spec: str) -> str:
         """As any tensor's: that of the number where there is one, `f"{loss:.3f}"`."""
         return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
+
+    # -- reading -----------------------------------------------------------------------------
+
+    def tolist(self) -> Any:
+        """The whole tensor as nested lists, on every rank."""
+        return whole_values(self, "tolist").tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """A copy of the whole tensor as a numpy array, on every rank."""
+        return as_numpy(self, force)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        found = as_numpy(self, force=False)
+        return found if dtype is None else found.astype(dtype, copy=False)
+
+    def apply_(self, callable: Any) -> NoReturn:  # torch would end the process
+        refuse_memory("apply_")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse_memory("__dlpack__")
 
     # -- doors -------------------------------------------------------------------------------
 

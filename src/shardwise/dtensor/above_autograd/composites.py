@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import contiguous_stride, make_layout
+from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.reduced import reduced_layout
@@ -58,6 +59,19 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
         check_plain(aten.tensor_split.tensor_indices_or_sections, where)
         where = where.tolist()
     return torch.tensor_split(x, where, dim)
+
+
+def broadcast_tensors(tensors: Any) -> Any:
+    """Each in the shape of all; a number among them, which may be plain, becomes replicated."""
+    mesh = next(x for x in tensors if isinstance(x, DTensor)).device_mesh
+    spread = []
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    for x in tensors:
+        if not isinstance(x, DTensor):
+            check_plain(aten.broadcast_tensors.default, x)
+            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
+        spread.append(x.expand(shape))
+    return spread
 
 
 def pad_sequence(
@@ -200,6 +214,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     for op in _MAKE_TENSORS:
         yield _name(op), functools.partial(_put_together, op)
     yield "stft", stft
+    yield "broadcast_tensors", broadcast_tensors
     yield "pad_sequence", pad_sequence
     yield "one_hot", one_hot
     yield "vander", vander
