@@ -215,5 +215,5 @@ def test_plain_offsets_are_refused(mesh):
     ids = lay(torch.randint(0, ROWS, (6,)), mesh, [R])
     with pytest.raises(shardwise.MixedTensorsError, match="offsets is a plain tensor"):
         F.embedding_bag(ids, weight, torch.tensor([0, 1]))
-    with pytest.raises(shardwise.MixedTensorsError, match="input is a plain"):
+    with pytest.raises(shardwise.MixedTensorsError, match="indices"):
         F.embedding_bag(torch.zeros(2, 2, dtype=torch.long), weight)

@@ -230,3 +230,41 @@ def test_gradients_are_bucketed_per_axis_and_dtype(square, bucket_bytes, expecte
     for number, parameter in enumerate(parameters):
         assert parameter.grad.placements == (Replicate(), Replicate())
         assert value(parameter.grad).unique().tolist() == [6 + 4 * number]
+
+
+@pytest.mark.parametrize("plain", [0, 1])
+@pytest.mark.parametrize(
+    ("fn", "shapes"),
+    [
+        (F.linear, [(5, 6), (3, 6)]),
+        (F.linear, [(4, 5, 6), (3, 6)]),
+        (torch.matmul, [(4, 5, 6), (4, 6, 2)]),
+        (torch.matmul, [(4, 5, 6), (6,)]),
+        (lambda x, w: F.batch_norm(x, None, None, w, None, True), [(6, 4), (4,)]),
+        (lambda q, k: F.scaled_dot_product_attention(q, k, k), [(4, 5, 6), (4, 3, 6)]),
+    ],
+)
+def test_plain_operands_that_are_the_same_everywhere_leave_the_gradient_alone(
+    mesh, fn, shapes, plain
+):
+    values = [torch.randn(shape) for shape in shapes]
+    alone = [x.clone().requires_grad_(i != plain) for i, x in enumerate(values)]
+    fn(*alone).pow(2).sum().backward()
+    shared = list(values)
+    other = 1 - plain
+    shared[other] = lay(values[other], mesh, Shard(0)).requires_grad_()
+    with shardwise.implicit_replication():
+        fn(*shared).pow(2).sum().backward()
+    torch.testing.assert_close(value(shared[other].grad), alone[other].grad)
+
+
+def test_plain_ids_that_are_the_same_everywhere(mesh):
+    table, ids, offsets = torch.randn(9, 4), torch.tensor([1, 8, 0, 3]), torch.tensor([0, 3])
+    alone, shared = table.clone().requires_grad_(), lay(table, mesh, Shard(0)).requires_grad_()
+    with shardwise.implicit_replication():
+        for weight in (alone, shared):
+            bags = F.embedding_bag(ids, weight, offsets, per_sample_weights=table[0], mode="sum")
+            (F.embedding(ids, weight).sum() + bags.pow(2).sum()).backward()
+    torch.testing.assert_close(value(shared.grad), alone.grad)
+    with pytest.raises(shardwise.MixedTensorsError, match="implicit_replication"):
+        F.embedding(ids, shared)

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.comm.watch import watch
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.above_autograd.short_bags import exchanges_rows, pool_rows
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
@@ -17,6 +19,8 @@ from shardwise.rules.bag_shape import MODE_MAX, MODE_SUM
 from shardwise.rules.bags import pooled
 from shardwise.rules.ids import has_values
 from shardwise.rules.largest_bags import largest, largest_grad
+
+_EMBEDDING_BAG = torch.ops.aten.embedding_bag.padding_idx
 
 
 class Pooled(torch.autograd.Function):
@@ -86,7 +90,10 @@ def embedding_bag(
     padding_idx: int | None = None,
 ) -> Any:
     """The bags, and empty tensors in place of torch's three that serve its own backward."""
-    _check_distributed(weight, ids, per_sample_weights)
+    if not are_distributed(weight, ids, per_sample_weights):
+        known = offsets if isinstance(offsets, DTensor) else None  # plain: see _bagged
+        given = (weight, ids, known, None, None, None, per_sample_weights)
+        weight, ids, *_, per_sample_weights = all_distributed(_EMBEDDING_BAG, given)
     if per_sample_weights is not None and mode != MODE_SUM:
         raise ArgumentError(
             f"embedding_bag takes per_sample_weights with mode='sum' only, found mode {mode}."
@@ -142,23 +149,14 @@ def _padding(padding_idx: int | None, weight: Any) -> int:
     return padding_idx % num_rows
 
 
-def _check_distributed(weight: Any, ids: Any, weights: Any) -> None:
-    given = {"weight": weight, "input": ids, "per_sample_weights": weights}
-    for name, tensor in given.items():
-        if tensor is not None and not isinstance(tensor, DTensor):
-            raise MixedTensorsError(
-                f"aten.embedding_bag.padding_idx: {name} is a plain {type(tensor).__name__} of "
-                f"shape {tuple(tensor.shape)}, another operand a DTensor. Wrap it: "
-                "DTensor.from_local(x, mesh, [Replicate()]) where each rank holds the same values."
-            )
-
-
 def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[Any, Any, Any]:
     """Ids as (bags, ids in each), or flat with offsets that end with the number of ids.
 
     For ids in two dims `torch.nn.functional` makes plain offsets at equal distances and flattens
     the ids: these get their two dims back. Other plain offsets could differ between ranks.
     """
+    if watch.replicate_plain:
+        _, offsets = all_distributed(_EMBEDDING_BAG, (ids, offsets))
     if isinstance(offsets, DTensor):
         return ids, offsets if include_last else _closed(offsets, ids.shape[0]), weights
     num_bags, num_ids = offsets.shape[0], ids.shape[0]

@@ -10,10 +10,11 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.above_autograd.operands import all_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.errors import UnsupportedError
 from shardwise.rules.ids import has_values
 from shardwise.rules.routed import Parcel, both_sharded, returned_grad, routed_lookup
 from shardwise.rules.row_sparse import sparse_grad
@@ -95,7 +96,7 @@ def embedding(
     sparse: bool = False,
 ) -> Any:
     if type(weight) is not DTensor or type(ids) is not DTensor:
-        weight, ids = _both_distributed(aten.embedding.default, weight, ids)
+        weight, ids = all_distributed(_table_lookup, (weight, ids))
     if sparse and not has_values(ids._local):
         raise UnsupportedError(
             "aten.embedding.default does not have a sharding strategy registered for sparse=True "
@@ -106,17 +107,6 @@ def embedding(
     if weight.requires_grad and torch.is_grad_enabled():
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
-
-
-def _both_distributed(op: Any, weight: Any, ids: Any) -> tuple[Any, Any]:
-    for name, tensor in (("weight", weight), ("input", ids)):
-        if not isinstance(tensor, DTensor):
-            raise MixedTensorsError(
-                f"{op}: {name} is a plain {type(tensor).__name__} of shape {tuple(tensor.shape)}, "
-                "the other operand a DTensor. Wrap it: DTensor.from_local(x, mesh, [Replicate()]) "
-                "where each rank holds the same values."
-            )
-    return weight, ids
 
 
 KERNELS = (("embedding", embedding),)

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.matmul import linear_bias_grad, linear_input_grad, linear_weight_grad
@@ -67,8 +68,11 @@ _apply_linear = direct_apply(Linear)
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     distributed = type(x) is DTensor and type(weight) is DTensor
     if not distributed or not (bias is None or type(bias) is DTensor) or not x._layout.shape:
-        # The ordinary path says which operand is plain, or what is wrong with the shapes.
-        return DTensor.__torch_dispatch__(aten.linear.default, None, (x, weight, bias))
+        operands = (x, weight, bias)
+        if not are_distributed(*operands):
+            return linear(*all_distributed(aten.linear.default, operands))
+        # The ordinary path says what is wrong with the shapes.
+        return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.above_autograd.einsum import spread
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.contract import matmul_letters, product
@@ -63,8 +64,10 @@ _apply_batched = direct_apply(BatchedMatmul)
 def _broadcast_matmul(left: Any, right: Any) -> Any:
     if max(left.dim(), right.dim()) <= 2:  # a product of matrices or vectors: nothing is merged
         return _matmul.decompose(left, right)
+    if not are_distributed(left, right):
+        return matmul(*all_distributed(_matmul, (left, right)))
     if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
-        # The ordinary path says which operand is plain, or what is wrong with the shapes.
+        # The ordinary path says what is wrong with the shapes.
         return DTensor.__torch_dispatch__(_matmul, None, (left, right))
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _apply_product(left, right)

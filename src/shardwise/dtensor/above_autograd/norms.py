@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placements import Shard
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.channel_norm import channel_square_sum, channel_sum, through_statistics
@@ -122,8 +123,10 @@ def native_batch_norm(
 ) -> tuple[Any, Any, Any]:
     """Output, and the mean and reciprocal deviation that were taken of the batch."""
     operands = (x, weight, bias, running_mean, running_var)
+    if not are_distributed(*operands):
+        operands = tuple(all_distributed(aten.native_batch_norm.default, operands))
+        return native_batch_norm(*operands, training, momentum, eps)
     if any(t is not None and type(t) is not DTensor for t in operands):
-        # The ordinary path says which operand is plain.
         args = (*operands, training, momentum, eps)
         return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
     if training:

@@ -1,0 +1,31 @@
+"""The operands of a kernel above autograd where not all of them are DTensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.placements import REPLICATE
+from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.tensor import DTensor
+
+
+def all_distributed(op: Any, operands: Sequence[Any]) -> list[Any]:
+    """`operands` with replicated tensors in place of plain ones, differentiable.
+
+    Raises for a plain tensor of which nobody said that it is the same on every rank.
+    """
+    mesh = next(x for x in operands if isinstance(x, DTensor)).device_mesh
+    found = []
+    for position, x in enumerate(operands):
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+            check_plain(op, x, position)
+            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
+        found.append(x)
+    return found
+
+
+def are_distributed(*operands: Any) -> bool:
+    return all(x is None or isinstance(x, DTensor) for x in operands)
