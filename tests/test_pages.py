@@ -1,0 +1,64 @@
+"""What pages and notes name is there: files, modules and their names, and the notes themselves."""
+
+import importlib
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
+FOLDERS = ("src", "tests", "docs", "benchmarks", "examples")
+SOURCES = sorted((ROOT / "src").rglob("*.py"))
+
+
+def known_files():
+    """The path of every file from each of its folders on: `a/b.py` and `b.py`."""
+    found = set()
+    for path in (*ROOT.iterdir(), *(p for name in FOLDERS for p in (ROOT / name).rglob("*"))):
+        parts = path.relative_to(ROOT).parts
+        found |= {"/".join(parts[first:]) for first in range(len(parts))}
+    return found
+
+
+def exists(name):
+    """Whether a dotted name is a module, or can be read off one."""
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:length]))
+        except ImportError:
+            continue
+        for part in parts[length:]:
+            if not hasattr(found, part):
+                return False
+            found = getattr(found, part)
+        return True
+    return False
+
+
+def test_pages_name_files_that_are_there():
+    known = known_files()
+    named = [
+        (page.name, name)
+        for page in PAGES
+        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|sh))`", page.read_text())
+    ]
+    assert len(named) > 50
+    assert [pair for pair in named if pair[1] not in known] == []
+
+
+def test_pages_name_what_can_be_imported():
+    text = "\n".join(page.read_text() for page in PAGES)
+    names = set(re.findall(r"`(shardwise(?:\.\w+)+)\b", text))
+    assert len(names) > 20
+    assert [name for name in names if not exists(name)] == []
+
+
+def test_every_note_that_is_cited_is_written_once():
+    written, cited = [], set()
+    for path in SOURCES:
+        text = path.read_text()
+        written += re.findall(r"^(?:# )?Note \[([^\]]+)\]$", text, flags=re.MULTILINE)
+        # A citation may run over the end of a line.
+        cited |= set(re.findall(r"Note \[([^\]]+)\]", re.sub(r"\s*\n\s*(?:# )?", " ", text)))
+    assert len(written) == len(set(written)) > 30
+    assert cited <= set(written)
