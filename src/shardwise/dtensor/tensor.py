@@ -40,6 +40,7 @@ from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, wit
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.miss import Miss
 from shardwise.dtensor.numbers import beside_plain
+from shardwise.dtensor.pickled import packed, unpacked
 from shardwise.dtensor.reading import as_numpy, refuse_memory, whole_values
 from shardwise.dtensor.traced import install, traced_from_local
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
@@ -465,7 +466,7 @@ class DTensor(Wrapped):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = doors.packed(self._local.detach(), self._layout)
+        state = packed(self._local.detach(), self._layout)
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
 
 
@@ -480,7 +481,7 @@ def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
 def _unpickle(
     local: Any, mesh: Any, layout: Any, requires_grad: bool, attributes: dict[str, Any]
 ) -> DTensor:
-    restored = DTensor.wrap(*doors.unpacked(local, mesh, layout))
+    restored = DTensor.wrap(*unpacked(local, mesh, layout))
     restored.__dict__.update(attributes)
     return restored.requires_grad_(requires_grad)
 

@@ -7,6 +7,7 @@ lies, and by how much it was scaled. Backward sorts the keys and needs nothing e
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -63,13 +64,7 @@ def pooled_lookup(
     small = num_ids <= SMALL
     long = min(LONG, LONG_IN_SMALL) if small else LONG
     num_chunks = num_pieces(num_ids, long) if num_ids > long else 0
-    partial = partial_at = arrived = None
-    if num_chunks:
-        is_max = mode == "max"
-        arrived, partial, partial_at = tables.scratch.parts(
-            num_chunks, num_chunks * 2 * dim, is_max
-        )
-        partial_at = partial_at if is_max else None
+    arrived, partial, partial_at = _parts(tables, num_chunks, mode)
     index = tl.int32 if num_ids < 2**31 - long else tl.int64
     flags = None if small and tables.device.type == "cuda" else tables.flags
 
@@ -126,6 +121,17 @@ def row_lookup(
         if not tables.masked:
             _check(flags)
     return out, known
+
+
+def _parts(tables: TableSet, num_chunks: int, mode: str) -> Sequence[torch.Tensor | None]:
+    """Where the parts of long bags are counted and kept, and for max their positions."""
+    if not num_chunks:
+        return None, None, None
+    is_max = mode == "max"
+    arrived, partial, partial_at = tables.scratch.parts(
+        num_chunks, num_chunks * 2 * tables.padded_dim, is_max
+    )
+    return arrived, partial, partial_at if is_max else None
 
 
 def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted: bool) -> Trace:
