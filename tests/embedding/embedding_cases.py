@@ -300,6 +300,15 @@ def of_equals(number, rank):
     return batch(10 * number + rank, tables=EQUALS, weighted=rank % 2 == 1, uneven=number % 2 == 1)
 
 
+def drawn_when_sharded(plan):
+    """In four gloo processes, each with random numbers of its own: tables that never were whole."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    torch.manual_seed(dist.get_rank())
+    collection = EmbeddingBagCollection(TABLES, device="meta", optimizer=SGD(0.1)).shard(mesh, plan)
+    collection(batch(0))
+    return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+
+
 def trained_by_sgd(plan, num_steps):
     """In four gloo processes: tables with row-sparse gradients and torch's own SGD."""
     mesh = shardwise.init_device_mesh("cpu", (4,))

@@ -20,6 +20,7 @@ from shardwise.embedding import (
     Jagged,
     RowWiseAdagrad,
     Table,
+    draw,
 )
 
 # torch's own optimizers make sparse tensors without saying whether to check them.
@@ -392,6 +393,14 @@ def test_held_gradients_are_not_lost_in_a_checkpoint(mesh):
         sharded.optimizer.state_dict()
 
 
+def test_learning_rates_are_numbers():
+    bags = cases.make(optimizer=SGD(0.1))
+    bags.optimizer.lr = torch.tensor(0.5)
+    assert bags.optimizer.lr == 0.5
+    with pytest.raises(TypeError, match="lr is a number from 0 on, found -1"):
+        bags.optimizer.lr = -1
+
+
 # -- communication -----------------------------------------------------------------------------
 
 
@@ -473,6 +482,34 @@ def test_existing_weights_are_kept(mesh, plan):
     alone, sharded = cases.make(), cases.make().shard(mesh, plan)
     for name, parameter in alone.named_parameters():
         assert torch.equal(cases.whole(sharded.get_parameter(name).detach()), parameter)
+
+
+@every_plan
+def test_tables_on_meta_get_the_values_of_one_device(mesh, plan, monkeypatch):
+    """Some rows at a time, and each rank those that it owns."""
+    monkeypatch.setattr(draw, "_CHUNK_NUMBERS", 24)
+    torch.manual_seed(3)
+    alone = EmbeddingBagCollection(cases.TABLES)
+    torch.manual_seed(3)
+    sharded = EmbeddingBagCollection(cases.TABLES, device="meta", optimizer=Adagrad(0.1))
+    with pytest.raises(shardwise.ShardwiseError, match="on the meta device"):
+        sharded(cases.batch(0))
+    sharded.shard(mesh, plan)
+    for name, parameter in alone.named_parameters():
+        assert torch.equal(cases.whole(sharded.get_parameter(name).detach()), parameter)
+    cases.loss_of(sharded(cases.batch(0))).backward()
+
+
+def test_memory_for_tables_on_meta():
+    torch.manual_seed(3)
+    expected = EmbeddingBagCollection(cases.TABLES).state_dict()
+    torch.manual_seed(3)
+    with torch.device("meta"):
+        bags = EmbeddingBagCollection(cases.TABLES, optimizer=Adagrad(0.1))
+    bags.to_empty(device="cpu").reset_parameters()
+    close(bags.state_dict(), expected)
+    assert not bags.optimizer.state["user"]["sum"].any()
+    cases.loss_of(bags(cases.batch(0))).backward()
 
 
 def test_a_rank_holds_only_its_part(mesh):

@@ -46,6 +46,14 @@ def test_twenty_steps(processes, optimizer):
     close(found[0], cases.train_alone(cases.make(optimizer=optimizer), steps(20)))
 
 
+def test_tables_that_never_were_whole(processes):
+    torch.manual_seed(0)  # that of the first rank
+    alone = EmbeddingBagCollection(cases.TABLES)
+    for found in processes(cases.drawn_when_sharded, cases.PLANS["mixed"]):
+        for name, parameter in alone.named_parameters():
+            assert torch.equal(found[name], parameter)
+
+
 def test_ordinary_optimizer(processes):
     found = processes(cases.trained_by_sgd, cases.PLANS["mixed"], 20)
     sgd = functools.partial(torch.optim.SGD, lr=0.1)

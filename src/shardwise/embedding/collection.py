@@ -23,6 +23,7 @@ from shardwise.embedding.ahead import Ahead, Queue, look_ahead
 from shardwise.embedding.backend import Backend
 from shardwise.embedding.backends import make_backend
 from shardwise.embedding.describe import describe
+from shardwise.embedding.draw import draw_tables, generator_of_first_rank
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.lookup import Engine, run_lookup
@@ -81,9 +82,8 @@ class _Collection(nn.Module):
         home = Plan.of("table_wise").tiling(self.tables, 1)
         place = torch.device(device) if device is not None else torch.get_default_device()
         stacks = Stacks(home, None, dtype or torch.get_default_dtype(), place)
-        for number, table in enumerate(self.tables):
-            bound = table.num_embeddings**-0.5
-            stacks.fill(number, lambda tile, b=bound: _uniform(tile, b, stacks))  # type: ignore[misc]
+        if place.type != "meta":
+            draw_tables(stacks)
         weights = {t.name: _Weight(stacks.table(i)) for i, t in enumerate(self.tables)}
         self.add_module(self._child, nn.ModuleDict(weights))
         self._settle(stacks, scale=1.0)
@@ -123,7 +123,12 @@ class _Collection(nn.Module):
                 "A sharded collection stays in the dtype and on the device it was sharded with: "
                 "convert it before shard()."
             )
+        was_meta = stacks.device.type == "meta"
         stacks.convert(fn)
+        if was_meta and stacks.device.type != "meta":
+            self._replace_parameters(stacks)
+            self._settle(stacks, scale=1.0)
+            return self
         if self.optimizer is not None:
             self.optimizer.convert(fn)
         self._alias_parameters()
@@ -183,6 +188,9 @@ class _Collection(nn.Module):
 
         In place; the collection itself is returned. From then on each rank brings its own batch.
         Gradients are those of the mean of the ranks' losses, or of their sum.
+
+        A collection on the `meta` device gets memory here, for each rank's part alone, and first
+        values: those that one device would draw with the random numbers of the first rank.
         """
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already; make another one.")
@@ -196,22 +204,40 @@ class _Collection(nn.Module):
         chosen, tiling = self._agreed(grid, plan, grad_reduction)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
+        if old.device.type == "meta":
+            draw_tables(stacks, generator_of_first_rank(grid))
+        else:
+            self._send_weights(grid, stacks)
+        self.plan = chosen
+        self._replace_parameters(stacks)
+        self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
+        return self
+
+    def _send_weights(self, grid: Grid, stacks: Stacks) -> None:
+        """Fill the stacks with the weights that the first rank has."""
         for number, table in enumerate(self.tables):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
             stacks.fill(number, tile_of(plain(value)))
-        self.plan = chosen
-        self._replace_parameters(stacks)
-        self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
-        return self
+
+    def reset_parameters(self) -> None:
+        """Draw first values again, as `shard` does for a collection on the `meta` device."""
+        stacks = self._engine.stacks
+        draw_tables(stacks, None if stacks.grid is None else generator_of_first_rank(stacks.grid))
 
     def _agreed(
         self, grid: Grid, plan: Plan | str | Mapping[str, Entry], grad_reduction: str
     ) -> tuple[Plan, Tiling]:
         """The plan and the parts that it makes, once all ranks have said that theirs are these."""
         problem: ShardwiseError | None = None
-        lines = [f"{type(self).__name__}, grad_reduction={grad_reduction}"]
+        old = self._engine.stacks
+        values = "no values (meta)" if old.device.type == "meta" else "values"
+        updates = "no" if self._settings is None else type(self._settings).__name__
+        lines = [
+            f"{type(self).__name__}, grad_reduction={grad_reduction}",
+            f"{old.dtype}, {values}, {updates} updates in backward",
+        ]
         try:
             if grad_reduction not in REDUCTIONS:
                 raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
@@ -260,14 +286,16 @@ class _Collection(nn.Module):
 
     def _look_ahead(self, batch: Any) -> Ahead:
         engine = self._engine
-        trouble = self._replaced_parameter()
+        trouble = self._trouble()
         return look_ahead(
             engine.route, engine.grid, batch, trouble, side_by_side=self._side_by_side
         )
 
-    def _replaced_parameter(self) -> str | None:
-        """Whether someone replaced a parameter, such as `load_state_dict(assign=True)` does."""
+    def _trouble(self) -> str | None:
+        """Tables without memory, or a parameter that someone replaced."""
         stacks = self._engine.stacks
+        if stacks.device.type == "meta":
+            return "the tables are on the meta device: shard() or to_empty() gives them memory"
         for number, table in enumerate(self.tables):
             if not stacks.holds(number, self.parameter(table.name)):
                 return (
@@ -373,8 +401,3 @@ class EmbeddingCollection(_Collection):
             feature: JaggedRows(rows, length)
             for feature, rows, length in zip(self.features, outputs, lengths, strict=True)
         }
-
-
-def _uniform(tile: Any, bound: float, stacks: Stacks) -> torch.Tensor:
-    rows = torch.empty(tile.num_rows, tile.width, dtype=stacks.dtype, device=stacks.device)
-    return rows.uniform_(-bound, bound)

@@ -51,7 +51,10 @@ class InBackward:
 
     @lr.setter
     def lr(self, value: float) -> None:
-        self.settings.lr = value
+        number = float(value)
+        if not number >= 0:
+            raise ArgumentError(f"lr is a number from 0 on, found {value!r}.")
+        self.settings.lr = number
 
     # -- when to update ----------------------------------------------------------------------
 

@@ -171,7 +171,7 @@ class Jagged:
             return batch
         if isinstance(batch, Mapping):
             return Jagged.from_nested(batch)
-        if type(batch).__name__ == "KeyedJaggedTensor":
+        if any(kind.__name__ == "KeyedJaggedTensor" for kind in type(batch).__mro__):
             return Jagged.from_torchrec(batch)
         raise ArgumentError(
             f"A batch is a Jagged, a dict of jagged nested tensors or a KeyedJaggedTensor; found "

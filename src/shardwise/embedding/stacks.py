@@ -47,6 +47,18 @@ class Stacks:
             if tile is not None:
                 self.rows(place, tile).copy_(value_of(tile))
 
+    def fill_rows(self, table: int, first: int, values: torch.Tensor) -> None:
+        """Write some whole rows of a table, from `first` on, where ranks present hold them."""
+        last = first + values.shape[0]
+        for place, rank in enumerate(self.ranks):
+            tile = self.tiling.tile_on(table, rank)
+            if tile is None:
+                continue
+            start, end = max(first, tile.rows[0]), min(last, tile.rows[1])
+            if start < end:
+                part = values[start - first : end - first, tile.columns[0] : tile.columns[1]]
+                self.rows(place, tile)[start - tile.rows[0] : end - tile.rows[0]].copy_(part)
+
     def rows(self, place: int, tile: Tile) -> torch.Tensor:
         """A tile of the i-th rank present, as a view of its stack."""
         return self.weights[place][tile.stack][tile.base : tile.base + tile.num_rows]
