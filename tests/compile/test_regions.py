@@ -209,6 +209,30 @@ def test_training_on_after_a_backward(pair):
     assert_same(*([value(p.detach()) for p in model.parameters()] for model in models))
 
 
+# torch looks at every tensor that crosses a break, also at those that have no `grad`.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("eager", [True, False], ids=["eager", "compiled"])
+def test_a_whole_step_in_one_region(pair, eager):
+    """The graph breaks at `backward`; what autograd then calls runs as it is."""
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    models = [parallelize_module(Layers(), pair, plan) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+
+    def step(model, optimizer, x):
+        forward = torch.compiler.disable(model.forward) if eager else model
+        forward(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    fast = torch.compile(step, backend="aot_eager")
+    for rows in (6, 7):
+        x = torch.randn(rows, 10)
+        for run, model, optimizer in zip((step, fast), models, optimizers, strict=True):
+            run(model, optimizer, x)
+    assert_same(*([value(p.detach()) for p in model.parameters()] for model in models))
+
+
 @pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
 def test_autocast(pair, inside):
     def layer(x, weight):

@@ -51,6 +51,7 @@ class LocalTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
+    @untraced
     def __new__(
         cls, parts: Sequence[torch.Tensor], roster: Roster, sized: bool = False
     ) -> LocalTensor:
@@ -145,15 +146,18 @@ class LocalTensor(torch.Tensor):
             return self._parts[int(name[5:])]
         raise AttributeError(f"LocalTensor has no attribute {name!r}")
 
+    @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Roster]:
         return [f"_part{i}" for i in range(len(self._parts))], self._roster
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], roster: Roster, outer_size: Any, outer_stride: Any
     ) -> LocalTensor:
         return LocalTensor([inner[f"_part{i}"] for i in range(len(inner))], roster)
 
+    @untraced
     def __coerce_same_metadata_as_tangent__(
         self, meta: Roster, typ: type | None = None
     ) -> LocalTensor:

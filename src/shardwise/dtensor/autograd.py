@@ -24,6 +24,7 @@ from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
+from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor.strict import forbid_leaf_move
 from shardwise.errors import UnsupportedError
@@ -131,7 +132,7 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
-class Redistribute(torch.autograd.Function):
+class Redistribute(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool) -> Any:
         ctx.layout, ctx.async_op = x._layout, async_op
@@ -161,6 +162,7 @@ def in_formula() -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+@untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to where its leaf lies; None when it lies there.
 
@@ -194,7 +196,7 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
 _apply_redistribute = direct_apply(Redistribute)
 
 
-class ToLocal(torch.autograd.Function):
+class ToLocal(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False) -> torch.Tensor:
         ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
@@ -208,7 +210,7 @@ class ToLocal(torch.autograd.Function):
         return ctx.wrap(grad, with_dtype(layout, grad.dtype)), None, None
 
 
-class FromLocal(torch.autograd.Function):
+class FromLocal(UntracedFunction):
     @staticmethod
     def forward(
         ctx: Any,

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
 from shardwise.errors import ArgumentError
 
 
-class CastParts(torch.autograd.Function):
+class CastParts(UntracedFunction):
     """Each rank's part in another dtype: also the terms of a Partial, before they are added."""
 
     @staticmethod
@@ -24,7 +25,7 @@ class CastParts(torch.autograd.Function):
         return _cast(grad, ctx.dtype), None
 
 
-class CastAndMove(torch.autograd.Function):
+class CastAndMove(UntracedFunction):
     """One node, since autograd casts what passes between two to the dtype of the tensor there."""
 
     @staticmethod

@@ -403,6 +403,7 @@ class DTensor(Wrapped):
 
     # -- torch.compile -----------------------------------------------------------------------
 
+    @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         local = self._local
         if type(local) is torch.Tensor:
@@ -415,15 +416,18 @@ class DTensor(Wrapped):
         return flattened(self)
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
         return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
 
+    @untraced
     def __coerce_tangent_metadata__(self) -> DTensor:
         """As a gradient it is never Partial; see Note [Gradients are global]."""
         return autograd.redistribute(self, autograd.gradient_layout(self._layout))
 
+    @untraced
     def __coerce_same_metadata_as_tangent__(
         self, context: FlatContext, expected_type: type | None = None
     ) -> DTensor:

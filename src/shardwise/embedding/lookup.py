@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.grid import Grid
+from shardwise.core.untraced import UntracedFunction
 from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.gradients import (
@@ -118,7 +119,7 @@ def _backward(
     return asked, sum_of_copies(engine.stacks, copies), of_weights
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(UntracedFunction):
     """Gradients go to the tables' parameters."""
 
     @staticmethod
@@ -151,7 +152,7 @@ class _Lookup(torch.autograd.Function):
         return (None, None, None, of_weights, *found)
 
 
-class _FusedLookup(torch.autograd.Function):
+class _FusedLookup(UntracedFunction):
     """Backward updates the tables; no gradient of theirs is made."""
 
     @staticmethod

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
+from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
@@ -131,6 +132,7 @@ class Reducer:
         if self.queued and torch._C._current_graph_task_id() == -1:
             self._forget()
 
+    @untraced
     def _arrived(self, parameter: torch.Tensor) -> None:
         if not self.enabled:
             return
@@ -151,6 +153,7 @@ class Reducer:
                 flat = collectives.start_all_reduce(flat, "sum", bucket.grid, bucket.axis)
             self.sent.append(Sent(bucket, members, flat))
 
+    @untraced
     def _finish(self) -> None:
         while self.num_started < len(self.buckets):
             self._start()
@@ -164,6 +167,7 @@ class Reducer:
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
     """A hook for simulated worlds: gradients of many ranks cannot be added to one plain tensor."""
 
+    @untraced
     def spread(grad: torch.Tensor) -> None:
         held = parameter.grad
         if isinstance(grad, LocalTensor) and type(held) is torch.Tensor:

@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.grid import Coordinate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.parallel.plain_ranks import on_plain_ranks
@@ -208,7 +209,7 @@ class _Owned:
 _ABSENT = object()
 
 
-class _Reached(torch.autograd.Function):
+class _Reached(UntracedFunction):
     """The first tensor; the others get a gradient even where nothing of them was used.
 
     A rank whose experts no token chose takes part in the collectives of backward all the same.

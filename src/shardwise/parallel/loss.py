@@ -16,6 +16,7 @@ from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel.class_layouts import (
@@ -96,7 +97,7 @@ def _reduced(losses: DTensor, counted: DTensor, reduction: str, soft: bool) -> A
     return total / (max(losses.numel(), 1) if soft else counted.sum())
 
 
-class ClassShardedLoss(torch.autograd.Function):
+class ClassShardedLoss(UntracedFunction):
     """The loss of every token, and the weight with which it counts in a mean."""
 
     @staticmethod

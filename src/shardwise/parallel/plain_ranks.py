@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.local_tensor import LocalTensor, from_ranks
 from shardwise.comm.ranks import localize, my_coordinate
 from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.untraced import UntracedFunction
 
 
 def on_plain_ranks(
@@ -36,7 +37,7 @@ def _together(grid: Grid, parts: Any) -> LocalTensor:
     return from_ranks(grid.world, grid.ranks, [part.detach() for part in parts], sized=True)
 
 
-class _TakeApart(torch.autograd.Function):
+class _TakeApart(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, tensor: LocalTensor, grid: Grid) -> tuple[torch.Tensor, ...]:
         ctx.grid = grid
@@ -48,7 +49,7 @@ class _TakeApart(torch.autograd.Function):
         return _together(ctx.grid, grads), None
 
 
-class _PutTogether(torch.autograd.Function):
+class _PutTogether(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, grid: Grid, *parts: torch.Tensor) -> LocalTensor:
         ctx.grid = grid

@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.pending import Pending, later
 from shardwise.core.chunks import lengths
 from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
@@ -154,7 +155,7 @@ def _later(x: DTensor) -> torch.Tensor:
     return later(x._local)
 
 
-class ScaleGradient(torch.autograd.Function):
+class ScaleGradient(UntracedFunction):
     """The tensor itself; its gradient times a number."""
 
     @staticmethod

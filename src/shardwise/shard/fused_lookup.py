@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.rules import fused_bags
 from shardwise.rules.bag_shape import MODE_MEAN, MODE_SUM, Bags
 
@@ -32,7 +33,7 @@ def lookup(
     return _Lookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
 
 
-class _Lookup(torch.autograd.Function):
+class _Lookup(UntracedFunction):
     @staticmethod
     def forward(
         ctx: Any,

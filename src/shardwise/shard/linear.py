@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.placements import Partial
+from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.announce import announced
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
@@ -89,7 +90,7 @@ def own_whole(x: ShardedTensor) -> torch.Tensor:
     return ShareOfGradient.apply(whole, len(x._tiling.grid.ranks))
 
 
-class ShareOfGradient(torch.autograd.Function):
+class ShareOfGradient(UntracedFunction):
     """The tensor itself; its gradient divided by a number."""
 
     @staticmethod

@@ -8,6 +8,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard as ShardPlacement
+from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.blocks import blocks_of, held_blocks, sized
 from shardwise.shard.device import RankDevice
 from shardwise.shard.reshard import move_pieces
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
 
 
-class Reshard(torch.autograd.Function):
+class Reshard(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, target: Tiling) -> ShardedTensor:
         ctx.source, ctx.kind = x._tiling, type(x)
@@ -30,7 +31,7 @@ class Reshard(torch.autograd.Function):
         return sharded_like(grad, ctx.source, ctx.kind), None
 
 
-class Block(torch.autograd.Function):
+class Block(UntracedFunction):
     """A rank's block as a plain tensor; its gradient is the block of the tensor's gradient."""
 
     @staticmethod
@@ -67,7 +68,7 @@ def with_spec(x: Any, kind: type[ShardedTensor]) -> ShardedTensor:
     return WithSpec.apply(x, tiling, kind)
 
 
-class WithSpec(torch.autograd.Function):
+class WithSpec(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:
         ctx.tiling, ctx.kind = tiling, kind

@@ -15,7 +15,7 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
-from shardwise.core.untraced import untraced
+from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.shard.announce import announced
@@ -84,7 +84,7 @@ def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
     return Join.apply(x, tiling, grad_reduction)
 
 
-class Join(torch.autograd.Function):
+class Join(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tiling: Tiling, grad_reduction: str) -> ShardedTensor:
         ctx.tiling, ctx.plain = tiling, type(x) is not LocalTensor

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
 from shardwise.shard.blocks import held_blocks, sized
@@ -73,7 +74,7 @@ class Exchange:
     sparse: bool = False
 
 
-class OwnBatch(torch.autograd.Function):
+class OwnBatch(UntracedFunction):
     """`apply(weight, exchange, there, own, *tensors)`; see Note [Own batches].
 
     `there` have travelled already and `own` stay; neither has a gradient.

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.shard import bags
 from shardwise.shard.tiling import Stretch
 
@@ -57,7 +58,7 @@ def _counting_to(longest: int) -> torch.dtype:
     return torch.int32 if longest < 2**31 else torch.int64
 
 
-class PieceMaximum(torch.autograd.Function):
+class PieceMaximum(UntracedFunction):
     """`apply(block, rows, starts)`: the maximum of each piece, and the place of its row in it."""
 
     @staticmethod
@@ -126,7 +127,7 @@ def _maximum_by_bag(
     return values, piece.clamp_(min=0)
 
 
-class BagMaximum(torch.autograd.Function):
+class BagMaximum(UntracedFunction):
     """`apply(pieces, place, bag, lengths)`: the maximum of each bag.
 
     `place` says where in the batch each value of a piece is from, `bag` the bag of each piece.

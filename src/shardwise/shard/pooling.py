@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.shard import bags
 from shardwise.shard.tiling import Stretch
 
@@ -122,7 +123,7 @@ def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return ScaleRows.apply(rows, 1 / counts[which].to(rows.dtype).unsqueeze(1))
 
 
-class ScaleRows(torch.autograd.Function):
+class ScaleRows(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(factor)

@@ -11,6 +11,7 @@ from torch.autograd.function import once_differentiable
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, one_for_all
 from shardwise.core.grid import Grid
+from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.blocks import sized
 
 
@@ -53,7 +54,7 @@ class Stage:
         return list(each_rank(grid, here, grad))
 
 
-class Flat(torch.autograd.Function):
+class Flat(UntracedFunction):
     """`apply(x, grid, *last)`: `x` as rows of shape `last`, rank by rank, whatever its shape."""
 
     @staticmethod

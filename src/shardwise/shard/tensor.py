@@ -116,11 +116,13 @@ class ShardedTensor(DTensor):
 
     # -- torch.compile -----------------------------------------------------------------------
 
+    @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, flat = flattened(self)
         return names, ShardedContext(flat, self._tiling, self.grad_reduction)
 
     @staticmethod
+    @untraced
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
@@ -134,9 +136,11 @@ class ShardedTensor(DTensor):
         made.grad_reduction = context.grad_reduction
         return made
 
+    @untraced
     def __coerce_tangent_metadata__(self) -> ShardedTensor:
         return self
 
+    @untraced
     def __coerce_same_metadata_as_tangent__(
         self, context: Any, expected_type: type | None = None
     ) -> ShardedTensor:

@@ -29,6 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
+from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.errors import UnsupportedError
 from shardwise.shard.tensor import ShardedTensor
@@ -97,7 +98,7 @@ def _autocast_dtype(device_type: str) -> str | None:
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
-class TracedOwnBatch(torch.autograd.Function):
+class TracedOwnBatch(UntracedFunction):
     """`apply(weight, call, trains, *given)`; see Note [Sharded modules in compiled code]."""
 
     @staticmethod

@@ -8,6 +8,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.watch import watch
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.above_autograd.short_bags import exchanges_rows, pool_rows
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
@@ -23,7 +24,7 @@ from shardwise.rules.largest_bags import largest, largest_grad
 _EMBEDDING_BAG = torch.ops.aten.embedding_bag.padding_idx
 
 
-class Pooled(torch.autograd.Function):
+class Pooled(UntracedFunction):
     """Sum and mean."""
 
     @staticmethod
@@ -58,7 +59,7 @@ class Pooled(torch.autograd.Function):
         return found, None, None, along, None, None, None, None
 
 
-class Largest(torch.autograd.Function):
+class Largest(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, offsets: Any, padding_idx: int) -> Any:
         values, won = run(largest, weight, ids, offsets, padding_idx)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.contract import contract, spelled, split_equation
@@ -17,7 +18,7 @@ from shardwise.rules.contract import contract, spelled, split_equation
 aten = torch.ops.aten
 
 
-class Contract(torch.autograd.Function):
+class Contract(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, equation: str, *operands: Any) -> Any:
         ctx.equation = equation

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
@@ -24,7 +25,7 @@ _table_lookup = aten.embedding.default
 _table_grad = aten.embedding_dense_backward.default
 
 
-class Lookup(torch.autograd.Function):
+class Lookup(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
         rows, routing = _look_up(weight, ids)
@@ -60,7 +61,7 @@ def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
     return run(_table_lookup, weight, ids), None
 
 
-class LookupGrad(torch.autograd.Function):
+class LookupGrad(UntracedFunction):
     """The gradient of a table, itself differentiable for the gradient that it is made of."""
 
     @staticmethod

@@ -11,6 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
@@ -19,7 +20,7 @@ from shardwise.rules.matmul import linear_bias_grad, linear_input_grad, linear_w
 aten = torch.ops.aten
 
 
-class Linear(torch.autograd.Function):
+class Linear(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
         ctx.save_for_backward(x, weight)
@@ -50,7 +51,7 @@ class Linear(torch.autograd.Function):
         return grad_x, grad_weight, grad_bias
 
 
-class LinearWeightGrad(torch.autograd.Function):
+class LinearWeightGrad(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, grad: Any, x: Any, wish: Layout) -> Any:
         ctx.save_for_backward(grad, x)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import run
 from shardwise.rules.loss import nll, nll_grad
 
@@ -18,7 +19,7 @@ aten = torch.ops.aten
 _NONE, _MEAN = 0, 1
 
 
-class NLL(torch.autograd.Function):
+class NLL(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
         ctx.save_for_backward(target)

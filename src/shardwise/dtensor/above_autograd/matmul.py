@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.einsum import spread
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
@@ -33,7 +34,7 @@ def matmul(left: Any, right: Any) -> Any:
     return run(_matmul, left, right)
 
 
-class BatchedMatmul(torch.autograd.Function):
+class BatchedMatmul(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
         ctx.save_for_backward(left, right)
@@ -74,7 +75,7 @@ def _broadcast_matmul(left: Any, right: Any) -> Any:
     return run(product, left, right)
 
 
-class Product(torch.autograd.Function):
+class Product(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
         ctx.save_for_backward(left, right)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.placements import Shard
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
@@ -21,7 +22,7 @@ from shardwise.rules.channel_norm import channel_square_sum, channel_sum, throug
 aten = torch.ops.aten
 
 
-class BatchNorm(torch.autograd.Function):
+class BatchNorm(UntracedFunction):
     """Normalises by given statistics, or by those of the batch; returns mean and deviation too."""
 
     @staticmethod

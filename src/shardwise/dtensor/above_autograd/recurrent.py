@@ -13,13 +13,14 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.core.placements import REPLICATE
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.ids import has_values
 from shardwise.rules.recurrent import NUM_STATES, recurrent, recurrent_grads
 
 
-class Layer(torch.autograd.Function):
+class Layer(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], *operands: Any) -> Any:
         ctx.options = options
