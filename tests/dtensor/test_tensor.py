@@ -224,8 +224,19 @@ def test_two_meshes_do_not_mix(mesh):
     square = shardwise.init_device_mesh("cpu", (2, 2))
     x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
     y = shardwise.ones(4, device_mesh=square, placements=[Shard(0), Replicate()])
-    with pytest.raises(ValueError, match="two meshes"):
+    with pytest.raises(ValueError, match=r"two meshes.*from_local"):
         x + y
+    there = DTensor.from_local(y.full_tensor(), mesh, [Replicate()])
+    assert torch.equal(value(x + there), torch.full((4,), 2.0))
+    with shardwise.simulate(4):
+        again = shardwise.init_device_mesh("cpu", (4,))
+        with pytest.raises(ValueError, match="outlive"):
+            x + shardwise.ones(4, device_mesh=again, placements=[Shard(0)])
+
+
+def test_the_class_is_not_called(mesh):
+    with pytest.raises(TypeError, match="distribute_tensor"):
+        DTensor(torch.ones(4), mesh, [Shard(0)])
 
 
 def test_a_saved_tensor_is_loaded_without_running_code(square, tmp_path):

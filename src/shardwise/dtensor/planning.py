@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.watch import because, watch
+from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.bindings import fastest
@@ -99,6 +100,20 @@ def _symbolic_arguments(args: Sequence[Any]) -> bool:
     )
 
 
+def _brought_together(one: Grid, other: Grid) -> str:
+    """What to do about tensors of two meshes."""
+    if one.world is not other.world:
+        return (
+            f"One is of {one.world}, the other of {other.world}. Tensors do not outlive their "
+            "world: gather them before it ends, or load them from a checkpoint after."
+        )
+    whole = ", ".join(["Replicate()"] * one.num_axes)
+    return (
+        "Bring the second to the mesh of the first: "
+        f"DTensor.from_local(x.full_tensor(), mesh, [{whole}])."
+    )
+
+
 def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
     """The layouts of all tensors; a plain 0-dim tensor counts as replicated."""
     layouts = [g for g in given if isinstance(g, Layout)]
@@ -107,7 +122,7 @@ def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
         if other.grid is not grid:
             raise LayoutError(
                 f"{op} was called with tensors on two meshes: {layouts[0]!r} and {other!r}. "
-                "Redistribute one of them to the mesh of the other."
+                + _brought_together(grid, other.grid)
             )
     whole = (REPLICATE,) * grid.num_axes
     return [

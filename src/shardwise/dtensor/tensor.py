@@ -77,6 +77,13 @@ class DTensor(Wrapped):
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
+        raise ArgumentError(
+            f"{cls.__name__}(...) does not make one: use distribute_tensor(x, mesh, placements) "
+            "for a tensor that every rank has, DTensor.from_local(part, mesh, placements) for "
+            "parts, or the factories (shardwise.zeros and kin)."
+        )
+
     @staticmethod
     def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
         """A DTensor out of its parts, unchecked."""
