@@ -18,21 +18,6 @@ from shardwise.debug import CommDebugMode
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    """Each test starts without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def pair():
-    """Two simulated ranks: half the compile time of four."""
-    with shardwise.simulate(2):
-        yield shardwise.init_device_mesh("cpu", (2,))
-
-
 def compiled(fn, backend="aot_eager"):
     counter = CompileCounterWithBackend(backend)
     return torch.compile(fn, backend=counter, fullgraph=True, dynamic=True), counter

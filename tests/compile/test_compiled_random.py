@@ -11,21 +11,6 @@ from shardwise import Replicate, Shard
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    """Each test starts without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def pair():
-    """Two simulated ranks: half the compile time of four."""
-    with shardwise.simulate(2):
-        yield shardwise.init_device_mesh("cpu", (2,))
-
-
 def seeded(fn, *args):
     torch.manual_seed(11)
     return fn(*args), torch.get_rng_state()

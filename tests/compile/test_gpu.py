@@ -21,13 +21,11 @@ R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 @pytest.fixture
 def pair():
-    torch._dynamo.reset()
     torch.ones(1, device="cuda")  # a mesh warns when no device was used before
     with shardwise.simulate(2):
         mesh = shardwise.init_device_mesh("cuda", (2,))
         shardwise.zeros(1, device_mesh=mesh)
         yield mesh
-    torch._dynamo.reset()
 
 
 def outcome(fn, inputs):

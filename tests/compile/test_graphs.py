@@ -20,14 +20,6 @@ from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_mod
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-@pytest.fixture
-def pair():
-    torch._dynamo.reset()
-    with shardwise.simulate(2):
-        yield shardwise.init_device_mesh("cpu", (2,))
-    torch._dynamo.reset()
-
-
 def layers():
     return nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 14))
 

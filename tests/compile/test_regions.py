@@ -24,20 +24,6 @@ from shardwise.parallel import (
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
-@pytest.fixture(autouse=True)
-def _forget():
-    """Each test starts without compiled code."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-@pytest.fixture
-def pair():
-    with shardwise.simulate(2):
-        yield shardwise.init_device_mesh("cpu", (2,))
-
-
 def compiled(fn, **options):
     counter = CompileCounterWithBackend("aot_eager")
     return torch.compile(fn, backend=counter, fullgraph=True, **options), counter

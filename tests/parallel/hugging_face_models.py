@@ -12,19 +12,20 @@ import transformers
 from shardwise import Replicate
 from shardwise.parallel import PrepareModuleInput
 
+#: What the configs of all decoders with grouped heads have in common.
+SMALL = {
+    "vocab_size": 61,
+    "hidden_size": 32,
+    "intermediate_size": 44,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+}
+
 
 def llama(num_layers=2, **options):
-    config = transformers.LlamaConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        **options,
-    )
+    config = transformers.LlamaConfig(**SMALL, num_hidden_layers=num_layers, **options)
     plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
     plan["model.embed_tokens"] = "rowwise"
     if not config.tie_word_embeddings:
@@ -52,17 +53,7 @@ def tied_llama():
 
 def qwen3():
     """Norms of each head stand between the layers that are split by heads."""
-    config = transformers.Qwen3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=2,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        head_dim=8,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
+    config = transformers.Qwen3Config(**SMALL, num_hidden_layers=2, head_dim=8)
     plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
     plan |= {"model.embed_tokens": "embedding_rowwise", "lm_head": "colwise_gather_output"}
     return transformers.Qwen3ForCausalLM(config), plan
@@ -95,17 +86,7 @@ def gpt2(num_layers=2):
 
 def mixtral(num_layers=2):
     """The config's own plans: the one for experts goes before the one for tensors."""
-    config = transformers.MixtralConfig(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=44,
-        num_hidden_layers=num_layers,
-        num_attention_heads=8,
-        num_key_value_heads=4,
-        num_local_experts=4,
-        max_position_embeddings=64,
-        pad_token_id=0,
-    )
+    config = transformers.MixtralConfig(**SMALL, num_hidden_layers=num_layers, num_local_experts=4)
     words = config.base_model_tp_plan | config.base_model_ep_plan
     plan = {f"model.{path}": word for path, word in words.items()}
     plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
