@@ -3,6 +3,7 @@
 import copy
 import functools
 import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -221,17 +222,17 @@ def bad_on_one_rank(plan, others):
     loss_of(collection(good)).backward()  # the ids would follow here
     told["ahead"] = _told(collection, ahead)
     told["replaced"] = _replaced_on_one_rank(mesh, plan, good)
-    try:
-        make().shard(mesh, others if dist.get_rank() == 2 else plan)
-        told["plan"] = "nothing"
-    except shardwise.ShardwiseError as error:
-        told["plan"] = f"{type(error).__name__}: {error}"
+    told["plan"] = _told(
+        lambda it: make().shard(mesh, it), others if dist.get_rank() == 2 else plan
+    )
+    missing = Path("/nowhere/plan.toml") if dist.get_rank() == 2 else plan
+    told["plan file"] = _told(lambda it: make().shard(mesh, it), missing)
     return told, collection(good)["user"].detach()
 
 
-def _told(collection, batch):
+def _told(call, given):
     try:
-        collection(batch)
+        call(given)
     except shardwise.ShardwiseError as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardwise.debug import CommDebugMode
-from shardwise.embedding import SGD, Plan, Table
+from shardwise.embedding import SGD, Plan, RowWiseAdagrad, Table
 from shardwise.embedding.describe import traffic
 from shardwise.embedding.routing import Route
 from shardwise.errors import ArgumentError, LayoutError
@@ -69,7 +69,9 @@ def test_columns_that_cannot_be_split():
 
 
 def test_a_plan_of_another_type():
-    with pytest.raises(ArgumentError, match="A plan is a Plan, a dict or a kind; found int"):
+    with pytest.raises(
+        ArgumentError, match="A plan is a Plan, a dict, a kind or a Path; found int"
+    ):
         Plan.of(3)
 
 
@@ -140,3 +142,6 @@ def test_describe_of_a_collection(mesh):
     assert "5 tables on 4 ranks; 100 bags of 3 ids" in text
     assert "grid: word" in text
     assert text.count("\n") == 2 + 4 + 5
+    assert "squares" not in text
+    squares = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, cases.PLANS["mixed"]).describe()
+    assert squares.endswith(", an all-reduce of squares of rows that are split by columns")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -180,7 +181,7 @@ class _Collection(nn.Module):
     def shard(
         self,
         mesh: DeviceMesh,
-        plan: Plan | str | Mapping[str, Entry],
+        plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
         *,
         grad_reduction: str = "mean",
     ) -> Any:
@@ -227,7 +228,10 @@ class _Collection(nn.Module):
         draw_tables(stacks, None if stacks.grid is None else generator_of_first_rank(stacks.grid))
 
     def _agreed(
-        self, grid: Grid, plan: Plan | str | Mapping[str, Entry], grad_reduction: str
+        self,
+        grid: Grid,
+        plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
+        grad_reduction: str,
     ) -> tuple[Plan, Tiling]:
         """The plan and the parts that it makes, once all ranks have said that theirs are these."""
         problem: ShardwiseError | None = None
@@ -263,6 +267,7 @@ class _Collection(nn.Module):
             batch_size=batch_size,
             ids_per_bag=ids_per_bag,
             dtype=stacks.dtype,
+            sums_squares=self._settings is not None and self._settings.needs_whole_rows,
         )
 
     def _replace_parameters(self, stacks: Stacks) -> None:

@@ -60,9 +60,18 @@ def traffic(
 
 
 def describe(
-    tiling: Tiling, *, pooled: bool, batch_size: int, ids_per_bag: float, dtype: torch.dtype
+    tiling: Tiling,
+    *,
+    pooled: bool,
+    batch_size: int,
+    ids_per_bag: float,
+    dtype: torch.dtype,
+    sums_squares: bool = False,
 ) -> str:
-    """A table with a line per rank, then one per sharding kind, then the exchanges of a step."""
+    """A table with a line per rank, then one per sharding kind, then the exchanges of a step.
+
+    With `sums_squares` the optimizer wants to know the squares of whole rows.
+    """
     route = Route(tiling, pooled=pooled)
     held = held_bytes(tiling, dtype.itemsize)
     sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize)
@@ -81,7 +90,7 @@ def describe(
             f"{one.copies / 1e6:6.1f}"
         )
     lines += _kind_lines(tiling)
-    lines.append(f"exchanges per step: {', '.join(_exchanges(route)) or 'none'}")
+    lines.append(f"exchanges per step: {', '.join(_exchanges(route, sums_squares)) or 'none'}")
     return "\n".join(lines)
 
 
@@ -92,7 +101,7 @@ def _kind_lines(tiling: Tiling) -> Sequence[str]:
     return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
 
 
-def _exchanges(route: Route) -> list[str]:
+def _exchanges(route: Route, sums_squares: bool) -> list[str]:
     if route.num_ranks == 1:
         return []
     found = ["counts"]
@@ -100,4 +109,8 @@ def _exchanges(route: Route) -> list[str]:
         found += ["ids", "rows", "gradients"]
     if any(stack.replicated for stack in route.tiling.stacks[0]):
         found.append("an all-reduce of copied tables' gradients")
+    if sums_squares and any(
+        route.tiling.splits_columns(t) for t in range(len(route.tiling.tables))
+    ):
+        found.append("an all-reduce of squares of rows that are split by columns")
     return found

@@ -67,15 +67,22 @@ class Plan:
             _checked_entry(name, entry)
 
     @staticmethod
-    def of(plan: Plan | str | Mapping[str, Entry]) -> Plan:
-        """A plan, a dict of entries, or one kind for every table."""
+    def of(plan: Plan | str | Mapping[str, Entry] | os.PathLike[str]) -> Plan:
+        """A plan, a dict of entries, one kind for every table, or the `Path` of a file."""
         if isinstance(plan, Plan):
             return plan
+        if isinstance(plan, os.PathLike):
+            try:
+                return Plan.load(plan)
+            except OSError as error:
+                raise LayoutError(f"The plan {os.fspath(plan)} cannot be read: {error}.") from error
         if isinstance(plan, str):
             return Plan({"*": plan})
         if isinstance(plan, Mapping):
             return Plan(dict(plan))
-        raise ArgumentError(f"A plan is a Plan, a dict or a kind; found {type(plan).__name__}.")
+        raise ArgumentError(
+            f"A plan is a Plan, a dict, a kind or a Path; found {type(plan).__name__}."
+        )
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:

@@ -30,17 +30,13 @@ def stacks_of_columns(stacks: Stacks, place: int) -> list[int]:
     return [
         k
         for k, stack in enumerate(tiling.stacks[stacks.ranks[place]])
-        if any(_is_split(stacks, table) for table, _ in stack.tiles)
+        if any(stacks.tiling.splits_columns(table) for table, _ in stack.tiles)
     ]
 
 
 def has_split_columns(stacks: Stacks) -> bool:
     """Whether some table's columns are on several ranks."""
-    return any(_is_split(stacks, table) for table in range(len(stacks.tiling.tables)))
-
-
-def _is_split(stacks: Stacks, table: int) -> bool:
-    return stacks.tiling.cuts[table].by_columns and len(stacks.tiling.tiles[table]) > 1
+    return any(stacks.tiling.splits_columns(table) for table in range(len(stacks.tiling.tables)))
 
 
 def update_together(
@@ -72,7 +68,7 @@ def update_together(
 def _add_up(stacks: Stacks, found: Found) -> None:
     """Turn the squares of tiles into mean squares of whole rows, in place."""
     assert stacks.grid is not None, "columns are split over a mesh"
-    tables = [t for t in range(len(stacks.tiling.tables)) if _is_split(stacks, t)]
+    tables = [t for t in range(len(stacks.tiling.tables)) if stacks.tiling.splits_columns(t)]
     by_row = {t: len(stacks.tiling.tiles[t]) == stacks.tiling.num_ranks for t in tables}
     sent = []
     for place in range(len(stacks.ranks)):

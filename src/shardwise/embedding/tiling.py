@@ -86,6 +86,10 @@ class Tiling:
     def num_ranks(self) -> int:
         return len(self.stacks)
 
+    def splits_columns(self, table: int) -> bool:
+        """Whether several ranks hold some columns of a table each."""
+        return self.cuts[table].by_columns and len(self.tiles[table]) > 1
+
     def tile_on(self, table: int, rank: int) -> Tile | None:
         return next((tile for tile in self.tiles[table] if tile.rank == rank), None)
 
