@@ -190,6 +190,13 @@ def test_without_gradients(world):
     assert not traced._kept
 
 
+def test_a_plain_output_is_local_already(world):
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, return_local_tensor=["0", ""])
+    model = shard_module(nn.Sequential(nn.Embedding(9, 6), nn.ReLU()), plan)
+    fast, _ = compiled(model)
+    assert_as_eager(model, fast, ids_of(5))
+
+
 def test_export_is_refused(world):
     model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     with pytest.raises(NotImplementedError, match="cannot ask other ranks"):

@@ -40,10 +40,11 @@ def lay_out(
     grad_reduction: str,
 ) -> Any:
     """The output in `spec`; as this rank's block when `local`."""
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and (spec is not None or isinstance(output, DTensor)):
         torch._dynamo.graph_break(
-            "output_plan and return_local_tensor in compiled code: how an output is cut depends on "
-            "what other ranks put out. Compile without fullgraph=True, or the modules inside."
+            "output_plan, and return_local_tensor of a sharded output, in compiled code: how an "
+            "output is cut depends on what other ranks put out. Compile without fullgraph=True, or "
+            "the modules inside."
         )
     if not isinstance(output, torch.Tensor):
         raise ArgumentError(
