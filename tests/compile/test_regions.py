@@ -9,6 +9,7 @@ from compiled_programs import made_inside
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, distribute_tensor
@@ -171,6 +172,25 @@ def test_a_parallelized_module_of_any_batch_size(pair):
             grads.append([out.agreed().detach(), *gradients(model)])
         assert_same(*grads)
     assert counter.frame_count == 2  # the first batch size, and all others
+
+
+def test_layers_are_computed_again(pair):
+    """Activation checkpointing, with dropout: backward draws what forward drew."""
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    model = parallelize_module(Layers(), pair, plan)
+
+    def layers(x):
+        return checkpoint(lambda x: F.dropout(model(x), 0.4), x, use_reentrant=False)
+
+    fast, _ = compiled(layers)
+    for rows in (6, 7):
+        x, found = torch.randn(rows, 10), []
+        for run in (layers, fast):
+            model.zero_grad()
+            torch.manual_seed(5)
+            run(x).square().sum().backward()
+            found.append(gradients(model))
+        assert_same(*found)
 
 
 @pytest.mark.skipif(

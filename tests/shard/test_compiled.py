@@ -8,6 +8,7 @@ from shard_models import Collection, HalfAndHalf, Towers
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from shardwise import DTensor, LocalTensor
 from shardwise.debug import CommDebugMode
@@ -195,6 +196,26 @@ def test_a_plain_output_is_local_already(world):
     model = shard_module(nn.Sequential(nn.Embedding(9, 6), nn.ReLU()), plan)
     fast, _ = compiled(model)
     assert_as_eager(model, fast, ids_of(5))
+
+
+def test_checkpoints_stand_around_it(world):
+    model = Towers()
+    shard_module(model, ShardingPlan({"user.weight": chunks(0, 0, 1, 2, 3)}))
+
+    def inside(ids):
+        return checkpoint(lambda ids: model.user(ids).relu(), ids, use_reentrant=False)
+
+    def around(ids):
+        rows = model.user(ids)
+        return checkpoint(
+            lambda rows: model.dense(rows.repeat(1, 2)).relu(), rows, use_reentrant=False
+        )
+
+    with pytest.raises(Exception, match="inside activation checkpointing"):
+        compiled(inside)[0](ids_of(5))
+    outs = [run(ids_of(5)) for run in (around, compiled(around)[0])]
+    grads = [torch.autograd.grad(o.square().sum(), model.user.weight)[0] for o in outs]
+    torch.testing.assert_close(whole(grads[1]), whole(grads[0]))
 
 
 def test_export_is_refused(world):

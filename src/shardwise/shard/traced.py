@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
@@ -78,6 +79,12 @@ def traced(
             "torch.export of a module of shard_module: an exported graph cannot ask other ranks. "
             "Use torch.compile, or export a module on DTensors (distribute_module)."
         )
+    if torch.is_grad_enabled() and _is_checkpointed():
+        raise UnsupportedError(
+            "A sharded module inside activation checkpointing, in compiled code: torch saves for "
+            "backward that it ran, and fails. Checkpoint what stands around it, or compile without "
+            "it."
+        )
     brought = {name: x for name, x in given.items() if x is not None}
     call = Call(
         what,
@@ -90,6 +97,14 @@ def traced(
         _autocast_dtype(weight._tiling.grid.device_type),
     )
     return TracedOwnBatch.apply(weight, call, torch.is_grad_enabled(), *brought.values())
+
+
+def _is_checkpointed() -> bool:
+    """Whether the compiler goes through a part that it is to compute again in backward."""
+    if torch.fx.traceback.get_current_meta().get("recompute") is not None:
+        return True
+    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
+    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
 
 
 def _autocast_dtype(device_type: str) -> str | None:
