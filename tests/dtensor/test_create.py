@@ -85,6 +85,14 @@ def test_any_dtype_is_laid_out(mesh, dtype):
         assert torch.equal(found.view(torch.uint8), whole.view(torch.uint8))
 
 
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.bool, torch.float8_e4m3fn, torch.int16])
+@pytest.mark.parametrize("placements", [[Replicate(), Shard(1)], [Shard(0), Replicate()]])
+def test_any_dtype_is_laid_out_unevenly_beside_replicas(square, dtype, placements):
+    whole = torch.randint(0, 2, (3, 5)).to(dtype)
+    found = shardwise.distribute_tensor(whole, square, placements).full_tensor().agreed()
+    assert torch.equal(found.to(torch.complex64), whole.to(torch.complex64))
+
+
 def test_a_part_does_not_keep_the_whole_alive(mesh):
     x = shardwise.distribute_tensor(torch.ones(400), mesh, [Shard(0)])
     assert x.to_local().on_rank(1).untyped_storage().nbytes() == 100 * 4

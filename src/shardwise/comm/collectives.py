@@ -187,9 +187,9 @@ def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tens
     """The tensor of coordinate `source`, on all coordinates."""
     sent = x.contiguous()
     if x.dtype in _MOVED_AS_BYTES:
-        sent = sent.view(-1).view(torch.uint8)
+        sent = sent.unsqueeze(-1).view(torch.uint8)  # no sizes: simulated ranks may differ in them
     arrived = finished(_broadcast(sent, source, group_name(grid, axis)))
-    return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).view(x.shape)
+    return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).squeeze(-1)
 
 
 def scatter(

@@ -54,6 +54,9 @@ def _reduction(*ops: Any, terms: tuple[str, ...], of_part: bool = False) -> Any:
         local = LocalCall(ExtremeOfPart(call.op, terms), per_rank=True) if of_part else None
         outputs: tuple[Placement, ...] = tuple(map(Partial, terms))
         yield call.replicated()
+        sizes_reduced = [call.inputs[0].shape[dim] for dim in reduced]
+        if any(type(size) is int and size == 0 for size in sizes_reduced):
+            return  # there is no extreme of nothing, as torch will say
         for dim in range(call.inputs[0].ndim):
             for sizes in call.splits([(0, dim)]):
                 shard = Shard(dim, sizes)
