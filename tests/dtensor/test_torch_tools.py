@@ -268,3 +268,10 @@ def test_rows_and_columns_are_pruned_alike(mesh, dim):
         prune.random_structured(layer, "weight", 0.4, dim)
         prune.ln_structured(layer, "weight", 0.3, 2, dim)
     assert torch.equal(value(shared.weight_mask), alone.weight_mask)
+
+
+@pytest.mark.parametrize("fn", [lambda u: (u**3).sum(), lambda u: u.softmax(1).pow(2).sum()])
+def test_second_derivatives_forward_over_reverse(mesh, fn):
+    whole = torch.rand(4, 3) + 0.5
+    found = torch.func.hessian(fn)(lay(whole, mesh, [Shard(0)]))
+    torch.testing.assert_close(value(found), torch.func.hessian(fn)(whole))

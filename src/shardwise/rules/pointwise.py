@@ -50,10 +50,19 @@ def _linear_here(call: Call, linear: Sequence[Group]) -> Sequence[Group]:
 
 def pointwise_rule(op: Any) -> Rule | None:
     """The rule of an op that torch marks as elementwise, unless it draws random numbers."""
+    if getattr(op, "namespace", "") == "prims":
+        # Torch does not tag them; an op of aten of the same name that is elementwise is its twin.
+        op = _twin(op)
     tags = op.tags
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
         return elementwise()
     return None
+
+
+def _twin(prim: Any) -> Any:
+    packet = getattr(aten, prim._schema.name.partition("::")[2], None)
+    names = [] if packet is None else packet.overloads()
+    return next((getattr(packet, n) for n in names if n in ("Tensor", "default")), prim)
 
 
 RULES: Table = table(
