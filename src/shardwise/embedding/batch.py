@@ -7,6 +7,7 @@ travels with the counts and is raised on every rank; see `embedding.handshake`.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -63,12 +64,11 @@ def bags_of(
     Features that are put `side_by_side` need equally many.
     """
     features, lengths = batch.features, batch.lengths
-    wanted = [feature for table in tables for feature in table.features]
-    complaint = _names_complaint(tables, wanted, features)
+    owners = {feature: table for table in tables for feature in table.features}
+    complaint = _names_complaint(tables, owners, features)
     if complaint is not None:
         return complaint
-    owners = {feature: table for table in tables for feature in table.features}
-    sizes = _sizes([_called(f, owners) for f in features], batch)
+    sizes = _sizes(owners, batch)
     if isinstance(sizes, Complaint):
         return sizes
     complaint = _lengths_complaint(batch, owners, sizes) or (
@@ -78,7 +78,8 @@ def bags_of(
         return complaint
     bag_starts = list(itertools.accumulate(sizes, initial=0))
     id_starts = _id_starts(lengths, sizes, bag_starts)
-    places = [features.index(feature) for feature in wanted]
+    place_of = {feature: place for place, feature in enumerate(features)}
+    places = [place_of[feature] for feature in owners]
     bags = Bags(
         values=batch.values,
         lengths=lengths,
@@ -89,50 +90,51 @@ def bags_of(
         num_bags=tuple(sizes[place] for place in places),
         weights_train=weights_train,
     )
-    return _ids_complaint(bags, wanted, owners) or bags
+    return _ids_complaint(bags, list(owners), owners) or bags
 
 
 def _names_complaint(
-    tables: Sequence[Table], wanted: Sequence[str], given: Sequence[str]
+    tables: Sequence[Table], owners: dict[str, Table], given: Sequence[str]
 ) -> Complaint | None:
-    owners = {feature: table for table in tables for feature in table.features}
-    unknown = [name for name in given if name not in wanted]
+    counts = Counter(given)
+    unknown = [name for name in counts if name not in owners]
     if unknown:
         known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in tables)
         return Complaint(f"feature {unknown[0]!r} belongs to no table; of the tables, {known}")
-    twice = sorted({name for name in given if given.count(name) > 1})
+    twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
         return Complaint(f"{_called(twice[0], owners)} is there more than once")
-    for table in tables:
-        for name in table.features:
-            if name not in given:
-                return Complaint(f"{_called(name, owners)} is missing")
-    return None
+    missing = [name for name in owners if name not in counts]
+    return Complaint(f"{_called(missing[0], owners)} is missing") if missing else None
 
 
 def _called(feature: str, owners: dict[str, Table]) -> str:
     return f"feature {feature!r} of table {owners[feature].name!r}"
 
 
-def _sizes(called: Sequence[str], batch: Jagged) -> list[int] | Complaint:
+def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Complaint:
     """How many bags each feature has."""
-    which = ", ".join(called)
     if batch.problem is not None:
-        return Complaint(f"{batch.problem} ({which})")
-    num, total = len(called), batch.lengths.shape[0]
+        return Complaint(f"{batch.problem} ({_all_called(batch, owners)})")
+    num, total = len(batch.features), batch.lengths.shape[0]
     if batch.batch_sizes is None:
         if total % num:
             return Complaint(
-                f"{total} bags do not divide among {num} features ({which}); batch_sizes= says how "
-                "many each has"
+                f"{total} bags do not divide among {num} features ({_all_called(batch, owners)}); "
+                "batch_sizes= says how many each has"
             )
         return [total // num] * num
     sizes = batch.batch_sizes.tolist()
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
         return Complaint(
-            f"batch_sizes {sizes} do not fit {num} features with {total} bags ({which})"
+            f"batch_sizes {sizes} do not fit {num} features with {total} bags "
+            f"({_all_called(batch, owners)})"
         )
     return sizes
+
+
+def _all_called(batch: Jagged, owners: dict[str, Table]) -> str:
+    return ", ".join(_called(feature, owners) for feature in batch.features)
 
 
 def _uneven_complaint(

@@ -65,11 +65,13 @@ def _parts(query: Query, num_rows: int, num_ids: int) -> Iterator[Part]:
         yield Part(0, num_rows, _all_at_once(query, num_rows))
         return
     group: list[_Asked] = []
+    total = 0
     for table in tables:
         group.append(table)
-        if sum(each.num_ids for each in group) >= num_ids or table is tables[-1]:
+        total += table.num_ids
+        if total >= num_ids or table is tables[-1]:
             yield _sorted_part(query, group)
-            group = []
+            group, total = [], 0
 
 
 def bag_of_id(query: Query) -> torch.Tensor:

@@ -36,20 +36,20 @@ class _Targets:
         self, route: Route, visit: Visit, dtype: torch.dtype, device: torch.device, joined: bool
     ) -> None:
         self.route, self.visit, self.dtype, self.device = route, visit, dtype, device
+        self.dims = _dims(route)
         self.begun: set[int] = set()
         self.found: dict[int, torch.Tensor] = {}
         self.whole: torch.Tensor | None = None
         if joined:
-            dims = _dims(route)
             num = visit.bags.num_bags[0]
-            self.whole = torch.empty(num, sum(dims), dtype=dtype, device=device)
-            self.found = dict(enumerate(self.whole.split(dims, dim=1)))
+            self.whole = torch.empty(num, sum(self.dims), dtype=dtype, device=device)
+            self.found = dict(enumerate(self.whole.split(self.dims, dim=1)))
 
     def of(self, feature: int) -> torch.Tensor:
         if feature not in self.found:
             bags = self.visit.bags
             num = bags.num_bags[feature] if self.route.pooled else bags.num_ids(feature)
-            shape = (num, _dims(self.route)[feature])
+            shape = (num, self.dims[feature])
             self.found[feature] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.found[feature]
 
