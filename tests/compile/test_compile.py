@@ -4,6 +4,9 @@ Sizes that meet in a test are all different: torch takes equal ones for the same
 graphs of their own for 0 and 1.
 """
 
+import copy
+import pickle
+
 import pytest
 import torch
 from by_hand import lay, value
@@ -12,8 +15,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import Replicate, Shard
+from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
+from shardwise.dtensor import flat
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -113,6 +117,28 @@ def test_inductor_lookup(pair, placement):
 def test_inductor_linear(pair):
     fast, _ = compiled(linear, "inductor")
     assert_as_eager(linear, fast, linear_inputs(pair, S0, 27))
+
+
+def test_what_a_graph_knows_of_a_tensor_is_one_object_per_value(pair):
+    """Guards compare it by identity: copies and emptied caches must lead to the same object."""
+
+    def known(placement, rows=6):
+        return distribute_tensor(torch.ones(rows, 4), pair, [placement]).__tensor_flatten__()[1]
+
+    first = known(S0)
+    flat._cached_context.cache_clear()
+    assert known(S0, rows=8) is first
+    assert copy.deepcopy(first) is first
+    assert pickle.loads(pickle.dumps(first)) is first
+    assert known(S1) is not first
+
+
+def test_other_placements_are_compiled_anew_and_known_ones_found_again(pair):
+    fast, counter = compiled(linear)
+    for placement in (S0, S1, S0, S1):
+        flat._cached_context.cache_clear()
+        assert_as_eager(linear, fast, linear_inputs(pair, placement, 27))
+    assert counter.frame_count == 2
 
 
 def test_two_worlds_do_not_share_compiled_code():

@@ -10,6 +10,7 @@ of the other, but a gradient that is Partial has more parts than a replicated pa
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,12 +29,12 @@ from shardwise.core.world import world_caches
 _MAX_KNOWN = 64
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class FlatContext:
     """What a compiled graph knows of a DTensor besides its tensors: all but the sizes.
 
-    Sizes come separately, so that a new batch size does not mean a new graph. Guards compare two of
-    these for each input of each call: nearly always it is one object twice.
+    Sizes come separately, so that a new batch size does not mean a new graph. Equal ones are one
+    object: guards compare two of these for each input of each call, and identity needs no Python.
     """
 
     grid: Grid
@@ -45,22 +46,11 @@ class FlatContext:
     #: Layouts by shape and stride: every run of compiled code asks for those of its outputs.
     known: dict[Any, Layout] = field(default_factory=dict, repr=False)
 
-    def __eq__(self, other: object) -> bool:
-        if self is other:
-            return True
-        return isinstance(other, FlatContext) and self._values() == other._values()
-
-    def __hash__(self) -> int:
-        return hash(self._values())
-
     def __deepcopy__(self, memo: Any) -> FlatContext:
-        return self  # a value
+        return self  # one object per value
 
     def __reduce__(self) -> Any:
-        return FlatContext, self._values()
-
-    def _values(self) -> tuple[Any, ...]:
-        return self.grid, self.placements, self.order, self.dtype, self.roster
+        return make_context, (self.grid, self.placements, self.order, self.dtype, self.roster)
 
     def layout(self, shape: Any, stride: Any) -> Layout:
         try:
@@ -90,6 +80,25 @@ class FlatContext:
         return local, layout
 
 
+_interned: weakref.WeakValueDictionary[Any, FlatContext] = weakref.WeakValueDictionary()
+
+
+def make_context(
+    grid: Grid,
+    placements: tuple[Placement, ...],
+    order: tuple[int, ...],
+    dtype: torch.dtype,
+    roster: Roster | None,
+) -> FlatContext:
+    """The one context with these values."""
+    key = (grid, placements, order, dtype, roster)
+    try:
+        found = _interned.get(key)
+    except TypeError:  # a placement that remembers a symbolic size has no hash
+        return FlatContext(*key)
+    return _interned.setdefault(key, FlatContext(*key)) if found is None else found
+
+
 def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
     """Tell the compiler what pieces of known size say about a symbolic whole; whether they did.
 
@@ -106,38 +115,37 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
 
 #: The names of the tensors of a DTensor in a real process.
 LOCAL = ["_local"]
-#: The contexts of DTensors in a real process, by layout. Emptied when full, and with the world.
-plain_contexts: dict[Layout, FlatContext] = {}
+#: What a DTensor in a real process is taken apart into, by layout: names and context. Emptied when
+#: full, and with the world.
+plain_parts: dict[Layout, tuple[list[str], FlatContext]] = {}
 
 
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
     """The names of attributes of a DTensor that hold its plain tensors, and all else."""
     local, layout = x._local, x._layout
     if not isinstance(local, LocalTensor):
-        return LOCAL, _plain_context(layout)
+        return plain_parts.get(layout) or _plain(layout)
     cls: Any = type(x)
     names = _part_names(len(local._parts), cls)
     return names, (_context if layout.symbolic else _cached_context)(layout, local._roster)
 
 
-def _plain_context(layout: Layout) -> FlatContext:
-    context = plain_contexts.get(layout)
-    if context is None:
-        context = _context(layout, None)
-        if not layout.symbolic:
-            if len(plain_contexts) >= _MAX_CONTEXTS:
-                plain_contexts.clear()
-            plain_contexts[layout] = context
-    return context
+def _plain(layout: Layout) -> tuple[list[str], FlatContext]:
+    parts = LOCAL, _context(layout, None)
+    if not layout.symbolic:
+        if len(plain_parts) >= _MAX_CONTEXTS:
+            plain_parts.clear()
+        plain_parts[layout] = parts
+    return parts
 
 
 def _context(layout: Layout, roster: Roster | None) -> FlatContext:
-    return FlatContext(layout.grid, layout.placements, layout.order, layout.dtype, roster)
+    return make_context(layout.grid, layout.placements, layout.order, layout.dtype, roster)
 
 
 _MAX_CONTEXTS = 4096
 _cached_context = functools.lru_cache(maxsize=_MAX_CONTEXTS)(_context)
-world_caches += [_cached_context.cache_clear, plain_contexts.clear]
+world_caches += [_cached_context.cache_clear, plain_parts.clear]
 
 
 @functools.cache

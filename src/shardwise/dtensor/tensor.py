@@ -34,7 +34,7 @@ from shardwise.dtensor import autograd, doors, torch_checkpoint
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.cast_move import redistribute_as
 from shardwise.dtensor.entries import Entry, entries
-from shardwise.dtensor.flat import LOCAL, FlatContext, flattened, plain_contexts, stable_hash
+from shardwise.dtensor.flat import FlatContext, flattened, plain_parts, stable_hash
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
@@ -63,6 +63,7 @@ _item = torch.Tensor.__getitem__
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 _Size = torch.Size
+_Tensor = torch.Tensor
 #: What the hot path asks; debug.explain puts a table in its place that notes the hits.
 _entries: dict[Any, Entry] = entries
 
@@ -413,11 +414,11 @@ class DTensor(Wrapped):
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         local = self._local
-        if type(local) is torch.Tensor:
+        if type(local) is _Tensor:
             # Guards ask twice for each input of each call.
-            context = plain_contexts.get(self._layout)
-            if context is not None:
-                return LOCAL, context
+            parts = plain_parts.get(self._layout)
+            if parts is not None:
+                return parts
         elif type(local) is Pending:
             self._local = local.result()
         return flattened(self)
@@ -427,7 +428,33 @@ class DTensor(Wrapped):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
+        # Compiled code ends here with each gradient: as `wrap`, without a call more than it takes.
+        try:
+            layout = context.known.get((outer_size, outer_stride))
+        except TypeError:  # a symbolic int has no hash
+            layout = None
+        if layout is None or context.roster is not None:
+            return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
+        local = inner["_local"]
+        out = _make_wrapper(
+            DTensor,
+            outer_size,
+            outer_stride,
+            None,
+            None,
+            context.dtype,
+            _strided,
+            local.device,
+            False,
+            False,
+            None,
+            False,
+            False,
+            _KEYS,
+        )
+        out._local = local
+        out._layout = layout
+        return out
 
     @untraced
     def __coerce_tangent_metadata__(self) -> DTensor:
