@@ -47,7 +47,10 @@ def draws():
                     f"randint {placements}": torch.randint_like(x, 9),
                     f"poisson {placements}": torch.poisson(x.abs()),
                     f"sparse_ {placements}": nn.init.sparse_(torch.empty_like(x), 0.4),
-                    f"exponential {placements}": D.Exponential(x.exp()).sample(),
+                    # Torch stops checking arguments in a process that has compiled anything.
+                    f"exponential {placements}": D.Exponential(
+                        x.exp(), validate_args=True
+                    ).sample(),
                 }
         found["partial"] = _partial(line("partial draws"))
         return found
