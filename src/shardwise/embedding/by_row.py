@@ -7,7 +7,9 @@ for the cache.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +25,25 @@ _CHUNK_NUMBERS = 1 << 22
 _PART_IDS = 1 << 20
 
 
-class ByRow(NamedTuple):
-    """The rows that were looked up, each once and in order, and the bags that looked them up."""
+@dataclass
+class ByRow:
+    """What was looked up, in the order of rows."""
 
-    rows: torch.Tensor
-    #: The ids in order: each row as often as it was looked up.
+    #: Each row as often as it was looked up.
     ids: torch.Tensor
-    #: Row by row; those of the i-th row are from starts[i] up to starts[i + 1].
+    #: The bags that looked them up.
     bags: torch.Tensor
     weights: torch.Tensor | None
-    starts: torch.Tensor
+
+    @functools.cached_property
+    def starts(self) -> torch.Tensor:
+        """Where a new row begins; and at the end, how many ids there are."""
+        return starts_of_runs(self.ids)
+
+    @functools.cached_property
+    def rows(self) -> torch.Tensor:
+        """The rows, each once."""
+        return self.ids.index_select(0, self.starts[:-1]).long()
 
 
 class Part(NamedTuple):
@@ -55,10 +66,8 @@ def in_parts(query: Query, num_rows: int) -> Iterator[Part]:
 
 def _parts(query: Query, num_rows: int, num_ids: int) -> Iterator[Part]:
     if not query.ids.numel():
-        nothing = query.ids.new_empty(0, dtype=torch.int64)
-        small = nothing.to(torch.int32)
-        looked_up = ByRow(nothing, small, small, query.weights, nothing.new_zeros(1))
-        yield Part(0, num_rows, looked_up)
+        nothing = query.ids.new_empty(0, dtype=torch.int32)
+        yield Part(0, num_rows, ByRow(nothing, nothing, query.weights))
         return
     tables = _tables(query)
     if tables is None:
@@ -106,13 +115,12 @@ def _all_at_once(query: Query, num_rows: int) -> ByRow:
     keys = sorted_in_place(keys)
     rows = keys >> bits
     packed = keys.bitwise_and_((1 << bits) - 1)
-    starts = starts_of_runs(rows)
     weights = None
     if query.weights is not None:
         weights = query.weights.index_select(0, packed)
         packed = bags.index_select(0, packed)
     small = torch.int32 if query.ids.shape[0] < 2**31 else torch.int64
-    return ByRow(rows.index_select(0, starts[:-1]), rows, packed.to(small), weights, starts)
+    return ByRow(rows, packed.to(small), weights)
 
 
 class _Asked(NamedTuple):
@@ -161,42 +169,26 @@ def _sorted_part(query: Query, tables: Sequence[_Asked]) -> Part:
     """Each table by itself, one after the other."""
     total = sum(table.num_ids for table in tables)
     first_row = tables[0].first_row
-    # As long as they may get; memory that is never written is never there.
-    rows = np.empty(total, dtype=np.int64)
-    in_order = np.empty(total, dtype=np.int32)
-    bags = np.empty(total, dtype=np.int32)
-    starts = np.empty(total + 1, dtype=np.int32)
-    at = num_rows = 0
+    ids = torch.empty(total, dtype=torch.int32)
+    bags = torch.empty(total, dtype=torch.int32)
+    at = 0
     for table in tables:
         num, bits = table.num_ids, _bits(table)
         if not num:
             continue
         keys = _packed(query, table, bits)
         keys.sort()
-        here = in_order[at : at + num]
-        np.right_shift(keys, np.uint32(bits), out=here, casting="unsafe")
-        here += np.int32(table.first_row - first_row)
-        changes = np.ones(num, dtype=bool)
-        np.not_equal(here[1:], here[:-1], out=changes[1:])
-        begin = np.flatnonzero(changes)
-        end = num_rows + begin.shape[0]
-        rows[num_rows:end] = here.take(begin)
-        starts[num_rows:end] = begin + at
+        rows = ids[at : at + num].numpy()
+        np.right_shift(keys, np.uint32(bits), out=rows, casting="unsafe")
+        rows += np.int32(table.first_row - first_row)
         global_bags = np.concatenate(
             [np.arange(bag, bag + run.num_bags, dtype=np.int32) for run, bag, _, _ in table.runs]
         )
         np.bitwise_and(keys, np.uint32((1 << bits) - 1), out=keys)
-        np.take(global_bags, keys, out=bags[at : at + num], mode="clip")
-        at, num_rows = at + num, end
-    starts[num_rows] = at
-    looked_up = ByRow(
-        torch.from_numpy(rows[:num_rows]),
-        torch.from_numpy(in_order),
-        torch.from_numpy(bags),
-        None,
-        torch.from_numpy(starts[: num_rows + 1]),
-    )
-    return Part(first_row, tables[-1].first_row + tables[-1].num_rows, looked_up)
+        numbers = torch.from_numpy(keys.view(np.int32))
+        torch.index_select(torch.from_numpy(global_bags), 0, numbers, out=bags[at : at + num])
+        at += num
+    return Part(first_row, tables[-1].first_row + tables[-1].num_rows, ByRow(ids, bags, None))
 
 
 def _packed(query: Query, table: _Asked, bits: int) -> np.ndarray:

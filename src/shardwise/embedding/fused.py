@@ -52,10 +52,11 @@ class FusedOptimizer:
         if self.weight_decay:
             grad.add_(weight.index_select(0, rows), alpha=self.weight_decay)
 
-    def row_factors(
-        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
-    ) -> float | torch.Tensor:
-        """What each row's gradient is multiplied with before it is added; updates the state."""
+    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
+        """What the gradient of each row is multiplied with before it is added.
+
+        Updates the state, which is of the same rows as `squares`.
+        """
         raise NotImplementedError
 
     def change(
@@ -91,9 +92,7 @@ class SGD(FusedOptimizer):
 
     scales_rows: ClassVar[bool] = True
 
-    def row_factors(
-        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
-    ) -> float | torch.Tensor:
+    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
         return -self.lr
 
     def change(
@@ -136,20 +135,15 @@ class RowWiseAdagrad(FusedOptimizer):
     def needs_whole_rows(self) -> bool:
         return self.across_columns
 
-    def row_factors(
-        self, rows: torch.Tensor, squares: torch.Tensor | None, state: State
-    ) -> float | torch.Tensor:
+    def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
         assert squares is not None, "asked for with needs_squares"
-        total = state["sum"].index_select(0, rows).add_(squares)
-        state["sum"].index_copy_(0, rows, total)
-        return total.sqrt_().add_(self.eps).reciprocal_().mul_(-self.lr)
+        total = state["sum"].add_(squares)
+        return total.sqrt().add_(self.eps).reciprocal_().mul_(-self.lr)
 
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
-        factors = self.row_factors(rows, mean_squares(grad), state)
-        assert isinstance(factors, torch.Tensor), "one factor per row"
-        add_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
+        scale_and_add_rows(self, weight, rows, grad, mean_squares(grad), state)
 
 
 @dataclass
@@ -176,6 +170,23 @@ class Adam(FusedOptimizer):
 def mean_squares(grad: torch.Tensor) -> torch.Tensor:
     """The mean of the squares of each row."""
     return torch.linalg.vector_norm(grad, dim=1).square_().div_(grad.shape[1])
+
+
+def scale_and_add_rows(
+    optimizer: FusedOptimizer,
+    weight: torch.Tensor,
+    rows: torch.Tensor,
+    grad: torch.Tensor,
+    squares: torch.Tensor,
+    state: State,
+) -> None:
+    """Change some rows, each there once, by `row_factors` times their gradient."""
+    here = {name: numbers.index_select(0, rows) for name, numbers in state.items()}
+    factors = optimizer.row_factors(squares, here)
+    assert isinstance(factors, torch.Tensor), "one factor per row"
+    for name, numbers in here.items():
+        state[name].index_copy_(0, rows, numbers)
+    add_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
 
 
 def add_rows(weight: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float) -> None:

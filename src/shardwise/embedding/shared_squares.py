@@ -15,7 +15,7 @@ import torch
 
 from shardwise.comm.watch import because
 from shardwise.embedding.backend import Backend, Query
-from shardwise.embedding.fused import FusedOptimizer, State, add_rows
+from shardwise.embedding.fused import FusedOptimizer, State, scale_and_add_rows
 from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.tiling import Tile
 from shardwise.exchange.between import summed
@@ -59,10 +59,8 @@ def update_together(
     _add_up(stacks, found)
     for place, here in enumerate(found):
         for k, (rows, values, squares) in here.items():
-            factors = optimizer.row_factors(rows, squares, states[place][k])
-            assert isinstance(factors, torch.Tensor), "one factor per row"
-            values.mul_(factors.unsqueeze(1))
-            add_rows(stacks.weights[place][k], rows, values, 1)
+            weight, state = stacks.weights[place][k], states[place][k]
+            scale_and_add_rows(optimizer, weight, rows, values, squares, state)
 
 
 def _add_up(stacks: Stacks, found: Found) -> None:

@@ -17,8 +17,10 @@ when the batch looked up a fair part of them.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -28,9 +30,8 @@ from shardwise.embedding.by_row import ByRow, by_row, in_parts
 from shardwise.embedding.fused import RowUpdate, mean_squares
 from shardwise.exchange.order import places
 
-#: Numbers of a gradient that are held at a time: four megabytes. Fewer cost more calls than they
-#: save in misses of the cache.
-_CHUNK_NUMBERS = 1 << 20
+#: Numbers of a gradient that are held at a time: a megabyte, which a core's own cache holds.
+_CHUNK_NUMBERS = 1 << 18
 #: Rows of a stack per id of a batch, up to which a product that walks over all rows is faster.
 _ROWS_PER_ID = 8
 
@@ -51,27 +52,39 @@ class TorchBackend:
     def row_gradient(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        rows, _, bags, weights, starts = by_row(query, weight.shape[0])
-        if not rows.numel():
-            return rows, grad.new_zeros(0, weight.shape[1])
-        return rows, _summed(grad, bags, starts.to(bags.dtype), weights)
+        found = by_row(query, weight.shape[0])
+        if not found.rows.numel():
+            return found.rows, grad.new_zeros(0, weight.shape[1])
+        offsets = found.starts.to(found.bags.dtype)
+        return found.rows, _summed(grad, found.bags, offsets, found.weights)
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
     ) -> None:
-        is_product = rule.optimizer.scales_rows and not rule.optimizer.weight_decay
+        bags = _Bags(grad)
+        scales = rule.optimizer.scales_rows and not rule.optimizer.weight_decay
         for first, last, looked_up in in_parts(query, weight.shape[0]):
-            here = weight[first:last]
-            if is_product and _worth_a_product(here, looked_up):
-                _add_product(here, looked_up, grad, rule.on(first, last))
+            here, mine = weight[first:last], rule.on(first, last)
+            if scales and _worth_a_product(here, looked_up):
+                _add_product(here, looked_up, bags, mine)
             else:
-                _add_rows(here, looked_up, grad, rule.on(first, last))
+                _add_rows(here, looked_up, grad, mine)
+
+
+@dataclass
+class _Bags:
+    """The gradients of bags, and what updates of several tables want to know of them."""
+
+    grad: torch.Tensor
+
+    @functools.cached_property
+    def squares(self) -> torch.Tensor:
+        return mean_squares(self.grad)
 
 
 def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
-    rows, _, bags, weights, starts = looked_up
-    for some, sums in _chunks(grad, bags, weights, starts):
-        rule.apply(weight, rows[some], sums)
+    for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts):
+        rule.apply(weight, looked_up.rows[some], sums)
 
 
 def _chunks(
@@ -99,54 +112,50 @@ def _worth_a_product(weight: torch.Tensor, looked_up: ByRow) -> bool:
     )
 
 
-def _add_product(
-    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
-) -> None:
+def _add_product(weight: torch.Tensor, looked_up: ByRow, bags: _Bags, rule: RowUpdate) -> None:
     """See Note [An update is a product]."""
-    rows, ids, bags, weights, starts = looked_up
-    squares = _squares(grad, looked_up) if rule.optimizer.needs_squares else None
-    factors = rule.optimizer.row_factors(rows, squares, rule.state)
+    ids, weights = looked_up.ids, looked_up.weights
+    counts = torch.bincount(ids, minlength=weight.shape[0]).to(torch.int32)
+    # Of every row of the stack: those that were not looked up have no number in the product.
+    squares = _squares(bags, looked_up, counts) if rule.optimizer.needs_squares else None
+    factors = rule.optimizer.row_factors(squares, rule.state)
     if weights is not None:
         weights = weights.to(weight.dtype)
     if isinstance(factors, torch.Tensor):
-        # Of every row of the stack, since ids are numbers in it.
-        values = factors.new_empty(weight.shape[0]).index_copy_(0, rows, factors)
-        values = values.index_select(0, ids)
-        values, alpha = values if weights is None else values.mul_(weights), 1.0
+        values, alpha = factors.index_select(0, ids), 1.0
+        values = values if weights is None else values.mul_(weights)
     else:
-        values = weight.new_ones(bags.shape[0]) if weights is None else weights
-        alpha = factors
-    edges = torch.zeros(weight.shape[0] + 1, dtype=torch.int32)
-    edges[1:].index_copy_(0, rows, starts.diff().to(torch.int32))
-    edges = edges.cumsum(0, dtype=torch.int32)
-    matrix = _compressed(edges, bags, values, (weight.shape[0], grad.shape[0]))
-    torch.addmm(weight, matrix, grad, alpha=alpha, out=weight)
+        values, alpha = weight.new_ones(ids.shape[0]) if weights is None else weights, factors
+    shape = (weight.shape[0], bags.grad.shape[0])
+    matrix = _compressed(_edges(counts), looked_up.bags, values, shape)
+    torch.addmm(weight, matrix, bags.grad, alpha=alpha, out=weight)
 
 
-def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
-    """The mean square of the gradient of each row."""
-    rows, ids, bags, weights, starts = looked_up
-    if weights is not None:
-        squares = grad.new_empty(rows.shape[0])
-        for some, sums in _chunks(grad, bags, weights, starts):
-            squares[some] = mean_squares(sums)
-        return squares
-    # Most rows are in one bag, and have its gradient: only those of several are added up.
-    squares = mean_squares(grad).index_select(0, bags.index_select(0, starts[:-1]))
-    counts = starts.diff()
-    several = places(counts > 1)
-    edges = starts.new_zeros(several.shape[0] + 1)
-    torch.cumsum(counts.index_select(0, several), 0, out=edges[1:])
-    for some, sums in _chunks(grad, bags.index_select(0, _repeats(ids)), None, edges):
-        squares.index_copy_(0, several[some], mean_squares(sums))
+def _squares(bags: _Bags, looked_up: ByRow, counts: torch.Tensor) -> torch.Tensor:
+    """The mean square of the gradient of each row, looked up or not."""
+    squares = bags.grad.new_zeros(counts.shape[0])
+    if looked_up.weights is not None:
+        some_bags, weights = looked_up.bags, looked_up.weights
+        rows, edges = looked_up.rows, looked_up.starts
+    else:
+        # Most rows are in one bag, and have its gradient: only those of several are added up.
+        squares.index_copy_(0, looked_up.ids.long(), bags.squares.index_select(0, looked_up.bags))
+        is_several = counts > 1
+        rows = places(is_several)
+        repeats = places(is_several.index_select(0, looked_up.ids))
+        some_bags, weights = looked_up.bags.index_select(0, repeats), None
+        edges = _edges(counts.index_select(0, rows))
+    share = bags.grad.new_full((bags.grad.shape[1],), 1 / bags.grad.shape[1])
+    for some, sums in _chunks(bags.grad, some_bags, weights, edges):
+        squares.index_copy_(0, rows[some], torch.mv(sums.mul_(sums), share))
     return squares
 
 
-def _repeats(ids: torch.Tensor) -> torch.Tensor:
-    """Where, in ids that are sorted, one stands that is there more than once."""
-    like_last = torch.zeros(ids.shape[0] + 1, dtype=torch.bool)
-    torch.eq(ids[1:], ids[:-1], out=like_last[1:-1])
-    return places(like_last[:-1] | like_last[1:])
+def _edges(counts: torch.Tensor) -> torch.Tensor:
+    """Where each piece begins, and at the end, where the last one ends."""
+    edges = counts.new_zeros(counts.shape[0] + 1)
+    torch.cumsum(counts, 0, dtype=counts.dtype, out=edges[1:])
+    return edges
 
 
 def _compressed(
