@@ -24,6 +24,7 @@ def put_together(
         targets.put(leg, rows, positions)
     for leg, rows in home_views(route, visit, home):
         targets.put(leg, rows, None)
+    targets.finish()
     for feature, factor in _mean_factors(route, visit):
         targets.of(feature).mul_(factor.to(flat.dtype))
     return targets.outputs()
@@ -38,6 +39,8 @@ class _Targets:
         self.route, self.visit, self.dtype, self.device = route, visit, dtype, device
         self.dims = _dims(route)
         self.begun: set[int] = set()
+        #: The first of several sums of a feature's bags, until the second one comes.
+        self.waiting: dict[int, torch.Tensor] = {}
         self.found: dict[int, torch.Tensor] = {}
         self.whole: torch.Tensor | None = None
         if joined:
@@ -63,11 +66,20 @@ class _Targets:
         part = target if end - start == dim else target[:, start:end]
         if positions is not None:
             part.index_copy_(0, positions, rows)
-        elif leg.split and feature in self.begun:
-            part.add_(rows)
-        else:
+        elif not leg.split:
             part.copy_(rows)
-        self.begun.add(feature)
+        elif feature in self.begun:
+            part.add_(rows)
+        elif feature in self.waiting:
+            torch.add(self.waiting.pop(feature), rows, out=part)
+            self.begun.add(feature)
+        else:
+            self.waiting[feature] = rows
+
+    def finish(self) -> None:
+        """Write what nothing was added to."""
+        for feature, rows in self.waiting.items():
+            self.of(feature).copy_(rows)
 
     def outputs(self) -> list[torch.Tensor]:
         if self.whole is not None:
@@ -92,8 +104,14 @@ def take_apart(
         grad = per_feature[feature]
         per_feature[feature] = None if grad is None else grad * factor.to(grad.dtype)
     flat = scratch.numbers(_flat_size(route, visit), sample.dtype, sample.device)
+    written: dict[int, torch.Tensor] = {}
     for leg, rows, positions in leg_views(route, visit, flat):
+        if leg.feature in written:
+            rows.copy_(written[leg.feature])
+            continue
         _scaled_into(rows, per_feature[leg.feature], leg, positions, scale)
+        if leg.split and positions is None:
+            written[leg.feature] = rows  # whoever holds other rows of the table gets the same
     home = {
         k: torch.empty(
             asked.total_rows,

@@ -71,18 +71,22 @@ class Route:
         self.max_stacks = max(map(len, tiling.stacks))
         longest = max((s.num_rows for each in tiling.stacks for s in each), default=0)
         self.id_dtype = torch.int32 if longest < 2**31 else torch.int64
+        rows = max((table.num_embeddings for table in tiling.tables), default=0)
+        #: Of ids that count the rows of whole tables.
+        self.row_dtype = torch.int32 if rows < 2**31 else torch.int64
         #: Columns of the note that a rank gives each other rank; see `note`.
         self.note_width = self.num_features + self.max_stacks + 1
         #: Whether any id or row ever leaves a rank.
         self.travels = any(self.legs) and self.num_ranks > 1
 
-    def splits_of(self, feature: int) -> tuple[int, list[Tile]]:
-        """Rows per tile, and the tiles, of a table that is split by rows."""
+    def splits_of(self, feature: int) -> tuple[int, list[int]]:
+        """Rows per tile, and the tiles' ranks, of a table that is split by rows."""
         table = self.feature_tables[feature]
-        tiles = list(self.tiling.tiles[table])
+        tiles = self.tiling.tiles[table]
         rows = self.tiling.tables[table].num_embeddings
         num_holders = sum(1 for size in self.tiling.cuts[table].sizes if size)
-        return max(chunk_length(rows, num_holders), tiles[0].num_rows), tiles
+        block = max(chunk_length(rows, num_holders), tiles[0].num_rows)
+        return block, [tile.rank for tile in tiles]
 
 
 def _same_message(first: Sequence[Leg], second: Sequence[Leg]) -> bool:
@@ -159,10 +163,10 @@ class _Outgoing:
     def write_ids(self, leg: Leg, target: torch.Tensor) -> int:
         num, split = self.num_ids(leg), self.split_of(leg)
         if split is None:
-            shift = leg.tile.base - leg.tile.rows[0]
-            torch.add(self.bags.ids_of(leg.feature), shift, out=target[:num])
+            ids = self.bags.ids_of(leg.feature)
         else:
-            target[:num] = split.ids[split.spans[leg.tile.rank, leg.feature]]
+            ids = split.ids[split.spans[leg.tile.rank, leg.feature]]
+        torch.add(ids, leg.tile.base - leg.tile.rows[0], out=target[:num])
         return num
 
     def write_weights(self, leg: Leg, target: torch.Tensor) -> int:
@@ -231,16 +235,17 @@ def _split_by_owner(route: Route, bags: Bags) -> _Split:
     device = bags.values.device
     small = torch.uint8 if route.num_ranks <= 256 else torch.int16
     owners = torch.empty(num_ids, dtype=small, device=device)
-    ids = torch.empty(num_ids, dtype=route.id_dtype, device=device)
+    ids = torch.empty(num_ids, dtype=route.row_dtype, device=device)
     starts = list(itertools.accumulate((bags.num_ids(f) for f in features), initial=0))
     for feature, start, end in zip(features, starts, starts[1:], strict=False):
-        block, tiles = route.splits_of(feature)
-        given = bags.ids_of(feature)
-        place = divided(given, block)
-        ranks = torch.tensor([tile.rank for tile in tiles], dtype=small, device=device)
-        shifts = torch.tensor([t.base - t.rows[0] for t in tiles], dtype=given.dtype, device=device)
-        torch.index_select(ranks, 0, place, out=owners[start:end])
-        torch.add(given, shifts.index_select(0, place), out=ids[start:end])
+        block, ranks = route.splits_of(feature)
+        ids[start:end] = bags.ids_of(feature)
+        place = divided(ids[start:end], block)
+        if ranks == list(range(len(ranks))):
+            owners[start:end] = place
+        else:
+            numbers = torch.tensor(ranks, dtype=small, device=device)
+            torch.index_select(numbers, 0, place, out=owners[start:end])
     order = stable_order(owners)
     bag_starts = itertools.accumulate((bags.num_bags[f] for f in features), initial=0)
     bags_from = dict(zip(features, bag_starts, strict=False))
@@ -274,7 +279,8 @@ def _lengths_per_owner(
         sizes = [1] * len(features)
         pieces = torch.tensor([bags.num_ids(f) for f in features], device=owners.device)
     num = sum(sizes)
-    key = repeated(pieces, num_ids).add_(owners.long().mul_(num))
+    small = torch.int32 if route.num_ranks * num < 2**31 else torch.int64
+    key = owners.to(small).mul_(num).add_(repeated(pieces, num_ids, small))
     lengths = counted(key, route.num_ranks * num).view(route.num_ranks, num)
     if not route.pooled:
         return None, lengths.tolist()

@@ -30,16 +30,15 @@ def sorted_in_place(keys: torch.Tensor) -> torch.Tensor:
     return torch.sort(keys).values
 
 
-def repeated(lengths: torch.Tensor, total: int) -> torch.Tensor:
+def repeated(lengths: torch.Tensor, total: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """The number of each piece, as often as the piece is long.
 
     >>> repeated(torch.tensor([2, 0, 1]), 3).tolist()
     [0, 0, 2]
     """
+    count = torch.arange(lengths.shape[0], dtype=dtype, device=lengths.device)
     if lengths.device.type == "cpu":
-        numbers = np.arange(lengths.shape[0], dtype=np.int64)
-        return torch.from_numpy(np.repeat(numbers, lengths.numpy()))
-    count = torch.arange(lengths.shape[0], device=lengths.device)
+        return torch.from_numpy(np.repeat(count.numpy(), lengths.numpy()))
     return torch.repeat_interleave(count, lengths.long(), output_size=total)
 
 
