@@ -115,7 +115,8 @@ class Largest(TorchDispatchMode):
             return NotImplemented
         out = func(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor) and not func._schema.is_mutable:
-            self.num = max(self.num, out.numel())
+            stored = out._values() if out.is_sparse else out
+            self.num = max(self.num, stored.numel())
         return out
 
 

@@ -24,7 +24,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.rules.row_sparse import SparseRows
+from shardwise.rules.row_sparse import SparseRows, add_distinct_rows
 
 aten = torch.ops.aten
 
@@ -270,9 +270,12 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
     def here(
         _: Coordinate, target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
-        return target.index_add_(0, rows, values.to(target.dtype), alpha=alpha)
+        values = values.to(target.dtype)
+        if distinct:
+            return add_distinct_rows(target, rows, values, alpha)
+        return target.index_add_(0, rows, values, alpha=alpha)
 
-    target = a._local
+    target, distinct = a._local, b._coalesced
     rows, values = (_held_like(each, target) for each in (b._rows, b._local))
     axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
     each_rank(a._layout.grid, here, target, rows, values, axes=axes)

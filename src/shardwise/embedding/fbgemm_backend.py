@@ -26,6 +26,7 @@ class FbgemmBackend(TorchBackend):
     name = "fbgemm"
 
     def __init__(self) -> None:
+        super().__init__()
         try:
             importlib.import_module("fbgemm_gpu")
         except ImportError as error:

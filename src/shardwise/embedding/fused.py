@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from shardwise.errors import ArgumentError
+from shardwise.rules.row_sparse import add_distinct_rows
 
 State = Mapping[str, torch.Tensor]
 
@@ -98,7 +99,7 @@ class SGD(FusedOptimizer):
     def change(
         self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor, state: State, step: int
     ) -> None:
-        add_rows(weight, rows, grad, -self.lr)
+        add_distinct_rows(weight, rows, grad, -self.lr)
 
 
 @dataclass
@@ -113,7 +114,7 @@ class Adagrad(FusedOptimizer):
     ) -> None:
         total = state["sum"].index_select(0, rows).addcmul_(grad, grad)
         state["sum"].index_copy_(0, rows, total)
-        add_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps)), -self.lr)
+        add_distinct_rows(weight, rows, grad.div_(total.sqrt_().add_(self.eps)), -self.lr)
 
 
 @dataclass
@@ -164,7 +165,7 @@ class Adam(FusedOptimizer):
         state["exp_avg"].index_copy_(0, rows, first)
         state["exp_avg_sq"].index_copy_(0, rows, second)
         size = self.lr * math.sqrt(1 - beta2**step) / (1 - beta1**step)
-        add_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
+        add_distinct_rows(weight, rows, first.div_(second.sqrt_().add_(self.eps)), -size)
 
 
 def mean_squares(grad: torch.Tensor) -> torch.Tensor:
@@ -186,19 +187,7 @@ def scale_and_add_rows(
     assert isinstance(factors, torch.Tensor), "one factor per row"
     for name, numbers in here.items():
         state[name].index_copy_(0, rows, numbers)
-    add_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
-
-
-def add_rows(weight: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float) -> None:
-    """`weight[rows] += factor values`, for rows that occur once."""
-    if weight.device.type != "cpu":
-        weight.index_add_(0, rows, values, alpha=factor)
-        return
-    # On the CPU, adding a coalesced sparse tensor costs two thirds of index_add_.
-    sparse = torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, weight.shape, check_invariants=False, is_coalesced=True
-    )
-    weight.add_(sparse, alpha=factor)
+    add_distinct_rows(weight, rows, grad.mul_(factors.unsqueeze(1)), 1)
 
 
 def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:

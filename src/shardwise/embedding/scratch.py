@@ -1,4 +1,4 @@
-"""Scratch: memory for what a rank sends, kept from step to step.
+"""Memory that is kept from step to step: for what a rank sends, and for gradients.
 
 The C library takes large pieces of memory from the system and gives them back as soon as they are
 free. A step that asks for new ones pays for every page of them again: on the CPU that costs more
@@ -7,8 +7,10 @@ than writing the numbers.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
+import numpy as np
 import torch
 
 
@@ -46,3 +48,34 @@ class Scratch:
 
 def _scratch(keep: bool) -> Scratch:
     return Scratch(keep=keep)
+
+
+class Lent:
+    """Memory that others may hold on to: it is lent again only when nobody holds it any more.
+
+    >>> lent = Lent()
+    >>> gradient = lent.numbers(6, torch.float32)
+    >>> address = gradient.data_ptr()
+    >>> lent.numbers(6, torch.float32).data_ptr() == address  # `gradient` is still there
+    False
+    >>> del gradient
+    """
+
+    __slots__ = ("_bytes",)
+    #: Who knows of it when nobody holds it: this object, and the one who counts.
+    _FREE = 2
+
+    def __init__(self) -> None:
+        self._bytes = np.empty(0, dtype=np.uint8)
+
+    def numbers(self, num: int, dtype: torch.dtype) -> torch.Tensor:
+        """Room for so many numbers, on the CPU."""
+        num_bytes = num * dtype.itemsize
+        if sys.getrefcount(self._bytes) > self._FREE or self._bytes.shape[0] < num_bytes:
+            self._bytes = np.empty(num_bytes, dtype=np.uint8)
+        # Whatever shares memory with the tensor keeps this view of the array alive.
+        return torch.from_numpy(self._bytes[:num_bytes]).view(dtype)
+
+    def __reduce__(self) -> Any:
+        """A copy has memory of its own."""
+        return Lent, ()

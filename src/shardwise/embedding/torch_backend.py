@@ -18,6 +18,7 @@ when the batch looked up a fair part of them.
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ import torch.nn.functional as F
 from shardwise.embedding.backend import Query
 from shardwise.embedding.by_row import ByRow, by_row, in_parts
 from shardwise.embedding.fused import RowUpdate, mean_squares
+from shardwise.embedding.scratch import Lent
 from shardwise.exchange.order import places
 
 #: Numbers of a gradient that are held at a time: four megabytes. Fewer cost more calls than they
@@ -41,6 +43,9 @@ class TorchBackend:
     """Lookups through `embedding_bag`, updates through sorted ids."""
 
     name = "torch"
+
+    def __init__(self) -> None:
+        self._lent = Lent()
 
     def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
         if not query.ids.numel():
@@ -56,8 +61,14 @@ class TorchBackend:
         found = by_row(query, weight.shape[0])
         if not found.rows.numel():
             return found.rows, grad.new_zeros(0, weight.shape[1])
-        offsets = found.starts.to(found.bags.dtype)
-        return found.rows, _summed(grad, found.bags, offsets, found.weights)
+        if grad.device.type != "cpu":
+            offsets = found.starts.to(found.bags.dtype)
+            return found.rows, _summed(grad, found.bags, offsets, found.weights)
+        shape = (found.rows.shape[0], grad.shape[1])
+        values = self._lent.numbers(math.prod(shape), grad.dtype).view(shape)
+        for some, sums in _chunks(grad, found.bags, found.weights, found.starts):
+            values[some] = sums
+        return found.rows, values
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
