@@ -21,6 +21,8 @@ from shardwise.exchange.between import finished, start_exchange
 
 #: Numbers of rows that are looked up at a time: four megabytes.
 CHUNK_NUMBERS = 1 << 20
+#: Pieces of memory that are larger the C library gives back to the system as soon as they are free.
+GIVEN_BACK_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
@@ -99,7 +101,9 @@ def look_up(
     home = _look_up(visit, visit.home, weights, backend)
     if len(visit.asked) == 1 and scratch.keep:
         k = next(iter(visit.asked))
-        return _look_up_into(scratch, weights[k], visit.query(k), backend), home
+        weight, query = weights[k], visit.query(k)
+        if query.num_bags * weight.shape[1] * weight.element_size() > GIVEN_BACK_BYTES:
+            return _look_up_into(scratch, weight, query, backend), home
     answers = _look_up(visit, visit.asked, weights, backend)
     if len(answers) == 1:
         return next(iter(answers.values())).view(-1), home
