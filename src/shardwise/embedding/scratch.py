@@ -55,23 +55,22 @@ class Lent:
 
     >>> lent = Lent()
     >>> gradient = lent.numbers(6, torch.float32)
-    >>> address = gradient.data_ptr()
-    >>> lent.numbers(6, torch.float32).data_ptr() == address  # `gradient` is still there
+    >>> lent.numbers(6, torch.float32).data_ptr() == gradient.data_ptr()  # which is still there
     False
-    >>> del gradient
     """
 
-    __slots__ = ("_bytes",)
-    #: Who knows of it when nobody holds it: this object, and the one who counts.
-    _FREE = 2
+    __slots__ = ("_bytes", "_num_when_free")
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, dtype=np.uint8)
+        # This object's and the counter's own, which is not the same in every Python.
+        self._num_when_free = sys.getrefcount(self._bytes)
 
     def numbers(self, num: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for so many numbers, on the CPU."""
         num_bytes = num * dtype.itemsize
-        if sys.getrefcount(self._bytes) > self._FREE or self._bytes.shape[0] < num_bytes:
+        is_held = sys.getrefcount(self._bytes) > self._num_when_free
+        if is_held or self._bytes.shape[0] < num_bytes:
             self._bytes = np.empty(num_bytes, dtype=np.uint8)
         # Whatever shares memory with the tensor keeps this view of the array alive.
         return torch.from_numpy(self._bytes[:num_bytes]).view(dtype)
