@@ -1,5 +1,6 @@
 """Every example runs: simulated, in processes, and as two hosts that are both this one."""
 
+import contextlib
 import importlib.util
 import os
 import socket
@@ -20,10 +21,16 @@ def run(*words, **extra):
     )
 
 
-def finished(process):
-    output, _ = process.communicate(timeout=240)
-    assert process.returncode == 0, output
-    return output
+def finished(*processes):
+    """What each has printed. None is left behind; one that fails is seen beside the others."""
+    with contextlib.ExitStack() as stack:
+        for process in processes:
+            stack.enter_context(process)
+            stack.callback(process.kill)
+        outputs = [process.communicate(timeout=240)[0] for process in processes]
+    codes = [process.returncode for process in processes]
+    assert not any(codes), "\n".join([f"exit codes {codes}", *(text[-3000:] for text in outputs)])
+    return outputs
 
 
 def needs(name):
@@ -34,14 +41,16 @@ def needs(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_simulated(name):
     needs(name)
-    assert finished(run(sys.executable, EXAMPLES / name)).strip()
+    (output,) = finished(run(sys.executable, EXAMPLES / name))
+    assert output.strip()
 
 
 @pytest.mark.processes
 @pytest.mark.parametrize("name", ["dlrm.py", "custom_sharder.py"])
 def test_under_torchrun(name):
     words = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    assert finished(run(sys.executable, *words, EXAMPLES / name)).strip()
+    (output,) = finished(run(sys.executable, *words, EXAMPLES / name))
+    assert output.strip()
 
 
 @pytest.mark.processes
@@ -62,5 +71,4 @@ def test_two_hosts():
         )
         for node in range(2)
     ]
-    outputs = [finished(host) for host in hosts]
-    assert "step 10: loss" in outputs[0]
+    assert "step 10: loss" in finished(*hosts)[0]
