@@ -270,10 +270,15 @@ def _column_and_row(name, module, mesh):
             module.bias = nn.Parameter(bias)
 
 
+class OwnAdamW(torch.optim.AdamW):
+    """A class of a program's own: its steps run through DTensors."""
+
+
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),
     "AdamW one by one": lambda parameters: torch.optim.AdamW(parameters, lr=0.01, foreach=False),
+    "own AdamW fused": lambda parameters: OwnAdamW(parameters, lr=0.01, fused=True),
     "Adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=0.01),
     "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=0.01),
 }

@@ -183,6 +183,92 @@ def test_with_a_closure(mesh, kind, foreach):
     compare(mesh, LINE, lambda p: kind(p, **options(kind), foreach=foreach), [S0], closure=True)
 
 
+def watched(kind, **given):
+    """A fused optimizer that someone else's hook looks at, so that it steps through DTensors."""
+
+    def make(parameters):
+        optimizer = kind(parameters, **options(kind), fused=True, **given)
+        optimizer.register_step_post_hook(lambda *_: None)
+        return optimizer
+
+    return make
+
+
+FUSED = [torch.optim.Adagrad, torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_fused_steps_through_dtensors(square, kind):
+    _, _, counts = compare(square, SQUARE, watched(kind), [S0, R])
+    assert counts == ["all_reduce"]
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_a_gradient_scaler_skips_a_fused_step_through_dtensors(mesh, kind):
+    def run(model, x):
+        optimizer = watched(kind)(model.parameters())
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for factor in (1.0, float("inf"), 3.0):
+            optimizer.zero_grad()
+            scaler.scale(model(x) * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        return scaler.get_scale()
+
+    torch.manual_seed(3)
+    model = Matrices()
+    sharded = shard(model, mesh, LINE)
+    x = torch.randn(9, 5, dtype=torch.float64)
+    assert run(sharded, shardwise.distribute_tensor(x, mesh, [S0])) == run(model, x)
+    for name, expected in model.named_parameters():
+        found = sharded.get_parameter(name)
+        torch.testing.assert_close(whole(found), expected.detach())
+        if expected.grad is not None:  # the kernel takes the scale out of it
+            torch.testing.assert_close(whole(found.grad), expected.grad)
+
+
+def fused_sgd(parameter, gradient, momentum):
+    numbers = {"weight_decay": 0.1, "momentum": 0.9, "lr": 0.5, "dampening": 0.0}
+    flags = {"nesterov": True, "maximize": False, "is_first_step": False}
+    scale = torch.tensor(4.0)
+    torch._fused_sgd_([parameter], [gradient], [momentum], **numbers, **flags, grad_scale=scale)
+
+
+def test_a_fused_step_brings_what_lies_elsewhere(square):
+    """And writes it back: momentum sharded otherwise, a Partial gradient, rows with gaps."""
+    values = [torch.randn(5, 6) for _ in range(3)]
+    places = [[R, S0], [shardwise.Partial(), R], [S1, S0]]
+    tensors = [
+        shardwise.distribute_tensor(value, square, place)
+        for value, place in zip(values, places, strict=True)
+    ]
+    gaps = DTensor.from_local(torch.zeros(10, 6)[::2], square, [R, R]).copy_(tensors[2])
+    versions = [tensor._version for tensor in tensors]
+    with CommDebugMode() as comm:
+        fused_sgd(*tensors)
+    assert {event.kind for event in comm.events} == {"all_reduce", "all_gather_into_tensor"}
+    fused_sgd(gaps, tensors[1], tensors[2])
+    alone = [value.clone() for value in values]
+    other = values[2].clone()
+    fused_sgd(*alone)
+    fused_sgd(other, alone[1], alone[2])
+    for found, expected in zip([*tensors, gaps], [*alone, other], strict=True):
+        torch.testing.assert_close(whole(found), expected)
+    assert all(t._version > before for t, before in zip(tensors, versions, strict=True))
+    assert [t.placements for t in tensors] == [tuple(place) for place in places]
+
+
+def test_a_fused_step_refuses_what_does_not_belong_together(mesh):
+    one = shardwise.distribute_tensor(torch.zeros(4, 4), mesh, [S0])
+    with pytest.raises(shardwise.errors.MixedTensorsError, match="grads is plain"):
+        fused_sgd(one, torch.zeros(4, 4), one.clone())
+    with pytest.raises(shardwise.errors.LayoutError, match="same shape"):
+        fused_sgd(one, shardwise.distribute_tensor(torch.zeros(2, 4), mesh, [S0]), one.clone())
+    partial = DTensor.from_local(torch.ones(4, 4), mesh, [shardwise.Partial()])
+    with shardwise.explicit_redistribution(), pytest.raises(shardwise.errors.RedistributionError):
+        fused_sgd(one, partial, one.clone())
+
+
 @pytest.mark.parametrize("line_search", [None, "strong_wolfe"])
 def test_lbfgs(mesh, line_search):
     def make(parameters):

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.dtensor.foreach import is_foreach
+from shardwise.dtensor.foreach import takes_lists
 from shardwise.dtensor.keywords import TensorByKeyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.wrapped import Wrapped
@@ -74,7 +74,7 @@ def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any,
         if type(item) is int:
             key.append(item)
             operands.append(item)
-        elif isinstance(item, torch.Tensor) and not isinstance(item, Wrapped) and is_foreach(op):
+        elif isinstance(item, torch.Tensor) and not isinstance(item, Wrapped) and takes_lists(op):
             key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
             operands.append(item)
         else:

@@ -15,7 +15,8 @@ import torch
 
 from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor import inference
-from shardwise.dtensor.foreach import count_writes, is_foreach
+from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
+from shardwise.dtensor.fused_step import fused_step
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
 from shardwise.rules.catalog import rule_caches
@@ -35,6 +36,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
         return _OWN_PARTS[op]
     if op in kernels_above:
         return kernels_above[op]
+    if op in FUSED_STEPS:
+        return functools.partial(fused_step, op)
     if is_foreach(op):
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:

@@ -13,6 +13,14 @@ from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import wraps_all
 from shardwise.rules.propagate import CallPlan
 
+aten = torch.ops.aten
+
+#: Optimizer steps on whole lists of parameters, gradients and states; see dtensor.fused_step.
+FUSED_STEPS = frozenset(
+    getattr(packet, overload)
+    for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
+    for overload in packet.overloads()
+)
 #: The foreach ops that are not elementwise.
 _REDUCTIONS = ("norm", "max", "powsum")
 
@@ -44,10 +52,15 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
 
 
 def is_foreach(op: Any) -> bool:
-    """Whether the op takes lists whose tensors meet only those at the same place."""
+    """Whether the op is one for a single tensor, done to each of a list."""
     return isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(
         ("aten::_foreach_", "aten::_amp_foreach_")
     )
+
+
+def takes_lists(op: Any) -> bool:
+    """Whether the op takes lists whose tensors meet only those at the same place."""
+    return is_foreach(op) or op in FUSED_STEPS
 
 
 def _all_layouts(items: Sequence[Any]) -> bool:

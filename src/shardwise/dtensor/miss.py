@@ -13,7 +13,7 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry, add_entry, add_write_back, entries, is_write_back
 from shardwise.dtensor.fallback import kernels_above, parts_of
-from shardwise.dtensor.foreach import foreach_entry, is_foreach
+from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
@@ -58,7 +58,7 @@ class Miss:
                 return self._run(known)
         if changes_shape(op):
             return _view_in_place(op, args, kwargs)
-        if not is_foreach(op) and (on_one := numbers_as_plain(args)) is not None:
+        if not takes_lists(op) and (on_one := numbers_as_plain(args)) is not None:
             return self.kind.__torch_dispatch__(op, None, tuple(on_one), kwargs, self.wish)
         twin = written_twin(op)
         if twin is not None and (find_rule(op) is None or is_write_back(key)):
@@ -134,7 +134,9 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         if result is not NotImplemented:
             return result
     except NotImplementedError as error:
-        if isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above:
+        if op in FUSED_STEPS or (
+            isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
+        ):
             raise  # about what the caller gave: a kernel mixes nothing
         cause = error
     layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]

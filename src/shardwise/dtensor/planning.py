@@ -50,7 +50,7 @@ def make_entry(
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
     for number in fixed:
-        _check_writable(op, layouts[number])
+        check_writable(op, layouts[number])
     plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
     entry = Entry(plan)
     if plan.steps is not None:
@@ -71,7 +71,8 @@ def make_entry(
     return entry
 
 
-def _check_writable(op: Any, layout: Layout) -> None:
+def check_writable(op: Any, layout: Layout) -> None:
+    """Raise where a write to a tensor of this layout would be lost."""
     if layout.snapshot:
         raise UnsupportedError(
             f"{op} would write to a copy, and the write would be lost: the view it was called "
