@@ -2,6 +2,7 @@
 
 from copy import deepcopy
 
+import pytest
 import torch
 import torch.distributed as dist
 from parallel_models import MLP, Block, Mixture, sequence_plan, whole
@@ -10,6 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Shard, distribute_tensor
+from shardwise.core.grid import grid_like
+from shardwise.errors import WorldError
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -25,6 +28,8 @@ PLAN = {
     "mlp.up": "colwise",
     "mlp.down": "rowwise",
 }
+#: All parameters are DTensors, and so is what passes between the layers.
+PLAN_OF_ALL = PLAN | {"norm?": "replicate"}
 
 
 def whole_gradients(model):
@@ -168,6 +173,24 @@ def hugging_face(make, num_ranks):
     options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     tokens = [whole(each.eval().generate(ids, **options)) for each in (model, reference)]
     assert torch.equal(*tokens)
+
+
+def modules_from_files(folder):
+    """Each rank has its own file. A mesh of some ranks is found again, and never made alone."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = data_parallel(parallelize_module(Block(), mesh["tp"], PLAN), mesh["dp"])
+    file = f"{folder}/{dist.get_rank()}.pt"
+    torch.save(model, file)
+    loaded = torch.load(file, weights_only=False)
+    x = torch.full((2, 6, 8), mesh.get_local_rank("dp") + 1.0)
+    for each in (model, loaded, deepcopy(model)):
+        each.zero_grad()
+        each(x).pow(2).mean().backward()
+        for name, grad in whole_gradients(model).items():
+            torch.testing.assert_close(whole_gradients(each)[name], grad, msg=name)
+    with pytest.raises(WorldError, match="Make it on all ranks first"):
+        grid_like("cpu", (3,), (0, 1, 2), None)
 
 
 def experts_as_on_one_device():

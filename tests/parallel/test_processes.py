@@ -26,3 +26,7 @@ def test_program(processes, program):
 @pytest.mark.parametrize("whole_mesh", [True, False])
 def test_tensor_and_data_axes(processes, whole_mesh):
     processes(programs.tensor_and_data_axes, whole_mesh)
+
+
+def test_modules_from_files(processes, tmp_path):
+    processes(programs.modules_from_files, str(tmp_path))

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import pickle
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from shardwise.shard import (
     ShardedTensor,
     ShardingPlan,
     ShardingPlanner,
+    load_with_process_group,
     pre_load_state_dict_hook,
     shard_module,
     shard_parameter,
@@ -456,3 +458,44 @@ def test_worlds_leave_nothing_behind():
         with shardwise.simulate(size):
             model = shard_module(nn.Embedding(5, 4), ShardingPlan({"weight": ROWS}))
             assert model(torch.tensor([4])).shape == (1, 4)
+
+
+# -- copies and files ------------------------------------------------------------------------
+
+
+def copies(module):
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return [copy.deepcopy(module), torch.load(file, weights_only=False)]
+
+
+def test_copies_keep_what_the_plan_did(world):
+    """Outputs that are laid out, and the forward of a module that a sharder replaced."""
+    rows = chunks(0, 0, 1, 2, 3)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 6))
+    plan = ShardingPlan(
+        {"0.weight": rows}, output_plan={"0": rows, "1": rows}, return_local_tensor=["0"]
+    )
+    shard_module(model, plan)
+    x = per_rank(lambda r, g: torch.randn(2, 4, generator=g))
+    expected = model(x)
+    wrapped = shard_module(nn.Sequential(Collection()), ShardingPlan({"0": Wrapper()}))
+    ids = per_rank(lambda r, g: torch.randint(0, 10, (3, 2), generator=g))
+    for found in copies(model):
+        assert isinstance(found(x), ShardedTensor)
+        assert torch.equal(found(x).full_tensor().agreed(), expected.full_tensor().agreed())
+    for found in copies(wrapped):
+        for rank in range(4):
+            assert torch.equal(found(ids).on_rank(rank), wrapped(ids).on_rank(rank))
+
+
+def test_a_file_of_a_module_on_some_ranks(world):
+    group = torch.distributed.new_group([0, 1])
+    layer = nn.Sequential(nn.Linear(4, 4))
+    shard_module(layer, ShardingPlan({}, return_local_tensor=["0"]), process_group=group)
+    saved = pickle.dumps(layer)
+    with pytest.raises(WorldError, match=r"The output plan of '0' was saved on the group of ranks"):
+        pickle.loads(saved)
+    with load_with_process_group(group):
+        assert torch.equal(pickle.loads(saved)(torch.ones(4)), layer(torch.ones(4)))

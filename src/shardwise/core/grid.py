@@ -151,9 +151,22 @@ def grid_like(
     axis_names: tuple[str, ...] | None,
 ) -> Grid:
     """The grid of the current world with these values; its mesh is made when there is none yet."""
-    grid: Grid | None = current_world().grids.get((device_type, axis_names, shape, ranks))
+    world = current_world()
+    grid: Grid | None = world.grids.get((device_type, axis_names, shape, ranks))
     if grid is not None:
         return grid
+    if max(ranks) >= world.size:
+        raise WorldError(
+            f"A mesh {shape} of ranks {list(ranks)} is needed, but the world has {world.size} "
+            "ranks. Load it in a world of as many, or save full_tensor() of each tensor."
+        )
+    if not world.simulated and len(ranks) != world.size:
+        # Other ranks would have to make it at the same time, and may be doing something else.
+        raise WorldError(
+            f"There is no mesh {shape} of ranks {list(ranks)} on {device_type!r} yet, with axes "
+            f"{axis_names}, and the world has {world.size} ranks. Make it on all ranks first: "
+            "init_device_mesh(...) of the whole world, and mesh[...] for a part of it."
+        )
     mesh = DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
     return grid_of(mesh)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -146,7 +147,7 @@ def distribute_module(
     module's forward and `output_fn(module, outputs, mesh)` after it.
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
-    grid_of(mesh)
+    grid = grid_of(mesh)
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"distribute_module() takes a module, found a {type(module).__name__}.")
     # A tensor that several modules share stays shared.
@@ -156,10 +157,21 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
         _replicate_rest(submodule, mesh, made)
     if input_fn is not None:
-        module.register_forward_pre_hook(lambda mod, inputs: input_fn(mod, inputs, mesh))
+        module.register_forward_pre_hook(functools.partial(_enter, input_fn, grid))
     if output_fn is not None:
-        module.register_forward_hook(lambda mod, inputs, outputs: output_fn(mod, outputs, mesh))
+        module.register_forward_hook(functools.partial(_leave, output_fn, grid))
     return module
+
+
+# With a grid, which a pickled or copied module keeps by value, where a mesh could not be.
+
+
+def _enter(fn: Callable[..., Any], grid: Grid, module: nn.Module, inputs: Any) -> Any:
+    return fn(module, inputs, grid.mesh)
+
+
+def _leave(fn: Callable[..., Any], grid: Grid, module: nn.Module, _: Any, outputs: Any) -> Any:
+    return fn(module, outputs, grid.mesh)
 
 
 def _replicate_rest(

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -101,8 +102,12 @@ class Reducer:
     """Reduces the gradients of one module; see Note [Buckets]."""
 
     def __init__(self, module: nn.Module, line: Line, bucket_bytes: int) -> None:
-        self.buckets = make_buckets(module, line, bucket_bytes)
-        self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
+        self._watch(make_buckets(module, line, bucket_bytes))
+        module.register_forward_pre_hook(self._fresh)
+
+    def _watch(self, buckets: list[Bucket]) -> None:
+        self.buckets = buckets
+        self.number = {id(p): i for i, b in enumerate(buckets) for p in b.parameters}
         self.enabled = True
         self._forget()
         for bucket in self.buckets:
@@ -110,7 +115,14 @@ class Reducer:
                 parameter.register_post_accumulate_grad_hook(self._arrived)
                 if bucket.grid.world.simulated and type(parameter.data) is torch.Tensor:
                     parameter.register_hook(_room_per_rank(parameter))
-        module.register_forward_pre_hook(lambda *_: self._fresh())
+
+    # A copy of the module comes with a copy of this; hooks of parameters are not copied.
+
+    def __getstate__(self) -> list[Bucket]:
+        return self.buckets
+
+    def __setstate__(self, buckets: list[Bucket]) -> None:
+        self._watch(buckets)
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -127,7 +139,7 @@ class Reducer:
         self.num_started = 0
         self.queued = False
 
-    def _fresh(self) -> None:
+    def _fresh(self, *_: Any) -> None:
         """A backward that raised half-way leaves nothing behind."""
         if self.queued and torch._C._current_graph_task_id() == -1:
             self._forget()

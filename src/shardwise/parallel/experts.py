@@ -10,7 +10,7 @@ layer. How many pairs a rank has depends on the values, so the forward runs on p
 from __future__ import annotations
 
 import contextlib
-import types
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -95,12 +95,8 @@ class ExpertParallel(ParallelStyle):
         stacked = tuple(self.parameter_placements(module).items())
         self.place_parameters(module, spot)
         owned = _Owned(spot, stacked, self.output_layouts or REPLICATE, self.use_local_output)
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            return owned.run(self, *args, **kwargs)
-
-        # A method, so that a copy of the module calls the copy.
-        module.forward = types.MethodType(forward, module)
+        # With the module as an argument, so that a copy of the module calls the copy.
+        module.forward = functools.partial(owned.run, module)
         return module
 
 

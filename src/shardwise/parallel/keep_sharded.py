@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -85,18 +86,19 @@ def _with(
 
 def _gather_in_forward(owner: nn.Module, names: list[str], line: Line) -> None:
     """An attribute of the instance hides the parameter of that name while forward runs."""
+    owner.register_forward_pre_hook(functools.partial(_gather, names, line))
+    owner.register_forward_hook(functools.partial(_release, names), always_call=True)
 
-    def gather(module: nn.Module, _: Any) -> None:
-        for name in names:
-            parameter: Any = module._parameters[name]
-            axis = line.axis_in(parameter._layout.grid)
-            assert axis is not None, "a parameter does not change its mesh"
-            whole = _with(parameter.placements, axis, REPLICATE)
-            module.__dict__[name] = parameter.redistribute(placements=whole, async_op=True)
 
-    def release(module: nn.Module, *_: Any) -> None:
-        for name in names:
-            module.__dict__.pop(name, None)
+def _gather(names: list[str], line: Line, module: nn.Module, _: Any) -> None:
+    for name in names:
+        parameter: Any = module._parameters[name]
+        axis = line.axis_in(parameter._layout.grid)
+        assert axis is not None, "a parameter does not change its mesh"
+        whole = _with(parameter.placements, axis, REPLICATE)
+        module.__dict__[name] = parameter.redistribute(placements=whole, async_op=True)
 
-    owner.register_forward_pre_hook(gather)
-    owner.register_forward_hook(release, always_call=True)
+
+def _release(names: list[str], module: nn.Module, *_: Any) -> None:
+    for name in names:
+        module.__dict__.pop(name, None)

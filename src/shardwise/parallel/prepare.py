@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -61,12 +62,11 @@ class PrepareModuleInput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spot = self.spot(device_mesh)
-
-        def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            return self._positional(spot, args), self._keywords(spot, kwargs)
-
-        prepend_input_hook(module, enter)
+        prepend_input_hook(module, functools.partial(self._inputs, spot))
         return module
+
+    def _inputs(self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._positional(spot, args), self._keywords(spot, kwargs)
 
     def _positional(self, spot: Spot, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.input_layouts is None or self.desired_input_layouts is None:
@@ -132,7 +132,7 @@ class PrepareModuleOutput(ParallelStyle):
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         spot = self.spot(device_mesh)
-        append_output_hook(module, lambda output: self._outputs(spot, output))
+        append_output_hook(module, functools.partial(self._outputs, spot))
         return module
 
     def _outputs(self, spot: Spot, output: Any) -> Any:

@@ -32,6 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.pending import Pending, later
 from shardwise.core.chunks import lengths
+from shardwise.core.grid import Grid, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
@@ -49,7 +50,10 @@ def tensor_axis(mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Spot:
-    """A mesh, its tensor axis, and the path of the module that is worked on."""
+    """A mesh, its tensor axis, and the path of the module that is worked on.
+
+    A pickled one keeps the mesh by value, and finds its like again in the world of then.
+    """
 
     mesh: DeviceMesh
     axis: int
@@ -57,6 +61,9 @@ class Spot:
 
     def __deepcopy__(self, memo: Any) -> Spot:
         return self  # a mesh stands for processes, which are not copied
+
+    def __reduce__(self) -> Any:
+        return _spot_on, (grid_of(self.mesh), self.axis, self.path)
 
     @property
     def where(self) -> str:
@@ -143,6 +150,10 @@ class Spot:
 
     def _scaled(self, x: DTensor, factor: float) -> DTensor:
         return ScaleGradient.apply(x, float(factor)) if factor != 1 and x.requires_grad else x
+
+
+def _spot_on(grid: Grid, axis: int, path: str) -> Spot:
+    return Spot(grid.mesh, axis, path)
 
 
 def _later(x: DTensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,45 +127,48 @@ def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(path), key
 
 
+#: A partial of a module-level function, so that the module can be pickled.
 Hook = Callable[..., Any]
 
 
 def prepend_input_hook(module: nn.Module, hook: Hook) -> None:
     """Run `hook(args, kwargs) -> (args, kwargs)` before the module's forward."""
+    module.register_forward_pre_hook(functools.partial(_prepare, hook), with_kwargs=True)
 
-    def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return hook(args, kwargs)
 
-    module.register_forward_pre_hook(prepare, with_kwargs=True)
+def _prepare(hook: Hook, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return hook(args, kwargs)
 
 
 def append_output_hook(module: nn.Module, hook: Hook) -> None:
     """Run `hook(output) -> output` after the module's forward."""
+    module.register_forward_hook(functools.partial(_finish, hook))
 
-    def finish(_: nn.Module, args: Any, output: Any) -> Any:
-        return hook(output)
 
-    module.register_forward_hook(finish)
+def _finish(hook: Hook, _: nn.Module, args: Any, output: Any) -> Any:
+    return hook(output)
 
 
 def first_input(spot: Spot, given: Placement, wanted: Placement) -> Hook:
     """A hook that brings a module's one input, by position or by keyword, to `wanted`."""
+    return functools.partial(_enter_first, spot, given, wanted)
 
-    def enter(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args:
-            return (spot.enter(args[0], given, wanted), *args[1:]), kwargs
-        if kwargs:
-            name = next(iter(kwargs))
-            return args, {**kwargs, name: spot.enter(kwargs[name], given, wanted, name)}
-        raise LayoutError(f"{spot.where} was called without an input; its style expects one.")
 
-    return enter
+def _enter_first(
+    spot: Spot, given: Placement, wanted: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    if args:
+        return (spot.enter(args[0], given, wanted), *args[1:]), kwargs
+    if kwargs:
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: spot.enter(kwargs[name], given, wanted, name)}
+    raise LayoutError(f"{spot.where} was called without an input; its style expects one.")
 
 
 def only_output(spot: Spot, wanted: Placement, local: bool) -> Hook:
     """A hook that brings a module's one output to `wanted`."""
+    return functools.partial(_leave_only, spot, wanted, local)
 
-    def leave(output: Any) -> Any:
-        return spot.leave(output, wanted, local)
 
-    return leave
+def _leave_only(spot: Spot, wanted: Placement, local: bool, output: Any) -> Any:
+    return spot.leave(output, wanted, local)

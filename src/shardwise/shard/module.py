@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,7 +25,7 @@ from shardwise.shard.create import (
     place_tensor,
 )
 from shardwise.shard.group import home_grid
-from shardwise.shard.outputs import lay_out
+from shardwise.shard.output_hook import OutputHook
 from shardwise.shard.paths import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ShardingSpec
@@ -220,7 +219,7 @@ def _sharded_by(sharder: Sharder, before: nn.Module, path: str) -> nn.Module:
         )
     if after is not before and type(after).forward is nn.Module.forward:
         # A container of sharded parts: it computes what the module that it replaces computed.
-        after.forward = types.MethodType(type(before).forward, after)
+        after.forward = functools.partial(type(before).forward, after)
     return after
 
 
@@ -229,14 +228,5 @@ def _hook_outputs(
 ) -> None:
     specs, local = dict(plan.output_plan or {}), set(plan.return_local_tensor or ())
     for path in dict.fromkeys([*specs, *(plan.return_local_tensor or ())]):
-        hook = functools.partial(
-            lay_out,
-            where=path,
-            spec=specs.get(path),
-            local=path in local,
-            process_group=process_group,
-            grad_reduction=grad_reduction,
-        )
-        find_module(module, path).register_forward_hook(
-            lambda _, inputs, output, hook=hook: hook(output)
-        )
+        hook = OutputHook(path, specs.get(path), path in local, process_group, grad_reduction)
+        find_module(module, path).register_forward_hook(hook)

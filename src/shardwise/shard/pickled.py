@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -47,23 +47,30 @@ def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
 def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
     """The reverse, in the current world."""
     shape, device_type, ranks = meta
-    world, group = current_world(), _group.get()
+    world = current_world()
     if world.simulated != (held[0] == "simulated"):
         raise WorldError(
             f"The tensor was saved in a {held[0]} world and cannot be loaded in {world}. Save "
             "full_tensor() to move values between worlds."
         )
-    found = group_ranks(group)
-    if found != tuple(ranks):
-        raise WorldError(
-            f"The tensor was saved on the group of ranks {list(ranks)}, but is loaded on "
-            f"{list(found)}. Put the load under load_with_process_group(group) with such a group, "
-            "or reshard(spec) before saving."
-        )
+    group = group_of_load(ranks, "The tensor")
     tiling = make_tiling(_spec_of(spec), tuple(shape), home_grid(group, device_type))
     if held[0] == "real":
         return held[1], tiling
     return LocalTensor(held[1], make_roster(world, held[2], held[3])), tiling
+
+
+def group_of_load(ranks: Sequence[int], what: str) -> Any:
+    """The group that is loaded into, where it has the ranks on which `what` was saved."""
+    group = _group.get()
+    found = group_ranks(group)
+    if found != tuple(ranks):
+        raise WorldError(
+            f"{what} was saved on the group of ranks {list(ranks)}, but is loaded on "
+            f"{list(found)}. Put the load under load_with_process_group(group) with such a group, "
+            "or reshard(spec) before saving."
+        )
+    return group
 
 
 def _plain_spec(spec: ShardingSpec) -> Any:
