@@ -1,6 +1,7 @@
 """What a sharded tensor says of itself, how it moves, and what can be done with it."""
 
 import copy
+import dataclasses
 import io
 import pickle
 
@@ -28,6 +29,7 @@ from shardwise.shard import (
     shard_tensor,
     zeros,
 )
+from shardwise.shard.conversion import ToDevice
 
 SHAPE = (11, 6)
 SPECS = TABLE_SPECS | {"tiles": tiles(SHAPE)}
@@ -161,6 +163,31 @@ def test_to(world, spec):
     assert st.cpu() is st
     assert st.to("cpu", copy=True) is not st
     assert isinstance(st.half(), ShardedTensor)
+    group = torch.distributed.new_group([0, 1, 2, 3])
+    assert st.to("cpu", non_blocking=True, process_group=group) is st
+    assert st.cpu(torch.contiguous_format, group).is_contiguous()
+    with pytest.raises(RuntimeError, match="channels_last"):
+        st.cpu(memory_format=torch.channels_last)
+    with pytest.raises(LayoutError, match=r"process_group has \[0, 1\]"):
+        st.to(torch.float64, process_group=torch.distributed.new_group([0, 1]))
+    with pytest.raises(TypeError, match="colour"):
+        st.cpu(colour="red")
+    with pytest.raises(TypeError, match="colour"):
+        st.to("cpu", colour="red")
+
+
+def test_to_another_device(world, spec):
+    """Each piece stays on its rank; gradients come back to where the tensor was."""
+    st = shard_tensor(values(), spec).requires_grad_()
+    there = st.to("meta", torch.float64, non_blocking=True)
+    assert (there.device.type, there.dtype) == ("meta", torch.float64)
+    assert there.metadata().shards_metadata == tuple(
+        dataclasses.replace(box, placement=f"rank:{box.rank}/meta") for box in spec.boxes(SHAPE)
+    )
+    moved = ToDevice.apply(st, torch.device("cpu"), False, None)
+    moved.backward(moved.detach())
+    assert st.grad.sharding_spec() == spec
+    assert torch.equal(whole(st.grad), values())
 
 
 def test_a_natural_one_is_a_dtensor_in_every_respect(world):

@@ -19,10 +19,10 @@ from shardwise.core.untraced import untraced
 from shardwise.dtensor.flat import FlatContext, flattened
 from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
-from shardwise.shard.blocks import natural_spec, on_device
+from shardwise.shard.blocks import natural_spec
+from shardwise.shard.conversion import asked_for, converted
 from shardwise.shard.device import RankDevice
 from shardwise.shard.dispatch import dispatch
-from shardwise.shard.group import home_grid
 from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from shardwise.shard.moves import Block, Reshard
 from shardwise.shard.pickled import packed, unpacked
@@ -272,27 +272,41 @@ class ShardedTensor(DTensor):
         self._check_natural("to_local()")
         return super().to_local(grad_placements=grad_placements)
 
-    def to(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        """Another dtype or another kind of device, as for any tensor."""
-        copied = kwargs.pop("copy", False)
-        device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
-        new: Any = self
-        if dtype is not None and dtype != self.dtype:
-            new = torch.Tensor.to(self, dtype)
-        tiling = self._tiling
-        if device is None or device.type == tiling.grid.device_type:
-            new = new.clone() if copied and new is self else new
-            return new
-        grid = home_grid(self.process_group, device.type)
-        spec = on_device(tiling.spec, device)
-        moved = make_tiling(spec, tiling.shape, grid)
-        return ShardedTensor.over(new._local.detach().to(device), moved, like=self)
+    def to(
+        self, *args: Any, copy: bool = False, process_group: Any = None, **kwargs: Any
+    ) -> ShardedTensor:
+        """Another dtype or another kind of device, as for any tensor.
 
-    def cpu(self, *args: Any, **kwargs: Any) -> ShardedTensor:
-        return self.to("cpu")
+        `process_group` is the one that the result belongs to: of the same ranks, and one that can
+        work on the other device.
+        """
+        return converted(self, asked_for(args, kwargs, copy, process_group))
 
-    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> ShardedTensor:
-        return self.to(torch.device("cuda") if device is None else device)
+    def cpu(
+        self,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> ShardedTensor:
+        return self.to("cpu", memory_format=memory_format, process_group=process_group)
+
+    def cuda(
+        self,
+        device: Any = None,
+        non_blocking: bool = False,
+        memory_format: torch.memory_format = torch.preserve_format,
+        process_group: Any = None,
+    ) -> ShardedTensor:
+        """The current device of CUDA, or the one that is named."""
+        if device is None:
+            device = torch.device("cuda")
+        elif isinstance(device, int):
+            device = torch.device("cuda", device)
+        return self.to(
+            device,
+            non_blocking=non_blocking,
+            memory_format=memory_format,
+            process_group=process_group,
+        )
 
     # -- copies ------------------------------------------------------------------------------
 
