@@ -10,10 +10,12 @@ from programs import mine
 from shard_cases import chunks, stretches, tiles
 from shard_models import BrokenOnRank, Collection, HalfAndHalf, Nested, Towers
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from shardwise.core.world import current_world
 from shardwise.debug import CommDebugMode
+from shardwise.errors import LayoutError
 from shardwise.shard import (
     Shard,
     ShardedOptimizer,
@@ -169,6 +171,44 @@ def compiled():
     with pytest.raises(IndexError, match="the ids of rank 1 run from"):
         fast(users, items)
     return found_counts
+
+
+class TwoTables(nn.Module):
+    """Lookups that do not depend on each other; the first is laid out."""
+
+    def __init__(self):
+        super().__init__()
+        self.rows, self.bags = nn.Embedding(9, 6), nn.EmbeddingBag(9, 6)
+
+    def forward(self, ids):
+        return self.rows(ids).tanh() * 2, self.bags(ids.flatten()[:, None])
+
+
+def laid_out(backend, local):
+    """How many graphs a rank has compiled after batches of other sizes than those of others."""
+    torch._dynamo.reset()
+    tables = {"rows.weight": chunks(0, 0, 1, 2, 3), "bags.weight": chunks(1, 0, 1, 2, 3)}
+    plan = ShardingPlan(tables, {"rows": chunks(1, 3, 0)}, ["rows"] if local else [])
+    model, rank = shard_module(TwoTables(), plan), dist.get_rank()
+    counter = CompileCounterWithBackend(backend)
+    fast = torch.compile(model, backend=counter, fullgraph=True)
+    for size in (5 + rank, 7 - rank, 4 * (rank == 1)):
+        ids = torch.randint(0, 9, (size,), generator=seeded(rank))
+        found = []
+        for run in (model, fast, fast):
+            model.zero_grad()
+            with CommDebugMode() as comm:
+                rows, bags = run(ids)
+                torch.autograd.backward([rows.square().sum(), bags.sum()])
+            held = [getattr(x, "_local", x) for x in (rows.detach(), bags.detach())]
+            held += [p.grad._local.clone() for p in model.parameters()]
+            found.append((held, [(event.kind, event.num_bytes) for event in comm.events]))
+        for held, events in found[1:]:
+            torch.testing.assert_close(held, found[0][0])
+            assert events == found[0][1]
+    with pytest.raises(LayoutError, match="more than their first dim"):
+        fast(torch.zeros(2, 2 + (rank == 2), dtype=torch.int64))
+    return counter.frame_count
 
 
 def making_and_keeping():

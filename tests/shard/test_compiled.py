@@ -1,5 +1,7 @@
 """Sharded modules in compiled code: one graph, with an op for each lookup and linear layer."""
 
+import re
+
 import pytest
 import torch
 import torch._functorch.config as functorch
@@ -7,6 +9,7 @@ from shard_cases import chunks, per_rank
 from shard_models import Collection, HalfAndHalf, Towers
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -231,6 +234,72 @@ def test_elementwise_ops_keep_the_spec(world):
     assert torch.equal(doubled, st.tanh() * 2)
 
 
+LAID_OUT = {"rows": (chunks(0, 2, 0, 1, 3), "mean"), "columns": (chunks(-1, 0, 1, 2, 3), "sum")}
+
+
+@pytest.mark.parametrize(("spec", "reduction"), LAID_OUT.values(), ids=LAID_OUT.keys())
+def test_local_tensors_of_outputs_that_are_laid_out(world, spec, reduction):
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, {"0": spec}, ["0"])
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Tanh())
+    shard_module(model, plan, grad_reduction=reduction)
+    fast, counter = compiled(model)
+    for size in (5, 7, 13, 0, 1):
+        assert_as_eager(model, fast, ids_of(size))
+    assert counter.frame_count == 4  # the first size, 0, 1 and all others
+    counts = []
+    for run in (model, fast):
+        with CommDebugMode() as comm:
+            run(ids_of(7)).sum().backward()
+        counts.append(comm.get_comm_counts())
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_local_tensors_on_every_backend(world, backend):
+    plan = ShardingPlan({"0.weight": chunks(1, 3, 0)}, {"0": chunks(0, 0, 1, 2, 3)}, ["0"])
+    model = shard_module(nn.Sequential(nn.Linear(6, 5), nn.Tanh()), plan)
+    fast, _ = compiled(model, backend)
+    assert_as_eager(model, fast, per_rank(lambda r, g: torch.randn(3, 6, generator=g)))
+
+
+class Doubled(nn.Module):
+    """Puts out a sharded tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 4))
+
+    def forward(self, x):
+        return self.weight * 2
+
+
+def test_a_sharded_output(world):
+    """Its sizes are known, so it is moved in the graph."""
+    for output_plan in (None, {"0": chunks(1, 0, 1, 2, 3)}):
+        plan = ShardingPlan({"0.weight": chunks(0, 1, 0, 2, 3)}, output_plan, ["0"])
+        model = shard_module(nn.Sequential(Doubled(), nn.Tanh()), plan)
+        assert_as_eager(model, compiled(model)[0], ids_of(5))
+
+
+def test_inductor_keeps_the_order_of_exchanges(world):
+    """Sorted for the least memory, they would run in another order on another rank."""
+    model = shard_module(Towers(), ShardingPlan(PLANS["rows"]))
+
+    def two(users, items):
+        return model.user(users).tanh() * 2, model.item(items)
+
+    def step():
+        one, other = compiled(two, "inductor")[0](ids_of(5), ids_of(5, 3))
+        (one.sum() + other.sum()).backward()
+
+    _, codes = run_and_get_code(step)
+    found = [re.findall(r"shardwise\.(own\w+).*?\"what\": \"(\w+)", code) for code in codes]
+    assert found == [
+        [("own_batch", "embedding"), ("own_batch", "embedding_bag")],
+        [("own_batch_backward", "embedding_bag"), ("own_batch_backward", "embedding")],
+    ]
+
+
 # torch looks at every tensor that crosses a break, also at those that have no `grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_breaks_the_graph(world):
@@ -241,6 +310,15 @@ def test_what_breaks_the_graph(world):
     assert torch.equal(torch.compile(model, backend="aot_eager")(ids_of(5)), expected)
     with pytest.raises(Exception, match="output_plan"):
         compiled(model)[0](ids_of(5))
+
+    uneven = ShardingPlan({}, {"": chunks(0, 1, 0)}, [""])
+    layer, x = shard_module(nn.Linear(6, 5), uneven), per_rank(lambda r, g: torch.ones(3, 6))
+    expected = layer(x)
+    for rank in range(4):
+        found = torch.compile(layer, backend="aot_eager")(x)
+        assert torch.equal(found.on_rank(rank), expected.on_rank(rank))
+    with pytest.raises(Exception, match="one graph cannot have a size per rank"):
+        compiled(layer)[0](x)
 
     def sparse(ids):
         return F.embedding(ids, model[0].weight, sparse=True) * 2

@@ -67,6 +67,12 @@ def test_compiled(processes):
             assert fast == eager
 
 
+def test_compiled_outputs_that_are_laid_out(processes):
+    """Inductor: ranks have other code, and run what communicates in one order."""
+    # The first size, all others, 0, and an input of two dims.
+    assert set(processes(programs.laid_out, "inductor", True, timeout_s=300)) <= {3, 4}
+
+
 def test_making_and_keeping(processes):
     both(processes, programs.making_and_keeping)
 

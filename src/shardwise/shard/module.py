@@ -25,10 +25,12 @@ from shardwise.shard.create import (
     place_tensor,
 )
 from shardwise.shard.group import home_grid
-from shardwise.shard.output_hook import OutputHook
+from shardwise.shard.output_hook import output_hook
+from shardwise.shard.outputs import OutputPlan
 from shardwise.shard.paths import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ShardingSpec
+from shardwise.shard.tiling import device_type_of
 
 
 def shard_module(
@@ -122,6 +124,7 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
         find_module(module, path)
         if not isinstance(spec, ShardingSpec):
             raise ArgumentError(f"output_plan gives {path!r} {spec!r}; it takes a sharding spec.")
+        device_type_of(spec)
     for path in plan.return_local_tensor or ():
         find_module(module, path)
 
@@ -228,5 +231,5 @@ def _hook_outputs(
 ) -> None:
     specs, local = dict(plan.output_plan or {}), set(plan.return_local_tensor or ())
     for path in dict.fromkeys([*specs, *(plan.return_local_tensor or ())]):
-        hook = OutputHook(path, specs.get(path), path in local, process_group, grad_reduction)
-        find_module(module, path).register_forward_hook(hook)
+        laid_out = OutputPlan(path, specs.get(path), path in local, grad_reduction)
+        find_module(module, path).register_forward_hook(output_hook(laid_out, process_group))

@@ -8,6 +8,7 @@ sharded one to the mean of the losses.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,38 +30,45 @@ from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
 
 
+@dataclass(frozen=True, slots=True)
+class OutputPlan:
+    """What a plan says about the output of one module."""
+
+    where: str
+    spec: ShardingSpec | None
+    local: bool
+    grad_reduction: str
+
+
 @untraced
-def lay_out(
-    output: Any,
-    *,
-    where: str,
-    spec: ShardingSpec | None,
-    local: bool,
-    process_group: Any,
-    grad_reduction: str,
-) -> Any:
-    """The output in `spec`; as this rank's block when `local`."""
-    if torch.compiler.is_dynamo_compiling() and (spec is not None or isinstance(output, DTensor)):
-        torch._dynamo.graph_break(
-            "output_plan, and return_local_tensor of a sharded output, in compiled code: how an "
-            "output is cut depends on what other ranks put out. Compile without fullgraph=True, or "
-            "the modules inside."
-        )
+def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any:
+    """The output in the plan's spec; as this rank's block when it is to be local.
+
+    `text` says the same to a compiler, which reads this function.
+    """
     if not isinstance(output, torch.Tensor):
         raise ArgumentError(
-            f"The plan lays out the output of {where!r}, which is a {type(output).__name__}, not a "
-            "tensor."
+            f"The plan lays out the output of {plan.where!r}, which is a {type(output).__name__}, "
+            "not a tensor."
         )
-    x: Any = output
-    if spec is not None:
-        if not isinstance(x, DTensor):
-            grid = home_grid(process_group, device_type_of(spec))
-            x = joined(x, grid, grad_reduction)
-        x = with_spec(x, ShardedTensor).reshard(spec)
-    if not local or not isinstance(x, DTensor):
+    if plan.spec is None and not isinstance(output, DTensor):
+        return output
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.shardwise.lay_out(output, text)
+    if plan.spec is not None and not isinstance(output, DTensor):
+        grid = home_grid(process_group, device_type_of(plan.spec))
+        output = joined(output, grid, plan.grad_reduction)
+    return arranged(output, plan)
+
+
+def arranged(x: Any, plan: OutputPlan) -> torch.Tensor:
+    """A DTensor as the plan says."""
+    if plan.spec is not None:
+        x = with_spec(x, ShardedTensor).reshard(plan.spec)
+    if not plan.local:
         return x
     block = with_spec(x, ShardedTensor).local_tensor()
-    if grad_reduction == "mean" and block.requires_grad:
+    if plan.grad_reduction == "mean" and block.requires_grad:
         return ShareOfGradient.apply(block, len(x._layout.grid.ranks))
     return block
 
@@ -77,12 +85,16 @@ def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
     shapes = [tuple(sizes[:ndim]) for ndim, *sizes in announced(grid, what, describe, x)]
     if len({shape[1:] for shape in shapes}) > 1:
         raise LayoutError(f"{what}: outputs differ in more than their first dim: {shapes}.")
+    return Join.apply(x, joint_tiling(shapes, grid), grad_reduction)
+
+
+def joint_tiling(shapes: Sequence[Sequence[int]], grid: Grid) -> Tiling:
+    """How tensors of these shapes, one of each rank, lie in the one that they are parts of."""
     device, at, boxes = torch.device(grid.device_type), 0, []
     for rank, shape in zip(grid.ranks, shapes, strict=True):
         boxes.append(ShardMetadata([at] + [0] * (len(shape) - 1), shape, RankDevice(rank, device)))
         at += shape[0]
-    tiling = make_tiling(EnumerableShardingSpec(boxes), (at, *shapes[0][1:]), grid)
-    return Join.apply(x, tiling, grad_reduction)
+    return make_tiling(EnumerableShardingSpec(boxes), (at, *shapes[0][1:]), grid)
 
 
 class Join(UntracedFunction):
@@ -96,9 +108,11 @@ class Join(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        tiling: Tiling = ctx.tiling
-        lying = sharded_like(grad, tiling, ShardedTensor)
-        own = each_rank(
-            tiling.grid, lambda _, mine: mine * ctx.factor, blocks_of(tiling, lying._local)
-        )
+        own = parted(grad, ctx.tiling, ctx.factor)
         return one_for_all(own) if ctx.plain else sized(own), None, None
+
+
+def parted(grad: Any, tiling: Tiling, factor: int) -> torch.Tensor:
+    """What each rank put out of a joint tensor gets of its gradient."""
+    lying = sharded_like(grad, tiling, ShardedTensor)
+    return each_rank(tiling.grid, lambda _, mine: mine * factor, blocks_of(tiling, lying._local))

@@ -7,7 +7,8 @@ of this rank's block. So in a graph each lookup or linear layer is one op, `own_
 when it runs what eager code does, collectives included; batches may differ in size between ranks,
 and a bad one is the same error on all of them.
 
-The compiler keeps these ops in order, whatever the sizes on a rank: they count as ops with effects.
+The compiler keeps these ops in order, whatever the sizes on a rank: they count as ops with effects
+(and `lowering` sees to it that inductor does).
 
 Backward is an op too. It finds what forward has kept by the number that forward put out. Only few
 are kept. Where it is gone (forward ran many times before, or backward runs twice) the exchange runs
@@ -29,10 +30,12 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.errors import UnsupportedError
+from shardwise.shard.lowering import keep_order, stays_in_order
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
 
@@ -60,7 +63,7 @@ def is_traced(x: Any) -> bool:
     return type(local._parts[0] if isinstance(local, LocalTensor) else local) is not torch.Tensor
 
 
-def _parts(x: torch.Tensor) -> list[torch.Tensor]:
+def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
     return list(x._parts) if isinstance(x, LocalTensor) else [x]
 
 
@@ -74,17 +77,7 @@ def traced(
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     """What eager code gives, as one op of a graph."""
-    if torch.compiler.is_exporting():
-        raise UnsupportedError(
-            "torch.export of a module of shard_module: an exported graph cannot ask other ranks. "
-            "Use torch.compile, or export a module on DTensors (distribute_module)."
-        )
-    if torch.is_grad_enabled() and _is_checkpointed():
-        raise UnsupportedError(
-            "A sharded module inside activation checkpointing, in compiled code: torch saves for "
-            "backward that it ran, and fails. Checkpoint what stands around it, or compile without "
-            "it."
-        )
+    check_place()
     brought = {name: x for name, x in given.items() if x is not None}
     call = Call(
         what,
@@ -97,6 +90,22 @@ def traced(
         _autocast_dtype(weight._tiling.grid.device_type),
     )
     return TracedOwnBatch.apply(weight, call, torch.is_grad_enabled(), *brought.values())
+
+
+def check_place() -> None:
+    """Raise where an op with effects cannot stand; called wherever one is traced."""
+    keep_order()
+    if torch.compiler.is_exporting():
+        raise UnsupportedError(
+            "torch.export of a module of shard_module: an exported graph cannot ask other ranks. "
+            "Use torch.compile, or export a module on DTensors (distribute_module)."
+        )
+    if torch.is_grad_enabled() and _is_checkpointed():
+        raise UnsupportedError(
+            "A sharded module inside activation checkpointing, in compiled code: torch saves for "
+            "backward that it ran, and fails. Checkpoint what stands around it, or compile without "
+            "it."
+        )
 
 
 def _is_checkpointed() -> bool:
@@ -122,8 +131,8 @@ class TracedOwnBatch(UntracedFunction):
     ) -> torch.Tensor:
         wanted = [ctx.needs_input_grad[0], *ctx.needs_input_grad[3:]]
         needs = [trains and want for want in wanted]
-        text, parts = call.text(), [part for x in given for part in _parts(x)]
-        held = _parts(weight._local)
+        text, parts = call.text(), [part for x in given for part in parts_of(x)]
+        held = parts_of(weight._local)
         if call.writes:
             # The compiler takes no op that writes and returns a list.
             *out, number = _forward_shapes(text, needs, held, parts)
@@ -140,11 +149,11 @@ class TracedOwnBatch(UntracedFunction):
         call: Call = ctx.call
         weight, number, *given = ctx.saved_tensors
         whole = call.whole()
-        grads = _parts(grad if whole is None else grad.held_like(whole))
-        parts = [part for x in given for part in _parts(x)]
+        grads = parts_of(grad if whole is None else grad.held_like(whole))
+        parts = [part for x in given for part in parts_of(x)]
         found = iter(
             _ops.own_batch_backward(
-                ctx.text, ctx.needs, number, grads, _parts(weight._local), parts
+                ctx.text, ctx.needs, number, grads, parts_of(weight._local), parts
             )
         )
         own: list[Any] = [joined(found, whole) if need else None for need in ctx.needs]
@@ -176,13 +185,13 @@ def _run(
     leaves = [weight, *tensors.values()]
     for leaf, need in zip(leaves, needs, strict=True):
         leaf.requires_grad_(need)
-    with _autograd(any(needs)), call.autocast():
+    with with_autograd(any(needs)), call.autocast():
         out = eager[call.what](weight=weight, **tensors, **call.options)
     return out, leaves
 
 
 @contextlib.contextmanager
-def _autograd(enabled: bool) -> Iterator[None]:
+def with_autograd(enabled: bool) -> Iterator[None]:
     """Autograd as a program has it: compiled code runs below it."""
     keys = torch._C.DispatchKey
     excluded = torch._C._dispatch_tls_local_exclude_set()
@@ -208,7 +217,7 @@ def _forward(
         _kept[number] = out, leaves
         if len(_kept) > _MAX_KEPT:
             _kept.popitem(last=False)
-    return [*_parts(_apart(out.detach(), call)), torch.tensor(number)]
+    return [*parts_of(apart(out.detach(), call.whole())), torch.tensor(number)]
 
 
 def _forward_into(
@@ -224,13 +233,12 @@ def _forward_into(
     return number
 
 
-def _apart(x: torch.Tensor, call: Call) -> torch.Tensor:
+def apart(x: torch.Tensor, whole: Roster | None) -> torch.Tensor:
     """`x`, for each rank a tensor of its own."""
-    whole = call.whole()
     if whole is None:
         return x
     assert isinstance(x, LocalTensor), "a simulated world computes with LocalTensors"
-    return LocalTensor([x.on_rank(rank) for rank in call.grid.ranks], whole)
+    return LocalTensor([x.on_rank(rank) for rank in whole.ranks], whole)
 
 
 def _backward(
@@ -245,7 +253,7 @@ def _backward(
     known = _kept.pop(int(number), None)
     out, leaves = _run(_again(call), needs, held, given) if known is None else known
     wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-    with _autograd(enabled=False):
+    with with_autograd(enabled=False):
         found = torch.autograd.grad(out, wanted, joined(iter(grads), call.whole()))
     results = []
     for grad in found:
@@ -253,7 +261,7 @@ def _backward(
         whole = call.whole()
         if whole is not None and not isinstance(local, LocalTensor):
             local = LocalTensor([local] * whole.num_parts, whole)
-        results += [part.clone() for part in _parts(_apart(local, call))]
+        results += [part.clone() for part in parts_of(apart(local, whole))]
     return results
 
 
@@ -321,3 +329,4 @@ for _name, _fn, _fake in (
     watch.kernels[getattr(_ops, _name)] = _fn
     torch.library._register_effectful_op(f"shardwise::{_name}", EffectType.ORDERED, lib=_library)
     torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
+    stays_in_order(getattr(_ops, _name).default)

@@ -48,14 +48,14 @@ class Call:
         return json.dumps(
             {
                 "what": self.what,
-                "spec": _spelled_spec(tiling.spec),
+                "spec": spelled_spec(tiling.spec),
                 "shape": tiling.shape,
-                "grid": (grid.device_type, grid.shape, grid.ranks, grid.axis_names),
+                "grid": spelled_grid(grid),
                 "grad_reduction": self.grad_reduction,
                 "writes": self.writes,
                 "options": self.options,
-                "given": {name: _spelled(roster) for name, roster in self.given.items()},
-                "held": _spelled(self.held),
+                "given": {name: spelled_roster(roster) for name, roster in self.given.items()},
+                "held": spelled_roster(self.held),
                 "autocast_dtype": self.autocast_dtype,
             }
         )
@@ -74,24 +74,35 @@ class Call:
 
     def whole(self) -> Roster | None:
         """Each rank has a part of its own."""
-        if self.held is None:
-            return None
-        ranks = self.grid.ranks
-        return make_roster(self.grid.world, ranks, tuple(range(len(ranks))))
+        return None if self.held is None else one_each(self.grid)
 
 
-def _spelled(roster: Roster | None) -> Any:
+def one_each(grid: Grid) -> Roster:
+    """Each rank of a simulated world has a part of its own."""
+    return make_roster(grid.world, grid.ranks, tuple(range(len(grid.ranks))))
+
+
+def spelled_roster(roster: Roster | None) -> Any:
     return None if roster is None else (roster.ranks, roster.index)
 
 
-def _spelled_spec(spec: ShardingSpec) -> Any:
+def spelled_grid(grid: Grid) -> Any:
+    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
+
+
+def read_grid(spelled: Any) -> Grid:
+    device_type, shape, ranks, names = spelled
+    return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
+
+
+def spelled_spec(spec: ShardingSpec) -> Any:
     if isinstance(spec, ChunkShardingSpec):
         return spec.dim, list(map(repr, spec.placements))
     assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
     return [(b.shard_offsets, b.shard_sizes, repr(b.placement)) for b in spec.shards]
 
 
-def _spec(spelled: Any) -> ShardingSpec:
+def read_spec(spelled: Any) -> ShardingSpec:
     if isinstance(spelled[0], int):
         return ChunkShardingSpec(*spelled)
     return EnumerableShardingSpec([ShardMetadata(*box) for box in spelled])
@@ -100,16 +111,14 @@ def _spec(spelled: Any) -> ShardingSpec:
 @functools.lru_cache(maxsize=1024)
 def read_call(text: str) -> Call:
     read = json.loads(text)
-    device_type, shape, ranks, names = read["grid"]
-    grid = grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
     return Call(
         read["what"],
-        make_tiling(_spec(read["spec"]), tuple(read["shape"]), grid),
+        make_tiling(read_spec(read["spec"]), tuple(read["shape"]), read_grid(read["grid"])),
         read["grad_reduction"],
         read["writes"],
         read["options"],
-        {name: _roster(spelled) for name, spelled in read["given"].items()},
-        _roster(read["held"]),
+        {name: read_roster(spelled) for name, spelled in read["given"].items()},
+        read_roster(read["held"]),
         read["autocast_dtype"],
     )
 
@@ -117,7 +126,7 @@ def read_call(text: str) -> Call:
 world_caches.append(read_call.cache_clear)
 
 
-def _roster(spelled: Any) -> Roster | None:
+def read_roster(spelled: Any) -> Roster | None:
     if spelled is None:
         return None
     ranks, index = spelled

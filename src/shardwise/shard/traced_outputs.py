@@ -1,0 +1,300 @@
+"""Outputs that are laid out in compiled code.
+
+Note [Outputs in compiled code]
+How much the others put out is not known before they say so, and it decides what a rank's block of
+the joint tensor is. So laying out is one op with effects, as in Note [Sharded modules in compiled
+code], whose result has a size that the graph learns when it runs. In a simulated world all ranks'
+sizes are at hand, and so are those of the result. A gradient has the shape of what this rank put
+out, which is known in both.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import my_coordinate, one_for_all
+from shardwise.comm.roster import Roster
+from shardwise.comm.watch import watch
+from shardwise.core.chunks import Size, lengths
+from shardwise.core.grid import Grid
+from shardwise.core.untraced import UntracedFunction
+from shardwise.core.world import world_caches
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.shard.blocks import held_blocks
+from shardwise.shard.group import home_grid
+from shardwise.shard.lowering import stays_in_order
+from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted
+from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec
+from shardwise.shard.tensor import ShardedTensor
+from shardwise.shard.tiling import device_type_of, make_tiling
+from shardwise.shard.traced import apart, check_place, parts_of, with_autograd
+from shardwise.shard.traced_call import joined as together
+from shardwise.shard.traced_call import (
+    one_each,
+    read_grid,
+    read_roster,
+    read_spec,
+    spelled_grid,
+    spelled_roster,
+    spelled_spec,
+)
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define("lay_out(Tensor output, str plan) -> Tensor")
+_library.define(
+    "own_output(str plan, Tensor[] own) -> Tensor[]", tags=(torch.Tag.dynamic_output_shape,)
+)
+_library.define(
+    "own_output_backward(str plan, Tensor shapes, Tensor[] grads, SymInt[] sizes) -> Tensor[]"
+)
+_ops: Any = torch.ops.shardwise
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A plan for one output, and who puts it out."""
+
+    plan: OutputPlan
+    grid: Grid | None
+    #: Who holds which part of what was put out; None for a plain tensor.
+    roster: Roster | None = None
+
+    @property
+    def ranks(self) -> Grid:
+        assert self.grid is not None, "a spec names the ranks of a group"
+        return self.grid
+
+    def text(self) -> str:
+        plan = self.plan
+        return json.dumps(
+            {
+                "where": plan.where,
+                "spec": None if plan.spec is None else spelled_spec(plan.spec),
+                "local": plan.local,
+                "grad_reduction": plan.grad_reduction,
+                "grid": None if self.grid is None else spelled_grid(self.grid),
+                "roster": spelled_roster(self.roster),
+            }
+        )
+
+    def whole(self) -> Roster | None:
+        """Each rank has a part of its own."""
+        return one_each(self.ranks) if self.ranks.world.simulated else None
+
+
+@functools.lru_cache(maxsize=1024)
+def read_output(text: str) -> Output:
+    read = json.loads(text)
+    spec = None if read["spec"] is None else read_spec(read["spec"])
+    plan = OutputPlan(read["where"], spec, read["local"], read["grad_reduction"])
+    grid = None if read["grid"] is None else read_grid(read["grid"])
+    return Output(plan, grid, read_roster(read["roster"]))
+
+
+world_caches.append(read_output.cache_clear)
+
+
+def output_text(plan: OutputPlan, process_group: Any) -> str:
+    """A plan as an op of a graph can carry it: the same in every process."""
+    if plan.spec is None:
+        return Output(plan, None).text()
+    return Output(plan, home_grid(process_group, device_type_of(plan.spec))).text()
+
+
+# -- while tracing -------------------------------------------------------------------------------
+
+
+def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
+    """`lay_out` as a compiler reads it."""
+    known = read_output(text)
+    if isinstance(output, DTensor):
+        return arranged(output, known.plan)
+    if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in parts_of(output)):
+        return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
+    check_place()
+    roster = output._roster if isinstance(output, LocalTensor) else None
+    known = Output(known.plan, known.grid, roster)
+    if not known.plan.local:
+        raise UnsupportedError(
+            f"output_plan of {known.plan.where!r} without return_local_tensor, in compiled code: "
+            "how a sharded tensor is cut depends on what other ranks put out. Compile without "
+            "fullgraph=True, or return its local tensor."
+        )
+    _check_one_size(known, parts_of(output))
+    return TracedOutput.apply(output, known)
+
+
+def _check_one_size(known: Output, own: Sequence[torch.Tensor]) -> None:
+    """The ranks of a simulated world share one graph."""
+    if known.ranks.world.simulated:
+        first, *others = _simulated_shapes(known, own)
+        if any(list(shape) != list(first) for shape in others):
+            raise UnsupportedError(
+                f"The output of {known.plan.where!r}, laid out as {known.plan.spec} with a local "
+                f"tensor of another size on each simulated rank, in compiled code: one graph "
+                "cannot have a size per rank. Compile without fullgraph=True, or choose a spec "
+                "that gives every rank as much."
+            )
+
+
+class TracedOutput(UntracedFunction):
+    """`apply(output, known)`; see Note [Outputs in compiled code]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, known: Output) -> torch.Tensor:
+        ctx.known, ctx.text, ctx.plain = known, known.text(), type(x) is not LocalTensor
+        *blocks, shapes = _ops.own_output(ctx.text, parts_of(x))
+        ctx.sizes = [size for shape in _each_shape(known, parts_of(x)) for size in shape]
+        ctx.save_for_backward(shapes)
+        return together(iter(blocks), known.whole())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Any) -> Any:
+        (shapes,) = ctx.saved_tensors
+        whole = ctx.known.whole()
+        grads = parts_of(grad if whole is None else grad.held_like(whole))
+        found = iter(_ops.own_output_backward(ctx.text, shapes, grads, ctx.sizes))
+        own = together(found, whole)
+        return one_for_all(own) if ctx.plain else own, None
+
+
+# -- what the ops do -----------------------------------------------------------------------------
+
+
+def _forward(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    known = read_output(text)
+    with with_autograd(enabled=False):
+        x = together(iter(own), known.roster).detach()
+        joint = joined(x, known.ranks, known.plan.grad_reduction)
+        found = arranged(joint, known.plan)
+    shapes = torch.tensor([box.shard_sizes for box in joint._tiling.boxes])
+    return [*(part.clone() for part in parts_of(apart(found, known.whole()))), shapes]
+
+
+def _backward(
+    text: str, shapes: torch.Tensor, grads: Sequence[torch.Tensor], sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    known = read_output(text)
+    plan, grid = known.plan, known.ranks
+    assert plan.spec is not None, "without a spec nothing is laid out"
+    source = joint_tiling(shapes.tolist(), grid)
+    target = make_tiling(plan.spec, source.shape, grid)
+    factor = len(grid.ranks) if plan.grad_reduction == "mean" else 1
+    with with_autograd(enabled=False):
+        grad = together(iter(grads), known.whole())
+        held = held_blocks(target, grad / factor)
+        own = parted(ShardedTensor.over(held, target), source, factor)
+    return [part.clone() for part in parts_of(apart(own, known.whole()))]
+
+
+# -- what the ops would do: shapes alone ---------------------------------------------------------
+
+
+def _each_shape(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
+    """The shapes that the ranks present put out."""
+    if not known.ranks.world.simulated:
+        return [own[0].shape]
+    if known.roster is None:
+        return [own[0].shape for _ in known.ranks.ranks]
+    return [own[known.roster.part_of(rank)].shape for rank in known.ranks.ranks]
+
+
+def _forward_shapes(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    known = read_output(text)
+    if known.ranks.world.simulated:
+        found = _simulated_shapes(known, own)
+    else:
+        found = [_shape_to_come(known, own[0].shape)]
+    blocks = [own[0].new_empty(shape) for shape in found]
+    shapes = torch.empty((len(known.ranks.ranks), own[0].dim()), dtype=torch.int64, device="cpu")
+    return [*blocks, shapes]
+
+
+def _simulated_shapes(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
+    """The ranks' blocks, where all of them are present."""
+    shapes = _each_shape(known, own)
+    num_rows = sum(shape[0] for shape in shapes if shape)
+    return [_block_shape(known, rank, (num_rows, *shapes[0][1:])) for rank in known.ranks.ranks]
+
+
+def _shape_to_come(known: Output, shape: Sequence[Size]) -> Sequence[Size]:
+    """This rank's block; how long it is along dim 0 depends on what others put out."""
+    rank = known.ranks.ranks[my_coordinate(known.ranks)[0]]
+    if isinstance(known.plan.spec, EnumerableShardingSpec) or not shape:
+        return _block_shape(known, rank, shape)
+    return (_size_to_come(), *_block_shape(known, rank, (0, *shape[1:]))[1:])
+
+
+def _size_to_come() -> Size:
+    """A size that a graph learns when it runs.
+
+    `new_dynamic_size` of torch.library would ask whether sizes may be like that at all, which
+    torch.compile says no to without fullgraph=True.
+    """
+    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
+
+    shape_env: Any = torch.library.get_ctx()._shape_env
+    size = shape_env.create_unbacked_symint()
+    _constrain_range_for_size(size, min=0)
+    return size
+
+
+def _block_shape(known: Output, rank: int, shape: Sequence[Size]) -> Sequence[Size]:
+    """A rank's block of a joint tensor. What does not fit is found out when the op runs."""
+    spec, ndim = known.plan.spec, len(shape)
+    if isinstance(spec, EnumerableShardingSpec):
+        return _enumerated(known, rank) or shape
+    assert isinstance(spec, ChunkShardingSpec), "there are two kinds of specs"
+    if not -ndim <= spec.dim < ndim:
+        return shape
+    dim = spec.dim % ndim
+    chunks = zip(spec.placements, lengths(shape[dim], len(spec.placements), None), strict=True)
+    block = list(shape)
+    block[dim] = sum(length for place, length in chunks if place.rank == rank)
+    return block
+
+
+def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
+    """A rank's block where the spec lists boxes."""
+    spec: Any = known.plan.spec
+    ends = [
+        [o + s for o, s in zip(b.shard_offsets, b.shard_sizes, strict=True)] for b in spec.shards
+    ]
+    try:
+        tiling = make_tiling(spec, tuple(map(max, zip(*ends, strict=True))), known.ranks)
+    except ShardwiseError:
+        return None
+    return None if tiling.blocks is None else tiling.block_shape(rank)
+
+
+def _backward_shapes(
+    text: str, shapes: torch.Tensor, grads: Sequence[torch.Tensor], sizes: Sequence[Size]
+) -> list[torch.Tensor]:
+    ndim = shapes.shape[1]
+    return [
+        grads[number].new_empty(sizes[number * ndim : (number + 1) * ndim])
+        for number in range(len(grads))
+    ]
+
+
+for _name, _fn, _fake in (
+    ("own_output", _forward, _forward_shapes),
+    ("own_output_backward", _backward, _backward_shapes),
+):
+    _library.impl(_name, _fn, "CompositeExplicitAutograd")
+    watch.kernels[getattr(_ops, _name)] = _fn
+    torch.library._register_effectful_op(f"shardwise::{_name}", EffectType.ORDERED, lib=_library)
+    torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
+    stays_in_order(getattr(_ops, _name).default)
+_library.impl("lay_out", _lay_out, "CompositeImplicitAutograd")
