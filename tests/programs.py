@@ -274,6 +274,15 @@ class OwnAdamW(torch.optim.AdamW):
     """A class of a program's own: its steps run through DTensors."""
 
 
+def plain_parameters():
+    """Plain parameters, one a number, beside a DTensor: each rank has the whole gradient."""
+    x = shardwise.distribute_tensor(torch.randn(6, 4), line(), [S0], src_data_rank=None)
+    scale, weight = nn.Parameter(torch.tensor(1.5)), nn.Parameter(torch.ones(6, 4))
+    with shardwise.implicit_replication():
+        ((x * weight * scale).pow(2).sum().full_tensor() + weight.sum()).backward()
+    return {"scale": scale.grad, "weight": weight.grad}
+
+
 OPTIMIZERS = {
     "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.01, momentum=0.9),
     "Adam": lambda parameters: torch.optim.Adam(parameters, lr=0.01),

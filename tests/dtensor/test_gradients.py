@@ -268,3 +268,59 @@ def test_plain_ids_that_are_the_same_everywhere(mesh):
     torch.testing.assert_close(value(shared.grad), alone.grad)
     with pytest.raises(shardwise.MixedTensorsError, match="implicit_replication"):
         F.embedding(ids, shared)
+
+
+def used_twice(x, plain):
+    """Beside DTensors, through an op on plain tensors alone, and in a number of plain ones."""
+    total = (x * plain).pow(2).sum() + (x @ plain.tanh().t()).sum()
+    total = total.full_tensor() if isinstance(total, shardwise.DTensor) else total
+    return total + (plain**2).sum()
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+@pytest.mark.parametrize(
+    ("fn", "shape"),
+    [
+        (used_twice, (8, 6)),
+        (lambda x, p: torch.cat([x, p]).pow(2).sum(), (3, 6)),
+        (lambda x, p: F.layer_norm(x, (6,), p).pow(3).sum(), (6,)),
+        (lambda x, p: F.linear(x, p).pow(2).sum(), (5, 6)),
+    ],
+)
+def test_the_gradient_of_a_plain_tensor_is_plain(mesh, fn, shape, placement):
+    x, start = torch.randn(8, 6), torch.randn(shape)
+    parameters = []
+    for each in (x, lay(x, mesh, placement)):
+        plain = torch.nn.Parameter(start.clone())
+        optimizer = torch.optim.Adam([plain], lr=0.1)
+        for _ in range(2):
+            optimizer.zero_grad()
+            with shardwise.implicit_replication():
+                fn(each, plain).backward()
+            assert type(plain.grad) is torch.Tensor
+            optimizer.step()
+        parameters.append(plain)
+    torch.testing.assert_close(parameters[1].grad, parameters[0].grad)
+    torch.testing.assert_close(*parameters)
+
+
+def test_a_number_that_is_learnt(mesh):
+    """Numbers need no wrapping, and their gradients of gradients are there too."""
+    x = torch.randn(8, 3)
+    found = []
+    for each in (x, lay(x, mesh, Shard(0))):
+        scale = torch.tensor(1.5, requires_grad=True)
+        (grad,) = torch.autograd.grad((each * scale).pow(3).sum(), scale, create_graph=True)
+        grad.pow(2).backward()
+        assert type(grad) is type(scale.grad) is torch.Tensor
+        found.append((grad.detach(), scale.grad))
+    torch.testing.assert_close(*found)
+
+
+def test_ranks_own_tensors_beside_a_distributed_one(mesh):
+    mine = shardwise.LocalTensor.per_rank(lambda rank: torch.ones(4))
+    x = lay(torch.ones(4), mesh, Shard(0))
+    with pytest.raises(shardwise.MixedTensorsError, match="plain LocalTensor"):
+        mine + x
+    with shardwise.implicit_replication():
+        assert torch.equal(value(mine + x), torch.full((4,), 2.0))

@@ -103,6 +103,7 @@ def test_compiled_steps(processes):
         programs.attention_and_recurrence,
         programs.picked_and_written,
         programs.mapped_over_parts,
+        programs.plain_parameters,
     ],
     ids=lambda program: program.__name__,
 )

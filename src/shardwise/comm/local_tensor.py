@@ -202,6 +202,8 @@ class LocalTensor(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if len(types) > 1 and any(hasattr(kind, "_layout") for kind in types):
+            return NotImplemented  # what is distributed has tensors of ranks inside, not beside it
         handler = collective_handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)

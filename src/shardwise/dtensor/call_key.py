@@ -10,6 +10,7 @@ import torch
 from shardwise.dtensor.foreach import takes_lists
 from shardwise.dtensor.keywords import TensorByKeyword
 from shardwise.dtensor.mixing import check_plain
+from shardwise.dtensor.plain_gradients import keep_plain
 from shardwise.dtensor.wrapped import Wrapped
 
 
@@ -46,6 +47,8 @@ def add_argument(
         if position is None and operands is not None:
             position = len(operands)
         check_plain(op, value, position)
+        if value.requires_grad:
+            keep_plain(value)
         key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
     elif kind is torch.Generator:
         key.append(kind)  # its state changes values, never a layout
