@@ -231,6 +231,18 @@ def test_strides_that_are_squares_of_sizes(pair, placement):
     assert counter.frame_count == 1
 
 
+def test_attention_with_any_number_of_heads(pair):
+    def attend(query, key, value):
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+    fast, counter = compiled(attend)
+    for heads, length in ((4, 7), (6, 9)):
+        each = [torch.randn(3, heads, length, 5) for _ in range(3)]
+        inputs = [lay(x, pair, [S1]).requires_grad_() for x in each]
+        assert_as_eager(attend, fast, inputs)
+    assert counter.frame_count == 1
+
+
 @pytest.mark.parametrize("placement", [S0, S1, R], ids=repr)
 def test_a_number_written_to_a_position(pair, placement):
     def fn(x):

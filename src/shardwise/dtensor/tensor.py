@@ -30,7 +30,7 @@ from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dtensor import autograd, doors, torch_checkpoint
+from shardwise.dtensor import autograd, doors, torch_checkpoint, traced_views
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.cast_move import redistribute_as
 from shardwise.dtensor.entries import Entry, entries
@@ -434,7 +434,9 @@ class DTensor(Wrapped):
         except TypeError:  # a symbolic int has no hash
             layout = None
         if layout is None or context.roster is not None:
-            return DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
+            made = DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
+            traced_views.remember(made)
+            return made
         local = inner["_local"]
         out = _make_wrapper(
             DTensor,
@@ -455,6 +457,15 @@ class DTensor(Wrapped):
         out._local = local
         out._layout = layout
         return out
+
+    @untraced
+    def _view_func_unsafe(
+        self, new_base: torch.Tensor, symint_visitor_fn: Any = None, tensor_visitor_fn: Any = None
+    ) -> torch.Tensor:
+        """This view, taken of `new_base`; torch asks for it where a view enters a region."""
+        if tensor_visitor_fn is None or not isinstance(new_base, DTensor):
+            return super()._view_func_unsafe(new_base, symint_visitor_fn, tensor_visitor_fn)
+        return traced_views.replayed(self, new_base, tensor_visitor_fn, DTensor.wrap)
 
     @untraced
     def __coerce_tangent_metadata__(self) -> DTensor:

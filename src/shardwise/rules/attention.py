@@ -48,9 +48,9 @@ class Attention:
             return
         names = _tensor_names(call)
         query = names.index("query")
-        heads = {m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS}
+        heads = [m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS]
         for dim in (0, 1):
-            grouped = dim == 1 and len(heads) > 1
+            grouped = dim == 1 and any(h != heads[0] for h in heads)
             if grouped and any(type(h) is not int or h % call.axis_size for h in heads):
                 continue
             for sizes in call.splits([(query, dim)]):
