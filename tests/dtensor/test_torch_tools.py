@@ -86,12 +86,14 @@ def test_a_collective_on_a_distributed_tensor_is_refused(mesh):
     assert torch.equal(value(x), torch.ones(8))
 
 
+@pytest.mark.parametrize("sizes", [(6, 6), (8, 3), (3, 8)])
 @pytest.mark.parametrize("map_name", ["matrix_exp", "cayley", "householder"])
-def test_orthogonal_weights(mesh, map_name):
+def test_orthogonal_weights(mesh, map_name, sizes):
     """Torch swallows a NotImplementedError here, and would go on with other numbers."""
-    alone, shared = nn.Linear(6, 6), nn.Linear(6, 6)
+    alone, shared = nn.Linear(*sizes), nn.Linear(*sizes)
     shared.weight = nn.Parameter(lay(alone.weight.detach(), mesh, [Shard(0)]))
     for layer in (alone, shared):
+        torch.manual_seed(1)
         nn.utils.parametrizations.orthogonal(layer, orthogonal_map=map_name)
     torch.testing.assert_close(value(shared.weight.detach()), alone.weight.detach())
 

@@ -156,3 +156,44 @@ def test_cross_entropy_ignores_what_it_is_told_to(mesh, placement, reduction):
     loss.sum().backward()
     torch.testing.assert_close(loss.full_tensor().agreed(), expected)
     torch.testing.assert_close(placed.grad.full_tensor().agreed(), logits.grad)
+
+
+EMPTY_MEANS = [
+    F.mse_loss,
+    F.l1_loss,
+    F.smooth_l1_loss,
+    F.huber_loss,
+    F.binary_cross_entropy_with_logits,
+    F.kl_div,
+]
+
+
+@pytest.mark.filterwarnings("ignore:reduction. 'mean' divides")
+@pytest.mark.parametrize("loss", EMPTY_MEANS, ids=lambda loss: loss.__name__)
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0)])
+def test_the_mean_of_nothing_and_its_gradient(mesh, loss, shape):
+    placed = shardwise.zeros(shape, device_mesh=mesh, placements=[S0]).requires_grad_()
+    mean = loss(placed, torch.zeros_like(placed).detach())
+    mean.backward()
+    assert mean.full_tensor().agreed().isnan()
+    assert placed.grad.shape == shape
+
+
+@pytest.mark.parametrize("loss", [F.nll_loss, F.cross_entropy], ids=lambda loss: loss.__name__)
+def test_targets_and_weights_that_one_device_refuses(mesh, loss):
+    def place(x, placement=S0):
+        return shardwise.distribute_tensor(x, mesh, [placement])
+
+    for num_classes, wrong in ((3, 3), (3, -1), (0, 0)):
+        with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
+            loss(place(torch.zeros(5, num_classes)), place(torch.full((5,), wrong)))
+    nothing = place(torch.zeros(5, 0)).requires_grad_()
+    ignored = loss(nothing, place(torch.full((5,), -100)), reduction="sum")
+    ignored.backward()
+    assert (ignored.full_tensor().agreed(), nothing.grad.shape) == (0, (5, 0))
+    weight = place(torch.rand(3), R).requires_grad_()
+    target = place(torch.zeros(5, dtype=torch.int64))
+    with pytest.raises(RuntimeError, match="not differentiable with respect to argument 'weight'"):
+        loss(place(torch.randn(5, 3)), target, weight=weight)
+    with torch.no_grad():
+        loss(place(torch.randn(5, 3)), target, weight=weight)

@@ -174,6 +174,11 @@ def test_a_head_that_keeps_its_logits_sharded(mesh):
         ({"weight": torch.ones(7)}, ValueError, "one number per class, 8"),
         ({"reduction": "median"}, ValueError, "none, mean, sum"),
         ({"logits": torch.ones(3, 8)}, TypeError, "takes a DTensor"),
+        (
+            {"weight": torch.ones(8, requires_grad=True)},
+            shardwise.UnsupportedError,
+            "no gradient for its weight",
+        ),
     ],
 )
 def test_mistakes(mesh, change, error, message):

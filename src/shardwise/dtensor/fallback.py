@@ -123,10 +123,25 @@ def _weight_norm_backward(
     return (g / norms) * (grad - v * (along / norms)), along
 
 
-#: Ops that torch does not take apart itself.
+def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of a mean, which torch's parts divide by the number of elements."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
+
+
+#: Ops that torch does not take apart itself, or not for all sizes.
 _OWN_PARTS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    **{
+        op: functools.partial(_of_nothing_too, op)
+        for op in (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+        )
+    },
     aten._is_any_true.default: aten.any.default,
     aten._is_all_true.default: aten.all.default,
     # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.

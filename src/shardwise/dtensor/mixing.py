@@ -69,6 +69,7 @@ _MAKERS: dict[tuple[str, str], bool] = {
     ("torch.nn.utils.prune", "RandomStructured.compute_mask.<locals>.make_mask"): True,
     ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,
     ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,
+    ("torch.nn.utils.parametrizations", "_Orthogonal.right_inverse"): True,
 }
 
 

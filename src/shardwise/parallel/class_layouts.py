@@ -89,6 +89,10 @@ def placed_weight(weight: torch.Tensor, logits: Layout) -> DTensor:
             f"weight holds one number per class, {logits.shape[dim]}; found shape "
             f"{tuple(weight.shape)}."
         )
+    if weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "parallel_cross_entropy has no gradient for its weight: detach() it."
+        )
     if not isinstance(weight, DTensor):
         weight = DTensor.from_local(weight, grid.mesh, [REPLICATE] * grid.num_axes)
     placements = [

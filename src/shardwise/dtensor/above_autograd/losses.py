@@ -11,6 +11,7 @@ import torch
 
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import run
+from shardwise.errors import UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
 
 aten = torch.ops.aten
@@ -76,7 +77,7 @@ def _reduced(losses: Any, count: Any, reduction: int) -> Any:
 def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
     """The loss of each sample for probabilities as target, and what a mean divides by."""
     if smoothing:
-        target = target * (1 - smoothing) + smoothing / log_probs.shape[-1]
+        target = target * (1 - smoothing) + _share(smoothing, log_probs)
     terms = log_probs * target
     if weight is not None:
         terms = terms * weight
@@ -88,17 +89,29 @@ def _losses(
     log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
 ) -> tuple[Any, Any]:
     """The loss of each sample for classes as target, and what a mean divides by."""
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "A loss of classes is not differentiable with respect to argument 'weight', as on one "
+            "device: weight.detach() it, or give probabilities as the target of cross_entropy."
+        )
     losses = NLL.apply(log_probs, target, ignore_index)
     kept = target != ignore_index
     count = kept.sum()
     if weight is not None:
-        own = torch.where(kept, weight.detach()[torch.where(kept, target, 0)], 0.0)
+        own = losses * 0  # where there are no classes, every target was ignored
+        if log_probs.shape[-1]:
+            own = torch.where(kept, weight[torch.where(kept, target, 0)], 0.0)
         losses, count = losses * own, own.sum()
     if smoothing:
         spread = log_probs if weight is None else log_probs * weight
         smooth = torch.where(kept, -spread.sum(-1), 0.0)
-        losses = losses * (1 - smoothing) + smooth * (smoothing / log_probs.shape[-1])
+        losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
     return losses, count
+
+
+def _share(smoothing: float, log_probs: Any) -> float:
+    """What smoothing gives to each class."""
+    return smoothing / max(log_probs.shape[-1], 1)
 
 
 def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
