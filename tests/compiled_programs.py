@@ -44,8 +44,8 @@ def uneven_lookups(backend, totals):
     return found
 
 
-def sparse_steps(bags, placement, ids_placement):
-    """The table after three steps whose graph breaks at a lookup, and the same on one device."""
+def sparse_steps(bags, placement, ids_placement, backend="aot_eager"):
+    """The table after three steps with sparse gradients, compiled, and the same on one device."""
     torch._dynamo.reset()
     mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     torch.manual_seed(0)
@@ -53,16 +53,17 @@ def sparse_steps(bags, placement, ids_placement):
     options = {"mode": "sum"} if bags else {}
     one, sharded = (kind(11, 6, sparse=True, **options) for _ in range(2))
     sharded.weight = nn.Parameter(distribute_tensor(one.weight.detach().clone(), mesh, [placement]))
-    batches = torch.randint(0, 11, (3, 5, 2))
+    batches = [torch.randint(0, 11, (size, 2)) for size in (5, 8, 13)]
 
     def loss(model, ids):
         return (model(ids * 1).relu() * 2).square().sum()
 
-    fast = torch.compile(loss, backend="aot_eager")
+    fast = torch.compile(loss, backend=backend, fullgraph=True)
     steps = [torch.optim.SparseAdam(each.parameters(), lr=0.1) for each in (one, sharded)]
     for ids in batches:
         loss(one, ids).backward()
         fast(sharded, distribute_tensor(ids, mesh, [ids_placement])).backward()
+        assert sharded.weight.grad.is_sparse
         for each in steps:
             each.step()
             each.zero_grad()

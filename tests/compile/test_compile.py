@@ -10,7 +10,6 @@ import pickle
 import pytest
 import torch
 from by_hand import lay, value
-from compiled_programs import sparse_steps
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
@@ -283,19 +282,3 @@ def test_numbers_that_change(pair):
         found = value(fast(lay(x, pair, [S0]), factor))
         torch.testing.assert_close(found, (x * factor).relu())
     assert counter.frame_count == 1
-
-
-def test_sparse_gradients_are_refused_in_one_graph(pair):
-    fast, _ = compiled(lambda ids, table: F.embedding(ids, table, sparse=True))
-    table = lay(torch.randn(11, 14), pair, [S0]).requires_grad_()
-    with pytest.raises(Exception, match="in compiled code"):
-        fast(lay(torch.randint(0, 11, (5,)), pair, [R]), table)
-
-
-# Torch looks at the gradients of what enters a graph, leaves or not.
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize("bags", [False, True], ids=["rows", "bags"])
-@pytest.mark.parametrize(("placement", "ids_placement"), [(S0, S0), (S0, R), (S1, S0), (R, R)])
-def test_a_graph_breaks_at_a_lookup_with_sparse_gradients(pair, placement, ids_placement, bags):
-    found, expected = sparse_steps(bags, placement, ids_placement)
-    torch.testing.assert_close(found.agreed(), expected)

@@ -24,7 +24,8 @@ def test_ranks_with_other_numbers_of_ids_stay_in_step(processes):
     ]
 
 
-def test_a_graph_breaks_at_a_lookup_with_sparse_gradients(processes):
+def test_lookups_with_sparse_gradients(processes):
+    """Ids and rows are sharded: they are exchanged, and their numbers differ between ranks."""
     for found, expected in processes(sparse_steps, False, Shard(0), Shard(0), timeout_s=300):
         torch.testing.assert_close(found, expected)
 

@@ -126,8 +126,8 @@ def flattened(x: Any) -> tuple[list[str], FlatContext]:
     if not isinstance(local, LocalTensor):
         return plain_parts.get(layout) or _plain(layout)
     cls: Any = type(x)
-    names = _part_names(len(local._parts), cls)
-    return names, (_context if layout.symbolic else _cached_context)(layout, local._roster)
+    names = part_names(len(local._parts), cls)
+    return names, context_of(layout, local._roster)
 
 
 def _plain(layout: Layout) -> tuple[list[str], FlatContext]:
@@ -137,6 +137,10 @@ def _plain(layout: Layout) -> tuple[list[str], FlatContext]:
             plain_parts.clear()
         plain_parts[layout] = parts
     return parts
+
+
+def context_of(layout: Layout, roster: Roster | None) -> FlatContext:
+    return (_context if layout.symbolic else _cached_context)(layout, roster)
 
 
 def _context(layout: Layout, roster: Roster | None) -> FlatContext:
@@ -149,26 +153,27 @@ world_caches += [_cached_context.cache_clear, plain_parts.clear]
 
 
 @functools.cache
-def _part_names(num_parts: int, cls: Any) -> list[str]:
-    """See Note [Part names]. Each is a property of `cls` from now on.
+def part_names(num_parts: int, cls: Any, held: str = "_local", prefix: str = "_part") -> list[str]:
+    """See Note [Part names]. Each is a property of `cls` from now on, of the parts of `held`.
 
     A `__getattr__` would do, but torch.compile does not read other attributes of such a class.
     """
-    names = [f"_part{number}of{num_parts}" for number in range(num_parts)]
+    names = [f"{prefix}{number}of{num_parts}" for number in range(num_parts)]
     for number, name in enumerate(names):
-        setattr(cls, name, _part(number))
+        setattr(cls, name, _part(number, held))
     return names
 
 
-def _part(number: int) -> property:
+def _part(number: int, held: str) -> property:
     def read(x: Any) -> torch.Tensor:
-        return x._local._parts[number]
+        return getattr(x, held)._parts[number]
 
     def write(x: Any, part: torch.Tensor) -> None:
         """torch puts a copy in place of a gradient's part that lies otherwise than it expected."""
-        parts = list(x._local._parts)
+        local = getattr(x, held)
+        parts = list(local._parts)
         parts[number] = part
-        x._local = LocalTensor(parts, x._local._roster)
+        setattr(x, held, LocalTensor(parts, local._roster))
 
     return property(read, write)
 

@@ -9,6 +9,7 @@ it may be Partial, and is reduced when it is coalesced or added, by gathering ro
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,7 +22,10 @@ from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, Partial
+from shardwise.core.placements import REPLICATE, SUM, Partial
+from shardwise.core.symbols import unrecorded
+from shardwise.core.untraced import untraced
+from shardwise.dtensor.flat_rows import RowContext, flattened_rows
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.rules.row_sparse import SparseRows, add_distinct_rows
@@ -53,6 +57,12 @@ class RowSparse(DTensor):
 
     def is_coalesced(self) -> bool:
         return self._coalesced
+
+    def sparse_dim(self) -> int:
+        return 1
+
+    def dense_dim(self) -> int:
+        return self.dim() - 1
 
     def _indices(self) -> Held:
         return Held.of(self._rows.unsqueeze(0), self)
@@ -86,10 +96,13 @@ class RowSparse(DTensor):
 
         `masked_grad` is torch's, about a gradient; this is one, and has none.
         """
-        reduced = self._reduce()
-        held = SparseRows(reduced._layout, reduced._rows, reduced._local)
-        dense = DTensor.wrap(held.dense(), held.layout)
+        dense = self._reduce().terms()
         return dense if dtype is None else dense.to(dtype)  # type: ignore[return-value]
+
+    def terms(self) -> DTensor:
+        """As `to_dense`, and Partial where this is."""
+        held = SparseRows(self._layout, self._rows, self._local)
+        return DTensor.wrap(held.dense(), held.layout)
 
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, dense, on every rank."""
@@ -129,7 +142,27 @@ class RowSparse(DTensor):
         rows, values = each_rank(self._layout.grid, here, reduced._rows, reduced._local, axes=())
         return make(reduced._layout, rows, values, coalesced=True)
 
+    # -- torch.compile -----------------------------------------------------------------------
+
+    @untraced
+    def __tensor_flatten__(self) -> tuple[list[str], RowContext]:
+        parts = (self._layout, self._rows, self._local, self._coalesced)
+        return flattened_rows(RowSparse, *parts)
+
+    @staticmethod
+    @untraced
+    def __tensor_unflatten__(  # type: ignore[override]
+        inner: dict[str, torch.Tensor], context: RowContext, outer_size: Any, outer_stride: Any
+    ) -> RowSparse:
+        layout = context.values.layout(outer_size, outer_stride)
+        return make(layout, *context.restored(inner), context.coalesced)
+
+    def _stable_hash_for_caching(self) -> str:
+        rows = [tuple(map(str, p.shape)) for p in getattr(self._rows, "_parts", (self._rows,))]
+        return repr((super()._stable_hash_for_caching(), rows, self._coalesced))
+
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls,
         func: Any,
@@ -151,6 +184,12 @@ class RowSparse(DTensor):
 def make(
     layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool = False
 ) -> RowSparse:
+    if layout.symbolic:
+        return unrecorded(_make, layout, rows, values, coalesced)
+    return _make(layout, rows, values, coalesced)
+
+
+def _make(layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool) -> RowSparse:
     out = torch.Tensor._make_wrapper_subclass(
         RowSparse, layout.shape, strides=layout.stride, dtype=values.dtype, device=values.device
     )
@@ -251,6 +290,8 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
         alpha = 1
     if not isinstance(a, DTensor):
         return NotImplemented
+    if b.placements != a.placements or any(p.is_partial() for p in b.placements):
+        return torch.add(a, b.terms(), alpha=alpha)
     return _add_(a.clone(), b, alpha=alpha)
 
 
@@ -299,7 +340,7 @@ def _check_alike(a: DTensor, b: RowSparse) -> None:
 
 def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
     if a._layout.placements != b._layout.placements:
-        a, b = a._reduce(), b._reduce()
+        a, b = _as_terms(a, b._layout), _as_terms(b, a._layout)
 
     def join(_: Coordinate, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return torch.cat([x, y])
@@ -308,6 +349,26 @@ def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
     rows = each_rank(grid, join, a._rows, b._rows, axes=())
     values = each_rank(grid, join, a._local, b._local * alpha if alpha != 1 else b._local, axes=())
     return make(a._layout, rows, values)
+
+
+def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
+    """`x` as terms of a sum along the axes where it or `other` is Partial; nothing travels."""
+    layout = x._layout
+    pairs = list(zip(layout.placements, other.placements, strict=True))
+    partial = [a for a, (own, its) in enumerate(pairs) if own.is_partial() or its.is_partial()]
+    whole = [a for a in partial if not layout.placements[a].is_partial()]
+
+    def on_first(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t[:0] if any(coordinate[a] for a in whole) else t
+
+    rows, values = (
+        each_rank(layout.grid, on_first, t, axes=whole) if whole else t for t in (x._rows, x._local)
+    )
+    averaged = [a for a in partial if layout.placements[a].is_partial("avg")]
+    if averaged:
+        values = values / math.prod(layout.grid.shape[a] for a in averaged)
+    placements = tuple(SUM if a in partial else p for a, p in enumerate(layout.placements))
+    return make(layout.with_placements(placements), rows, values)
 
 
 def _scaled(x: RowSparse, factor: Any) -> RowSparse:

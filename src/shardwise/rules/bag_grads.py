@@ -25,9 +25,10 @@ from shardwise.rules.bag_shape import (
     unpacked,
 )
 from shardwise.rules.bags import pooled
-from shardwise.rules.embedding import grad_of_rows, times
+from shardwise.rules.embedding import grad_of_rows
 from shardwise.rules.ids import has_values, owned
 from shardwise.rules.notation import linear_choices
+from shardwise.rules.picked_rows import picked_rows, times
 from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
@@ -87,7 +88,10 @@ def _pooled_grad(
     sparse: bool,
 ) -> Any:
     table = layouts[-1]
-    compute = _owned_grads if sparse else _dense_grad
+    if sparse:
+        compute: Any = _owned_grads if has_values(ids) else _traced_grads
+    else:
+        compute = _dense_grad
 
     def here(coordinate: Coordinate, grad: torch.Tensor, *rest: torch.Tensor) -> Any:
         bags = unpacked(rest, offsets, weights, padding_idx)
@@ -142,6 +146,18 @@ def _masked_grad(
     num_rows = table.local_shape(coordinate)[0]
     if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
         return grad.new_zeros((num_rows, grad.shape[1]))
+    row, skipped, values = _values_of_ids(table, coordinate, grad, bags, mode)
+    if by_freq:
+        counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
+        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
+        values = values / counts[row].clamp(min=1).unsqueeze(-1)
+    return grad_of_rows(values, row, skipped, num_rows)
+
+
+def _values_of_ids(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Of each id: its local row, whether it does not count here, and the gradient it would give."""
     row, skipped = bags.rows(table, coordinate)
     if mode == MODE_MEAN:
         grad = grad / bags.sizes()
@@ -153,11 +169,21 @@ def _masked_grad(
         values = grad[bag.clamp(max=grad.shape[0] - 1)]
     if bags.weights is not None:
         values = values * bags.weights.unsqueeze(-1)
-    if by_freq:
-        counts = torch.zeros(num_rows, dtype=grad.dtype, device=grad.device)
-        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
-        values = values / counts[row].clamp(min=1).unsqueeze(-1)
-    return grad_of_rows(values, row, skipped, num_rows)
+    return row, skipped, values
+
+
+def _traced_grads(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `_owned_grads`, in a graph that does not know the ids."""
+    ids, num_columns = bags.ids.reshape(-1), grad.shape[1]
+    if not table.box(coordinate)[1][0]:
+        return ids[:0], grad.new_empty((0, num_columns))
+    row, skipped, values = _values_of_ids(table, coordinate, grad, bags, mode)
+    all_count = not table.axes_of(0) and bags.padding_idx < 0 and bags.offsets is None
+    keep = None if all_count else ~skipped.reshape(-1)
+    values = values.reshape(ids.shape[0], num_columns).to(grad.dtype)
+    return picked_rows(keep, row.reshape(-1), values, by_freq)
 
 
 POOLED_GRAD = LocalCall(_pooled_grad, together=True)

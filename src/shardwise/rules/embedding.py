@@ -20,6 +20,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
 from shardwise.rules.ids import check_ids, has_values, local_rows, owned
 from shardwise.rules.notation import linear_choices
+from shardwise.rules.picked_rows import times
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -137,12 +138,6 @@ def _added_rows(
     if by_freq:
         values = values / times(rows).unsqueeze(-1)
     return values.new_zeros(shape).index_add_(0, rows, values)
-
-
-def times(rows: torch.Tensor) -> torch.Tensor:
-    """How often each row occurs, at every place where it does; as large as the batch."""
-    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
-    return counts[inverse]
 
 
 def owned_values(

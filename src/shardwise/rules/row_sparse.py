@@ -10,7 +10,9 @@ import torch
 from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.rules.embedding import lookup_grad_choices, owned_values, times
+from shardwise.rules.embedding import lookup_grad_choices, owned_values
+from shardwise.rules.ids import has_values, local_rows
+from shardwise.rules.picked_rows import picked_rows, times
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 
@@ -61,15 +63,38 @@ def _sparse_grad(
     padding_idx: int,
     by_freq: bool,
 ) -> tuple[SparseRows]:
-    table = layouts[-1]
+    table, known = layouts[-1], has_values(ids)
 
     def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> Any:
+        if not known:
+            return _traced_values(table, coordinate, grad, ids, padding_idx, by_freq)
         rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
         if by_freq:
             values = values / times(rows).unsqueeze(-1)
         return rows, values
 
     return (SparseRows(table, *each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))),)
+
+
+def _traced_values(
+    table: Layout,
+    coordinate: Coordinate,
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `owned_values`, in a graph that does not know the ids."""
+    rows, keep = ids.reshape(-1), None
+    values = grad.reshape(ids.numel(), grad.shape[-1])
+    if padding_idx >= 0:
+        keep = rows != padding_idx
+    if table.axes_of(0):
+        if not table.box(coordinate)[1][0]:
+            return rows[:0], values[:0]
+        rows, foreign = local_rows(table, coordinate, rows)
+        keep = ~foreign if keep is None else keep & ~foreign
+    return picked_rows(keep, rows, values, by_freq)
 
 
 SPARSE_GRAD = LocalCall(_sparse_grad, together=True)

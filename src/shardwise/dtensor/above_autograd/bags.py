@@ -14,7 +14,7 @@ from shardwise.dtensor.above_autograd.short_bags import exchanges_rows, pool_row
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.errors import ArgumentError, MixedTensorsError, UnsupportedError
+from shardwise.errors import ArgumentError, MixedTensorsError
 from shardwise.rules.bag_grads import pooled_grad, sample_grad
 from shardwise.rules.bag_shape import MODE_MAX, MODE_SUM
 from shardwise.rules.bags import pooled
@@ -98,13 +98,6 @@ def embedding_bag(
     if per_sample_weights is not None and mode != MODE_SUM:
         raise ArgumentError(
             f"embedding_bag takes per_sample_weights with mode='sum' only, found mode {mode}."
-        )
-    if sparse and not has_values(ids._local):
-        raise UnsupportedError(
-            "aten.embedding_bag.padding_idx does not have a sharding strategy registered for "
-            "sparse=True in compiled code: how many rows have a gradient depends on the ids. "
-            "Without fullgraph=True the graph breaks here and the lookup runs as it is; or use "
-            "sparse=False."
         )
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     padding = _padding(padding_idx, weight)

@@ -98,13 +98,6 @@ def embedding(
 ) -> Any:
     if type(weight) is not DTensor or type(ids) is not DTensor:
         weight, ids = all_distributed(_table_lookup, (weight, ids))
-    if sparse and not has_values(ids._local):
-        raise UnsupportedError(
-            "aten.embedding.default does not have a sharding strategy registered for sparse=True "
-            "in compiled code: how many rows have a gradient depends on the ids. Without "
-            "fullgraph=True the graph breaks here and the lookup runs as it is; or use "
-            "sparse=False."
-        )
     if weight.requires_grad and torch.is_grad_enabled():
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
