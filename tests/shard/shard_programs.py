@@ -144,6 +144,7 @@ def compiled():
     """Eager and compiled, in one graph, with batches of another size on each rank."""
     torch._dynamo.reset()
     model = Towers()
+    model.item.sparse = True
     plan = {
         "user.weight": chunks(0, 2, 0, 3, 1),
         "item.weight": chunks(1, 0, 1, 2, 3),
@@ -162,7 +163,9 @@ def compiled():
             with CommDebugMode() as comm:
                 out = run(users, items)
                 out.square().sum().backward()
+            assert model.item.weight.grad.is_sparse
             found.append([out.detach(), *(p.grad._local.clone() for p in model.parameters())])
+            found[-1].append(model.item.weight.grad._rows)
             counts.append(comm.get_total_counts())
         for eager, other in zip(*found, strict=True):
             torch.testing.assert_close(other, eager)

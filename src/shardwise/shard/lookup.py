@@ -31,7 +31,6 @@ def embedding(
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if is_traced(weight):
-        _check_dense(lookup)
         return traced("embedding", weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
@@ -55,7 +54,6 @@ def embedding_bag(
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
     if is_traced(weight):
-        _check_dense(lookup)
         options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
         return traced("embedding_bag", weight, options, input=input, **tensors)
@@ -86,15 +84,6 @@ def _lookup(
         raise ArgumentError(f"{what}: norm_type is a positive number, found {norm_type}.")
     padding = _row(padding_idx, weight, what)
     return Lookup(what, weight, blocks, padding, max_norm, norm_type, by_frequency, sparse)
-
-
-def _check_dense(lookup: Lookup) -> None:
-    if lookup.sparse:
-        raise UnsupportedError(
-            f"{lookup.what}(sparse=True) in compiled code: which rows a sparse gradient has is "
-            "known with the ids, and a graph has no place for that. Without fullgraph=True the "
-            "graph breaks here and the lookup runs as it is; or use sparse=False."
-        )
 
 
 def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:

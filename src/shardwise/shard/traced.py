@@ -3,9 +3,10 @@
 Note [Sharded modules in compiled code]
 What a rank sends whom depends on its ids, and how much others bring is not known before they say
 so. Results are not like that: a lookup has a row for each of this rank's ids, a gradient the shape
-of this rank's block. So in a graph each lookup or linear layer is one op, `own_batch`, which does
-when it runs what eager code does, collectives included; batches may differ in size between ranks,
-and a bad one is the same error on all of them.
+of this rank's block. (A sparse one has a length that is known when it runs; nothing in the graph
+depends on it.) So in a graph each lookup or linear layer is one op, `own_batch`, which does when it
+runs what eager code does, collectives included; batches may differ in size between ranks, and a bad
+one is the same error on all of them.
 
 The compiler keeps these ops in order, whatever the sizes on a rank: they count as ops with effects
 (and `lowering` sees to it that inductor does).
@@ -34,7 +35,10 @@ from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
+from shardwise.dtensor.row_sparse import RowSparse
+from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
+from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.lowering import keep_order, stays_in_order
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
@@ -156,12 +160,21 @@ class TracedOwnBatch(UntracedFunction):
                 ctx.text, ctx.needs, number, grads, parts_of(weight._local), parts
             )
         )
-        own: list[Any] = [joined(found, whole) if need else None for need in ctx.needs]
-        if own[0] is not None:
-            layout = call.tiling.layout(weight.dtype)
-            local = LocalTensor(own[0]._parts, own[0]._roster) if whole else own[0]
-            own[0] = ShardedTensor.over(local, call.tiling, layout, like=weight)
-        return own[0], None, None, *own[1:]
+        for_weight = _weight_gradient(call, weight, found) if ctx.needs[0] else None
+        own = [joined(found, whole) if need else None for need in ctx.needs[1:]]
+        return for_weight, None, None, *own
+
+
+def _weight_gradient(
+    call: Call, weight: ShardedTensor, found: Iterator[torch.Tensor]
+) -> torch.Tensor:
+    layout = call.tiling.layout(weight.dtype)
+    parts = [joined(found, call.whole()) for _ in range(2 if call.sparse else 1)]
+    held = [LocalTensor(x._parts, x._roster) if isinstance(x, LocalTensor) else x for x in parts]
+    if call.sparse:
+        rows, values = held
+        return make_row_sparse(layout, rows, values)
+    return ShardedTensor.over(held[0], call.tiling, layout, like=weight)
 
 
 # -- what the ops do -----------------------------------------------------------------------------
@@ -257,12 +270,19 @@ def _backward(
         found = torch.autograd.grad(out, wanted, joined(iter(grads), call.whole()))
     results = []
     for grad in found:
-        local = grad._local if isinstance(grad, ShardedTensor) else grad
-        whole = call.whole()
-        if whole is not None and not isinstance(local, LocalTensor):
-            local = LocalTensor([local] * whole.num_parts, whole)
-        results += [part.clone() for part in parts_of(apart(local, whole))]
+        for local in _held_by(grad):
+            whole = call.whole()
+            if whole is not None and not isinstance(local, LocalTensor):
+                local = LocalTensor([local] * whole.num_parts, whole)
+            results += [part.clone() for part in parts_of(apart(local, whole))]
     return results
+
+
+def _held_by(grad: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a gradient holds."""
+    if isinstance(grad, RowSparse):
+        return [grad._rows, grad._local]
+    return [grad._local] if isinstance(grad, ShardedTensor) else [grad]
 
 
 def _again(call: Call) -> Call:
@@ -308,7 +328,9 @@ def _backward_shapes(
 ) -> list[torch.Tensor]:
     call = read_call(text)
     results: list[torch.Tensor] = []
-    if needs[0]:
+    if needs[0] and call.sparse:
+        results += _row_shapes(call, held)
+    elif needs[0]:
         results += [torch.empty(part.shape, dtype=part.dtype, device=part.device) for part in held]
     ranks = _each_rank(call, given)
     for name, need in zip(call.given, needs[1:], strict=True):
@@ -318,6 +340,18 @@ def _backward_shapes(
                 for mine in ranks
             ]
     return results
+
+
+def _row_shapes(call: Call, held: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Row numbers of each rank, and the values of theirs: how many, the ids of all ranks decide."""
+    parts = parts_of(apart(joined(iter(held), call.held), call.whole()))
+    rows = [
+        torch.empty(unknown_length(part), dtype=torch.int64, device=part.device) for part in parts
+    ]
+    values = [
+        part.new_empty((r.shape[0], part.shape[1])) for r, part in zip(rows, parts, strict=True)
+    ]
+    return rows + values
 
 
 for _name, _fn, _fake in (

@@ -43,6 +43,11 @@ class Call:
     def grid(self) -> Grid:
         return self.tiling.grid
 
+    @property
+    def sparse(self) -> bool:
+        """Whether the weight's gradient holds only the rows that were looked up."""
+        return bool(self.options.get("sparse"))
+
     def text(self) -> str:
         tiling, grid = self.tiling, self.grid
         return json.dumps(

@@ -38,12 +38,13 @@ class Lookup:
         return self.weight._tiling.shape[0]
 
     def options(self) -> dict[str, Any]:
-        """What torch's functions call the options of a dense lookup, as constants."""
+        """What torch's functions call the options of a lookup, as constants."""
         return {
             "padding_idx": None if self.padding_idx is None else int(self.padding_idx),
             "max_norm": None if self.max_norm is None else float(self.max_norm),
             "norm_type": float(self.norm_type),
             "scale_grad_by_freq": self.by_frequency,
+            "sparse": bool(self.sparse),
         }
 
 
