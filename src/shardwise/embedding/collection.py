@@ -27,6 +27,13 @@ from shardwise.embedding.describe import describe
 from shardwise.embedding.draw import draw_tables, generator_of_first_rank
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
+from shardwise.embedding.in_graph import (
+    jagged_in_graph,
+    lengths_in_graph,
+    look_up_in_graph,
+    num_bags_in_graph,
+)
+from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
@@ -34,6 +41,7 @@ from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import Tiling
+from shardwise.embedding.traced import NOT_KNOWN, enroll, form_of
 from shardwise.errors import (
     ArgumentError,
     BatchError,
@@ -80,6 +88,10 @@ class _Collection(nn.Module):
                 "takes the parameters of a collection without one."
             )
         self._settings = optimizer
+        #: All features, in the order of the output.
+        self.features = [feature for table in self.tables for feature in table.features]
+        #: How a graph knows the collection; see Note [Collections in compiled code].
+        self._handle = enroll(self)
         home = Plan.of("table_wise").tiling(self.tables, 1)
         place = torch.device(device) if device is not None else torch.get_default_device()
         stacks = Stacks(home, None, dtype or torch.get_default_dtype(), place)
@@ -111,6 +123,7 @@ class _Collection(nn.Module):
         self._engine = Engine(
             route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch, Queue()
         )
+        self._form = self._spelled_form()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `to`, `double` and the like call: the stacks move, and the parameters with them."""
@@ -132,6 +145,7 @@ class _Collection(nn.Module):
             return self
         if self.optimizer is not None:
             self.optimizer.convert(fn)
+        self._form = self._spelled_form()
         self._alias_parameters()
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -157,8 +171,14 @@ class _Collection(nn.Module):
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
+        copied._handle = enroll(copied)
         copied._alias_parameters()
         return copied
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._handle = enroll(self)
+        self._alias_parameters()
 
     def _alias_parameters(self) -> None:
         """Make the parameters views of the stacks again."""
@@ -322,10 +342,26 @@ class _Collection(nn.Module):
         parameters, joined = self._parameters_in_order(), self._side_by_side
         return ahead, run_lookup(self._engine, ahead, parameters, joined=joined)
 
-    @property
-    def features(self) -> list[str]:
-        """All features, in the order of the output."""
-        return [feature for table in self.tables for feature in table.features]
+    # -- in compiled code --------------------------------------------------------------------
+
+    def _spelled_form(self) -> str:
+        """What a graph knows of the results."""
+        grid, stacks = self._engine.grid, self._engine.stacks
+        dims = [table.embedding_dim for table in self.tables for _ in table.features]
+        if self._side_by_side:
+            dims = [sum(dims)]
+        simulated = grid is not None and grid.world.simulated
+        ranks = grid.ranks if grid is not None and simulated else None
+        return form_of(dims, stacks.dtype, stacks.device, ranks)
+
+    def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:
+        """`_run`, as torch.compile reads it; `num_bags` of each feature, in the order of output."""
+        sizes = num_bags[:1] if self._side_by_side else num_bags
+        if not self._pooled:
+            # With one feature all ids are its; with more, only their lengths say how many are.
+            known = len(num_bags) == 1
+            sizes = [batch.values_in_graph().shape[0]] if known else [NOT_KNOWN] * len(num_bags)
+        return look_up_in_graph(self._handle, self._form, batch, sizes)
 
     def extra_repr(self) -> str:
         rows = sum(table.num_embeddings for table in self.tables)
@@ -333,9 +369,13 @@ class _Collection(nn.Module):
         return f"{len(self.tables)} tables, {rows} rows{where}"
 
 
-#: How much is looked up and sent depends on the ids, which no graph can hold.
+def is_read_by_compiler(batch: Any) -> bool:
+    """Whether torch.compile goes through the program, with a batch that it can give to an op."""
+    return torch.compiler.is_compiling() and not isinstance(batch, Ahead)
+
+
 for _method in (_Collection.prefetch, _Collection._run):
-    breaks_graph(_method, "a collection looks up and sends as much as its ids ask for")
+    breaks_graph(_method, "prefetch sends a batch on its way, which no graph can hold")
 
 
 class EmbeddingBagCollection(_Collection):
@@ -358,15 +398,21 @@ class EmbeddingBagCollection(_Collection):
     def __init__(self, tables: Sequence[Table], *, output: str = "dict", **options: Any) -> None:
         if output not in ("dict", "tensor"):
             raise ArgumentError(f"output is 'dict' or 'tensor', found {output!r}.")
-        super().__init__(tables, **options)
         self.output = output
+        super().__init__(tables, **options)
 
     @property
     def _side_by_side(self) -> bool:
         return self.output == "tensor"
 
     def forward(self, batch: Any) -> Any:
-        _, outputs = self._run(batch)
+        outputs: Sequence[torch.Tensor]
+        if is_read_by_compiler(batch):
+            batch = jagged_in_graph(batch)
+            num_bags = num_bags_in_graph(batch, self.features, equal=self._side_by_side)
+            outputs = self._look_up_in_graph(batch, num_bags)
+        else:
+            _, outputs = self._run(batch)
         if self._side_by_side:
             return outputs[0]
         return dict(zip(self.features, outputs, strict=True))
@@ -400,8 +446,15 @@ class EmbeddingCollection(_Collection):
     _child = "embeddings"
 
     def forward(self, batch: Any) -> dict[str, JaggedRows]:
-        ahead, outputs = self._run(batch)
-        lengths = ahead.lengths_per_feature()
+        outputs: Sequence[torch.Tensor]
+        if is_read_by_compiler(batch):
+            batch = jagged_in_graph(batch)
+            num_bags = num_bags_in_graph(batch, self.features)
+            outputs = self._look_up_in_graph(batch, num_bags)
+            lengths = lengths_in_graph(batch, self.features)
+        else:
+            ahead, outputs = self._run(batch)
+            lengths = ahead.lengths_per_feature()
         return {
             feature: JaggedRows(rows, length)
             for feature, rows, length in zip(self.features, outputs, lengths, strict=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.errors import ArgumentError
 
 
@@ -28,7 +29,17 @@ class Jagged:
     [[8], [9, 1]]
     """
 
-    __slots__ = ("batch_sizes", "features", "first", "lengths", "problem", "values", "weights")
+    __slots__ = (
+        "_unsized",
+        "_values",
+        "batch_sizes",
+        "features",
+        "first",
+        "lengths",
+        "problem",
+        "sizes",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -46,6 +57,9 @@ class Jagged:
             raise ArgumentError("Jagged takes a list of features, not one text.")
         self.features = tuple(features)
         self.values = values
+        #: How many bags each feature has, in numbers: None where all have equally many, nothing
+        #: where it is not known without a look at a tensor that only runs have.
+        self.sizes = _known_sizes(batch_sizes)
         if batch_sizes is not None and not isinstance(batch_sizes, torch.Tensor):
             batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64)
         self.batch_sizes: torch.Tensor | None = batch_sizes
@@ -60,6 +74,20 @@ class Jagged:
             lengths, self.first = offsets.diff(), offsets[:1]
         self.lengths: torch.Tensor = lengths if lengths is not None else torch.empty(0)
 
+    @property
+    def values(self) -> torch.Tensor:
+        return self._values
+
+    @values.setter
+    def values(self, values: torch.Tensor) -> None:
+        self._values = values
+        #: The same, where ranks have other numbers of ids, without a size: so a graph takes it.
+        self._unsized = _without_size(values)
+
+    def values_in_graph(self) -> torch.Tensor:
+        """The ids as a compiled region takes them."""
+        return self._values if self._unsized is None else self._unsized
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
         """The same batch on another device; how many bags each feature has is not moved."""
 
@@ -73,19 +101,19 @@ class Jagged:
             weights=moved(self.weights),
             batch_sizes=self.batch_sizes,
         )
-        copied.first, copied.problem = moved(self.first), self.problem
+        copied.first, copied.problem, copied.sizes = moved(self.first), self.problem, self.sizes
         return copied
 
     def with_weights(self, weights: torch.Tensor | None) -> Jagged:
         """The same ids with other weights."""
         other = Jagged(
             self.features,
-            self.values,
+            self.values_in_graph() if torch.compiler.is_compiling() else self._values,
             lengths=self.lengths,
             weights=weights,
             batch_sizes=self.batch_sizes,
         )
-        other.first, other.problem = self.first, self.problem
+        other.first, other.problem, other.sizes = self.first, self.problem, self.sizes
         return other
 
     # -- other spellings ---------------------------------------------------------------------
@@ -213,6 +241,30 @@ def num_bags(batch: Jagged) -> list[int]:
             "many each has."
         )
     return [len(batch.lengths) // num] * num
+
+
+def _without_size(x: Any) -> torch.Tensor | None:
+    if isinstance(x, LocalTensor) and not torch.compiler.is_compiling():
+        shape = x._parts[0].shape
+        if any(part.shape != shape for part in x._parts):
+            return sized_copy(x, sized=False)
+    return None
+
+
+def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:
+    if sizes is None:
+        return None
+    if torch.compiler.is_compiling():
+        return () if isinstance(sizes, torch.Tensor) else tuple(sizes)
+    if isinstance(sizes, LocalTensor):
+        if any(not torch.equal(part, sizes._parts[0]) for part in sizes._parts):
+            return ()
+        sizes = sizes._parts[0]
+    if isinstance(sizes, torch.Tensor):
+        if sizes.device.type != "cpu" or sizes.ndim != 1:
+            return ()
+        sizes = sizes.tolist()
+    return None if all(size == sizes[0] for size in sizes) else tuple(sizes)
 
 
 def _problem(**tensors: torch.Tensor | None) -> str | None:

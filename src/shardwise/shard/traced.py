@@ -18,7 +18,6 @@ again; that depends on the order of calls alone, so all ranks do the same.
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,20 +25,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
-from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
-from shardwise.comm.watch import watch
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.row_sparse import make as make_row_sparse
-from shardwise.errors import UnsupportedError
+from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.rules.picked_rows import unknown_length
-from shardwise.shard.lowering import keep_order, stays_in_order
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
 
@@ -55,6 +50,8 @@ _library.define(
 )
 _ops: Any = torch.ops.shardwise
 
+#: What can be exported, beside what is compiled.
+INSTEAD = ", or export a module on DTensors (distribute_module)"
 #: What to run eagerly, by name: `fn(weight=..., **tensors, **options)`. Filled by those who trace.
 eager: dict[str, Callable[..., torch.Tensor]] = {}
 #: An empty tensor like one rank's result: `fn(call, what it holds, **its tensors)`.
@@ -81,7 +78,7 @@ def traced(
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
     """What eager code gives, as one op of a graph."""
-    check_place()
+    check_place("a sharded module", INSTEAD)
     brought = {name: x for name, x in given.items() if x is not None}
     call = Call(
         what,
@@ -94,30 +91,6 @@ def traced(
         _autocast_dtype(weight._tiling.grid.device_type),
     )
     return TracedOwnBatch.apply(weight, call, torch.is_grad_enabled(), *brought.values())
-
-
-def check_place() -> None:
-    """Raise where an op with effects cannot stand; called wherever one is traced."""
-    keep_order()
-    if torch.compiler.is_exporting():
-        raise UnsupportedError(
-            "torch.export of a module of shard_module: an exported graph cannot ask other ranks. "
-            "Use torch.compile, or export a module on DTensors (distribute_module)."
-        )
-    if torch.is_grad_enabled() and _is_checkpointed():
-        raise UnsupportedError(
-            "A sharded module inside activation checkpointing, in compiled code: torch saves for "
-            "backward that it ran, and fails. Checkpoint what stands around it, or compile without "
-            "it."
-        )
-
-
-def _is_checkpointed() -> bool:
-    """Whether the compiler goes through a part that it is to compute again in backward."""
-    if torch.fx.traceback.get_current_meta().get("recompute") is not None:
-        return True
-    modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
-    return any(isinstance(mode, _CachingTorchDispatchMode) for mode in modes)
 
 
 def _autocast_dtype(device_type: str) -> str | None:
@@ -201,23 +174,6 @@ def _run(
     with with_autograd(any(needs)), call.autocast():
         out = eager[call.what](weight=weight, **tensors, **call.options)
     return out, leaves
-
-
-@contextlib.contextmanager
-def with_autograd(enabled: bool) -> Iterator[None]:
-    """Autograd as a program has it: compiled code runs below it."""
-    keys = torch._C.DispatchKey
-    excluded = torch._C._dispatch_tls_local_exclude_set()
-    for key in (
-        keys.ADInplaceOrView,
-        keys.AutogradFunctionality,
-        keys.AutogradOther,
-        keys.AutogradNestedTensor,
-    ):
-        excluded = excluded.remove(key)
-    included = torch._C._dispatch_tls_local_include_set()
-    with torch._C._ForceDispatchKeyGuard(included, excluded), torch.set_grad_enabled(enabled):
-        yield
 
 
 def _forward(
@@ -359,8 +315,4 @@ for _name, _fn, _fake in (
     ("own_batch_", _forward_into, lambda *_: _no_number()),
     ("own_batch_backward", _backward, _backward_shapes),
 ):
-    _library.impl(_name, _fn, "CompositeExplicitAutograd")
-    watch.kernels[getattr(_ops, _name)] = _fn
-    torch.library._register_effectful_op(f"shardwise::{_name}", EffectType.ORDERED, lib=_library)
-    torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
-    stays_in_order(getattr(_ops, _name).default)
+    install(_library, _name, _fn, _fake)

@@ -17,27 +17,25 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
-from shardwise.comm.watch import watch
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
+from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.shard.blocks import held_blocks
 from shardwise.shard.group import home_grid
-from shardwise.shard.lowering import stays_in_order
 from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted
 from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
-from shardwise.shard.traced import apart, check_place, parts_of, with_autograd
+from shardwise.shard.traced import INSTEAD, apart, parts_of
 from shardwise.shard.traced_call import joined as together
 from shardwise.shard.traced_call import (
     one_each,
@@ -121,7 +119,7 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
         return arranged(output, known.plan)
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in parts_of(output)):
         return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
-    check_place()
+    check_place("a sharded module", INSTEAD)
     roster = output._roster if isinstance(output, LocalTensor) else None
     known = Output(known.plan, known.grid, roster)
     if not known.plan.local:
@@ -292,9 +290,5 @@ for _name, _fn, _fake in (
     ("own_output", _forward, _forward_shapes),
     ("own_output_backward", _backward, _backward_shapes),
 ):
-    _library.impl(_name, _fn, "CompositeExplicitAutograd")
-    watch.kernels[getattr(_ops, _name)] = _fn
-    torch.library._register_effectful_op(f"shardwise::{_name}", EffectType.ORDERED, lib=_library)
-    torch.library.register_fake(f"shardwise::{_name}", _fake, lib=_library)
-    stays_in_order(getattr(_ops, _name).default)
+    install(_library, _name, _fn, _fake)
 _library.impl("lay_out", _lay_out, "CompositeImplicitAutograd")
