@@ -291,3 +291,46 @@ def test_recurrent_nets(mesh, name, placement, weights):
     for key, parameter in net.named_parameters():
         ours = whole(sharded.get_parameter(key).grad)
         torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5)
+
+
+# -- memory ----------------------------------------------------------------------------------
+
+
+IMAGES = {
+    "conv2d": lambda x, w: F.conv2d(x, w, padding=1),
+    "conv_transpose2d": F.conv_transpose2d,
+    "pool": lambda x, w: F.adaptive_avg_pool2d(F.relu(x), 1),
+    "reflected": lambda x, w: F.pad(x, (1, 1, 1, 1), mode="reflect"),
+    "rolled": lambda x, w: x.roll(1, 2),
+    "group_norm": lambda x, w: F.group_norm(x, 2),
+    "instance_norm": lambda x, w: F.instance_norm(x),
+    "scattered": lambda x, w: x.scatter(1, torch.zeros_like(x).long(), x * 2),
+}
+#: What one device lays out so too; of the others torch's shape functions say something else.
+LAID_ALIKE = ("conv2d", "conv_transpose2d", "group_norm", "scattered")
+
+
+@pytest.mark.parametrize("name", IMAGES)
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()])
+def test_images_whose_channels_stand_last(mesh, name, placement):
+    """What a tensor says of its memory is so on every rank: flatten asks it, and may only view."""
+    x = torch.randn(8, 4, 6, 6).contiguous(memory_format=torch.channels_last)
+    alone, weight = x.clone().requires_grad_(), torch.randn(4, 4, 3, 3)
+    shared = distribute_tensor(x, mesh, [placement]).requires_grad_()
+    expected = IMAGES[name](alone, weight)
+    found = IMAGES[name](shared, distribute_tensor(weight, mesh, [Replicate()]))
+    if name in LAID_ALIKE:
+        assert found.stride() == expected.stride()
+    for each in (expected, found):
+        (each.flatten(1).pow(2).sum() + each.permute(0, 2, 3, 1).flatten(1).sin().sum()).backward()
+    torch.testing.assert_close(whole(found.detach()), expected.detach())
+    torch.testing.assert_close(whole(shared.grad), alone.grad, rtol=1e-4, atol=1e-4)
+    assert shared.grad.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_a_second_call_lies_in_memory_as_the_first(mesh):
+    x = distribute_tensor(
+        torch.randn(8, 4, 6, 6).contiguous(memory_format=torch.channels_last), mesh, [Shard(0)]
+    )
+    strides = [x.roll(shifts, 2)._local._parts[0].stride() for shifts in (1, 1, 1)]
+    assert set(strides) == {x.roll(1, 2).stride()}

@@ -20,7 +20,8 @@ from shardwise.rules.propagate import CallPlan
 aten = torch.ops.aten
 
 
-#: Ops whose kernels lay their results out otherwise than torch says without running them.
+#: Ops whose kernels lay their results out otherwise than torch says without running them. Those of
+#: others are found out when a call runs for the first time.
 _LAID_OTHERWISE = frozenset(
     {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
 )
@@ -31,21 +32,55 @@ def local_call(
 ) -> Callable[..., Any]:
     """What runs on the local operands; its results lie in memory as the layouts say."""
     call = _local_call(op, plan, binding)
-    return _relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
+    return relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
 
 
-def _relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+def lies_otherwise(result: Any, outputs: Sequence[Layout]) -> bool:
+    """Whether a result is not dense, or its dims are not in memory as its layout has them.
+
+    What is traced is not asked: the graph keeps its strides.
+    """
+    found = [result] if isinstance(result, torch.Tensor) else result
+    tensors = [x for x in found if isinstance(x, torch.Tensor)] if outputs else []
+    if len(tensors) != len(outputs):
+        return False  # kernels may return what nobody asked for
+    return any(
+        type(part) is torch.Tensor
+        and part.layout is torch.strided
+        and part.numel() > 0
+        and not _same_strides(part, in_memory_order(part, layout))
+        for x, layout in zip(tensors, outputs, strict=True)
+        for part in getattr(x, "_parts", (x,))
+    )
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(
+        a == b or size == 1
+        for size, a, b in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+
+
+def relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """`call`, with results that lie in memory as the layouts say."""
+
     def relay(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
         return in_memory_order(part, layout)
 
+    grid = outputs[0].grid
+    relays = [functools.partial(relay, layout) for layout in outputs]
+
     def run(*operands: Any, **kwargs: Any) -> Any:
         result = call(*operands, **kwargs)
-        parts = [result] if isinstance(result, torch.Tensor) else result
-        relaid = [
-            each_rank(layout.grid, functools.partial(relay, layout), part, axes=())
-            for part, layout in zip(parts, outputs, strict=True)
-        ]
-        return relaid[0] if isinstance(result, torch.Tensor) else tuple(relaid)
+        if isinstance(result, torch.Tensor):
+            return each_rank(grid, relays[0], result, axes=())
+        remaining = iter(relays)
+        return type(result)(
+            each_rank(grid, next(remaining), part, axes=())
+            if isinstance(part, torch.Tensor)
+            else part
+            for part in result
+        )
 
     return run
 

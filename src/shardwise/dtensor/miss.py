@@ -15,11 +15,19 @@ from shardwise.dtensor.entries import Entry, add_entry, add_write_back, entries,
 from shardwise.dtensor.fallback import kernels_above, parts_of
 from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
+from shardwise.dtensor.local_call import lies_otherwise, relaid
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
-from shardwise.rules.catalog import changes_shape, find_rule, functional_twin, written_twin
+from shardwise.rules.catalog import (
+    changes_shape,
+    find_rule,
+    functional_twin,
+    is_view,
+    written_inputs,
+    written_twin,
+)
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -76,18 +84,26 @@ class Miss:
                 add_write_back(key)
                 return _write_back(twin, args, kwargs)
         add_entry(key, entry)
-        return self._run(entry)
+        return self._run(entry, first=True)
 
-    def _run(self, entry: Entry) -> Any:
+    def _run(self, entry: Entry, *, first: bool = False) -> Any:
         if watch.notes is not None:
             watch.notes.append(entry)
         if entry.move is not None:
             entry.move(self.operands, self.args)
         local = entry.call(*self.operands, **self.kwargs)
+        if first and not _shares_memory(self.op) and lies_otherwise(local, entry.plan.outputs):
+            entry.call = relaid(entry.call, entry.plan.outputs)
+            local = relaid(lambda: local, entry.plan.outputs)()
         if entry.out is not None:
             return self.kind.wrap(local, entry.out)
         assert entry.finish is not None, "an entry either has one output or knows how to finish"
         return entry.finish(local, self.args, self.kind.wrap)
+
+
+def _shares_memory(op: Any) -> bool:
+    """Whether what the op returns is, or may be, memory of its arguments."""
+    return is_view(op) or bool(written_inputs(op))
 
 
 def _is_by_value(op: Any) -> bool:

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -25,10 +26,20 @@ def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(first.shape, dtype=first.dtype, device=first.device)
 
 
+def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Channels stand last where those of an operand do; torch's shape function knows no kernels."""
+    made = torch.ops.aten.convolution.default(x, weight, *rest)
+    for channels_last in (torch.channels_last, torch.channels_last_3d):
+        if channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
+            return torch.empty_like(made, memory_format=channels_last)
+    return made
+
+
 #: Ops whose shape function torch does not have, or does not have right.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
     torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.convolution.default: _convolution,
     torch.ops.aten.binomial.default: _like_first,
     torch.ops.aten._sample_dirichlet.default: _like_first,
     torch.ops.aten._standard_gamma.default: _like_first,

@@ -196,6 +196,16 @@ def _dense_stride(shape: Any, order: Any) -> tuple[int, ...]:
     return tuple(dense[order.index(d)] for d in range(len(shape)))
 
 
+def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
+    """The mean of each window; where channels stand last, torch would set strides by hand."""
+    pool = getattr(aten, f"adaptive_avg_pool{num_dims}d").default
+    (hollow,), _ = hollowed([x._layout], {})
+    pool(hollow, output_size)  # torch's checks
+    if all(size == 1 for size in output_size):
+        return x.mean([-1 - d for d in range(num_dims)], keepdim=True)
+    return getattr(aten, f"_adaptive_avg_pool{num_dims}d").default(x, output_size)
+
+
 def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
     """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
     packet, _, overload = name.partition(".")
@@ -213,6 +223,11 @@ def kernels() -> Iterator[tuple[str, Any]]:
     """The kernels of these ops, by name."""
     for op in _MAKE_TENSORS:
         yield _name(op), functools.partial(_put_together, op)
+    for num_dims in (2, 3):
+        yield (
+            f"adaptive_avg_pool{num_dims}d",
+            functools.partial(adaptive_avg_pool, num_dims),
+        )
     yield "stft", stft
     yield "broadcast_tensors", broadcast_tensors
     yield "pad_sequence", pad_sequence
