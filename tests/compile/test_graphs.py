@@ -1,5 +1,6 @@
 """Graphs of compiled code: how many there are, what is in them, and what is kept of them."""
 
+import io
 import logging
 
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 
 import shardwise
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -79,6 +80,41 @@ def test_export(pair, strict):
     found = program.module()(x)
     assert found.placements == (S0,)
     torch.testing.assert_close(value(found.detach()), value(model(x).detach()))
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_parallelized_module_is_exported(pair, strict):
+    """With any batch size, saved and loaded, and differentiable."""
+    model = parallel_layers(pair)
+    sizes = ({0: torch.export.Dim("batch", min=2)},)
+    program = torch.export.export(model, (torch.randn(8, 10),), strict=strict, dynamic_shapes=sizes)
+    kept = io.BytesIO()
+    torch.export.save(program, kept)
+    kept.seek(0)
+    loaded = torch.export.load(kept)
+    for rows in (8, 5):
+        x = torch.randn(rows, 10, requires_grad=True)
+        expected = model(x).agreed()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x)
+        for one in (program, loaded):
+            found = one.module()(x)
+            torch.testing.assert_close(found.agreed(), expected)
+            torch.testing.assert_close(torch.autograd.grad(found.square().sum(), x)[0], grad)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_doors_are_exported(pair, strict):
+    class Doors(nn.Module):
+        def forward(self, x):
+            rows = DTensor.from_local(x, pair, [R]).redistribute(placements=[S0])
+            ones = shardwise.ones(6, 4, device_mesh=pair)
+            halves = distribute_tensor(torch.full((6, 4), 0.5), pair, [Shard(1)])
+            return (rows * 3 + ones).full_tensor(), (rows - halves).to_local()
+
+    x = torch.randn(6, 4)
+    whole, parts = torch.export.export(Doors(), (x,), strict=strict).module()(x)
+    torch.testing.assert_close(whole.agreed(), x * 3 + 1)
+    torch.testing.assert_close(parts.on_rank(1), x[3:] - 0.5)
 
 
 def test_compiled_code_is_found_again(pair, caplog):

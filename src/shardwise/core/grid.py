@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import weakref
 from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils._python_dispatch import _disable_current_modes
 
 from shardwise.core.world import World, current_world
 from shardwise.errors import ArgumentError, WorldError
@@ -15,7 +17,6 @@ from shardwise.errors import ArgumentError, WorldError
 Coordinate = tuple[int, ...]
 
 
-_numbers = itertools.count()
 _by_number: weakref.WeakValueDictionary[int, Grid] = weakref.WeakValueDictionary()
 
 
@@ -40,13 +41,13 @@ class Grid:
     )
 
     def __init__(self, mesh: DeviceMesh, world: World) -> None:
-        ranks = _ranks(mesh)
+        shape, ranks = _shape_and_ranks(mesh)
         self.mesh = mesh
         self.world = world
         self.device_type: str = mesh.device_type
-        self.shape: tuple[int, ...] = tuple(ranks.shape)
+        self.shape: tuple[int, ...] = shape
         self.axis_names: tuple[str, ...] | None = mesh.mesh_dim_names
-        self.ranks: tuple[int, ...] = tuple(ranks.flatten().tolist())
+        self.ranks: tuple[int, ...] = ranks
         places = itertools.product(*map(range, self.shape))
         self.coordinates: dict[int, Coordinate] = dict(zip(self.ranks, places, strict=True))
         #: Where this process stands; None in a simulated world and on ranks outside the mesh.
@@ -54,8 +55,13 @@ class Grid:
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
         #: Stands for the grid where only a number can; no two grids of a process share one.
-        self.number = next(_numbers)
+        self.number = self._digest()
         _by_number[self.number] = self
+
+    def _digest(self) -> int:
+        """A number that only this grid has, in other processes too: exported programs are saved."""
+        value = (self.device_type, self.axis_names, self.shape, self.ranks, self.world.epoch)
+        return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
     @property
     def num_axes(self) -> int:
@@ -106,18 +112,13 @@ def grid_of(mesh: DeviceMesh) -> Grid:
             )
         return seen[1]
     world = current_world()
-    ranks = _ranks(mesh)
-    if max(ranks.flatten().tolist()) >= world.size:
+    shape, ranks = _shape_and_ranks(mesh)
+    if max(ranks) >= world.size:
         raise WorldError(
-            f"The mesh names rank {int(ranks.max())}, but the world has {world.size} ranks "
+            f"The mesh names rank {max(ranks)}, but the world has {world.size} ranks "
             f"(0 to {world.size - 1}). Make a smaller mesh, or start more processes."
         )
-    key = (
-        mesh.device_type,
-        mesh.mesh_dim_names,
-        tuple(ranks.shape),
-        tuple(ranks.flatten().tolist()),
-    )
+    key = (mesh.device_type, mesh.mesh_dim_names, shape, ranks)
     grid = world.grids.get(key)
     if grid is None:
         grid = world.grids[key] = Grid(mesh, world)
@@ -141,7 +142,14 @@ def grid_number(mesh: DeviceMesh) -> int:
 
 
 def grid_numbered(number: int) -> Grid:
-    return _by_number[number]
+    grid = _by_number.get(number)
+    if grid is None:
+        raise WorldError(
+            f"A program was exported for a mesh that {current_world()} does not have. Make the "
+            "mesh that it was exported with, in a world of the same epoch: in a process that has "
+            "seen as many worlds as the exporting one."
+        )
+    return grid
 
 
 def grid_like(
@@ -171,6 +179,8 @@ def grid_like(
     return grid_of(mesh)
 
 
-def _ranks(mesh: DeviceMesh) -> torch.Tensor:
-    tensor: Any = mesh.mesh
-    return tensor
+def _shape_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    # torch keeps the ranks in a tensor, and torch.export would note that it is read.
+    with _disable_current_modes():
+        tensor: Any = mesh.mesh
+        return tuple(tensor.shape), tuple(tensor.flatten().tolist())

@@ -20,6 +20,7 @@ from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.doors import check_plain_part, stride_like
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.traced import is_traced
 from shardwise.dtensor.traced_factories import (
     install,
     is_traceable,
@@ -57,7 +58,7 @@ def distribute_tensor(
     tensor([[1., 0.],
             [0., 1.]])
     """
-    if torch.compiler.is_dynamo_compiling():
+    if is_traced():
         if tensor.requires_grad and not isinstance(tensor, DTensor):
             raise UnsupportedError(
                 "distribute_tensor() in compiled code, of a tensor that requires grad: it makes a "

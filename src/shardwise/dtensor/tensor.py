@@ -42,7 +42,14 @@ from shardwise.dtensor.miss import Miss
 from shardwise.dtensor.numbers import beside_plain
 from shardwise.dtensor.pickled import packed, unpacked
 from shardwise.dtensor.reading import as_numpy, refuse_memory, whole_values
-from shardwise.dtensor.traced import install, traced_from_local
+from shardwise.dtensor.traced import (
+    exported_redistribute,
+    exported_to_local,
+    install,
+    is_exported,
+    is_traced,
+    traced_from_local,
+)
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import (
     ArgumentError,
@@ -330,7 +337,7 @@ class DTensor(Wrapped):
         reads the gradient.
         """
         mesh = device_mesh if device_mesh is not None else current_mesh()
-        if torch.compiler.is_dynamo_compiling():  # which decides itself how late to wait
+        if is_traced():  # and the compiler decides itself how late to wait
             return traced_from_local(
                 local_tensor,
                 grid_number(mesh),
@@ -361,6 +368,8 @@ class DTensor(Wrapped):
         `grad_placements` says how the gradient that comes back is laid out; by default as the
         tensor itself, and replicated where it is Partial.
         """
+        if is_exported():
+            return exported_to_local(self, grad_placements)
         layout = self._layout
         if not (torch.is_grad_enabled() and self.requires_grad):
             return sized_copy(self._local, True)
@@ -399,6 +408,8 @@ class DTensor(Wrapped):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
+        if is_exported():
+            return exported_redistribute(self, placements, order, forward_dtype, backward_dtype)
         target = autograd.placed(layout, placements, order)
         if forward_dtype is None and backward_dtype is None:
             return autograd.redistribute(self, target, async_op)
@@ -406,7 +417,10 @@ class DTensor(Wrapped):
 
     def full_tensor(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """The whole tensor, on every rank."""
-        whole = autograd.redistribute(self, autograd.whole_layout(self._layout))
+        if is_exported():
+            whole = self.redistribute(placements=[REPLICATE] * len(self.placements))
+        else:
+            whole = autograd.redistribute(self, autograd.whole_layout(self._layout))
         return whole.to_local(grad_placements=grad_placements)
 
     # -- torch.compile -----------------------------------------------------------------------
@@ -519,7 +533,7 @@ class DTensor(Wrapped):
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
 
 
-install(DTensor.from_local)
+install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -1,13 +1,16 @@
-"""Local tensors that become DTensors inside a compiled region.
+"""Local tensors that become DTensors inside a compiled region, and moves in exported programs.
 
 torch.compile reads the Python of a region and refuses what it cannot read, such as the making of a
 tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers, so meshes and
 placements are spelled as numbers.
+
+`torch.export` notes ops on DTensors, not what they do to local tensors, and asks for the origin of
+each local tensor that is read: `redistribute` and `to_local` are ops there too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -27,6 +30,11 @@ _library.define(
     "from_local(Tensor local, int grid, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
     "int[]? grad_placements) -> Tensor"
 )
+_library.define(
+    "redistribute(Tensor x, int[] placements, int[]? order, ScalarType? forward_dtype, "
+    "ScalarType? backward_dtype) -> Tensor"
+)
+_library.define("to_local(Tensor x, int[]? grad_placements) -> Tensor")
 
 _REPLICATE, _SHARD, _PARTIAL = range(3)
 
@@ -92,8 +100,46 @@ def traced_from_local(
     )
 
 
-def install(from_local: Any) -> None:
-    """Let the op do what `from_local` does."""
+def is_traced() -> bool:
+    """Whether a compiler or an exporter notes the calls of the program that runs."""
+    return torch.compiler.is_dynamo_compiling() or is_exported()
+
+
+def is_exported() -> bool:
+    """Whether torch.export watches the program: not inside our ops, which it takes as they are."""
+    return torch.compiler.is_exporting() and torch._C._is_torch_function_mode_enabled()
+
+
+def unwatched(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, of which torch.export does not see what it reads: it knows no tensor made in there."""
+
+    def run(*args: Any) -> Any:
+        with torch._C.DisableTorchFunction():
+            return fn(*args)
+
+    return run
+
+
+def exported_redistribute(
+    x: torch.Tensor,
+    placements: Sequence[Placement],
+    order: Sequence[int] | None = None,
+    forward_dtype: torch.dtype | None = None,
+    backward_dtype: torch.dtype | None = None,
+) -> Any:
+    """`x.redistribute(...)`, as torch.export notes it."""
+    return torch.ops.shardwise.redistribute(
+        x, spelled(placements), order, forward_dtype, backward_dtype
+    )
+
+
+def exported_to_local(x: torch.Tensor, grad_placements: Sequence[Placement] | None) -> Any:
+    """`x.to_local(...)`, as torch.export notes it."""
+    return torch.ops.shardwise.to_local(x, spelled(grad_placements))
+
+
+def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
+    """Let the ops do what these do."""
 
     def run(
         local: torch.Tensor, number: int, placements: Any, shape: Any, stride: Any, grad: Any
@@ -107,4 +153,18 @@ def install(from_local: Any) -> None:
             grad_placements=read(grad),
         )
 
-    _library.impl("from_local", run, "CompositeImplicitAutograd")
+    def move(x: Any, placements: Any, order: Any, forward_dtype: Any, backward_dtype: Any) -> Any:
+        return redistribute(
+            x,
+            placements=read(placements),
+            order=order,
+            forward_dtype=forward_dtype,
+            backward_dtype=backward_dtype,
+        )
+
+    def leave(x: Any, grad_placements: Any) -> Any:
+        return to_local(x, grad_placements=read(grad_placements))
+
+    _library.impl("from_local", unwatched(run), "CompositeImplicitAutograd")
+    _library.impl("redistribute", unwatched(move), "CompositeImplicitAutograd")
+    _library.impl("to_local", unwatched(leave), "CompositeImplicitAutograd")

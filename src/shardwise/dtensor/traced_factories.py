@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.core.grid import grid_number, grid_numbered
 from shardwise.core.placements import Placement
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.traced import read, spelled
+from shardwise.dtensor.traced import is_traced, read, spelled, unwatched
 from shardwise.errors import ArgumentError
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -35,7 +35,7 @@ def is_traceable(options: dict[str, Any]) -> bool:
     As of plain tensors, it makes no leaves that require grad and knows no generators but the
     default one.
     """
-    if not torch.compiler.is_dynamo_compiling():
+    if not is_traced():
         return False
     return not options.get("requires_grad") and options.get("generator") is None
 
@@ -79,5 +79,5 @@ def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
         mesh = grid_numbered(number).mesh
         return distribute(tensor, mesh, read(placements), src_data_rank=source)
 
-    _library.impl("create", run_create, "CompositeImplicitAutograd")
-    _library.impl("distribute", run_distribute, "CompositeImplicitAutograd")
+    _library.impl("create", unwatched(run_create), "CompositeImplicitAutograd")
+    _library.impl("distribute", unwatched(run_distribute), "CompositeImplicitAutograd")

@@ -37,6 +37,7 @@ from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
+from shardwise.dtensor.traced import is_traced
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 
 TENSOR_AXIS = "tp"
@@ -159,7 +160,7 @@ def _spot_on(grid: Grid, axis: int, path: str) -> Spot:
 def _later(x: DTensor) -> torch.Tensor:
     """`x.to_local()`, which may be on its way; see Note [Branches overlap]."""
     # Compiled code decides itself how late to wait, and does not look inside a DTensor.
-    if torch.compiler.is_dynamo_compiling() or type(x._local) is not Pending:
+    if is_traced() or type(x._local) is not Pending:
         return x.to_local()
     if torch.is_grad_enabled() and x.requires_grad:
         return autograd.to_local(x, autograd.gradient_layout(x._layout), True)
