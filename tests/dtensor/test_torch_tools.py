@@ -277,3 +277,30 @@ def test_second_derivatives_forward_over_reverse(mesh, fn):
     whole = torch.rand(4, 3) + 0.5
     found = torch.func.hessian(fn)(lay(whole, mesh, [Shard(0)]))
     torch.testing.assert_close(value(found), torch.func.hessian(fn)(whole))
+
+
+FORWARD = {
+    "inverse": torch.func.jacfwd(lambda x: 1 / x),
+    "quotient": torch.func.jacfwd(lambda x: 2.5 / (x + 1) - x / x.sum()),
+    "hessian": torch.func.hessian(lambda x: (1 / x).sum()),
+    "twice": torch.func.jacfwd(torch.func.jacfwd(lambda x: x**3)),
+    "forward over reverse": torch.func.jacfwd(torch.func.jacrev(torch.exp)),
+    "reverse over forward": torch.func.jacrev(torch.func.jacfwd(torch.sin)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_derivatives(mesh, name):
+    """Torch takes a tangent that is not there as a plain zero without memory."""
+    x = torch.rand(6) + 0.5
+    for placement in (Shard(0), Replicate()):
+        torch.testing.assert_close(
+            value(FORWARD[name](lay(x, mesh, [placement]))), FORWARD[name](x)
+        )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+def test_a_linearized_function_says_that_it_is_not_there(mesh):
+    with pytest.raises(shardwise.UnsupportedError, match="does not have a sharding strategy"):
+        torch.func.linearize(torch.sin, lay(torch.rand(6), mesh, [Shard(0)]))

@@ -80,6 +80,8 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
     """
     if not value.dim() or watch.replicate_plain or autograd.in_formula():
         return
+    if value.is_meta:
+        return  # without values, and so without other values on another rank
     if position is not None and _MADE_ARGUMENTS.get(op) == position:
         return
     if _made_by_caller(value):
