@@ -224,6 +224,23 @@ def test_a_bad_batch_raises_what_eager_code_raises(mesh):
     assert_close(fast(*batches()[0]).on_rank(1), model(*batches()[0]).on_rank(1))
 
 
+def test_tables_that_rest_get_nothing():
+    model = Recommender().requires_grad_(False)
+    model.dense.requires_grad_()
+    train(model, compiled(model)[0], batches(0, sizes=(3,)))
+    assert [p.grad for p in model.bags.parameters()] == [None] * 5
+    assert model.dense.weight.grad is not None
+
+
+def test_a_row_per_id_without_fullgraph():
+    """Sizes that only runs know break the graph; the lookup runs as it is."""
+    models = [Reader(optimizer=SGD(0.1)) for _ in range(2)]
+    broken = torch.compile(models[1], backend="aot_eager")
+    for model, run in zip(models, (models[0], broken), strict=True):
+        train(model, run, [pairs(number, size) for number, size in enumerate((3, 4))])
+    assert_close(state_of(models[1]), state_of(models[0]))
+
+
 def test_what_is_not_in_a_graph(mesh):
     model = Recommender("row_wise", SGD(0.1))
     with pytest.raises(NotImplementedError, match=r"torch.export of a collection"):
