@@ -184,7 +184,8 @@ class TwoTables(nn.Module):
         self.rows, self.bags = nn.Embedding(9, 6), nn.EmbeddingBag(9, 6)
 
     def forward(self, ids):
-        return self.rows(ids).tanh() * 2, self.bags(ids.flatten()[:, None])
+        rows = self.rows(ids).tanh() * 2
+        return rows, rows.square().mean(), self.bags(ids.flatten()[:, None])
 
 
 def laid_out(backend, local):
@@ -201,8 +202,9 @@ def laid_out(backend, local):
         for run in (model, fast, fast):
             model.zero_grad()
             with CommDebugMode() as comm:
-                rows, bags = run(ids)
-                torch.autograd.backward([rows.square().sum(), bags.sum()])
+                rows, loss, bags = run(ids)
+                losses = [rows.square().sum(), bags.sum(), *([] if local else [loss])]
+                torch.autograd.backward(losses)
             held = [getattr(x, "_local", x) for x in (rows.detach(), bags.detach())]
             held += [p.grad._local.clone() for p in model.parameters()]
             found.append((held, [(event.kind, event.num_bytes) for event in comm.events]))

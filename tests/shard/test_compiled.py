@@ -301,15 +301,74 @@ def test_inductor_keeps_the_order_of_exchanges(world):
     ]
 
 
+def laid_out_rows(spec):
+    plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, {"0": spec})
+    return shard_module(nn.Sequential(nn.Embedding(9, 6), nn.Tanh()), plan)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_outputs_that_are_laid_out(world, backend):
+    """How it is cut is known when the code runs: then it is a sharded tensor as any other."""
+    model = laid_out_rows(chunks(0, 1, 0))
+    fast, counter = compiled(model, backend)
+    for size in (5, 7, 1, 13) if backend == "aot_eager" else (5,):
+        found = []
+        for run in (model, fast, fast):
+            model.zero_grad()
+            with CommDebugMode() as comm:
+                out = run(ids_of(size))
+                out.square().sum().backward()
+            grad = model[0].weight.grad.full_tensor().agreed().clone()
+            found.append((out.detach(), grad, comm.get_comm_counts()))
+        for out, grad, counts in found[1:]:
+            assert torch.allclose(out, found[0][0])
+            assert out.sharding_spec() == chunks(0, 1, 0)
+            torch.testing.assert_close(grad, found[0][1])
+            assert counts == found[0][2]
+    assert counter.frame_count == (3 if backend == "aot_eager" else 1)
+
+
+def test_losses_of_outputs_that_are_laid_out(world):
+    """Sums, means and blocks, inside the region; other ops say that they have to stand outside."""
+    model = laid_out_rows(chunks(0, 0, 1, 2, 3))
+
+    def losses(ids):
+        out = model(ids)
+        other = (out * out.detach() + torch.ones_like(out)) / 3
+        return out.square().sum() + other.mean() + model[0](ids).sum(), out.local_tensor() * 2
+
+    fast, _ = compiled(losses)
+    for size in (5, 7):
+        found = []
+        for run in (losses, fast):
+            model.zero_grad()
+            loss, block = run(ids_of(size))
+            (loss.full_tensor() + block.square().sum()).backward()
+            found.append([whole(loss), block.on_rank(2), whole(model[0].weight.grad).clone()])
+        torch.testing.assert_close(found[1], found[0])
+    beyond = [lambda x: x @ x.t(), lambda x: x.full_tensor(), lambda x: x.reshard(chunks(1, 0))]
+    for fn in beyond:
+        fast, _ = compiled(lambda ids, fn=fn: fn(model(ids)))
+        with pytest.raises(Exception, match="depends on what other ranks put out"):
+            fast(ids_of(5))
+
+
+def test_gradients_of_sharded_tensors_that_are_put_out(world):
+    """They may come as DTensors of another kind than the one that was put out."""
+    st = shard_tensor(torch.randn(8, 4), chunks(0, 2, 0, 1, 3)).requires_grad_()
+    compiled(lambda x: x.tanh() * 2)[0](st).sum().backward()
+    expected = 2 * (1 - st.detach().full_tensor().agreed().tanh() ** 2)
+    torch.testing.assert_close(st.grad.full_tensor().agreed(), expected)
+
+
 # torch looks at every tensor that crosses a break, also at those that have no `grad`.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_what_breaks_the_graph(world):
     """What others bring decides about a size here, so Python runs it; the rest is compiled."""
-    plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, {"0": chunks(0, 1, 0)})
-    model = shard_module(nn.Sequential(nn.Embedding(9, 6), nn.ReLU()), plan)
+    model = laid_out_rows(chunks(0, 1, 0, 1))
     expected = model(ids_of(5))
     assert torch.equal(torch.compile(model, backend="aot_eager")(ids_of(5)), expected)
-    with pytest.raises(Exception, match="output_plan"):
+    with pytest.raises(Exception, match="names every rank once"):
         compiled(model)[0](ids_of(5))
 
     uneven = ShardingPlan({}, {"": chunks(0, 1, 0)}, [""])

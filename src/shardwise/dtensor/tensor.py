@@ -488,8 +488,10 @@ class DTensor(Wrapped):
 
     @untraced
     def __coerce_same_metadata_as_tangent__(
-        self, context: FlatContext, expected_type: type | None = None
+        self, context: Any, expected_type: type | None = None
     ) -> DTensor:
+        if not isinstance(context, FlatContext):
+            return context.as_tangent(self)  # of a kind of DTensors that lies otherwise
         layout = self._layout.with_placements(context.placements, context.order)
         moved = autograd.redistribute(self, layout)
         if context.roster is None or moved._local._roster is context.roster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,9 @@ from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.rules.catalog import find_rule
+from shardwise.shard import to_come
 from shardwise.shard.blocks import cut_whole
+from shardwise.shard.elementwise import is_elementwise
 from shardwise.shard.reshard import move_pieces
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ def dispatch(
     if _draws(func, first):
         return _draw(func, first, args, kwargs)
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
+        if any(map(to_come.has_tiling_to_come, leaves)):
+            return to_come.dispatch(kind, func, args, kwargs)
         leaves = [_cut_like(first, leaf) for leaf in leaves]
         _check_any_order(func, first, leaves)
     plain: dict[int, ShardedTensor] = {}
@@ -48,24 +51,6 @@ def dispatch(
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
 
 
-#: Ops that do the same to every value, though torch does not tag them as pointwise.
-_EACH_VALUE = {
-    aten.alias.default,
-    aten.clone.default,
-    aten.copy_.default,
-    aten.detach.default,
-    aten.empty_like.default,
-    aten.fill_.Scalar,
-    aten.full_like.default,
-    aten.ones_like.default,
-    aten.zero_.default,
-    aten.zeros_like.default,
-    aten._to_copy.default,
-    aten.lerp_.Scalar,
-    aten.lerp_.Tensor,
-}
-
-
 #: Reductions to one value, when they are given no dims.
 _OVER_ALL = {
     aten.all.default,
@@ -76,11 +61,6 @@ _OVER_ALL = {
     aten.min.default,
     aten.sum.default,
 }
-
-
-@functools.lru_cache(maxsize=1024)
-def _is_elementwise(op: Any) -> bool:
-    return op in _EACH_VALUE or torch.Tag.pointwise in getattr(op, "tags", ())
 
 
 def _cut_like(first: ShardedTensor, x: Any) -> Any:
@@ -99,7 +79,7 @@ def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> No
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
     over_all = op in _OVER_ALL and not any(isinstance(x, (list, tuple)) for x in leaves)
-    if not (_is_elementwise(op) or over_all) or not alike:
+    if not (is_elementwise(op) or over_all) or not alike:
         specs = "; ".join(
             str(x.sharding_spec()) if isinstance(x, type(first)) else type(x).__name__
             for x in tensors

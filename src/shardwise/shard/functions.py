@@ -15,6 +15,7 @@ from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
+from shardwise.shard import to_come
 from shardwise.shard.linear import linear
 from shardwise.shard.lookup import embedding, embedding_bag
 from shardwise.shard.tensor import ShardedTensor, functions
@@ -99,6 +100,17 @@ def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bo
     return bool((joint.agreed() if isinstance(joint, LocalTensor) else joint).item())
 
 
+def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our reduction of all values where a tiling is to come, torch's elsewhere."""
+
+    def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if len(args) == 1 and kwargs.keys() <= {"dtype"} and to_come.has_tiling_to_come(args[0]):
+            return ours(args[0], **kwargs)
+        return func(*args, **kwargs)
+
+    return run
+
+
 def _new_tensor(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """A plain tensor of the same dtype; torch's own stumbles over the dispatch key of DTensors."""
     like, data = args
@@ -110,6 +122,10 @@ functions.update(
         F.embedding: _own_batch(embedding),
         F.embedding_bag: _own_batch(embedding_bag),
         F.linear: _own_batch(linear),
+        torch.sum: _over_all(to_come.summed),
+        torch.Tensor.sum: _over_all(to_come.summed),
+        torch.mean: _over_all(to_come.mean),
+        torch.Tensor.mean: _over_all(to_come.mean),
         torch.Tensor.new_tensor: _new_tensor,
         torch.equal: _equal,
         torch.Tensor.equal: _equal,

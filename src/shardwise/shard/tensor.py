@@ -19,12 +19,13 @@ from shardwise.core.untraced import untraced
 from shardwise.dtensor.flat import FlatContext, flattened
 from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.shard import to_come
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.conversion import asked_for, converted
 from shardwise.shard.device import RankDevice
 from shardwise.shard.dispatch import dispatch
 from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from shardwise.shard.moves import Block, Reshard
+from shardwise.shard.moves import Block, Reshard, sharded_like
 from shardwise.shard.pickled import packed, unpacked
 from shardwise.shard.reshard import move_pieces
 from shardwise.shard.spec import (
@@ -45,8 +46,20 @@ class ShardedContext:
     """What a compiled graph knows of a sharded tensor besides its tensors."""
 
     flat: FlatContext
-    tiling: Tiling
+    #: Or what is known of it; see Note [Tilings to come].
+    tiling: Tiling | to_come.SpecToCome
     grad_reduction: str
+
+    def as_tangent(self, x: DTensor) -> ShardedTensor:
+        """A gradient as the graph expects it."""
+        if isinstance(self.tiling, to_come.SpecToCome):
+            return to_come.as_tangent(x, ShardedTensor, self)
+        lying = sharded_like(x, self.tiling, ShardedTensor)
+        local: Any = lying._local
+        roster = self.flat.roster
+        if roster is None or local._roster is roster:
+            return lying
+        return ShardedTensor.over(local.held_like(roster), lying._tiling, like=lying)
 
 
 class ShardedTensor(DTensor):
@@ -119,7 +132,16 @@ class ShardedTensor(DTensor):
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, flat = flattened(self)
-        return names, ShardedContext(flat, self._tiling, self.grad_reduction)
+        tiling: Any = self._tiling
+        if not to_come.has_tiling_to_come(self):
+            return names, ShardedContext(flat, tiling, self.grad_reduction)
+        return [*names, "_extent"], ShardedContext(flat, tiling.known, self.grad_reduction)
+
+    @property
+    def _extent(self) -> torch.Tensor:
+        """See Note [Tilings to come]."""
+        tiling: Any = self._tiling
+        return tiling.extent
 
     @staticmethod
     @untraced
@@ -127,6 +149,8 @@ class ShardedTensor(DTensor):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
         tiling, flat = context.tiling, context.flat
+        if type(tiling) is to_come.SpecToCome:
+            return to_come.unflattened(ShardedTensor, inner, context, outer_size)
         if tiling.natural:
             local, layout = flat.restored(inner, tiling.shape, tuple(outer_stride))
         else:
@@ -144,12 +168,7 @@ class ShardedTensor(DTensor):
     def __coerce_same_metadata_as_tangent__(
         self, context: Any, expected_type: type | None = None
     ) -> ShardedTensor:
-        lying = self if self._tiling is context.tiling else self.reshard(context.tiling.spec)
-        local: Any = lying._local
-        roster = context.flat.roster
-        if roster is None or local._roster is roster:
-            return lying
-        return ShardedTensor.over(local.held_like(roster), lying._tiling, like=lying)
+        return context.as_tangent(self)
 
     def _stable_hash_for_caching(self) -> str:
         return f"{super()._stable_hash_for_caching()} {self._tiling.spec} {self.grad_reduction}"
@@ -178,6 +197,8 @@ class ShardedTensor(DTensor):
 
     def local_tensor(self) -> torch.Tensor:
         """This rank's block, differentiable; empty on a rank that has none."""
+        if to_come.has_tiling_to_come(self):
+            return to_come.BlockToCome.apply(self)
         if self._tiling.blocks is None:
             raise UnsupportedError(
                 f"A rank has several pieces of this tensor, which do not join to one block: "
@@ -220,6 +241,7 @@ class ShardedTensor(DTensor):
         """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
+        to_come.check_has_come(self, "reshard()")
         source = self._tiling
         kind = device_type_of(resharding_spec)
         if kind != source.grid.device_type:
@@ -237,6 +259,7 @@ class ShardedTensor(DTensor):
 
         In a simulated world, where rank `dst` is always present, it is returned.
         """
+        to_come.check_has_come(self, "gather()")
         tiling = self._tiling
         if not 0 <= dst < len(tiling.grid.ranks):
             raise LayoutError(f"dst={dst} is no rank of a group of {len(tiling.grid.ranks)}.")

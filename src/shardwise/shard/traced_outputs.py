@@ -29,12 +29,21 @@ from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.exchange.effects import check_place, install, with_autograd
-from shardwise.shard.blocks import held_blocks
+from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted
-from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec
+from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
+from shardwise.shard.to_come import (
+    SpecToCome,
+    TilingToCome,
+    has_one_block,
+    local_of,
+    new_extent,
+    one_size,
+    over,
+)
 from shardwise.shard.traced import INSTEAD, apart, parts_of
 from shardwise.shard.traced_call import joined as together
 from shardwise.shard.traced_call import (
@@ -71,6 +80,11 @@ class Output:
     def ranks(self) -> Grid:
         assert self.grid is not None, "a spec names the ranks of a group"
         return self.grid
+
+    @property
+    def spec(self) -> ShardingSpec:
+        assert self.plan.spec is not None, "without a spec nothing is laid out"
+        return self.plan.spec
 
     def text(self) -> str:
         plan = self.plan
@@ -122,13 +136,14 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     check_place("a sharded module", INSTEAD)
     roster = output._roster if isinstance(output, LocalTensor) else None
     known = Output(known.plan, known.grid, roster)
-    if not known.plan.local:
+    if known.plan.local:
+        _check_one_size(known, parts_of(output))
+    elif not has_one_block(known.spec):
         raise UnsupportedError(
-            f"output_plan of {known.plan.where!r} without return_local_tensor, in compiled code: "
-            "how a sharded tensor is cut depends on what other ranks put out. Compile without "
-            "fullgraph=True, or return its local tensor."
+            f"output_plan of {known.plan.where!r} as {known.spec}, in compiled code: what a rank "
+            "holds depends on what other ranks put out. Compile without fullgraph=True, or choose "
+            "a ChunkShardingSpec that names every rank once."
         )
-    _check_one_size(known, parts_of(output))
     return TracedOutput.apply(output, known)
 
 
@@ -137,12 +152,8 @@ def _check_one_size(known: Output, own: Sequence[torch.Tensor]) -> None:
     if known.ranks.world.simulated:
         first, *others = _simulated_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
-            raise UnsupportedError(
-                f"The output of {known.plan.where!r}, laid out as {known.plan.spec} with a local "
-                f"tensor of another size on each simulated rank, in compiled code: one graph "
-                "cannot have a size per rank. Compile without fullgraph=True, or choose a spec "
-                "that gives every rank as much."
-            )
+            asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
+            raise UnsupportedError(one_size(asked))
 
 
 class TracedOutput(UntracedFunction):
@@ -151,16 +162,26 @@ class TracedOutput(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, known: Output) -> torch.Tensor:
         ctx.known, ctx.text, ctx.plain = known, known.text(), type(x) is not LocalTensor
-        *blocks, shapes = _ops.own_output(ctx.text, parts_of(x))
+        *blocks, extent, shapes = _ops.own_output(ctx.text, parts_of(x))
         ctx.sizes = [size for shape in _each_shape(known, parts_of(x)) for size in shape]
         ctx.save_for_backward(shapes)
-        return together(iter(blocks), known.whole())
+        whole = known.whole()
+        if known.plan.local:
+            return together(iter(blocks), whole)
+        local = blocks[0] if whole is None else LocalTensor(blocks, whole)
+        shape = (extent.shape[0], *x.shape[1:])
+        tiling = TilingToCome(SpecToCome(known.spec, known.ranks), shape, extent)
+        ctx.made = over(ShardedTensor, local, tiling)
+        ctx.made.grad_reduction = known.plan.grad_reduction
+        return ctx.made
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         (shapes,) = ctx.saved_tensors
         whole = ctx.known.whole()
+        if not ctx.known.plan.local:
+            grad = local_of(grad, ctx.made, "A gradient")
         grads = parts_of(grad if whole is None else grad.held_like(whole))
         found = iter(_ops.own_output_backward(ctx.text, shapes, grads, ctx.sizes))
         own = together(found, whole)
@@ -175,9 +196,11 @@ def _forward(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     with with_autograd(enabled=False):
         x = together(iter(own), known.roster).detach()
         joint = joined(x, known.ranks, known.plan.grad_reduction)
-        found = arranged(joint, known.plan)
+        found: Any = arranged(joint, known.plan)
+    blocks = found if known.plan.local else blocks_of(found._tiling, found._local)
+    parts = [part.clone() for part in parts_of(apart(blocks, known.whole()))]
     shapes = torch.tensor([box.shard_sizes for box in joint._tiling.boxes])
-    return [*(part.clone() for part in parts_of(apart(found, known.whole()))), shapes]
+    return [*parts, new_extent(parts[0], joint.shape[0]), shapes]
 
 
 def _backward(
@@ -185,13 +208,12 @@ def _backward(
 ) -> list[torch.Tensor]:
     known = read_output(text)
     plan, grid = known.plan, known.ranks
-    assert plan.spec is not None, "without a spec nothing is laid out"
     source = joint_tiling(shapes.tolist(), grid)
-    target = make_tiling(plan.spec, source.shape, grid)
+    target = make_tiling(known.spec, source.shape, grid)
     factor = len(grid.ranks) if plan.grad_reduction == "mean" else 1
     with with_autograd(enabled=False):
         grad = together(iter(grads), known.whole())
-        held = held_blocks(target, grad / factor)
+        held = held_blocks(target, grad / factor if plan.local else grad)
         own = parted(ShardedTensor.over(held, target), source, factor)
     return [part.clone() for part in parts_of(apart(own, known.whole()))]
 
@@ -211,27 +233,34 @@ def _each_shape(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Siz
 def _forward_shapes(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     known = read_output(text)
     if known.ranks.world.simulated:
-        found = _simulated_shapes(known, own)
+        found, num_rows = _simulated_shapes(known, own), _num_rows(_each_shape(known, own))
     else:
-        found = [_shape_to_come(known, own[0].shape)]
+        num_rows = _size_to_come()
+        found = [_shape_to_come(known, own[0].shape, num_rows)]
     blocks = [own[0].new_empty(shape) for shape in found]
     shapes = torch.empty((len(known.ranks.ranks), own[0].dim()), dtype=torch.int64, device="cpu")
-    return [*blocks, shapes]
+    return [*blocks, new_extent(own[0], num_rows), shapes]
 
 
 def _simulated_shapes(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
     """The ranks' blocks, where all of them are present."""
     shapes = _each_shape(known, own)
-    num_rows = sum(shape[0] for shape in shapes if shape)
-    return [_block_shape(known, rank, (num_rows, *shapes[0][1:])) for rank in known.ranks.ranks]
+    joint = (_num_rows(shapes), *shapes[0][1:])
+    return [_block_shape(known, rank, joint) for rank in known.ranks.ranks]
 
 
-def _shape_to_come(known: Output, shape: Sequence[Size]) -> Sequence[Size]:
+def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
+    return sum(shape[0] for shape in shapes if shape)
+
+
+def _shape_to_come(known: Output, shape: Sequence[Size], num_rows: Size) -> Sequence[Size]:
     """This rank's block; how long it is along dim 0 depends on what others put out."""
     rank = known.ranks.ranks[my_coordinate(known.ranks)[0]]
     if isinstance(known.plan.spec, EnumerableShardingSpec) or not shape:
         return _block_shape(known, rank, shape)
-    return (_size_to_come(), *_block_shape(known, rank, (0, *shape[1:]))[1:])
+    block = _block_shape(known, rank, (0, *shape[1:]))
+    cut = isinstance(known.spec, ChunkShardingSpec) and known.spec.dim in (0, -len(shape))
+    return (_size_to_come() if cut else num_rows, *block[1:])
 
 
 def _size_to_come() -> Size:
