@@ -56,7 +56,7 @@ class Jagged:
         if isinstance(features, str):
             raise ArgumentError("Jagged takes a list of features, not one text.")
         self.features = tuple(features)
-        self.values = values
+        self._hold(values)  # not through the property, which older compilers do not call here
         #: How many bags each feature has, in numbers: None where all have equally many, nothing
         #: where it is not known without a look at a tensor that only runs have.
         self.sizes = _known_sizes(batch_sizes)
@@ -80,6 +80,9 @@ class Jagged:
 
     @values.setter
     def values(self, values: torch.Tensor) -> None:
+        self._hold(values)
+
+    def _hold(self, values: torch.Tensor) -> None:
         self._values = values
         #: The same, where ranks have other numbers of ids, without a size: so a graph takes it.
         self._unsized = _without_size(values)

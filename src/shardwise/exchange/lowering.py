@@ -47,6 +47,6 @@ def _lowered(op: Any) -> Any:
         if before is not None and star_deps is not None:
             star_deps[kernel.get_operation_name()].add(before.get_name())
         _last[graph] = made[-1]
-        return tree_map(lambda x: x.wrap_for_lowering() if isinstance(x, ir.IRNode) else x, result)
+        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, result)
 
     return run
