@@ -125,3 +125,24 @@ def test_a_graph_breaks_where_a_sparse_gradient_comes_in(pair):
     assert isinstance(found[0], RowSparse)
     for one, other in zip(found, expected, strict=True):
         assert torch.equal(one.full_tensor().agreed(), other.full_tensor().agreed())
+
+
+# Torch's Adagrad does not say whether indices are to be checked.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
+def test_a_whole_step(pair):
+    """Torch breaks the graph at `backward()` and in `step`; what runs there is left as it is."""
+    start = torch.randn(11, 6)
+    tables = [lay(start.clone(), pair, [S0]).requires_grad_() for _ in range(2)]
+    optimizers = [torch.optim.Adagrad([table], lr=0.1) for table in tables]
+
+    def step(ids, table, optimizer):
+        optimizer.zero_grad()
+        lookup(ids, table).backward()
+        optimizer.step()
+
+    fast = torch.compile(step, backend="aot_eager")
+    for size in (5, 7):
+        ids = lay(torch.randint(0, 11, (size,)), pair, [R])
+        for run, *state in zip((step, fast), tables, optimizers, strict=True):
+            run(ids, *state)
+    torch.testing.assert_close(value(tables[1]), value(tables[0]))

@@ -64,14 +64,17 @@ class RowSparse(DTensor):
     def dense_dim(self) -> int:
         return self.dim() - 1
 
+    @untraced
     def _indices(self) -> Held:
         return Held.of(self._rows.unsqueeze(0), self)
 
+    @untraced
     def _values(self) -> Held:
         return Held.of(self._local, self)
 
     indices, values = _indices, _values
 
+    @untraced
     def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
         """`new(indices, values, size)`: another one, with rows where this one has them."""
         if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
@@ -80,6 +83,7 @@ class RowSparse(DTensor):
             )
         return args[1].together_with(args[0])
 
+    @untraced
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
         """This rank's part, as torch's sparse COO tensor."""
         reduced = self._reduce()
@@ -91,6 +95,7 @@ class RowSparse(DTensor):
 
         return each_rank(layout.grid, here, reduced._rows, reduced._local)
 
+    @untraced
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: Any = None) -> DTensor:
         """The same values in an ordinary DTensor, as large as the table.
 
@@ -104,10 +109,12 @@ class RowSparse(DTensor):
         held = SparseRows(self._layout, self._rows, self._local)
         return DTensor.wrap(held.dense(), held.layout)
 
+    @untraced
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
         """The whole tensor, dense, on every rank."""
         return self.to_dense().full_tensor()
 
+    @untraced
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """Dense, in other placements."""
         return self.to_dense().redistribute(*args, **kwargs)
@@ -129,6 +136,7 @@ class RowSparse(DTensor):
         placements = tuple(REPLICATE if p.is_partial() else p for p in layout.placements)
         return make(layout.with_placements(placements), rows, values)
 
+    @untraced
     def coalesce(self) -> RowSparse:
         """Reduced, and each row once."""
         if self._coalesced:
@@ -181,6 +189,7 @@ class RowSparse(DTensor):
         return result
 
 
+@untraced
 def make(
     layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool = False
 ) -> RowSparse:
@@ -237,6 +246,7 @@ class Held(torch.Tensor):
     origin: RowSparse
 
     @staticmethod
+    @untraced
     def of(local: torch.Tensor, origin: RowSparse) -> Held:
         out = torch.Tensor._make_wrapper_subclass(
             Held, local.shape, dtype=local.dtype, device=local.device
@@ -244,6 +254,7 @@ class Held(torch.Tensor):
         out.local, out.origin = local, origin
         return out
 
+    @untraced
     def together_with(self, indices: Held) -> RowSparse:
         """These values at the rows of `indices`."""
         return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
@@ -256,6 +267,7 @@ class Held(torch.Tensor):
         return f"Held({self.local!r})"
 
     @classmethod
+    @untraced
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
