@@ -304,3 +304,19 @@ def test_forward_derivatives(mesh, name):
 def test_a_linearized_function_says_that_it_is_not_there(mesh):
     with pytest.raises(shardwise.UnsupportedError, match="does not have a sharding strategy"):
         torch.func.linearize(torch.sin, lay(torch.rand(6), mesh, [Shard(0)]))
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()])
+def test_many_gradients_at_once(mesh, placement):
+    """Torch batches them in a tensor that stands around DTensors."""
+    functional, x = torch.autograd.functional, torch.rand(6) + 0.5
+
+    def fn(y):
+        return torch.stack([y, y * y]).softmax(0) * y.sum()
+
+    for ways in ({"vectorize": True}, {"vectorize": True, "strategy": "forward-mode"}):
+        found = functional.jacobian(fn, lay(x, mesh, [placement]), **ways)
+        torch.testing.assert_close(value(found), functional.jacobian(fn, x))
+    found = functional.hessian(lambda y: fn(y).sum(), lay(x, mesh, [placement]), vectorize=True)
+    torch.testing.assert_close(value(found), functional.hessian(lambda y: fn(y).sum(), x))

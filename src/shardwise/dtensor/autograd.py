@@ -162,6 +162,12 @@ def in_formula() -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def _is_batch(grad: torch.Tensor) -> bool:
+    """Whether this stands for many gradients, as under torch.vmap: what it holds is distributed."""
+    functorch = torch._C._functorch
+    return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
+
+
 @untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to where its leaf lies; None when it lies there.
@@ -174,6 +180,8 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     if grad is None:
         return None
     if not isinstance(grad, cls):
+        if _is_batch(grad):
+            return None
         whole = (Replicate(),) * layout.grid.num_axes
         made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
         wrapped = cls.wrap(localize(layout.grid, grad), made)
