@@ -13,7 +13,8 @@ from torch._inductor.utils import run_and_get_code
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from shardwise import DTensor, LocalTensor
+import shardwise
+from shardwise import DTensor, LocalTensor, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.shard import ShardingPlan, shard_module, shard_tensor, traced
@@ -282,6 +283,31 @@ def test_a_sharded_output(world):
         assert_as_eager(model, compiled(model)[0], ids_of(5))
 
 
+class Joined(nn.Module):
+    """Puts out a DTensor without a spec, as large as what is brought."""
+
+    def __init__(self):
+        super().__init__()
+        self.mesh = shardwise.init_device_mesh("cpu", (4,))
+        self.scale = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return DTensor.from_local(self.scale(x), self.mesh, [Shard(0)]) * 2
+
+
+def test_a_dtensor_of_changing_size(world):
+    model = nn.Sequential(Joined(), nn.Tanh())
+    shard_module(model, ShardingPlan({"0.scale.weight": chunks(0, 1, 0)}, None, ["0"]))
+    fast, counter = compiled(model)
+    for size in (5, 7, 9):
+        x = per_rank(lambda r, g, size=size: torch.randn(size, 6, generator=g))
+        outs = [run(x) for run in (model, fast)]
+        grads = [torch.autograd.grad(o.square().sum(), model[0].scale.weight)[0] for o in outs]
+        torch.testing.assert_close(outs[1].on_rank(2), outs[0].on_rank(2))
+        torch.testing.assert_close(whole(grads[1]), whole(grads[0]))
+    assert counter.frame_count == 2
+
+
 def test_inductor_keeps_the_order_of_exchanges(world):
     """Sorted for the least memory, they would run in another order on another rank."""
     model = shard_module(Towers(), ShardingPlan(PLANS["rows"]))
@@ -370,6 +396,14 @@ def test_what_breaks_the_graph(world):
     assert torch.equal(torch.compile(model, backend="aot_eager")(ids_of(5)), expected)
     with pytest.raises(Exception, match="names every rank once"):
         compiled(model)[0](ids_of(5))
+
+    rows = laid_out_rows(chunks(0, 0, 1, 2, 3))
+
+    def products(ids):
+        return (rows(ids) @ rows(ids).t()).full_tensor()
+
+    found = torch.compile(products, backend="aot_eager")(ids_of(5))
+    torch.testing.assert_close(found.agreed(), products(ids_of(5)).agreed())
 
     uneven = ShardingPlan({}, {"": chunks(0, 1, 0)}, [""])
     layer, x = shard_module(nn.Linear(6, 5), uneven), per_rank(lambda r, g: torch.ones(3, 6))

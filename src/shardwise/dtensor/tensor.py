@@ -477,7 +477,8 @@ class DTensor(Wrapped):
         self, new_base: torch.Tensor, symint_visitor_fn: Any = None, tensor_visitor_fn: Any = None
     ) -> torch.Tensor:
         """This view, taken of `new_base`; torch asks for it where a view enters a region."""
-        if tensor_visitor_fn is None or not isinstance(new_base, DTensor):
+        # Subclasses have views of other kinds.
+        if tensor_visitor_fn is None or {type(self), type(new_base)} != {DTensor}:
             return super()._view_func_unsafe(new_base, symint_visitor_fn, tensor_visitor_fn)
         return traced_views.replayed(self, new_base, tensor_visitor_fn, DTensor.wrap)
 

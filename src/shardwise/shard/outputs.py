@@ -68,8 +68,13 @@ def arranged(x: Any, plan: OutputPlan) -> torch.Tensor:
     if not plan.local:
         return x
     block = with_spec(x, ShardedTensor).local_tensor()
+    return shared(block, len(x._layout.grid.ranks), plan)
+
+
+def shared(block: torch.Tensor, num_ranks: int, plan: OutputPlan) -> torch.Tensor:
+    """A block of a joint tensor, now in each rank's own loss."""
     if plan.grad_reduction == "mean" and block.requires_grad:
-        return ShareOfGradient.apply(block, len(x._layout.grid.ranks))
+        return ShareOfGradient.apply(block, num_ranks)
     return block
 
 

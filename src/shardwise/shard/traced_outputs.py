@@ -24,6 +24,7 @@ from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid
+from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
@@ -31,7 +32,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.group import home_grid
-from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted
+from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted, shared
 from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
@@ -130,6 +131,8 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     """`lay_out` as a compiler reads it."""
     known = read_output(text)
     if isinstance(output, DTensor):
+        if output._layout.symbolic and not isinstance(output, ShardedTensor):
+            return _of_symbolic_size(output, known.plan)
         return arranged(output, known.plan)
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in parts_of(output)):
         return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
@@ -145,6 +148,19 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
             "a ChunkShardingSpec that names every rank once."
         )
     return TracedOutput.apply(output, known)
+
+
+def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
+    """A DTensor without a spec: a spec of its own cannot have symbols for sizes."""
+    if plan.spec is not None:
+        raise UnsupportedError(
+            f"output_plan of {plan.where!r}, which puts out a DTensor of changing size, in "
+            "compiled code: the pieces of a spec have fixed sizes. Compile with dynamic=False, or "
+            "without fullgraph=True."
+        )
+    (placement,) = x.placements
+    ordered = x if placement.is_shard() else x.redistribute(placements=[ShardPlacement(0)])
+    return shared(ordered.to_local(), len(x._layout.grid.ranks), plan)
 
 
 def _check_one_size(known: Output, own: Sequence[torch.Tensor]) -> None:
