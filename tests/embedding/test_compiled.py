@@ -85,9 +85,9 @@ def test_one_device_and_an_optimizer_of_torch():
 
 @pytest.mark.parametrize("plan", ["mixed", "column_wise"])
 def test_updates_in_backward(mesh, plan):
-    """Each rank has another number of ids."""
+    """Each rank has another number of ids, and of weights."""
     make = functools.partial(Recommender, cases.PLANS[plan], RowWiseAdagrad(0.1))
-    assert assert_trains_alike(make, batches()) == 2
+    assert assert_trains_alike(make, batches(weighted=plan == "mixed")) == 2
 
 
 @pytest.mark.parametrize("sparse", [True, False])

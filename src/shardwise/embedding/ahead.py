@@ -167,7 +167,7 @@ def look_ahead(
         return _complain(route, grid, Complaint(str(error).rstrip(".")))
     if trouble is not None:
         return _complain(route, grid, Complaint(trouble, ShardwiseError))
-    weights = jagged.weights
+    weights = jagged._weights
     train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     found = [
         bags_of(route.tiling.tables, each, weights_train=train, side_by_side=side_by_side)
@@ -182,7 +182,7 @@ def _complain(route: Route, grid: Grid | None, complaint: Complaint) -> Ahead:
 
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
-    weights = None if batch.weights is None else batch.weights.detach()
+    weights = None if batch._weights is None else batch._weights.detach()
     batch = batch.with_weights(weights)
     if grid is None or not grid.world.simulated or batch.problem is not None:
         return [batch] * (1 if grid is None else len(ranks_present(grid)))

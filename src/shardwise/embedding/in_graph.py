@@ -70,7 +70,7 @@ def look_up_in_graph(
         values,
         lengths,
         batch.first,
-        batch.weights,
+        batch.weights_in_graph(),
         batch.batch_sizes,
     )
 

@@ -31,14 +31,15 @@ class Jagged:
 
     __slots__ = (
         "_unsized",
+        "_unsized_weights",
         "_values",
+        "_weights",
         "batch_sizes",
         "features",
         "first",
         "lengths",
         "problem",
         "sizes",
-        "weights",
     )
 
     def __init__(
@@ -91,6 +92,21 @@ class Jagged:
         """The ids as a compiled region takes them."""
         return self._values if self._unsized is None else self._unsized
 
+    @property
+    def weights(self) -> torch.Tensor | None:
+        # Whoever gets them may ask for their gradient, which those without a size would not have.
+        self._unsized_weights = None
+        return self._weights
+
+    @weights.setter
+    def weights(self, weights: torch.Tensor | None) -> None:
+        self._weights = weights
+        self._unsized_weights = _without_size(weights)
+
+    def weights_in_graph(self) -> torch.Tensor | None:
+        """The weights as a compiled region takes them."""
+        return self._weights if self._unsized_weights is None else self._unsized_weights
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
         """The same batch on another device; how many bags each feature has is not moved."""
 
@@ -101,7 +117,7 @@ class Jagged:
             self.features,
             self.values.to(device, non_blocking=non_blocking),
             lengths=moved(self.lengths),
-            weights=moved(self.weights),
+            weights=moved(self._weights),
             batch_sizes=self.batch_sizes,
         )
         copied.first, copied.problem, copied.sizes = moved(self.first), self.problem, self.sizes
@@ -247,7 +263,7 @@ def num_bags(batch: Jagged) -> list[int]:
 
 
 def _without_size(x: Any) -> torch.Tensor | None:
-    if type(x) is LocalTensor and not torch.compiler.is_compiling():
+    if type(x) is LocalTensor and not torch.compiler.is_compiling() and not x.requires_grad:
         shape = x._parts[0].shape
         if any(part.shape != shape for part in x._parts):
             return sized_copy(x, sized=False)
