@@ -230,6 +230,18 @@ def test_strides_that_are_squares_of_sizes(pair, placement):
     assert counter.frame_count == 1
 
 
+def test_strides_of_results_that_are_squares(pair):
+    """The parts of complex numbers are such a view, of a tensor that no input is like."""
+
+    def sizes(x):
+        return torch.view_as_real(torch.linalg.eig(x)[1]).square().sum(-1)
+
+    fast, counter = compiled(sizes)
+    for rows in (5, 7):
+        assert_as_eager(sizes, fast, (lay(torch.randn(3, rows, rows), pair, [R]).requires_grad_(),))
+    assert counter.frame_count == 1
+
+
 def test_attention_with_any_number_of_heads(pair):
     def attend(query, key, value):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -75,6 +75,20 @@ class Layout:
             self.grid, placements, self.shape, self.stride, self.dtype, order or self.order
         )
 
+    def with_stride(self, stride: Sequence[Size]) -> Layout:
+        """The same tensor with other strides; the same object where they are."""
+        if stride is self.stride:
+            return self
+        return make_layout(
+            self.grid,
+            self.placements,
+            self.shape,
+            stride,
+            self.dtype,
+            self.order,
+            snapshot=self.snapshot,
+        )
+
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The axes that shard `dim`, outermost first."""
         return tuple(a for a in self.order if self.placements[a].is_shard(dim))

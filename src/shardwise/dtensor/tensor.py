@@ -28,7 +28,7 @@ from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_number, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
-from shardwise.core.symbols import unrecorded
+from shardwise.core.symbols import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor import autograd, doors, torch_checkpoint, traced_views
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
@@ -98,6 +98,7 @@ class DTensor(Wrapped):
         if type(local) is LocalTensor and local._sized:
             local = sized_copy(local, False)
         if layout.symbolic:
+            layout = layout.with_stride(noted(layout.stride))
             return unrecorded(DTensor._wrap, local, layout, requires_grad)
         return DTensor._wrap(local, layout, requires_grad)
 
