@@ -104,6 +104,17 @@ def test_what_cannot_be_compiled_says_so(pair):
         compiled(lambda x: DTensor.from_local(x, pair, [S0], shape=(5,)))[0](uneven)
 
 
+def test_data_is_not_assigned_inside(pair):
+    def assign(x, y):
+        x.data = y
+        return x * 2
+
+    x, y = (distribute_tensor(torch.randn(4, 2), pair, [S0]) for _ in range(2))
+    with pytest.raises(Exception, match=r"Write the values, x\.data\.copy_\(y\)"):
+        compiled(assign)[0](x, y)
+    assert torch.equal(torch.compile(assign, backend="aot_eager")(x, y), y * 2)
+
+
 @pytest.mark.parametrize("assigned", [True, False], ids=["assigned", "called"])
 def test_a_leaf_made_in_between(pair, assigned):
     """The graph breaks there, as for plain tensors, and the gradient lies like the leaf."""

@@ -142,10 +142,19 @@ def every_plan(
                         yield plan
 
 
+#: What to do instead of an op that gives a tensor the memory of another; compiled code spells
+#: `x.data = y` so.
+_TAKES_OVER = "Write the values, x.data.copy_(y), or assign x.data = y outside of compiled code."
+_INSTEAD = {"aten::set": _TAKES_OVER, "aten::set_": _TAKES_OVER}
+
+
 def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -> str:
     """The message for an op that no rule covers, or not for these layouts."""
     name = getattr(op, "__name__", None) if not hasattr(op, "_schema") else str(op)
     found = "; ".join(map(repr, layouts))
+    if hasattr(op, "_schema") and op._schema.name in _INSTEAD:
+        instead = _INSTEAD[op._schema.name]
+        return f"{name} does not have a sharding strategy registered. Found {found}. {instead}"
     if fixed:
         return (
             f"{name} does not have a sharding strategy registered. It writes to "
