@@ -12,7 +12,15 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, distribute_tensor
+from shardwise import (
+    DTensor,
+    LocalTensor,
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+    local_map,
+)
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor.traced import read, spelled
 from shardwise.parallel import (
@@ -163,6 +171,19 @@ def test_placements_as_numbers():
     placements = [Shard(1, sizes=(3, 0)), R, Partial("max"), Shard(2)]
     assert read(spelled(placements)) == placements
     assert read(spelled(None)) is None
+
+
+def test_functions_of_local_tensors(pair):
+    product = local_map(torch.mm, [S0], ([S0], [R]), device_mesh=pair)
+    fast, counter = compiled(lambda a, b: product(a, b).relu())
+    for size in (8, 12, 20):
+        a = distribute_tensor(torch.randn(size, 7), pair, [S0]).requires_grad_()
+        b = distribute_tensor(torch.randn(7, 5), pair, [R])
+        out = fast(a, b)
+        assert out.placements == (S0,)
+        assert torch.equal(out, product(a, b).relu())
+        assert_same(*(torch.autograd.grad(x.sum(), a) for x in (out, (a @ b).relu())))
+    assert counter.frame_count == 2  # the first size, and all others
 
 
 # -- modules and optimizers ------------------------------------------------------------------

@@ -97,17 +97,27 @@ def _local(
             )
         return leaf
     if wanted is not None:
-        grid = grid_of(mesh)
-        normal = normalize(wanted, leaf._layout.shape, grid)
-        if leaf._layout.grid is not grid or tuple(leaf.placements) != normal:
-            if not redistribute_inputs:
-                raise LayoutError(
-                    f"Argument {number} of {_name(func)} lies as {short(leaf.placements)}, but "
-                    f"in_placements asks for {short(normal)}. Redistribute it first, or give "
-                    "redistribute_inputs=True."
-                )
-            leaf = leaf.redistribute(mesh, normal)
+        leaf = _as_wanted(func, number, leaf, mesh, wanted, redistribute_inputs)
     return leaf.to_local(grad_placements=_entry(in_grad_placements, number))
+
+
+def _as_wanted(
+    func: Any, number: int, x: DTensor, mesh: DeviceMesh, wanted: Any, redistribute_inputs: bool
+) -> DTensor:
+    grid = grid_of(mesh)
+    given = (wanted,) if isinstance(wanted, Placement) else tuple(wanted)
+    # Mostly they are the very same, and a compiler that reads this has less to read.
+    if x._layout.grid is grid and tuple(x.placements) == given:
+        return x
+    normal = normalize(given, x._layout.shape, grid)
+    if x._layout.grid is grid and tuple(x.placements) == normal:
+        return x
+    if not redistribute_inputs:
+        raise LayoutError(
+            f"Argument {number} of {_name(func)} lies as {short(x.placements)}, but in_placements "
+            f"asks for {short(normal)}. Redistribute it first, or give redistribute_inputs=True."
+        )
+    return x.redistribute(mesh, normal)
 
 
 def _entry(given: Any, number: int) -> Any:
@@ -116,8 +126,9 @@ def _entry(given: Any, number: int) -> Any:
 
 def _is_even(layout: Layout) -> bool:
     """Whether every rank holds a part of one shape."""
-    shapes = {layout.local_shape(c) for c in layout.grid.coordinates.values()}
-    return len(shapes) == 1
+    # Compared and not put in a set: that would ask symbols for their values.
+    first, *others = (layout.local_shape(c) for c in layout.grid.coordinates.values())
+    return all(shape == first for shape in others)
 
 
 def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, even: bool) -> Any:
