@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.core.chunks import lengths
-from shardwise.core.grid import grid_of
+from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, normalize
 from shardwise.core.placements import Placement, Shard, short
 from shardwise.dtensor.doors import all_metas
@@ -48,6 +48,7 @@ def local_map(
             redistribute_inputs=redistribute_inputs,
         )
     options = (in_placements, in_grad_placements, redistribute_inputs)
+    chosen = None if device_mesh is None else grid_of(device_mesh)
 
     @functools.wraps(func)
     def mapped(*args: Any, **kwargs: Any) -> Any:
@@ -55,13 +56,13 @@ def local_map(
         given = [leaf for leaf in leaves if isinstance(leaf, DTensor)]
         if not given:
             return func(*args, **kwargs)
-        mesh = device_mesh if device_mesh is not None else given[0].device_mesh
-        local = [_local(func, i, leaf, mesh, *options) for i, leaf in enumerate(leaves)]
+        grid = given[0]._layout.grid if chosen is None else chosen
+        local = [_local(func, i, leaf, grid, *options) for i, leaf in enumerate(leaves)]
         _check_count(func, "in_placements", in_placements, len(leaves))
         _check_count(func, "in_grad_placements", in_grad_placements, len(leaves))
         result = func(*tree_unflatten(local, tree), **kwargs)
         even = all(_is_even(x._layout) for x in given)
-        return _distributed(func, result, out_placements, mesh, even)
+        return _distributed(func, result, out_placements, grid.mesh, even)
 
     return mapped
 
@@ -82,7 +83,7 @@ def _local(
     func: Any,
     number: int,
     leaf: Any,
-    mesh: DeviceMesh,
+    grid: Grid,
     in_placements: Any,
     in_grad_placements: Any,
     redistribute_inputs: bool,
@@ -97,14 +98,13 @@ def _local(
             )
         return leaf
     if wanted is not None:
-        leaf = _as_wanted(func, number, leaf, mesh, wanted, redistribute_inputs)
+        leaf = _as_wanted(func, number, leaf, grid, wanted, redistribute_inputs)
     return leaf.to_local(grad_placements=_entry(in_grad_placements, number))
 
 
 def _as_wanted(
-    func: Any, number: int, x: DTensor, mesh: DeviceMesh, wanted: Any, redistribute_inputs: bool
+    func: Any, number: int, x: DTensor, grid: Grid, wanted: Any, redistribute_inputs: bool
 ) -> DTensor:
-    grid = grid_of(mesh)
     given = (wanted,) if isinstance(wanted, Placement) else tuple(wanted)
     # Mostly they are the very same, and a compiler that reads this has less to read.
     if x._layout.grid is grid and tuple(x.placements) == given:
@@ -117,7 +117,7 @@ def _as_wanted(
             f"Argument {number} of {_name(func)} lies as {short(x.placements)}, but in_placements "
             f"asks for {short(normal)}. Redistribute it first, or give redistribute_inputs=True."
         )
-    return x.redistribute(mesh, normal)
+    return x.redistribute(grid.mesh, normal)
 
 
 def _entry(given: Any, number: int) -> Any:

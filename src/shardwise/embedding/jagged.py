@@ -57,14 +57,15 @@ class Jagged:
         if isinstance(features, str):
             raise ArgumentError("Jagged takes a list of features, not one text.")
         self.features = tuple(features)
-        self._hold(values)  # not through the property, which older compilers do not call here
+        # Not through the properties, which older compilers do not call here.
+        self._hold(values)
+        self._hold_weights(weights)
         #: How many bags each feature has, in numbers: None where all have equally many, nothing
         #: where it is not known without a look at a tensor that only runs have.
         self.sizes = _known_sizes(batch_sizes)
         if batch_sizes is not None and not isinstance(batch_sizes, torch.Tensor):
             batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64)
         self.batch_sizes: torch.Tensor | None = batch_sizes
-        self.weights = weights
         #: What the collection is to complain about.
         self.problem = _problem(
             values=values, lengths=lengths, offsets=offsets, batch_sizes=batch_sizes
@@ -100,6 +101,9 @@ class Jagged:
 
     @weights.setter
     def weights(self, weights: torch.Tensor | None) -> None:
+        self._hold_weights(weights)
+
+    def _hold_weights(self, weights: torch.Tensor | None) -> None:
         self._weights = weights
         self._unsized_weights = _without_size(weights)
 
