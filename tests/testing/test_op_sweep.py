@@ -4,12 +4,14 @@ import json
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
-from shardwise import Partial, Replicate, Shard, simulate
+from shardwise import DTensor, Partial, Replicate, Shard, simulate
 from shardwise.rules import catalog
 from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.op_sweep import report
 from shardwise.testing.op_sweep.__main__ import main
+from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.play import play_operator
 from shardwise.testing.op_sweep.result import OpResult
@@ -69,6 +71,40 @@ def test_a_wrong_number_is_found(monkeypatch):
     assert result.worst("forward") == "wrong"
 
 
+def _played_compiled(name, num_ways=2, kinds=("forward", "backward"), dynamic=False):
+    (entry, *_) = operators([name])
+    return play_compiled(entry, 1, num_ways, kinds, Compiler("aot_eager", dynamic))
+
+
+def test_a_compiled_operator_is_right_and_was_compiled():
+    counters.clear()
+    result = _played_compiled("mm", kinds=("forward", "backward", "out"), dynamic=True)
+    assert {kind: result.worst(kind) for kind in result.counts} == {
+        "forward": "ok",
+        "backward": "ok",
+        "out": "ok",
+    }, result.notes
+    assert counters["stats"]["unique_graphs"] >= 4  # two ways, each with and without `out`
+
+
+def test_what_torch_or_eager_code_refuses_is_no_failure_of_compiled_code():
+    assert _played_compiled("equal").counts == {"forward": {"torch": 2}}
+    assert _played_compiled("as_strided_scatter").worst("backward") == "eager"
+
+
+def test_what_fails_in_compiled_code_alone_is_found(monkeypatch):
+    def refuse(*given):
+        if torch.compiler.is_compiling():
+            raise NotImplementedError("not here")
+        return dispatch(*given)
+
+    dispatch = DTensor.__torch_dispatch__
+    monkeypatch.setattr(DTensor, "__torch_dispatch__", staticmethod(refuse))
+    result = _played_compiled("neg", num_ways=1)
+    assert result.worst("forward") == result.worst("backward") == "error"
+    assert "not here" in result.notes["forward"][0]
+
+
 def test_ways_shard_every_dim_evenly_and_unevenly_and_leave_sums():
     tensors = [torch.zeros(5, 8), torch.zeros(8)]
     found = ways(tensors, 100)
@@ -114,3 +150,16 @@ def test_the_command_writes_a_table_and_json(tmp_path, capsys):
     assert table.read_text().splitlines()[1].startswith("neg")
     assert "1 ops: 1 ok" in capsys.readouterr().out
     assert main(["no_such_op"]) == 2
+
+
+def test_the_command_plays_a_part_compiled(tmp_path, capsys):
+    found = tmp_path / "found.json"
+    options = ["--compiled", "--ways=1", "--processes=1", "--part=2/2", f"--json={found}"]
+    assert main(["neg", "abs", *options]) == 0
+    saved = json.loads(found.read_text())
+    assert [op["name"] for op in saved["ops"]] == ["neg"]
+    assert saved["settings"] | {"backend": "aot_eager", "dynamic": False} == saved["settings"]
+    assert "1 ops: 1 ok" in capsys.readouterr().out
+    with pytest.raises(SystemExit):
+        main(["--part=3/2"])
+    assert "3/2" in capsys.readouterr().err

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from shardwise.testing.op_sweep import report
+from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.play import play_operator
 from shardwise.testing.op_sweep.result import KINDS, OpResult
 from shardwise.testing.op_sweep.table import full_name, operators
@@ -26,8 +27,14 @@ def main(argv: list[str] | None = None) -> int:
     if not names:
         print(f"No operator of torch's table matches {options.patterns}.", file=sys.stderr)
         return 2
+    part, num_parts = options.part
+    names = names[part - 1 :: num_parts]
+    _fill_in(options)
     passed_on = [f"--samples={options.samples}", f"--ways={options.ways}"]
     passed_on.append(f"--kinds={','.join(options.kinds)}")
+    if options.compiled:
+        passed_on += ["--compiled", f"--backend={options.backend}"]
+        passed_on += ["--dynamic"] * options.dynamic
 
     def done(result: OpResult) -> None:
         if options.verbose:
@@ -37,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     # An entry without tensor arguments has nothing to lay out.
     results = [r for r in results if r.counts.get("forward")]
     settings = {"samples": options.samples, "ways": options.ways, "ranks": 4}
+    if options.compiled:
+        settings |= {"backend": options.backend, "dynamic": options.dynamic}
     if options.json:
         options.json.write_text(json.dumps(report.as_json(results, settings), indent=1) + "\n")
     if options.table:
@@ -52,9 +61,30 @@ def _work(options: argparse.Namespace) -> int:
     os.dup2(2, 1)  # what torch prints is no answer
     by_name = {full_name(entry): entry for entry in operators()}
     for name in options.patterns:
-        result = play_operator(by_name[name], options.samples, options.ways, options.kinds)
+        given = (by_name[name], options.samples, options.ways, options.kinds)
+        if options.compiled:
+            result = play_compiled(*given, Compiler(options.backend, options.dynamic))
+        else:
+            result = play_operator(*given)
         print(json.dumps(asdict(result)), file=answers, flush=True)
     return 0
+
+
+def _fill_in(options: argparse.Namespace) -> None:
+    """A compilation takes seconds, so compiled code is played with fewer samples and ways."""
+    if options.samples is None:
+        options.samples = 1 if options.compiled else 4
+    if options.ways is None:
+        options.ways = 2 if options.compiled else 16
+    if options.kinds is None:
+        options.kinds = ("forward", "backward") if options.compiled else KINDS
+
+
+def _part(text: str) -> tuple[int, int]:
+    part, slash, num_parts = text.partition("/")
+    if not (slash and part.isdigit() and num_parts.isdigit() and 1 <= int(part) <= int(num_parts)):
+        raise argparse.ArgumentTypeError(f"a part of several, such as 3/16; got {text!r}")
+    return int(part), int(num_parts)
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -72,11 +102,17 @@ def _parser() -> argparse.ArgumentParser:
         "Exits with 1 where a number differs.",
     )
     parser.add_argument("patterns", nargs="*", help="names of operators, with * and ?; else all")
-    parser.add_argument("--samples", type=int, default=4, help="samples of each operator")
-    parser.add_argument("--ways", type=int, default=16, help="layouts of each sample")
+    parser.add_argument("--samples", type=int, help="of each operator; else 4, compiled 1")
+    parser.add_argument("--ways", type=int, help="layouts of each sample; else 16, compiled 2")
     parser.add_argument(
-        "--kinds", type=_kinds, default=KINDS, help=f"what to compare, of {','.join(KINDS)}"
+        "--kinds",
+        type=_kinds,
+        help=f"what to compare, of {','.join(KINDS)}; else all, compiled forward and backward",
     )
+    parser.add_argument("--compiled", action="store_true", help="compile each call, as one graph")
+    parser.add_argument("--dynamic", action="store_true", help="compile with sizes as symbols")
+    parser.add_argument("--backend", default="aot_eager", help="of the compiler")
+    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 3/16: some operators")
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one operator")
     parser.add_argument("--json", type=Path, help="write the results here")

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +30,7 @@ class Alone:
         self._double: tuple[Any, Any] | None = None
 
     def _run(self, sample: Sample, seed: int) -> tuple[list[Any], list[Any] | None]:
-        args, kwargs, leaves = placed(sample, _copy)
+        args, kwargs, leaves = placed(sample, copied)
         torch.default_generator.manual_seed(seed)
         result = self.entry(*args, **kwargs)
         #: The result as the op returns it, in its tuples and lists.
@@ -44,6 +46,13 @@ class Alone:
             self._double = self._run(doubled(self.sample), seed=0)
         return self._double
 
+    def without_gradients(self) -> Alone:
+        """The same, of a sample that wants no gradient."""
+        other = copy.copy(self)
+        nothing = (False,) * len(self.sample.wants_grad)
+        other.sample, other.grads = replace(self.sample, wants_grad=nothing), None
+        return other
+
     @property
     def without_values(self) -> bool:
         """Whether the op promises a shape and a type, and no values."""
@@ -51,7 +60,7 @@ class Alone:
 
     def takes_out(self) -> bool:
         """Whether the form with `out=` runs."""
-        args, kwargs, _ = placed(self.sample, _copy)
+        args, kwargs, _ = placed(self.sample, copied)
         try:
             with torch.no_grad():
                 self.entry(*args, **kwargs, out=tree_map(torch.zeros_like, self.whole))
@@ -63,7 +72,7 @@ class Alone:
         """Whether the form in place runs; `written` is then what it has written to."""
         if not isinstance(self.sample.args[0], torch.Tensor) or len(self.result) != 1:
             return False
-        args, kwargs, _ = placed(self.sample, _copy)
+        args, kwargs, _ = placed(self.sample, copied)
         try:
             with torch.no_grad():
                 torch.default_generator.manual_seed(0)
@@ -74,7 +83,7 @@ class Alone:
         return True
 
 
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
+def copied(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone()
 
 

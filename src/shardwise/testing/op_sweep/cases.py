@@ -24,12 +24,22 @@ from shardwise.testing.op_sweep.ways import Way
 class Cases:
     """A sample laid out in one way: the op, its gradients, and the forms that write."""
 
-    def __init__(self, alone: Alone, way: Way, mesh: DeviceMesh, number: int) -> None:
-        """`number` is that of the way."""
+    def __init__(
+        self,
+        alone: Alone,
+        way: Way,
+        mesh: DeviceMesh,
+        number: int,
+        through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
+    ) -> None:
+        """`number` is that of the way; what is run is what `through` makes of the op."""
         self._alone, self._way, self._mesh, self._number = alone, way, mesh, number
+        self._through = through
         #: What `forward` got, and the leaves that want a gradient.
         self._result: Any = None
         self._leaves: list[torch.Tensor] = []
+        #: kind -> the tensors that were compared, as one device would hold them
+        self.found: dict[str, list[Any]] = {}
 
     def each(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The kinds of cases that one device runs, and what plays them, `forward` first."""
@@ -48,26 +58,35 @@ class Cases:
         if alone.without_values:
             self._result = torch.zeros_like(self._result)
 
-        def in_double() -> tuple[list[Any], list[Any]]:
-            return gathered(self._run(doubled(alone.sample))[0]), alone.double()[0]
-
-        compare(gathered(self._result), alone.result, in_double)
+        self.found["forward"] = gathered(self._result)
+        compare(
+            self.found["forward"],
+            alone.result,
+            lambda: (self.in_double("forward"), alone.double()[0]),
+        )
 
     def backward(self) -> None:
         alone = self._alone
+        self.found["backward"] = self._grads(self._result, self._leaves)
+        compare(
+            self.found["backward"],
+            alone.grads or [],
+            lambda: (self.in_double("backward"), alone.double()[1] or []),
+        )
 
-        def in_double() -> tuple[list[Any], list[Any]]:
-            return self._grads(*self._run(doubled(alone.sample))), alone.double()[1] or []
-
-        compare(self._grads(self._result, self._leaves), alone.grads or [], in_double)
+    def in_double(self, kind: str) -> list[Any]:
+        """What `forward` or `backward` finds in double precision."""
+        result, leaves = self._run(doubled(self._alone.sample))
+        return gathered(result) if kind == "forward" else self._grads(result, leaves)
 
     def inplace(self) -> None:
         alone = self._alone
         with torch.no_grad():
             args, kwargs, _ = self._spread(alone.sample)
             torch.default_generator.manual_seed(0)
-            result = alone.entry.get_inplace()(*args, **kwargs)
-        compare(gathered(result), [alone.written], None)
+            result = self._through(alone.entry.get_inplace())(*args, **kwargs)
+        self.found["inplace"] = gathered(result)
+        compare(self.found["inplace"], [alone.written], None)
         compare(gathered(args[0]), [alone.written], None)
 
     def out(self) -> None:
@@ -76,8 +95,9 @@ class Cases:
             args, kwargs, _ = self._spread(alone.sample)
             targets = tree_map(_blank, self._result)
             torch.default_generator.manual_seed(0)
-            alone.entry(*args, **kwargs, out=targets)
-        compare(gathered(targets), alone.result, None)
+            self._through(alone.entry.op)(*args, **kwargs, out=targets)
+        self.found["out"] = gathered(targets)
+        compare(self.found["out"], alone.result, None)
 
     def _spread(self, sample: Sample) -> tuple[Any, Any, list[torch.Tensor]]:
         placements = iter(self._way.placements)
@@ -86,7 +106,7 @@ class Cases:
     def _run(self, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
         args, kwargs, leaves = self._spread(sample)
         torch.default_generator.manual_seed(0)
-        return self._alone.entry(*args, **kwargs), leaves
+        return self._through(self._alone.entry.op)(*args, **kwargs), leaves
 
     def _grads(self, result: Any, leaves: list[torch.Tensor]) -> list[Any]:
         differentiable = self._alone.sample.differentiable(result)

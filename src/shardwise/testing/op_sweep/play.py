@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -17,7 +17,7 @@ from shardwise.testing.op_sweep.compare import Different
 from shardwise.testing.op_sweep.refused import play_errors
 from shardwise.testing.op_sweep.result import KINDS, OpResult, brief
 from shardwise.testing.op_sweep.table import Sample, full_name, samples
-from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, TWO_AXES, ways
+from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, TWO_AXES, Way, ways
 
 
 def play_operator(
@@ -49,22 +49,29 @@ def _play_sample(
     except Exception:
         return  # one device does not run it either
     result.random = result.random or alone.random
+    for way_number, way, mesh in each_way(ways(sample.tensors, num_ways)):
+        where = f"sample {number} {sample} on {way}"
+        for kind, case in Cases(alone, way, mesh, way_number).each():
+            if kind not in kinds:
+                continue
+            outcome, note = outcome_of(case)
+            result.add(kind, outcome, f"{where}: {note}")
+            if kind == "forward" and outcome != "ok":
+                break
+
+
+def each_way(chosen: Sequence[Way]) -> Iterator[tuple[int, Way, DeviceMesh]]:
+    """The ways, numbered, each with its mesh; what runs meanwhile runs in a simulated world."""
     with simulate(RANKS):
         meshes: dict[tuple[int, ...], DeviceMesh] = {
             shape: init_device_mesh("cpu", shape) for shape in (ONE_AXIS, TWO_AXES)
         }
-        for way_number, way in enumerate(ways(sample.tensors, num_ways)):
-            where = f"sample {number} {sample} on {way}"
-            for kind, case in Cases(alone, way, meshes[way.mesh], way_number).each():
-                if kind not in kinds:
-                    continue
-                outcome, note = _outcome(case)
-                result.add(kind, outcome, f"{where}: {note}")
-                if kind == "forward" and outcome != "ok":
-                    break
+        for number, way in enumerate(chosen):
+            yield number, way, meshes[way.mesh]
 
 
-def _outcome(case: Callable[[], None]) -> tuple[str, str]:
+def outcome_of(case: Callable[[], None]) -> tuple[str, str]:
+    """How a case ends, and why it does not end well."""
     try:
         case()
     except Different as error:

@@ -15,6 +15,8 @@ def summary(results: Sequence[OpResult]) -> str:
     lines = []
     for kind in KINDS:
         count = tally(results, kind)
+        if not count:
+            continue
         parts = [f"{count[o]} {o}" for o in reversed(OUTCOMES) if count[o] or o in ("ok", "wrong")]
         lines.append(f"{kind:9}{sum(count.values()):4} ops: {', '.join(parts)}")
     cases = sum(n for r in results for n in r.counts.get("forward", {}).values())

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-#: How a case can end, the worst first; an op has the worst of its cases.
-OUTCOMES = ("wrong", "crash", "timeout", "error", "raises", "ok")
+#: How a case can end, the worst first; an op has the worst of its cases. In compiled code, `torch`
+#: is what torch does not compile on one device, and `eager` what eager code does not run.
+OUTCOMES = ("wrong", "crash", "timeout", "error", "raises", "eager", "torch", "ok")
 #: What is compared: the result, the gradients, the variants that write, and what must be refused.
 KINDS = ("forward", "backward", "inplace", "out", "refused")
 _NOTES_KEPT = 3

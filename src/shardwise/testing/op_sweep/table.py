@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
+import importlib
 import random
 import sys
 import types
@@ -15,6 +17,9 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from shardwise.testing.op_sweep.pick import Pick, evenly
+
+_TABLE = "torch.testing._internal.common_methods_invocations"
 #: Ops that run on CUDA alone.
 _NOT_ON_CPU = "jiterator"
 
@@ -55,8 +60,8 @@ def _op_db() -> list[Any]:
             sys.modules["expecttest"] = stand_in
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        from torch.testing._internal.common_methods_invocations import op_db
-    return op_db
+        found: list[Any] = importlib.import_module(_TABLE).op_db
+    return found
 
 
 @dataclass(frozen=True)
@@ -82,7 +87,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def samples(entry: Any, count: int) -> list[Sample]:
+def samples(entry: Any, count: int, pick: Pick[Any] = evenly) -> list[Sample]:
     """`count` of the entry's samples, spread over all of them; those without tensors left out."""
     _same_every_time()
     dtype = _dtype_of(entry)
@@ -92,9 +97,25 @@ def samples(entry: Any, count: int) -> list[Sample]:
         for sample in entry.sample_inputs("cpu", dtype, requires_grad=wants_grad)
         if _has_dense_tensors(sample)
     ]
-    if len(made) > count:
-        made = [made[i * len(made) // count] for i in range(count)]
-    return [_sample(each) for each in made]
+    return [_sample(each) for each in pick(made, count)]
+
+
+@contextlib.contextmanager
+def own_seed() -> Iterator[None]:
+    """Inside, random ops of the table draw after their caller's seed.
+
+    The table seeds them itself, in a way that the compiler does not take.
+    """
+    table: Any = importlib.import_module(_TABLE)
+
+    def unseeded(op: Any, *args: Any, **kwargs: Any) -> Any:
+        return op(*args, **kwargs)
+
+    seeded, table.wrapper_set_seed = table.wrapper_set_seed, unseeded
+    try:
+        yield
+    finally:
+        table.wrapper_set_seed = seeded
 
 
 def _same_every_time() -> None:

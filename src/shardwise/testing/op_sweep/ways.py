@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard, short
+from shardwise.testing.op_sweep.pick import Pick, evenly
 
 RANKS = 4
 ONE_AXIS, TWO_AXES = (4,), (2, 2)
@@ -24,12 +25,9 @@ class Way:
         return f"mesh {self.mesh}: {', '.join(map(short, self.placements))}"
 
 
-def ways(tensors: Sequence[torch.Tensor], limit: int) -> list[Way]:
+def ways(tensors: Sequence[torch.Tensor], limit: int, pick: Pick[Way] = evenly) -> list[Way]:
     """At most `limit` ways: replicated, sharded alike, apart, unevenly, Partial, on two axes."""
-    every = list(dict.fromkeys(way for way in _every(tensors) if _fits(way, tensors)))
-    if len(every) <= limit:
-        return every
-    return [every[i * len(every) // limit] for i in range(limit)]
+    return pick(list(dict.fromkeys(w for w in _every(tensors) if _fits(w, tensors))), limit)
 
 
 def _fits(way: Way, tensors: Sequence[torch.Tensor]) -> bool:

@@ -25,7 +25,8 @@ def sweep(
 ) -> list[OpResult]:
     """Play the operators of these names, several at a time; results in the order of `names`."""
     waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    size = max(1, min(CHUNK, -(-len(names) // num_processes)))
+    # Several chunks for each process, so that none ends long after the others.
+    size = max(1, min(CHUNK, -(-len(names) // (4 * num_processes))))
     for start in range(0, len(names), size):
         waiting.put(list(names[start : start + size]))
     found: dict[str, OpResult] = {}
