@@ -1,10 +1,12 @@
 """Sharded modules in compiled code: one graph, with an op for each lookup and linear layer."""
 
+import logging
 import re
 
 import pytest
 import torch
 import torch._functorch.config as functorch
+from found_again import assert_found_again
 from shard_cases import chunks, per_rank
 from shard_models import Collection, HalfAndHalf, Towers
 from torch import nn
@@ -330,6 +332,21 @@ def test_inductor_keeps_the_order_of_exchanges(world):
 def laid_out_rows(spec):
     plan = ShardingPlan({"0.weight": chunks(0, 0, 1, 2, 3)}, {"0": spec})
     return shard_module(nn.Sequential(nn.Embedding(9, 6), nn.Tanh()), plan)
+
+
+def test_compiled_code_is_found_again(world, caplog):
+    model = laid_out_rows(chunks(0, 1, 0))
+    ids = ids_of(5)
+    expected = model(ids).square().sum().item()
+
+    def run():
+        model.zero_grad()
+        loss = torch.compile(model, fullgraph=True)(ids).square().sum()
+        loss.backward()
+        assert loss.item() == pytest.approx(expected)
+
+    assert_found_again(run)
+    assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])

@@ -29,6 +29,7 @@ import torch
 
 from shardwise.comm.local_tensor import LocalTensor, collective_handlers
 from shardwise.comm.roster import Roster, make_roster
+from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import current_world, world_caches
 from shardwise.embedding.jagged import Jagged
@@ -96,7 +97,7 @@ class _Call:
 
     def text(self) -> str:
         given = {name: r and (r.ranks, r.index) for name, r in self.given.items()}
-        return json.dumps([self.form, self.features, self.problem, given])
+        return json.dumps([self.form, self.features, self.problem, given, source_digest()])
 
     def whole(self) -> Roster | None:
         """Each rank has a part of its own."""
@@ -116,7 +117,7 @@ class _Call:
 
 @functools.lru_cache(maxsize=1024)
 def _read_call(text: str) -> _Call:
-    form, features, problem, given = json.loads(text)
+    form, features, problem, given, _ = json.loads(text)
     rosters = {
         name: spelled and make_roster(current_world(), *map(tuple, spelled))
         for name, spelled in given.items()

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import _CachingTorchDispatchMode
 
 from shardwise.comm.watch import watch
 from shardwise.errors import UnsupportedError
+from shardwise.exchange.caching import may_be_kept
 from shardwise.exchange.lowering import keep_order, stays_in_order
 
 
@@ -35,6 +36,7 @@ def check_place(what: str, instead: str) -> None:
     `instead` says what can be exported.
     """
     keep_order()
+    may_be_kept()
     if torch.compiler.is_exporting():
         raise UnsupportedError(
             f"torch.export of {what}: an exported graph cannot ask other ranks. Use torch.compile"

@@ -13,6 +13,7 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster, make_roster
 from shardwise.core.grid import Grid, grid_like
+from shardwise.core.sources import source_digest
 from shardwise.core.world import current_world, world_caches
 from shardwise.shard.spec import (
     ChunkShardingSpec,
@@ -52,6 +53,7 @@ class Call:
         tiling, grid = self.tiling, self.grid
         return json.dumps(
             {
+                "code": source_digest(),
                 "what": self.what,
                 "spec": spelled_spec(tiling.spec),
                 "shape": tiling.shape,

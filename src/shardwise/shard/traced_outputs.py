@@ -25,6 +25,7 @@ from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid
 from shardwise.core.placements import Shard as ShardPlacement
+from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
@@ -91,6 +92,7 @@ class Output:
         plan = self.plan
         return json.dumps(
             {
+                "code": source_digest(),
                 "where": plan.where,
                 "spec": None if plan.spec is None else spelled_spec(plan.spec),
                 "local": plan.local,
