@@ -189,3 +189,9 @@ def test_a_write_to_a_sum_that_is_not_reduced_yet(mesh):
     assert partial.placements[0].is_partial()
     partial.index_fill_(0, distribute_tensor(torch.tensor([1, 0]), mesh, [Replicate()]), 1.0)
     torch.testing.assert_close(whole(partial), torch.tensor([1.0, 1.0, x.sum(0)[2]]))
+
+
+def test_masked_scatter_refuses_a_source_that_is_too_short(mesh):
+    x, mask = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(6), torch.ones(6)))
+    with pytest.raises(IndexError):
+        x.masked_scatter(mask.bool(), distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))

@@ -51,7 +51,30 @@ def whole_entry(op: Any, args: Sequence[Any]) -> Entry:
         return _wrapped(result, lambda local: wrap(local, _found_layout(local, grid)))
 
     entry.finish = finish
+    if op in _DIM_POSITIONS:
+        entry.call = _from_the_front(op, _DIM_POSITIONS[op])
     return entry
+
+
+#: Where ops have a dim for which torch's shape function, if it is negative, finds a wrong shape.
+_DIM_POSITIONS = {
+    torch.ops.aten.unique_dim.default: 1,
+    torch.ops.aten.unique_dim_consecutive.default: 1,
+    torch.ops.aten.unique_consecutive.default: 3,
+}
+
+
+def _from_the_front(op: Any, position: int) -> Callable[..., Any]:
+    """The op with a dim that counts from the front."""
+
+    def call(x: torch.Tensor, *options: Any) -> Any:
+        given = [x, *options]
+        dim = given[position] if position < len(given) else None
+        if dim is not None and -x.dim() <= dim < 0:
+            given[position] = dim + x.dim()
+        return op(*given)
+
+    return call
 
 
 def _wrapped(result: Any, wrap: Callable[[torch.Tensor], Any]) -> Any:

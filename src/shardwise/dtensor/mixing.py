@@ -5,11 +5,13 @@ A plain tensor may be one rank's own, so it is refused. Those that torch itself 
 numbers and its default generator are the same on every rank, once the generators are: they count
 as replicated. An op that is handed such a tensor always in the same place is listed by that place.
 For tensors that a Python function of torch makes, which reach ops of all kinds, nothing but the
-Python stack tells who made them; it is read only where an error would be raised otherwise.
+Python stack tells who made them; it is read only where an error would be raised otherwise. In
+compiled code torch takes many ops apart in Python, and all of these functions are such makers.
 """
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from types import FrameType
@@ -73,6 +75,10 @@ _MAKERS: dict[tuple[str, str], bool] = {
 }
 
 
+#: Where torch keeps the Python functions that take an op apart.
+_TAKEN_APART = ("torch._decomp.", "torch._refs")
+
+
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
     """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
 
@@ -99,21 +105,27 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
 def _made_by_caller(value: torch.Tensor) -> bool:
     """Whether one of torch's own functions made the plain `value`, the same on every rank."""
     frame: FrameType | None = sys._getframe(1)
+    takes_apart: FrameType | None = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         draws = _MAKERS.get((module, frame.f_code.co_qualname))
         if draws is not None:
             return _made_in(frame, value, draws)
+        if module.startswith(_TAKEN_APART):
+            takes_apart = frame  # the outermost counts: it hands what it made to others
         if not module.startswith(("torch.", "shardwise.")):
-            return False
+            break
         frame = frame.f_back
-    return False
+    return takes_apart is not None and _made_in(takes_apart, value, draws=False)
 
 
 def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
     """What a function got may be one rank's own; what it makes, if it got no plain tensor, not."""
     code = frame.f_code
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    num_open = bool(code.co_flags & inspect.CO_VARARGS) + bool(
+        code.co_flags & inspect.CO_VARKEYWORDS
+    )
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + num_open]
     given = list(_tensors([frame.f_locals.get(name) for name in names]))
     if any(x.dim() and not isinstance(x, Wrapped) for x in given):
         return False
@@ -131,6 +143,8 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
     elif isinstance(given, (list, tuple)):
         for item in given:
             yield from _tensors(item)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
     elif isinstance(given, torch.distributions.Distribution):
         yield from _tensors(list(vars(given).values()))
 

@@ -277,9 +277,10 @@ def owned_masked_scatter(
     place = (mask.reshape(-1).cumsum(0) - 1).view(whole)
     for dim, (start, length) in enumerate(zip(*layouts[0].box(coordinate), strict=True)):
         mask, place = mask.narrow(dim, start, length), place.narrow(dim, start, length)
-    if int(mask.sum()) == 0:
-        return x.clone()
-    return torch.where(mask, aten.take.default(source, place.clamp(min=0)), x)
+    # What is not named reads a spare entry in front, so that the source may be empty. At the end,
+    # it would be read for a source that is too short.
+    longer = torch.cat([source.new_zeros(1), source.reshape(-1)])
+    return torch.where(mask, aten.take.default(longer, (place + 1).masked_fill(~mask, 0)), x)
 
 
 def fill_on_first(

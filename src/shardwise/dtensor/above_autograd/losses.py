@@ -100,13 +100,18 @@ def _losses(
     if weight is not None:
         own = losses * 0  # where there are no classes, every target was ignored
         if log_probs.shape[-1]:
-            own = torch.where(kept, weight[torch.where(kept, target, 0)], 0.0)
+            own = torch.where(kept, _rows(weight, torch.where(kept, target, 0)), 0.0)
         losses, count = losses * own, own.sum()
     if smoothing:
         spread = log_probs if weight is None else log_probs * weight
         smooth = torch.where(kept, -spread.sum(-1), 0.0)
         losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
     return losses, count
+
+
+def _rows(weight: Any, target: Any) -> Any:
+    """The weight of each target; a single one would be read as a number, which no graph holds."""
+    return weight[target] if target.dim() else weight[target.unsqueeze(0)].squeeze(0)
 
 
 def _share(smoothing: float, log_probs: Any) -> float:

@@ -1,0 +1,39 @@
+"""Operators whose compiled code once differed from eager code, found by the compiled sweep.
+
+The whole table is a command: `python -m shardwise.testing.op_sweep --compiled`.
+"""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from shardwise import Shard, distribute_tensor
+from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
+from shardwise.testing.op_sweep.table import operators
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        # Torch takes them apart into tensors of its own making.
+        "nn.functional.interpolate.nearest",
+        "nn.functional.multi_margin_loss",
+        # They read a value.
+        "masked_scatter",
+        "nn.functional.nll_loss",
+        # The shape depends on values, and a dim is negative.
+        "unique_consecutive",
+    ],
+)
+def test_an_operator_gives_eager_numbers(name):
+    (entry,) = operators([name])
+    result = play_compiled(entry, 1, 2, ("forward", "backward"), Compiler("aot_eager", False))
+    assert result.worst("forward") == "ok", result.notes
+    assert result.worst("backward") in ("ok", ""), result.notes
+
+
+def test_a_plain_tensor_that_torch_did_not_make_is_refused(pair):
+    x = distribute_tensor(torch.randn(8, 5), pair, [Shard(0)])
+    compiled = torch.compile(F.multi_margin_loss, backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match="got mixed"):
+        compiled(x, torch.zeros(8, dtype=torch.int64))
