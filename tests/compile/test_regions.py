@@ -325,6 +325,25 @@ def test_classes_are_sharded_in_a_compiled_loss(pair):
     )
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_losses_of_sharded_batches(pair, reduction):
+    """One graph for batches of several sizes: torch's shape of a loss without data is not used."""
+
+    def loss(logits, target):
+        return F.cross_entropy(logits, target, reduction=reduction).sum()
+
+    fast, counter = compiled(loss, dynamic=True)
+    for rows in (15, 17):
+        logits = distribute_tensor(torch.randn(rows, 11), pair, [S0]).requires_grad_()
+        target = distribute_tensor(torch.randint(0, 11, (rows,)), pair, [S0])
+        found = []
+        for run in (loss, fast):
+            out = run(logits, target)
+            found.append((value(out.detach()), value(torch.autograd.grad(out, logits)[0])))
+        assert_same(*found)
+    assert counter.frame_count == 1
+
+
 # -- sizes -----------------------------------------------------------------------------------
 
 

@@ -1,5 +1,7 @@
 """The contract of gradients: one device's value, laid out like the leaf or Partial."""
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional as F
@@ -35,6 +37,32 @@ def test_reduce_gradients_takes_one_collective(layers):
     for name, parameter in layers.named_parameters():
         assert parameter.grad.placements == (Replicate(),)
         torch.testing.assert_close(value(parameter.grad), before[name])
+
+
+def test_reduced_gradients_are_written_once(layers):
+    """In a simulated world the ranks share what was reduced: no write counts for each of them."""
+    before = {name: value(p.grad) for name, p in layers.named_parameters()}
+    shardwise.reduce_gradients(layers.parameters())
+    for name, parameter in layers.named_parameters():
+        parameter.grad.mul_(0.5)
+        torch.testing.assert_close(value(parameter.grad), before[name] * 0.5)
+
+
+def test_gradients_that_are_zeroed_in_place_train_as_on_one_device(mesh):
+    alone = torch.nn.Linear(3, 2)
+    model = shardwise.distribute_module(copy.deepcopy(alone), mesh)
+    optimizers = [torch.optim.SGD(m.parameters(), 0.1) for m in (alone, model)]
+    for _ in range(3):
+        x = torch.randn(6, 3)
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            (alone(x) ** 2).sum().backward()
+            (model(lay(x, mesh, Shard(0))) ** 2).sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(value(found), expected.detach())
 
 
 def test_small_buckets_take_more_collectives(layers):

@@ -24,6 +24,7 @@ __all__ = [
     "my_coordinate",
     "one_for_all",
     "rank_values",
+    "split_row",
 ]
 
 
@@ -125,3 +126,26 @@ def rank_values(grid: Grid, tensor: torch.Tensor) -> list[tuple[Coordinate, torc
     if not isinstance(tensor, LocalTensor):
         return [(c, tensor) for c in grid.coordinates.values()]
     return [(grid.coordinates[r], tensor.on_rank(r)) for r in grid.ranks]
+
+
+def split_row(
+    grid: Grid, row: torch.Tensor, like: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Views of `row` with the shapes of `like`, one after the other, and what is left of it.
+
+    Ranks that share a row share the views, whatever they hold in `like`: views of one memory that
+    counted as several would be written once for each.
+    """
+    shapes: dict[Coordinate, list[torch.Size]] = {}
+    for tensor in like:
+        for coordinate, part in rank_values(grid, tensor):
+            shapes.setdefault(coordinate, []).append(part.shape)
+
+    def split(coordinate: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
+        mine = shapes.get(coordinate, [])
+        sizes = [shape.numel() for shape in mine]
+        *pieces, rest = here.split([*sizes, here.numel() - sum(sizes)])
+        return [*(piece.view(shape) for piece, shape in zip(pieces, mine, strict=True)), rest]
+
+    *views, rest = each_rank(grid, split, row, axes=())
+    return views, rest

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
+from shardwise.comm.ranks import each_rank, split_row
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
@@ -99,16 +99,11 @@ def _reduce_bucket(bucket: Sequence[Held], reduce_op: str, grid: Grid, axis: int
     def flatten(_: Any, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in parts])
 
-    def unflatten(_: Any, flat: torch.Tensor, *parts: torch.Tensor) -> list[torch.Tensor]:
-        pieces = flat.split([part.numel() for part in parts])
-        return [piece.view(part.shape) for piece, part in zip(pieces, parts, strict=True)]
-
     locals_ = [gradient.local for gradient in bucket]
     flat = each_rank(grid, flatten, *locals_, axes=())
     reduced = collectives.all_reduce(flat, reduce_op, grid, axis)
-    for gradient, local in zip(
-        bucket, each_rank(grid, unflatten, reduced, *locals_, axes=()), strict=True
-    ):
+    views, _ = split_row(grid, reduced, locals_)
+    for gradient, local in zip(bucket, views, strict=True):
         placements: list[Placement] = list(gradient.layout.placements)
         placements[axis] = REPLICATE
         gradient.local = local

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.ranks import each_rank, localize, one_for_all
+from shardwise.comm.ranks import each_rank, localize, one_for_all, split_row
 from shardwise.core.grid import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
@@ -92,14 +92,8 @@ def flattened(members: Sequence[nn.Parameter], bucket: Bucket) -> torch.Tensor:
 
 def put_back(parameters: Sequence[nn.Parameter], bucket: Bucket, flat: torch.Tensor) -> None:
     """The reverse of `flattened`, of what was reduced: gradients of the parameters."""
-    shapes = [localize(bucket.grid, _local(p).detach()) for p in parameters]
-
-    def unflatten(_: Any, row: torch.Tensor, *here: torch.Tensor) -> list[torch.Tensor]:
-        pieces = row.split([*(part.numel() for part in here), len(here)])
-        views = [piece.view(part.shape) for piece, part in zip(pieces, here, strict=False)]
-        return [*views, pieces[-1]]
-
-    *pieces, flags = each_rank(bucket.grid, unflatten, flat, *shapes, axes=())
+    held = [localize(bucket.grid, _local(p).detach()) for p in parameters]
+    pieces, flags = split_row(bucket.grid, flat, held)
     for number, (parameter, piece) in enumerate(zip(parameters, pieces, strict=True)):
         if parameter.grad is None and not one_for_all(flags)[number]:
             continue  # no rank used it
