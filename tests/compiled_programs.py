@@ -1,5 +1,7 @@
 """Programs of compiled code, for processes of their own: those import them by name."""
 
+import io
+
 import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
@@ -8,7 +10,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import Replicate, Shard, distribute_tensor
+from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
@@ -145,3 +147,31 @@ def made_inside(backend):
         found.append([(o.dtype, o.placements, o.full_tensor()) for o in outs])
         found[-1].append(torch.get_rng_state())
     return found
+
+
+class DoorsAndLayers(nn.Module):
+    """Makes DTensors of plain ones, of a mesh that the program names."""
+
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+        layers = nn.Sequential(nn.Linear(10, 24), nn.ReLU(), nn.Linear(24, 14))
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        self.layers = parallelize_module(layers, mesh, plan)
+
+    def forward(self, x):
+        rows = DTensor.from_local(x, self.mesh, [Replicate()]).redistribute(placements=[Shard(0)])
+        ones = shardwise.ones(6, 10, device_mesh=self.mesh)
+        return self.layers((rows * 2 + ones).full_tensor())
+
+
+def exported(x, mesh):
+    """A program as a file, and what it gives."""
+    program, file = torch.export.export(DoorsAndLayers(mesh), (x,)), io.BytesIO()
+    torch.export.save(program, file)
+    return file.getvalue(), program.module()(x).detach()
+
+
+def loaded(file, x):
+    """What a program gives where nobody has made its mesh."""
+    return torch.export.load(io.BytesIO(file)).module()(x).detach()

@@ -15,6 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import shardwise
 from shardwise import DTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
+from shardwise.errors import WorldError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
@@ -114,6 +115,31 @@ def test_doors_are_exported(pair, strict):
     whole, parts = torch.export.export(Doors(), (x,), strict=strict).module()(x)
     torch.testing.assert_close(whole.agreed(), x * 3 + 1)
     torch.testing.assert_close(parts.on_rank(1), x[3:] - 0.5)
+
+
+class Rows(nn.Module):
+    def __init__(self, mesh):
+        super().__init__()
+        self.mesh = mesh
+
+    def forward(self, x):
+        return DTensor.from_local(x, self.mesh, [R]).redistribute(placements=[S0]).full_tensor() * 2
+
+
+def test_an_exported_program_finds_its_mesh_in_any_world():
+    x, file = torch.randn(5, 3), io.BytesIO()
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,), mesh_dim_names=("rows",))
+        torch.export.save(torch.export.export(Rows(mesh), (x,)), file)
+    for size in (2, 3, 1):
+        file.seek(0)
+        with shardwise.simulate(size):
+            program = torch.export.load(file).module()
+            if size > 1:
+                assert torch.equal(program(x).agreed(), x * 2)
+                continue
+            with pytest.raises(WorldError, match=r"\(2,\) of ranks \[0, 1\].* has 1 ranks"):
+                program(x)
 
 
 def test_compiled_code_is_found_again(pair, caplog):

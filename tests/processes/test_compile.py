@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from compiled_programs import collectives_of_graphs, made_inside, sparse_steps, uneven_lookups
+from compiled_programs import (
+    collectives_of_graphs,
+    exported,
+    loaded,
+    made_inside,
+    sparse_steps,
+    uneven_lookups,
+)
 
+import shardwise
 from shardwise import Shard
 
 pytestmark = pytest.mark.processes
@@ -52,3 +60,11 @@ def test_graphs_hold_the_collectives_that_eager_code_issues(processes):
             "all_to_all_single",
             "reduce_scatter_tensor",
         ]
+
+
+def test_a_program_exported_in_a_simulated_world_runs_in_processes(processes):
+    x = torch.randn(6, 10)
+    with shardwise.simulate(4):
+        file, expected = exported(x, shardwise.init_device_mesh("cpu", (4,)))
+    for found in processes(loaded, file, x):
+        torch.testing.assert_close(found, expected.agreed())

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
+import json
 import weakref
 from typing import Any
 
@@ -15,9 +15,6 @@ from shardwise.core.world import World, current_world
 from shardwise.errors import ArgumentError, WorldError
 
 Coordinate = tuple[int, ...]
-
-
-_by_number: weakref.WeakValueDictionary[int, Grid] = weakref.WeakValueDictionary()
 
 
 class Grid:
@@ -34,7 +31,6 @@ class Grid:
         "device_type",
         "group_names",
         "mesh",
-        "number",
         "ranks",
         "shape",
         "world",
@@ -54,14 +50,6 @@ class Grid:
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
-        #: Stands for the grid where only a number can; no two grids of a process share one.
-        self.number = self._digest()
-        _by_number[self.number] = self
-
-    def _digest(self) -> int:
-        """A number that only this grid has, in other processes too: exported programs are saved."""
-        value = (self.device_type, self.axis_names, self.shape, self.ranks, self.world.epoch)
-        return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7])
 
     @property
     def num_axes(self) -> int:
@@ -127,29 +115,32 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     return grid
 
 
-def _spelled_number(mesh: DeviceMesh) -> str:
-    return str(grid_of(mesh).number)
+def spelled_mesh(mesh: DeviceMesh) -> str:
+    """`mesh` as text, for compiled code and for exported programs, which are saved.
+
+    It says nothing of the world: a program that is loaded works with a mesh of its own.
+    """
+    return json.dumps(spelled_grid(grid_of(mesh)))
 
 
-# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before; a number
-# might become a symbol.
-_spelled_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before.
+spelled_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def grid_number(mesh: DeviceMesh) -> int:
-    """The number of the grid of `mesh`, as compiled code may ask for it."""
-    return int(_spelled_number(mesh))
+def read_mesh(text: str) -> DeviceMesh:
+    """The mesh of the current world that `spelled_mesh` wrote down."""
+    return read_grid(json.loads(text)).mesh
 
 
-def grid_numbered(number: int) -> Grid:
-    grid = _by_number.get(number)
-    if grid is None:
-        raise WorldError(
-            f"A program was exported for a mesh that {current_world()} does not have. Make the "
-            "mesh that it was exported with, in a world of the same epoch: in a process that has "
-            "seen as many worlds as the exporting one."
-        )
-    return grid
+def spelled_grid(grid: Grid) -> Any:
+    """What JSON can hold of a grid."""
+    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
+
+
+def read_grid(spelled: Any) -> Grid:
+    """The grid of the current world that `spelled_grid` describes."""
+    device_type, shape, ranks, names = spelled
+    return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
 
 
 def grid_like(
@@ -173,7 +164,8 @@ def grid_like(
         raise WorldError(
             f"There is no mesh {shape} of ranks {list(ranks)} on {device_type!r} yet, with axes "
             f"{axis_names}, and the world has {world.size} ranks. Make it on all ranks first: "
-            "init_device_mesh(...) of the whole world, and mesh[...] for a part of it."
+            "init_device_mesh(...) of the whole world, and mesh[...] for a part of it; and use it "
+            "once: shardwise.zeros(1, device_mesh=mesh)."
         )
     mesh = DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
     return grid_of(mesh)

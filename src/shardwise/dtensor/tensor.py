@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
-from shardwise.core.grid import grid_number, grid_of
+from shardwise.core.grid import grid_of, spelled_mesh
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.symbols import noted, unrecorded
@@ -341,7 +341,7 @@ class DTensor(Wrapped):
         if is_traced():  # and the compiler decides itself how late to wait
             return traced_from_local(
                 local_tensor,
-                grid_number(mesh),
+                spelled_mesh(mesh),
                 placements,
                 run_check,
                 shape,

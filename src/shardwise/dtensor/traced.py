@@ -1,8 +1,8 @@
 """Local tensors that become DTensors inside a compiled region, and moves in exported programs.
 
 torch.compile reads the Python of a region and refuses what it cannot read, such as the making of a
-tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers, so meshes and
-placements are spelled as numbers.
+tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers and texts, so
+placements are spelled as numbers and meshes as text.
 
 `torch.export` notes ops on DTensors, not what they do to local tensors, and asks for the origin of
 each local tensor that is read: `redistribute` and `to_local` are ops there too.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.grid import grid_numbered
+from shardwise.core.grid import read_mesh
 from shardwise.core.placements import (
     REDUCE_OPS,
     REPLICATE,
@@ -27,7 +27,7 @@ from shardwise.errors import UnsupportedError
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
-    "from_local(Tensor local, int grid, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
+    "from_local(Tensor local, str mesh, int[]? placements, SymInt[]? shape, SymInt[]? stride, "
     "int[]? grad_placements) -> Tensor"
 )
 _library.define(
@@ -82,7 +82,7 @@ def read(numbers: Sequence[int] | None) -> list[Placement] | None:
 
 def traced_from_local(
     local: torch.Tensor,
-    grid_number: int,
+    mesh: str,
     placements: Sequence[Placement] | None,
     run_check: bool,
     shape: Sequence[int] | None,
@@ -96,7 +96,7 @@ def traced_from_local(
             "Python. Check outside torch.compile, and leave run_check out inside."
         )
     return torch.ops.shardwise.from_local(
-        local, grid_number, spelled(placements), shape, stride, spelled(grad_placements)
+        local, mesh, spelled(placements), shape, stride, spelled(grad_placements)
     )
 
 
@@ -142,11 +142,11 @@ def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
     """Let the ops do what these do."""
 
     def run(
-        local: torch.Tensor, number: int, placements: Any, shape: Any, stride: Any, grad: Any
+        local: torch.Tensor, mesh: str, placements: Any, shape: Any, stride: Any, grad: Any
     ) -> Any:
         return from_local(
             local,
-            grid_numbered(number).mesh,
+            read_mesh(mesh),
             read(placements),
             shape=shape,
             stride=stride,

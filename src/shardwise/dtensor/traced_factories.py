@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import grid_number, grid_numbered
+from shardwise.core.grid import read_mesh, spelled_mesh
 from shardwise.core.placements import Placement
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.traced import is_traced, read, spelled, unwatched
@@ -20,9 +20,9 @@ from shardwise.errors import ArgumentError
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
-    "create(SymInt[] size, Scalar? value, int grid, int[]? placements, ScalarType? dtype) -> Tensor"
+    "create(SymInt[] size, Scalar? value, str mesh, int[]? placements, ScalarType? dtype) -> Tensor"
 )
-_library.define("distribute(Tensor x, int grid, int[]? placements, int? source) -> Tensor")
+_library.define("distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor")
 
 _OPTIONS = frozenset(
     ("device_mesh", "placements", "dtype", "requires_grad", "layout", "generator", "pin_memory")
@@ -48,9 +48,9 @@ def traced_create(size: Sequence[Any], value: Any, options: dict[str, Any]) -> A
     if options.get("layout", torch.strided) is not torch.strided:
         raise ArgumentError(f"A DTensor is strided, and layout={options['layout']} was asked for.")
     mesh = options.get("device_mesh")
-    number = grid_number(mesh if mesh is not None else current_mesh())
+    spelling = spelled_mesh(mesh if mesh is not None else current_mesh())
     placements = spelled(options.get("placements"))
-    return torch.ops.shardwise.create(size, value, number, placements, options.get("dtype"))
+    return torch.ops.shardwise.create(size, value, spelling, placements, options.get("dtype"))
 
 
 def traced_distribute(
@@ -60,8 +60,8 @@ def traced_distribute(
     source: int | None,
 ) -> Any:
     """`distribute_tensor` of a tensor that needs no gradient."""
-    number = grid_number(mesh if mesh is not None else current_mesh())
-    return torch.ops.shardwise.distribute(tensor, number, spelled(placements), source)
+    spelling = spelled_mesh(mesh if mesh is not None else current_mesh())
+    return torch.ops.shardwise.distribute(tensor, spelling, spelled(placements), source)
 
 
 def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
@@ -71,13 +71,12 @@ def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
     `distribute(tensor, mesh, placements, src_data_rank=)`.
     """
 
-    def run_create(size: Any, value: Any, number: int, placements: Any, dtype: Any) -> Any:
-        mesh = grid_numbered(number).mesh
-        return create(size, value, device_mesh=mesh, placements=read(placements), dtype=dtype)
+    def run_create(size: Any, value: Any, mesh: str, placements: Any, dtype: Any) -> Any:
+        options = {"device_mesh": read_mesh(mesh), "placements": read(placements), "dtype": dtype}
+        return create(size, value, **options)
 
-    def run_distribute(tensor: Any, number: int, placements: Any, source: Any) -> Any:
-        mesh = grid_numbered(number).mesh
-        return distribute(tensor, mesh, read(placements), src_data_rank=source)
+    def run_distribute(tensor: Any, mesh: str, placements: Any, source: Any) -> Any:
+        return distribute(tensor, read_mesh(mesh), read(placements), src_data_rank=source)
 
     _library.impl("create", unwatched(run_create), "CompositeImplicitAutograd")
     _library.impl("distribute", unwatched(run_distribute), "CompositeImplicitAutograd")

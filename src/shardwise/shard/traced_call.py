@@ -12,7 +12,7 @@ import torch
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster, make_roster
-from shardwise.core.grid import Grid, grid_like
+from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.sources import source_digest
 from shardwise.core.world import current_world, world_caches
 from shardwise.shard.spec import (
@@ -91,15 +91,6 @@ def one_each(grid: Grid) -> Roster:
 
 def spelled_roster(roster: Roster | None) -> Any:
     return None if roster is None else (roster.ranks, roster.index)
-
-
-def spelled_grid(grid: Grid) -> Any:
-    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
-
-
-def read_grid(spelled: Any) -> Grid:
-    device_type, shape, ranks, names = spelled
-    return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
 
 
 def spelled_spec(spec: ShardingSpec) -> Any:

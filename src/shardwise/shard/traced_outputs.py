@@ -23,7 +23,7 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
-from shardwise.core.grid import Grid
+from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction
@@ -50,10 +50,8 @@ from shardwise.shard.traced import INSTEAD, apart, parts_of
 from shardwise.shard.traced_call import joined as together
 from shardwise.shard.traced_call import (
     one_each,
-    read_grid,
     read_roster,
     read_spec,
-    spelled_grid,
     spelled_roster,
     spelled_spec,
 )
