@@ -18,8 +18,10 @@ from shardwise.testing.op_sweep.table import operators
         # Torch takes them apart into tensors of its own making.
         "nn.functional.interpolate.nearest",
         "nn.functional.multi_margin_loss",
-        # They read a value.
+        # They read values.
         "masked_scatter",
+        "index_put",
+        "narrow",
         "nn.functional.nll_loss",
         # The shape depends on values, and a dim is negative.
         "unique_consecutive",
@@ -37,3 +39,11 @@ def test_a_plain_tensor_that_torch_did_not_make_is_refused(pair):
     compiled = torch.compile(F.multi_margin_loss, backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match="got mixed"):
         compiled(x, torch.zeros(8, dtype=torch.int64))
+
+
+def test_rows_that_a_mask_names_are_written(pair):
+    x, mask, rows = torch.randn(6, 3), torch.tensor([0, 1, 1, 0, 0, 1]).bool(), torch.randn(3, 3)
+    laid = [distribute_tensor(t, pair, [Shard(0)]) for t in (x, mask, rows)]
+    write = torch.compile(torch.index_put, backend="aot_eager", fullgraph=True)
+    written = write(laid[0], (laid[1],), laid[2])
+    assert torch.equal(written.full_tensor().agreed(), torch.index_put(x, (mask,), rows))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
+from shardwise.rules.ids import has_values
 
 aten = torch.ops.aten
 
@@ -167,12 +170,26 @@ class OwnedIndex:
         return found.masked_fill(foreign.view(*foreign.shape, *[1] * behind), 0)
 
 
+def _size_stays_inside(mask: torch.Tensor) -> Any:
+    """How many entries a mask names is a symbol that no result has: a first look need not know it.
+
+    The graph itself, whose nodes are the ops on parts, has to.
+    """
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
+
+    fake_mode = getattr(mask, "fake_mode", None)
+    if fake_mode is None or get_proxy_mode() is not None:
+        return contextlib.nullcontext()
+    return fake_mode.shape_env.ignore_fresh_unbacked_symbols()
+
+
 def _without_masks(indices: Sequence[Any]) -> list[Any]:
     """The indices with the places that a mask names in its stead."""
     found: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
-            found += index.nonzero().unbind(1)
+            with contextlib.nullcontext() if has_values(index) else _size_stays_inside(index):
+                found += index.nonzero().unbind(1)
         else:
             found.append(index)
     return found
@@ -202,6 +219,8 @@ class OwnedIndexPut:
             indices = _without_masks(indices)
             spot = Advanced(tuple(d for d, i in enumerate(indices) if i is not None), 1)
         rows, foreign = _owned_indices(layouts[0], coordinate, spot, indices)
+        if not has_values(x):
+            return _put_beside(spot, x, rows, foreign, indices, values, accumulate)
         kept = ~foreign.expand_as(rows[0])
         at, num = spot.at, kept.dim()
         untouched = [n for d, n in enumerate(x.shape) if d not in spot.dims]
@@ -211,6 +230,30 @@ class OwnedIndexPut:
         mine = iter([row[kept] for row in rows])
         here = [None if i is None else next(mine) for i in indices]
         return aten.index_put.default(x, here, chosen, accumulate)
+
+
+def _put_beside(
+    spot: Advanced,
+    x: torch.Tensor,
+    rows: Sequence[torch.Tensor],
+    foreign: torch.Tensor,
+    indices: Sequence[Any],
+    values: torch.Tensor,
+    accumulate: bool,
+) -> torch.Tensor:
+    """What another rank owns is written behind the part: no size depends on values.
+
+    For a graph that is traced. It writes more than eager code, which picks what falls to the part.
+    """
+    behind = [size for d in reversed(range(x.dim())) for size in (0, int(d in spot.dims))]
+    places = iter(
+        [row.masked_fill(foreign, x.shape[d]) for d, row in zip(spot.dims, rows, strict=True)]
+    )
+    there = [None if i is None else next(places) for i in indices]
+    written = aten.index_put.default(F.pad(x, behind), there, values, accumulate)
+    for dim in spot.dims:
+        written = written.narrow(dim, 0, x.shape[dim])
+    return written
 
 
 # -- places in the flattened tensor ----------------------------------------------------------

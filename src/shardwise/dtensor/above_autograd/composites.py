@@ -61,6 +61,20 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
     return torch.tensor_split(x, where, dim)
 
 
+def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+    """Where to start is read off a tensor, which has to be whole.
+
+    A traced graph reads no values: it picks the entries by their numbers, and gives a copy.
+    """
+    if has_values(getattr(start, "_local", start)):
+        return x.narrow(dim, int(start), length)
+    (hollow,), _ = hollowed([x._layout], {})
+    hollow.narrow(dim, 0, length)  # torch's checks
+    first = torch.where(start < 0, start + x.shape[dim], start)
+    with implicit_replication():
+        return x.index_select(dim, first + torch.arange(length, device=x.device))
+
+
 def broadcast_tensors(tensors: Any) -> Any:
     """Each in the shape of all; a number among them, which may be plain, becomes replicated."""
     mesh = next(x for x in tensors if isinstance(x, DTensor)).device_mesh
@@ -236,6 +250,7 @@ def kernels() -> Iterator[tuple[str, Any]]:
     yield "fill_diagonal_", fill_diagonal_
     yield "as_strided", as_strided
     yield "as_strided_copy", as_strided_copy
+    yield "narrow.Tensor", narrow
     yield "tensor_split.tensor_indices_or_sections", tensor_split
 
 
