@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from shardwise import Shard, distribute_tensor
+from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.table import operators
 
@@ -47,3 +47,13 @@ def test_rows_that_a_mask_names_are_written(pair):
     write = torch.compile(torch.index_put, backend="aot_eager", fullgraph=True)
     written = write(laid[0], (laid[1],), laid[2])
     assert torch.equal(written.full_tensor().agreed(), torch.index_put(x, (mask,), rows))
+
+
+def test_a_part_that_starts_at_a_tensor_is_not_written_to(pair):
+    x = distribute_tensor(torch.randn(6, 3), pair, [Shard(0)])
+    start = distribute_tensor(torch.tensor(1), pair, [Replicate()])
+    write = torch.compile(
+        lambda x, start: x.narrow(0, start, 2).zero_(), backend="aot_eager", fullgraph=True
+    )
+    with pytest.raises(Exception, match="the write would be lost"):
+        write(x, start)

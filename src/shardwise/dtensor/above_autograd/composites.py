@@ -64,7 +64,8 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
 def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     """Where to start is read off a tensor, which has to be whole.
 
-    A traced graph reads no values: it picks the entries by their numbers, and gives a copy.
+    A traced graph reads no values: it picks the entries by their numbers, and gives a copy, which
+    must not be written to.
     """
     if has_values(getattr(start, "_local", start)):
         return x.narrow(dim, int(start), length)
@@ -72,7 +73,7 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     hollow.narrow(dim, 0, length)  # torch's checks
     first = torch.where(start < 0, start + x.shape[dim], start)
     with implicit_replication():
-        return x.index_select(dim, first + torch.arange(length, device=x.device))
+        return _snapshot(x.index_select(dim, first + torch.arange(length, device=x.device)))
 
 
 def broadcast_tensors(tensors: Any) -> Any:
@@ -180,7 +181,11 @@ def stft(
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
-    picked = as_strided_copy(x, size, stride, storage_offset)
+    return _snapshot(as_strided_copy(x, size, stride, storage_offset))
+
+
+def _snapshot(picked: Any) -> Any:
+    """What stands for a view and is a copy: a write to it is refused."""
     lo = picked._layout
     picked._layout = make_layout(
         lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
