@@ -175,3 +175,14 @@ def exported(x, mesh):
 def loaded(file, x):
     """What a program gives where nobody has made its mesh."""
     return torch.export.load(io.BytesIO(file)).module()(x).detach()
+
+
+def beside_a_gradient():
+    """Inductor, sizes that are symbols, and an input whose gradient adds up."""
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    x = distribute_tensor(torch.ones(9, 4), mesh, [Shard(0)]).requires_grad_()
+    fast = torch.compile(lambda x: x * 3, dynamic=True, fullgraph=True)
+    for run in (torch.square, fast):
+        run(x).sum().backward()
+    return x.grad.full_tensor()

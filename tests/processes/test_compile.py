@@ -3,6 +3,7 @@
 import pytest
 import torch
 from compiled_programs import (
+    beside_a_gradient,
     collectives_of_graphs,
     exported,
     loaded,
@@ -68,3 +69,8 @@ def test_a_program_exported_in_a_simulated_world_runs_in_processes(processes):
         file, expected = exported(x, shardwise.init_device_mesh("cpu", (4,)))
     for found in processes(loaded, file, x):
         torch.testing.assert_close(found, expected.agreed())
+
+
+def test_an_input_that_has_a_gradient(processes):
+    for grad in processes(beside_a_gradient, timeout_s=300):
+        assert torch.equal(grad, torch.full((9, 4), 5.0))

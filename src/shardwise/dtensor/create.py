@@ -97,7 +97,8 @@ def distribute_tensor(
     if src_data_rank is None:
         # A part of its own: a view would keep the whole tensor alive.
         local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
-    local = each_rank(grid, lambda _, part: in_memory_order(part, layout), local, axes=())
+    # No view of a message: inductor fails over a view whose gradient is none.
+    local = each_rank(grid, lambda _, part: in_memory_order(part, layout).detach(), local, axes=())
     return DTensor.wrap(local, layout).requires_grad_(requires_grad)
 
 

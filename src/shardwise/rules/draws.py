@@ -99,7 +99,8 @@ def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
     def here(coordinate: Coordinate) -> torch.Tensor:
         shape = layout.local_shape(coordinate)
         part = torch.empty([shape[d] for d in order], dtype=layout.dtype, device=device)
-        return part.permute(inverse)
+        # No view without need: inductor fails over a view whose gradient is none.
+        return part.permute(inverse) if inverse != sorted(inverse) else part
 
     return localize(layout.grid, each_rank(layout.grid, here, axes=parted_axes(layout)))
 
