@@ -21,6 +21,7 @@ import torch
 from shardwise.core.chunks import Size, lengths, piece, settled
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
+from shardwise.core.symbols import noted
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -75,14 +76,14 @@ class Layout:
             self.grid, placements, self.shape, self.stride, self.dtype, order or self.order
         )
 
-    def with_stride(self, stride: Sequence[Size]) -> Layout:
-        """The same tensor with other strides; the same object where they are."""
-        if stride is self.stride:
+    def with_sizes(self, shape: Sequence[Size], stride: Sequence[Size]) -> Layout:
+        """The same tensor, its sizes spelled otherwise; the same object where they are not."""
+        if shape is self.shape and stride is self.stride:
             return self
         return make_layout(
             self.grid,
             self.placements,
-            self.shape,
+            shape,
             stride,
             self.dtype,
             self.order,
@@ -112,6 +113,8 @@ class Layout:
                     shape[dim], self.grid.shape[axis], coordinate[axis], placement.sizes
                 )
                 offset[dim] = offset[dim] + start
+        if self.symbolic:
+            return tuple(noted(offset)), tuple(noted(shape))
         return tuple(offset), tuple(shape)
 
     def local_shape(self, coordinate: Coordinate) -> Shape:

@@ -26,29 +26,49 @@ def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
 def noted(numbers: Sequence[Any]) -> Sequence[Any]:
     """`numbers`, which a graph that is being traced can hold: the same object where it does.
 
-    torch builds sums and products of sizes when it needs them, but a stride such as `s * s` is a
-    power to it, which it must have seen.
+    torch builds sums and products of sizes when it needs them, but a size such as `s * s` is a
+    power to it, which it must have seen. A size that it has not seen is looked up by its symbol,
+    each time anew; where it was computed with in the meantime, as above, that would lead back to
+    itself.
     """
-    if not any(map(_is_power, numbers)):
+    if all(type(n) is not torch.SymInt for n in numbers):
         return numbers
     from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-    if get_proxy_mode() is None:
+    mode = get_proxy_mode()
+    if mode is None:
         return numbers
-    return tuple(_noted(n) if _is_power(n) else n for n in numbers)
+    found = tuple(_noted(n, mode.tracer) if type(n) is torch.SymInt else n for n in numbers)
+    changed = any(a is not b for a, b in zip(found, numbers, strict=True))
+    return found if changed else numbers
 
 
-def _noted(number: torch.SymInt) -> Any:
+def _noted(number: torch.SymInt, tracer: Any) -> Any:
+    if not number.node.is_symbolic() or number in tracer.symnode_tracker:
+        return number
+    return _multiplied(number, tracer) if _has_power(number.node.expr) else _tracked(number, tracer)
+
+
+def _tracked(number: Any, tracer: Any) -> Any:
+    from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
+
+    proxy = get_proxy_slot(number, tracer, None)
+    if proxy is not None:
+        set_proxy_slot(number, tracer, proxy)
+    return number
+
+
+def _multiplied(number: torch.SymInt, tracer: Any) -> Any:
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
     expr, env = number.node.expr, number.node.shape_env
-    symbols = {symbol: env.create_symintnode(symbol, hint=None) for symbol in expr.free_symbols}
+    symbols = {
+        symbol: _tracked(env.create_symintnode(symbol, hint=None), tracer)
+        for symbol in expr.free_symbols
+    }
     return sympy_interp(PythonReferenceAnalysis, symbols, expr)
 
 
-def _is_power(number: Any) -> bool:
-    if type(number) is not torch.SymInt:
-        return False
-    expr = number.node.expr
-    return expr.is_Pow or any(factor.is_Pow for factor in expr.args)
+def _has_power(expr: Any) -> bool:
+    return expr.is_Pow or any(map(_has_power, expr.args))

@@ -146,6 +146,10 @@ _OWN_PARTS: dict[Any, Callable[..., Any]] = {
     aten._is_all_true.default: aten.all.default,
     # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
     aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
+    # What torch's C++ asks where it takes no symbols: then the sizes are fixed, as on one device.
+    aten.size.default: lambda x: tuple(map(int, x.shape)),
+    aten.stride.default: lambda x: tuple(map(int, x.stride())),
+    aten.storage_offset.default: lambda x: 0,
     **inference.PARTS,
 }
 

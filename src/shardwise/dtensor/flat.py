@@ -21,7 +21,7 @@ from shardwise.comm.ranks import rank_values
 from shardwise.comm.roster import Roster
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
-from shardwise.core.placements import Placement
+from shardwise.core.placements import Placement, Shard
 from shardwise.core.sources import source_digest
 from shardwise.core.world import world_caches
 
@@ -102,13 +102,18 @@ def make_context(
 def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
     """Tell the compiler what pieces of known size say about a symbolic whole; whether they did.
 
-    A piece of size 0 or 1 has no symbol. What follows for the whole must be known before the first
-    op: torch loses the size of an output that turns out to be constant later on.
+    A piece of size 0 or 1 has no symbol, and explicit sizes are numbers. What follows for the whole
+    must be known before the first op: torch loses the size of an output that turns out to be
+    constant later on.
     """
     tied = False
+    for placement in layout.placements:
+        if isinstance(placement, Shard) and placement.sizes is not None:
+            size = layout.shape[placement.dim]
+            tied = (type(size) is not int and bool(size == sum(placement.sizes))) or tied
     for coordinate, part in rank_values(layout.grid, local):
         for expected, found in zip(layout.local_shape(coordinate), part.shape, strict=True):
-            if type(expected) is not int and type(found) is int:
+            if (type(expected) is int) != (type(found) is int):
                 tied = bool(expected == found) or tied
     return tied
 

@@ -11,8 +11,10 @@ import torch
 
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
+from shardwise.core.symbols import noted
 from shardwise.dtensor.entries import Entry, add_entry, add_write_back, entries, is_write_back
 from shardwise.dtensor.fallback import kernels_above, parts_of
+from shardwise.dtensor.fixed_sizes import fix_sizes
 from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.local_call import lies_otherwise, relaid
@@ -59,6 +61,7 @@ class Miss:
 
     def _planned(self) -> Any:
         op, args, kwargs, key = self.op, self.args, self.kwargs, self.key
+        fix_sizes(op, args)
         if _is_by_value(op):
             key += [a for a in (*args, *kwargs.values()) if type(a) is float]
             if (known := entries.get(tuple(key))) is not None:
@@ -91,7 +94,7 @@ class Miss:
             watch.notes.append(entry)
         if entry.move is not None:
             entry.move(self.operands, self.args)
-        local = entry.call(*self.operands, **self.kwargs)
+        local = entry.call(*map(_noted, self.operands), **self.kwargs)
         if first and not _shares_memory(self.op) and lies_otherwise(local, entry.plan.outputs):
             entry.call = relaid(entry.call, entry.plan.outputs)
             local = relaid(lambda: local, entry.plan.outputs)()
@@ -99,6 +102,15 @@ class Miss:
             return self.kind.wrap(local, entry.out)
         assert entry.finish is not None, "an entry either has one output or knows how to finish"
         return entry.finish(local, self.args, self.kind.wrap)
+
+
+def _noted(operand: Any) -> Any:
+    """An argument that a graph which is being traced can hold."""
+    if type(operand) is torch.SymInt:
+        return noted((operand,))[0]
+    if isinstance(operand, (list, tuple)) and any(type(x) is torch.SymInt for x in operand):
+        return noted(operand)
+    return operand
 
 
 def _shares_memory(op: Any) -> bool:

@@ -5,6 +5,7 @@ Tensors are given by their layouts here; the class that holds them is not known.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
+from shardwise.core.symbols import unrecorded
 from shardwise.dtensor.bindings import fastest
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.local_call import local_call
@@ -51,7 +53,9 @@ def make_entry(
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
     for number in fixed:
         check_writable(op, layouts[number])
-    plan = propagate(rule, call, layouts, fixed=fixed, wish=wish)
+    decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, wish=wish)
+    # What is compared to decide is no part of a graph, and need not be something it can hold.
+    plan = unrecorded(decide) if symbolic else decide()
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = mover(paths, plan)

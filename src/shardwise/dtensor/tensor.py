@@ -98,7 +98,7 @@ class DTensor(Wrapped):
         if type(local) is LocalTensor and local._sized:
             local = sized_copy(local, False)
         if layout.symbolic:
-            layout = layout.with_stride(noted(layout.stride))
+            layout = layout.with_sizes(noted(layout.shape), noted(layout.stride))
             return unrecorded(DTensor._wrap, local, layout, requires_grad)
         return DTensor._wrap(local, layout, requires_grad)
 

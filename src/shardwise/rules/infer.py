@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.symbols import noted
 from shardwise.rules.rule import Rule, TensorMeta
 
 
@@ -143,8 +144,8 @@ def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    shape = tuple(leaf.shape)
-    stride = contiguous_stride(shape) if multiply else tuple(leaf.stride())
+    shape = tuple(noted(leaf.shape))
+    stride = contiguous_stride(shape) if multiply else tuple(noted(leaf.stride()))
     metas.append(TensorMeta(shape, stride, leaf.dtype))
     return metas[-1]
 

@@ -1,0 +1,112 @@
+"""Sizes that are symbols to the compiler: one graph serves them, and gives what eager code gives.
+
+Pieces have two entries or more where graphs are counted: torch makes own graphs for 0 and 1.
+"""
+
+import pytest
+import torch
+from by_hand import lay, value
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn import functional as F
+
+from shardwise import Replicate, Shard
+
+R, S0, S1 = Replicate(), Shard(0), Shard(1)
+
+
+def joined(x, w):
+    y = torch.cat([x, x * 2]).repeat(1, 2) + torch.stack([x, x]).flatten(0, 1).tile(2)
+    return y.unflatten(1, (5, -1)).transpose(0, 1).sum(0).t() @ y[:, ::2] + w.sum()
+
+
+def losses(x, w):
+    logits = F.layer_norm(F.linear(x, w), (7,))
+    target = logits.detach().argmax(1)
+    rows = F.nll_loss(logits.log_softmax(-1), target, reduction="none").cumsum(0)
+    return F.cross_entropy(logits, target, label_smoothing=0.1) + rows
+
+
+def picked(x, w):
+    best = x.topk(3)
+    rest = x.scatter(1, best[1], 0.0).gather(1, best[1].flip(1)) + x.sort(0)[0][:, :3]
+    return F.pad(rest, (1, 1, 2, 0)).roll(1, 0) + F.embedding(best[1][:1, 0] % 7, w)[:, :5]
+
+
+def spread(x, w):
+    images = x.view(-1, 2, 5).unsqueeze(1).expand(-1, 3, -1, -1)
+    wide = F.interpolate(images, scale_factor=2.0)
+    wide = wide + F.conv2d(images.repeat(1, 1, 2, 2), w[:3, :3, None, None])
+    return F.unfold(wide, 2).var(0) + F.adaptive_avg_pool2d(wide, 1).flatten(1).norm()
+
+
+def outcome(fn, inputs):
+    out = fn(*inputs)
+    out = out if isinstance(out, torch.Tensor) else sum(each.sum() for each in out)
+    grads = torch.autograd.grad(out.sin().sum(), [x for x in inputs if x.requires_grad])
+    return [value(x.detach()) for x in (out, *grads)]
+
+
+def assert_as_eager(fn, fast, inputs):
+    for found, expected in zip(outcome(fast, inputs), outcome(fn, inputs), strict=True):
+        torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("fn", [joined, losses, picked, spread], ids=lambda fn: fn.__name__)
+def test_from_the_second_batch_size_on_a_graph_serves_all(pair, fn):
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(fn, backend=counter, fullgraph=True)
+    for rows in (8, 11, 23):
+        x = lay(torch.randn(rows, 10), pair, [S0]).requires_grad_()
+        w = lay(torch.randn(7, 10), pair, [R]).requires_grad_()
+        assert_as_eager(fn, fast, (x, w))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("rows", [2, 0])
+def test_batches_that_leave_ranks_without_rows(mesh, rows):
+    x = lay(torch.randn(rows, 10), mesh, [S0]).requires_grad_()
+    w = lay(torch.randn(7, 10), mesh, [R]).requires_grad_()
+    fast = torch.compile(losses, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_as_eager(losses, fast, (x, w))
+
+
+ALIKE = {
+    "merged": lambda x: x.flatten() * 2,
+    "reshaped": lambda x: x.reshape(25, 5) * 2,
+    "contracted": lambda x: torch.tensordot(x, x, dims=([0], [0])),
+    "windows": lambda x: F.unfold(x.unsqueeze(1), 2),
+    "tiled": lambda x: x.repeat(1, 2, 3),
+    "distance": lambda x: torch.dist(x, x * 2),
+}
+
+
+@pytest.mark.parametrize("name", ALIKE)
+def test_dims_of_one_size(pair, name):
+    """They are one symbol, and their products are powers of it."""
+    fast = torch.compile(ALIKE[name], backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_as_eager(ALIKE[name], fast, (lay(torch.randn(5, 5, 5), pair, [S0]).requires_grad_(),))
+
+
+READ_BY_BACKWARD = {
+    "cumprod": lambda x: x.cumprod(1),
+    "sgn": lambda x: x.sgn() * x,
+    "householder": lambda x: torch.linalg.householder_product(x, x[0, :4]),
+}
+
+
+@pytest.mark.parametrize("name", READ_BY_BACKWARD)
+def test_sizes_that_only_backward_reads(pair, name):
+    """Torch fixes them in backward, when the outputs of forward are known already."""
+    fn = READ_BY_BACKWARD[name]
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_as_eager(fn, fast, (lay(torch.randn(7, 4), pair, [S0]).requires_grad_(),))
+
+
+def test_explicit_sizes_are_numbers(mesh):
+    def fn(x, index):
+        return x.gather(0, index) * 2
+
+    uneven = Shard(1, sizes=(4, 0, 0, 1))
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = lay(torch.randn(10, 5), mesh, [uneven]).requires_grad_()
+    assert_as_eager(fn, fast, (x, lay(torch.randint(0, 10, (6, 5)), mesh, [uneven])))
