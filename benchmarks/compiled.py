@@ -5,6 +5,7 @@
 All sides are compiled by inductor with `fullgraph=True` and run forward and backward, in one
 process, on one mesh of 4 ranks whose process group sends nothing. Compute is small, so what is left
 is overhead. Plain torch starts the same collectives, written by hand: they are part of the work.
+Where nothing is sent, a subclass that does nothing else is timed too: what it costs is torch's own.
 The time to compile is that of the first call, caches off. The sides are timed with `dynamic=False`:
 they share a code object, and torch would take the local sizes of one side for new sizes of another.
 """
@@ -12,9 +13,10 @@ they share a code object, and torch would take the local sizes of one side for n
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,17 +28,20 @@ from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as ours
+from benchmarks.bare_wrapper import BareWrapper
 from benchmarks.timing import add_options, print_table, summarize, take_turns, write_json
 
 NUM_RANKS = 4
 BATCH, WIDTH, ROWS = 64, 128, 1024
-SIDES: dict[str, Any] = {"ours": ours, "theirs": theirs, "local": None}
+SIDES: dict[str, Any] = {"ours": ours, "theirs": theirs, "local": None, "bare": BareWrapper}
 
 
 def _laid(system: Any, mesh: DeviceMesh, local: torch.Tensor, dim: int | None, grad: bool) -> Any:
     """A tensor of `system` (None: plain) whose local part is `local`."""
     x = local.detach().clone()
-    if system is not None:
+    if system is BareWrapper:
+        x = BareWrapper(x)
+    elif system is not None:
         placement = system.Replicate() if dim is None else system.Shard(dim)
         x = system.DTensor.from_local(x, mesh, [placement], run_check=False)
     return x.detach().requires_grad_(grad)
@@ -70,16 +75,44 @@ def _mlp(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[Any]]:
     return mlp, [x, _laid(system, mesh, first, 0, True), _laid(system, mesh, second, 1, True)]
 
 
-def _lookup(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[Any]]:
-    """A table by columns; ids are on every rank."""
+def _by_columns(
+    system: Any, mesh: DeviceMesh, batch: int = BATCH, rows: int = ROWS
+) -> tuple[Callable[..., Any], list[Any]]:
+    """A table by columns; ids are on every rank. Nothing is sent."""
 
     def lookup(ids: Any, table: Any) -> Any:
         y = F.embedding(ids, table)
         return y if system is None else y.to_local()
 
-    ids = _laid(system, mesh, torch.randint(0, ROWS, (BATCH,)), None, grad=False)
-    table = torch.randn(ROWS, WIDTH // NUM_RANKS)
+    ids = _laid(system, mesh, torch.randint(0, rows, (batch,)), None, grad=False)
+    table = torch.randn(rows, WIDTH // NUM_RANKS)
     return lookup, [ids, _laid(system, mesh, table, 1, True)]
+
+
+def _by_rows(system: Any, mesh: DeviceMesh) -> tuple[Callable[..., Any], list[Any]]:
+    """A table by rows: each rank looks up the ids that are its own, and the terms are summed up."""
+    group_name = mesh.get_group().group_name
+    held = ROWS // NUM_RANKS
+
+    def lookup(ids: Any, table: Any) -> Any:
+        if system is not None:
+            return F.embedding(ids, table).redistribute(placements=[system.Replicate()]).to_local()
+        own = (ids >= 0) & (ids < held)
+        found = F.embedding(torch.where(own, ids, 0), table)
+        return _Summed.apply(torch.where(own.unsqueeze(-1), found, 0.0), group_name)
+
+    ids = _laid(system, mesh, torch.randint(0, ROWS, (BATCH,)), None, grad=False)
+    return lookup, [ids, _laid(system, mesh, torch.randn(held, WIDTH), 0, True)]
+
+
+CASES: dict[str, Any] = {
+    "mlp, columns then rows": _mlp,
+    "embedding by columns, 64 ids of 1024": _by_columns,
+    "embedding by columns, 512 ids of 8192": functools.partial(_by_columns, batch=512, rows=8192),
+    "embedding by rows, 64 ids of 1024": _by_rows,
+}
+#: Where a bare wrapper has no part: it knows no collectives.
+SENDING = (_mlp, _by_rows)
 
 
 def _step(make: Any, system: Any, mesh: DeviceMesh) -> tuple[Callable[[], Any], float]:
@@ -98,6 +131,11 @@ def _step(make: Any, system: Any, mesh: DeviceMesh) -> tuple[Callable[[], Any], 
     return step, time.thread_time() - start
 
 
+def _ratio(samples: Mapping[str, Sequence[float]], side: str) -> float:
+    """The median of what `side` takes of plain torch's time."""
+    return statistics.median(a / b for a, b in zip(samples[side], samples["local"], strict=True))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     add_options(parser, repeats=15)
@@ -108,21 +146,22 @@ def main() -> None:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     results = []
-    for name, make in (("mlp, columns then rows", _mlp), ("embedding, by columns", _lookup)):
+    for name, make in CASES.items():
         _step(make, None, mesh)  # what is loaded once
-        compile_s: dict[str, list[float]] = {side: [] for side in SIDES}
+        sides = [side for side in SIDES if side != "bare" or make not in SENDING]
+        compile_s: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(3):
             torch._dynamo.reset()
             steps = {}
-            for side, system in SIDES.items():
-                steps[side], seconds = _step(make, system, mesh)
+            for side in sides:
+                steps[side], seconds = _step(make, SIDES[side], mesh)
                 compile_s[side].append(seconds)
         samples = take_turns(steps, options.repeats)
         results.append(summarize(name, samples))
-        pairs = zip(samples["ours"], samples["local"], strict=True)
+        bare = f" (a bare wrapper {_ratio(samples, 'bare'):.2f})" if "bare" in samples else ""
         best = {side: min(times) for side, times in compile_s.items()}
         print(
-            f"{name}: {statistics.median(a / b for a, b in pairs):.2f} of plain torch; compiled in "
+            f"{name}: {_ratio(samples, 'ours'):.2f} of plain torch{bare}; compiled in "
             f"{best['ours']:.2f} s, torch's DTensor in {best['theirs']:.2f} s "
             f"({best['ours'] / best['theirs']:.2f}), plain torch in {best['local']:.2f} s"
         )
