@@ -51,28 +51,32 @@ def whole_entry(op: Any, args: Sequence[Any]) -> Entry:
         return _wrapped(result, lambda local: wrap(local, _found_layout(local, grid)))
 
     entry.finish = finish
-    if op in _DIM_POSITIONS:
-        entry.call = _from_the_front(op, _DIM_POSITIONS[op])
+    if op in _UNIQUE:
+        entry.call = _unique(op, _UNIQUE[op])
     return entry
 
 
-#: Where ops have a dim for which torch's shape function, if it is negative, finds a wrong shape.
-_DIM_POSITIONS = {
+#: Ops of which torch's shape function finds a wrong shape where their dim is negative, and before
+#: torch 2.13 a wrong dtype of their indices and counts; and the position of that dim.
+_UNIQUE = {
+    torch.ops.aten._unique2.default: None,
     torch.ops.aten.unique_dim.default: 1,
     torch.ops.aten.unique_dim_consecutive.default: 1,
     torch.ops.aten.unique_consecutive.default: 3,
 }
 
 
-def _from_the_front(op: Any, position: int) -> Callable[..., Any]:
-    """The op with a dim that counts from the front."""
+def _unique(op: Any, position: int | None) -> Callable[..., Any]:
+    """The op with a dim that counts from the front, and integers where there are integers."""
 
     def call(x: torch.Tensor, *options: Any) -> Any:
         given = [x, *options]
-        dim = given[position] if position < len(given) else None
-        if dim is not None and -x.dim() <= dim < 0:
-            given[position] = dim + x.dim()
-        return op(*given)
+        if position is not None and position < len(given):
+            dim = given[position]
+            if dim is not None and -x.dim() <= dim < 0:
+                given[position] = dim + x.dim()
+        values, indices, counts = op(*given)
+        return values, indices.long(), counts.long()
 
     return call
 
