@@ -17,14 +17,24 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
 from shardwise.comm.one_value import agreed_value, mismatch, same_values, spans
-from shardwise.comm.rank_int import rank_int, rank_values_of
+from shardwise.comm.rank_int import RankIntNode, rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
+from shardwise.comm.stand_in import (
+    Asker,
+    asker,
+    differing,
+    no_constants,
+    stand_in,
+    traced_stand_in,
+)
 from shardwise.core.sources import source_digest
+from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
 
-#: op -> function(op, args, kwargs); filled by comm.simulated_collectives.
+#: op -> function(op, args, kwargs), of ops that do not run part by part; most of them are filled
+#: in by comm.simulated_collectives.
 collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
@@ -41,12 +51,16 @@ class LocalTensor(torch.Tensor):
     )
     """
 
-    __slots__ = ("_parts", "_roster", "_sized")
+    __slots__ = ("_noted", "_parts", "_roster", "_sized", "_uneven")
     _parts: tuple[torch.Tensor, ...]
     _roster: Roster
     #: Whether its sizes are answered rank by rank; see Note [Uneven sizes]. The one inside a
     #: DTensor is not asked: it lies below autograd, and what it is called with comes from layouts.
     _sized: bool
+    #: Whether its parts differ in sizes or strides; known where sizes are answered rank by rank.
+    _uneven: bool
+    #: The shape and strides that a compiler has noted down for it; see comm.stand_in.
+    _noted: tuple[Any, Any] | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -58,12 +72,19 @@ class LocalTensor(torch.Tensor):
         first = parts[0]
         shape: Any = first.shape
         stride: Any = first.stride() if first.layout is torch.strided else None
-        if sized and len(parts) > 1 and type(first) is torch.Tensor:
-            if any(part.shape != shape for part in parts):
-                shape = _per_rank(roster, [part.shape for part in parts])
-            if any(part.stride() != stride for part in parts):
-                stride = _per_rank(roster, [part.stride() for part in parts])
-        self = torch.Tensor._make_wrapper_subclass(
+        uneven, node = False, None
+        if sized and len(parts) > 1 and stride is not None:
+            if type(first) is torch.Tensor:
+                uneven = any(p.shape != shape or p.stride() != stride for p in parts)
+            else:
+                shapes, strides = [p.shape for p in parts], [p.stride() for p in parts]
+                uneven = bool(differing(shapes) or differing(strides))
+                node = _traced_node(first) if uneven else None
+            if uneven:
+                shape = _per_rank(roster, [part.shape for part in parts], node)
+                stride = _per_rank(roster, [part.stride() for part in parts], node)
+        make = functools.partial(
+            torch.Tensor._make_wrapper_subclass,
             cls,
             shape,
             strides=stride,
@@ -71,9 +92,12 @@ class LocalTensor(torch.Tensor):
             device=first.device,
             requires_grad=False,
         )
+        self = unrecorded(make) if node is not None else make()
         self._parts = tuple(parts)
         self._roster = roster
         self._sized = sized
+        self._uneven = uneven
+        self._noted = None
         return self
 
     # -- making and reading ------------------------------------------------------------------
@@ -105,18 +129,35 @@ class LocalTensor(torch.Tensor):
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
-        if self._sized:
-            agreed_value([p.shape for p in self._parts], self._roster, "shape")
-        return self._parts[0].shape
+        return self._outward("shape") if self._uneven else self._parts[0].shape
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]
 
     def stride(self, dim: int | None = None) -> Any:
-        if self._sized:
-            agreed_value([p.stride() for p in self._parts], self._roster, "stride")
-        stride = self._parts[0].stride()
+        stride = self._outward("stride") if self._uneven else self._parts[0].stride()
         return stride if dim is None else stride[dim]
+
+    def _outward(self, asked: str) -> Any:
+        """The shape or the strides of parts that differ: an error, but for a compiler's books."""
+        strides = asked == "stride"
+        who = asker(__file__)
+        if who is Asker.COMPILER:
+            if self._noted is None:
+                traced = type(self._parts[0]) is not torch.Tensor
+                self._noted = traced_stand_in(self.dim()) if traced else stand_in(self._parts)
+            return self._noted[strides]
+        if who is Asker.FORMULA:
+            return (torch.Tensor.stride if strides else torch.Tensor.size)(self)
+        if who is Asker.FOR_CONSTANTS:
+            return no_constants()
+        found = [p.stride() if strides else p.shape for p in self._parts]
+        raise mismatch(asked, self._roster, found)
+
+    @property
+    def _dynamo_weak_dynamic_indices(self) -> set[int]:
+        """The dims whose sizes a compiler must not take for constants."""
+        return set(differing([p.shape for p in self._parts])) if self._uneven else set()
 
     def numel(self) -> int:
         return math.prod(self.shape)
@@ -155,7 +196,10 @@ class LocalTensor(torch.Tensor):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], roster: Roster, outer_size: Any, outer_stride: Any
     ) -> LocalTensor:
-        return LocalTensor([inner[f"_part{i}"] for i in range(len(inner))], roster)
+        made = LocalTensor([inner[f"_part{i}"] for i in range(len(inner))], roster, sized=True)
+        if made._uneven and type(made._parts[0]) is not torch.Tensor:
+            made._noted = (outer_size, outer_stride)
+        return made
 
     @untraced
     def __coerce_same_metadata_as_tangent__(
@@ -276,6 +320,18 @@ def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return wrap_results(results, roster, str(func), _any_sized(leaves))
 
 
+def _view_as_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A view in a tensor's own sizes, as a compiler asks for with those that it has noted down."""
+    x, *size = args
+    noted = x._noted if type(x) is LocalTensor and x._uneven else None
+    if noted is None or kwargs or list(size[0]) != list(noted[0]):
+        return _run_any(func, args, kwargs)
+    return LocalTensor([func(part, part.shape) for part in x._parts], x._roster, x._sized)
+
+
+collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_noted
+
+
 def _any_sized(leaves: Sequence[Any]) -> bool:
     return any(type(leaf) is LocalTensor and leaf._sized for leaf in leaves)
 
@@ -360,11 +416,19 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
     return agreed_value(results, roster, asked)
 
 
-def _per_rank(roster: Roster, tuples: Sequence[Sequence[int]]) -> list[Any]:
+def _traced_node(part: torch.Tensor) -> type[RankIntNode]:
+    from shardwise.comm.traced_rank_int import node_for  # what compiles has loaded its imports
+
+    return node_for(part)
+
+
+def _per_rank(
+    roster: Roster, tuples: Sequence[Sequence[int]], node: type[RankIntNode] | None
+) -> list[Any]:
     """Sizes or strides of the parts, as numbers that know which rank has which."""
     columns = zip(*tuples, strict=True)
     return [
-        rank_int(roster.world, roster.ranks, [column[part] for part in roster.index])
+        rank_int(roster.world, roster.ranks, [column[part] for part in roster.index], node)
         for column in columns
     ]
 

@@ -6,12 +6,13 @@ rank. Torch passes them through its own formulas (a gradient that is expanded to
 input), the LocalTensor runs each part with its own rank's value, and whoever wants to know *the*
 value gets an error that names the ranks. Only equality has an answer where ranks differ: sizes that
 are not equal on all ranks are not equal, which is what torch asks when it looks for shortcuts.
+While a compiler traces, the values of the ranks may be symbols; see `traced_rank_int`.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -20,18 +21,47 @@ from shardwise.comm.roster import Roster, grouped
 from shardwise.core.world import World
 from shardwise.errors import RankMismatchError
 
+#: How to read a SymInt of torch's own that was computed from one of ours. Set while tracing.
+read_mixed: Callable[[Any], RankIntNode | None] | None = None
 
-def rank_int(world: World, ranks: tuple[int, ...], values: Sequence[int]) -> Any:
-    """The integer itself when all ranks agree, else a SymInt."""
-    if all(value == values[0] for value in values):
+
+def rank_int(
+    world: World,
+    ranks: tuple[int, ...],
+    values: Sequence[Any],
+    node: type[RankIntNode] | None = None,
+) -> Any:
+    """The integer itself when all ranks agree, else a SymInt, of a `node` of this kind.
+
+    With a kind of node that is traced, symbols become such SymInts too: sizes of one tensor are
+    multiplied with each other.
+    """
+    kept = node is None or type(values[0]) is int
+    if kept and all(surely_equal(value, values[0]) for value in values):
         return values[0]
-    return torch.SymInt(RankIntNode(world, ranks, tuple(values)))
+    return torch.SymInt((node or RankIntNode)(world, ranks, tuple(values)))
+
+
+def surely_equal(one: Any, other: Any) -> bool:
+    """Whether two sizes are equal; where they are symbols, whatever these turn out to be."""
+    if type(one) is not torch.SymInt and type(other) is not torch.SymInt:
+        return bool(one == other)
+    return one is other or value_key(one) == value_key(other)
+
+
+def value_key(value: Any) -> Hashable:
+    """What equal values share; a symbol has no hash, but the expression behind it has."""
+    if isinstance(value, (torch.SymInt, torch.SymBool)):
+        return value.node.expr
+    return value
 
 
 def rank_values_of(value: Any) -> RankIntNode | None:
     """The node behind a SymInt that differs between ranks."""
     node = value.node if isinstance(value, torch.SymInt) else None
-    return node if isinstance(node, RankIntNode) else None
+    if node is None or isinstance(node, RankIntNode):
+        return node
+    return None if read_mixed is None else read_mixed(node)
 
 
 class RankIntNode:
@@ -42,27 +72,26 @@ class RankIntNode:
 
     def parts(self) -> tuple[Roster, list[Any]]:
         """Which ranks share a value, and the values."""
-        roster, firsts = grouped(self.world, self.ranks, self.values)
+        roster, firsts = grouped(self.world, self.ranks, list(map(value_key, self.values)))
         return roster, [self.values[place] for place in firsts]
 
     def _agreed(self, asked: str) -> Any:
-        if any(value != self.values[0] for value in self.values):
-            found = ", ".join(
-                f"rank {r}: {v}" for r, v in zip(self.ranks, self.values, strict=True)
-            )
+        values = [bool(v) if isinstance(v, torch.SymBool) else v for v in self.values]
+        if any(value != values[0] for value in values):
+            found = ", ".join(f"rank {r}: {v}" for r, v in zip(self.ranks, values, strict=True))
             raise RankMismatchError(
                 f"One value was asked for ({asked}), but the ranks differ: {found}. Ask for one "
                 "rank with .on_rank(r), or map over ranks with LocalTensor.per_rank(fn)."
             )
-        return self.values[0]
+        return values[0]
 
     # -- what kind of number it is -------------------------------------------------------------
 
     def is_int(self) -> bool:
-        return not isinstance(self.values[0], bool)
+        return not self.is_bool()
 
     def is_bool(self) -> bool:
-        return isinstance(self.values[0], bool)
+        return isinstance(self.values[0], (bool, torch.SymBool))
 
     def is_float(self) -> bool:
         return False
@@ -109,15 +138,20 @@ class RankIntNode:
     # -- arithmetic ----------------------------------------------------------------------------
 
     def wrap_int(self, number: int) -> RankIntNode:
-        return RankIntNode(self.world, self.ranks, (number,) * len(self.ranks))
+        return type(self)(self.world, self.ranks, (number,) * len(self.ranks))
 
     def wrap_bool(self, value: bool) -> RankIntNode:
-        return RankIntNode(self.world, self.ranks, (value,) * len(self.ranks))
+        return type(self)(self.world, self.ranks, (value,) * len(self.ranks))
 
     def _with(self, other: Any, fn: Callable[[Any, Any], Any]) -> RankIntNode:
-        others = other.values if isinstance(other, RankIntNode) else (other,) * len(self.ranks)
+        others = self._values_of(other)
         results = tuple(fn(a, b) for a, b in zip(self.values, others, strict=True))
-        return RankIntNode(self.world, self.ranks, results)
+        return type(self)(self.world, self.ranks, results)
+
+    def _values_of(self, other: Any) -> tuple[Any, ...]:
+        if isinstance(other, RankIntNode):
+            return other.values
+        return (other,) * len(self.ranks)
 
     def eq(self, other: Any) -> RankIntNode:
         return self.wrap_bool(all(self._with(other, operator.eq).values))

@@ -10,13 +10,16 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.core.chunks import lengths
-from shardwise.core.grid import Grid, grid_of
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.ranks import rank_values
+from shardwise.core.chunks import Size, lengths
+from shardwise.core.grid import Grid, grid_of, spelled_mesh
 from shardwise.core.layout import Layout, normalize
 from shardwise.core.placements import Placement, Shard, short
 from shardwise.dtensor.doors import all_metas
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.dtensor.traced import install_from_uneven, is_traced, traced_from_uneven
+from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 
 Placements = Sequence[Placement] | None
 
@@ -159,8 +162,28 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
 
 def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of parts whose shapes may differ: the ranks tell each other their shapes."""
+    if is_traced() and isinstance(local, LocalTensor):
+        return traced_from_uneven(local, spelled_mesh(mesh), placements)
+    rows = [shape for _, shape in all_metas(local, grid_of(mesh), "local_map")]
+    return _from_shapes(local, mesh, placements, rows)
+
+
+def _from_present(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
+    """The same where all ranks are present and a compiler traces: sizes may be symbols."""
+    rows = [tuple(part.shape) for _, part in rank_values(grid_of(mesh), local)]
+    return _from_shapes(local, mesh, placements, rows)
+
+
+install_from_uneven(_from_present)
+
+
+def _from_shapes(
+    local: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    rows: Sequence[Sequence[Size]],
+) -> DTensor:
     grid = grid_of(mesh)
-    rows = [shape for _, shape in all_metas(local, grid, "local_map")]
     shapes = dict(zip(grid.coordinates.values(), rows, strict=True))
     whole = list(rows[0])
     found: list[Placement] = list(placements)
@@ -175,5 +198,16 @@ def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
             )
             whole[dim] = sum(sizes)
             same = sizes == lengths(whole[dim], grid.shape[axis], None)
-            found[axis] = Shard(dim) if same else Shard(dim, sizes)
+            found[axis] = Shard(dim) if same else _explicit(dim, sizes)
     return DTensor.from_local(local, mesh, found, shape=whole)
+
+
+def _explicit(dim: int, sizes: Sequence[Size]) -> Shard:
+    if all(type(size) is int for size in sizes):
+        return Shard(dim, tuple(sizes))
+    raise UnsupportedError(
+        f"A function of local_map put out parts of sizes {list(sizes)} along dim {dim}, which is "
+        "not how Shard splits; such sizes are part of the placement, and in compiled code they "
+        "cannot change from call to call. Compile with dynamic=False, or put out parts as Shard "
+        "splits them."
+    )

@@ -35,6 +35,7 @@ _library.define(
     "ScalarType? backward_dtype) -> Tensor"
 )
 _library.define("to_local(Tensor x, int[]? grad_placements) -> Tensor")
+_library.define("from_uneven(Tensor local, str mesh, int[] placements) -> Tensor")
 
 _REPLICATE, _SHARD, _PARTIAL = range(3)
 
@@ -98,6 +99,20 @@ def traced_from_local(
     return torch.ops.shardwise.from_local(
         local, mesh, spelled(placements), shape, stride, spelled(grad_placements)
     )
+
+
+def traced_from_uneven(local: torch.Tensor, mesh: str, placements: Any) -> Any:
+    """What `install_from_uneven` was given, as torch.compile reads it."""
+    return torch.ops.shardwise.from_uneven(local, mesh, spelled(placements))
+
+
+def install_from_uneven(from_uneven: Callable[[torch.Tensor, Any, list[Placement]], Any]) -> None:
+    """Let the op do what this does."""
+
+    def run(local: torch.Tensor, mesh: str, placements: Any) -> Any:
+        return from_uneven(local, read_mesh(mesh), read(placements) or [])
+
+    _library.impl("from_uneven", unwatched(run), "CompositeImplicitAutograd")
 
 
 def is_traced() -> bool:
