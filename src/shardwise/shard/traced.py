@@ -142,8 +142,7 @@ def _weight_gradient(
     call: Call, weight: ShardedTensor, found: Iterator[torch.Tensor]
 ) -> torch.Tensor:
     layout = call.tiling.layout(weight.dtype)
-    parts = [joined(found, call.whole()) for _ in range(2 if call.sparse else 1)]
-    held = [LocalTensor(x._parts, x._roster) if isinstance(x, LocalTensor) else x for x in parts]
+    held = [joined(found, call.whole(), sized=False) for _ in range(2 if call.sparse else 1)]
     if call.sparse:
         rows, values = held
         return make_row_sparse(layout, rows, values)
@@ -163,8 +162,7 @@ def _run(
     call: Call, needs: Sequence[bool], held: Sequence[torch.Tensor], given: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """The result of eager code, and its leaves, of which those have a gradient that need one."""
-    local = joined(iter(held), call.held).detach()
-    local = LocalTensor(local._parts, local._roster) if isinstance(local, LocalTensor) else local
+    local = joined(iter(held), call.held, sized=False).detach()
     weight = ShardedTensor.over(local, call.tiling)
     weight.grad_reduction = call.grad_reduction
     tensors = {name: x.detach() for name, x in call.sorted_parts(given).items()}

@@ -131,7 +131,8 @@ def read_roster(spelled: Any) -> Roster | None:
     return make_roster(current_world(), tuple(ranks), tuple(index))
 
 
-def joined(parts: Any, roster: Roster | None) -> torch.Tensor:
+def joined(parts: Any, roster: Roster | None, sized: bool = True) -> torch.Tensor:
+    """The tensor of all ranks; not `sized` where it goes into a distributed one."""
     if roster is None:
         return next(parts)
-    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, True)
+    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, sized)
