@@ -75,7 +75,7 @@ ALIKE = {
     "reshaped": lambda x: x.reshape(25, 5) * 2,
     "contracted": lambda x: torch.tensordot(x, x, dims=([0], [0])),
     "windows": lambda x: F.unfold(x.unsqueeze(1), 2),
-    "tiled": lambda x: x.repeat(1, 2, 3),
+    "tiled": lambda x: x.repeat(1, 2, 3).reshape(-1, 25, 6),
     "distance": lambda x: torch.dist(x, x * 2),
 }
 

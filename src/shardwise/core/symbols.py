@@ -26,10 +26,10 @@ def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
 def noted(numbers: Sequence[Any]) -> Sequence[Any]:
     """`numbers`, which a graph that is being traced can hold: the same object where it does.
 
-    torch builds sums and products of sizes when it needs them, but a size such as `s * s` is a
-    power to it, which it must have seen. A size that it has not seen is looked up by its symbol,
-    each time anew; where it was computed with in the meantime, as above, that would lead back to
-    itself.
+    torch builds some expressions of sizes when it needs them, but not powers, such as `s * s`, nor
+    products of three: those it must have seen. A size that it has not seen is looked up by its
+    symbol, each time anew; where it was computed with in the meantime, as above, that would lead
+    back to itself.
     """
     if all(type(n) is not torch.SymInt for n in numbers):
         return numbers
@@ -46,7 +46,8 @@ def noted(numbers: Sequence[Any]) -> Sequence[Any]:
 def _noted(number: torch.SymInt, tracer: Any) -> Any:
     if not number.node.is_symbolic() or number in tracer.symnode_tracker:
         return number
-    return _multiplied(number, tracer) if _has_power(number.node.expr) else _tracked(number, tracer)
+    is_symbol = number.node.expr.is_Symbol
+    return _tracked(number, tracer) if is_symbol else _computed(number, tracer)
 
 
 def _tracked(number: Any, tracer: Any) -> Any:
@@ -58,7 +59,7 @@ def _tracked(number: Any, tracer: Any) -> Any:
     return number
 
 
-def _multiplied(number: torch.SymInt, tracer: Any) -> Any:
+def _computed(number: torch.SymInt, tracer: Any) -> Any:
     from torch.utils._sympy.interp import sympy_interp
     from torch.utils._sympy.reference import PythonReferenceAnalysis
 
@@ -68,7 +69,3 @@ def _multiplied(number: torch.SymInt, tracer: Any) -> Any:
         for symbol in expr.free_symbols
     }
     return sympy_interp(PythonReferenceAnalysis, symbols, expr)
-
-
-def _has_power(expr: Any) -> bool:
-    return expr.is_Pow or any(map(_has_power, expr.args))
