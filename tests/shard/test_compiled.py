@@ -78,6 +78,16 @@ def test_towers_of_any_batch_size(world, plan):
     assert counter.frame_count == 2  # the first batch size, and all others
 
 
+def test_batches_of_other_sizes_on_each_rank(world):
+    model = shard_module(Towers(), ShardingPlan(next(iter(PLANS.values()))))
+    fast, counter = compiled(model)
+    for sizes in ((3, 5, 2, 4), (4, 6, 7, 3), (8, 2, 5, 9)):
+        users = per_rank(lambda r, g, s=sizes: torch.randint(0, 9, (s[r],), generator=g))
+        items = per_rank(lambda r, g, s=sizes: torch.randint(0, 9, (s[r], 3), generator=g))
+        assert_as_eager(model, fast, users, items)
+    assert counter.frame_count == 2  # the first batches, and all others
+
+
 def test_inductor(world):
     model = shard_module(nn.EmbeddingBag(9, 6), ShardingPlan({"weight": chunks(0, 1, 0, 2)}))
     fast, _ = compiled(model, "inductor")
