@@ -156,8 +156,13 @@ class LocalTensor(torch.Tensor):
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        """The dims whose sizes a compiler must not take for constants."""
-        return set(differing([p.shape for p in self._parts])) if self._uneven else set()
+        """The dims whose sizes a compiler must not take for constants; it may add to them."""
+        marked: set[int] = self.__dict__.get("_marked_dynamic", set())
+        return marked | set(differing([p.shape for p in self._parts])) if self._uneven else marked
+
+    @_dynamo_weak_dynamic_indices.setter
+    def _dynamo_weak_dynamic_indices(self, dims: set[int]) -> None:
+        self.__dict__["_marked_dynamic"] = dims
 
     def numel(self) -> int:
         return math.prod(self.shape)
