@@ -51,6 +51,10 @@ def layer(x, w):
     return hidden.mean(0), joined.t().contiguous().flatten(), scores, x.t()
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13",
+    reason="older torch asks for one size in a product of three dims, in eager code too",
+)
 @pytest.mark.parametrize("dynamic", [None, True], ids=["default", "dynamic"])
 def test_ops_on_parts_of_other_sizes(pair, dynamic):
     fast, counter = compiled(layer, dynamic=dynamic)

@@ -107,7 +107,8 @@ class Layout:
         shape = list(self.shape)
         for axis in self.order:
             placement = self.placements[axis]
-            if type(placement) is Shard:
+            # Not `type(...) is`, here and below: dynamo before 2.13 says no to that.
+            if isinstance(placement, Shard):
                 dim = placement.dim
                 start, shape[dim] = piece(
                     shape[dim], self.grid.shape[axis], coordinate[axis], placement.sizes
@@ -128,7 +129,7 @@ class Layout:
             if other == axis:
                 break
             placement = self.placements[other]
-            if type(placement) is Shard and placement.dim == dim:
+            if isinstance(placement, Shard) and placement.dim == dim:
                 size = piece(size, self.grid.shape[other], coordinate[other], placement.sizes)[1]
         return size
 
@@ -200,7 +201,7 @@ def canonical_order(
     for axis, placement in enumerate(placements):
         if axis in result:
             continue
-        if type(placement) is Shard:
+        if isinstance(placement, Shard):
             result += [a for a in order if placements[a].is_shard(placement.dim)]
         else:
             result.append(axis)
