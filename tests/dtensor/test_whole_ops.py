@@ -156,6 +156,21 @@ def test_sharded_heads_need_no_communication(mesh):
     assert not comm.events
 
 
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("shape", [(0, 4, 5, 8), (2, 4, 0, 8)])
+def test_attention_of_nothing(mesh, shape, causal):
+    q = distribute_tensor(torch.randn(2, 4, 3, 8)[: shape[0]], mesh, [Shard(1)]).requires_grad_()
+    k = distribute_tensor(torch.randn(shape), mesh, [Shard(1)]).requires_grad_()
+    out = F.scaled_dot_product_attention(q, k, k, is_causal=causal)
+    out.sum().backward()
+    alone = F.scaled_dot_product_attention(
+        q.detach().full_tensor().agreed(), torch.randn(shape), torch.randn(shape), is_causal=causal
+    )
+    assert torch.equal(out.full_tensor().agreed(), alone)
+    assert q.grad.shape == q.shape
+    assert k.grad.shape == k.shape
+
+
 # -- products --------------------------------------------------------------------------------
 
 SHAPES = [

@@ -30,8 +30,9 @@ def scaled_dot_product_attention(
 ) -> Any:
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     distributed = all(type(t) is DTensor for t in (query, key, value))
-    if distributed and dropout_p > 0 and query.is_cuda:
-        # Fused kernels draw inside, in their own order: no part can draw what the whole would.
+    if distributed and ((dropout_p > 0 and query.is_cuda) or _is_empty(query, key, value)):
+        # Fused kernels draw inside, in their own order: no part can draw what the whole would. And
+        # where there is nothing to compute, torch makes a plain tensor of it.
         if is_causal and attn_mask is None:
             attn_mask, is_causal = _causal_mask(query, key), False
         math = aten._scaled_dot_product_attention_math.default
@@ -42,6 +43,11 @@ def scaled_dot_product_attention(
             attn_mask, is_causal = _causal_mask(query, key), False
     decompose = aten.scaled_dot_product_attention.default.decompose
     return decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _is_empty(*operands: DTensor) -> bool:
+    """Whether one has no elements; a size that is a symbol is not 0."""
+    return any(type(n) is int and n == 0 for operand in operands for n in operand.shape)
 
 
 def _causal_mask(query: DTensor, key: DTensor) -> DTensor:
