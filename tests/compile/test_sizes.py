@@ -87,6 +87,23 @@ def test_dims_of_one_size(pair, name):
     assert_as_eager(ALIKE[name], fast, (lay(torch.randn(5, 5, 5), pair, [S0]).requires_grad_(),))
 
 
+def test_sizes_that_went_through_floats(pair):
+    def fn(x):
+        return F.interpolate(x, scale_factor=0.8, mode="bilinear")
+
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    uneven = Shard(0, sizes=(2, 0))
+    assert_as_eager(fn, fast, (lay(torch.randn(2, 3, 10, 9), pair, [uneven]).requires_grad_(),))
+
+
+def test_fewer_groups_than_ranks(pair):
+    def fn(x):
+        return F.group_norm(x, 1)
+
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    assert_as_eager(fn, fast, (lay(torch.randn(3, 5), pair, [S0]).requires_grad_(),))
+
+
 READ_BY_BACKWARD = {
     "cumprod": lambda x: x.cumprod(1),
     "sgn": lambda x: x.sgn() * x,

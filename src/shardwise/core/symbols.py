@@ -68,4 +68,6 @@ def _computed(number: torch.SymInt, tracer: Any) -> Any:
         symbol: _tracked(env.create_symintnode(symbol, hint=None), tracer)
         for symbol in expr.free_symbols
     }
-    return sympy_interp(PythonReferenceAnalysis, symbols, expr)
+    found = sympy_interp(PythonReferenceAnalysis, symbols, expr)
+    # Sizes that went through floats, as those of scaled images, are not computed in Python.
+    return found if isinstance(found, (int, torch.SymInt)) else number

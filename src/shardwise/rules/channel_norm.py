@@ -47,6 +47,9 @@ def _group_cuts(call: Call, x: int) -> Iterator[Cut]:
             else lengths(groups, call.axis_size, None)
         )
         wide = tuple(n * per_group for n in counts)
+        even = wide == lengths(channels, call.axis_size, None)
+        if not even and any(type(n) is not int for n in wide):
+            continue  # sizes that a placement names cannot be symbols
         yield Cut(
             shard_with(1, wide, channels, call.axis_size),
             shard_with(0, wide, channels, call.axis_size),
