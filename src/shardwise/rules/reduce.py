@@ -11,6 +11,7 @@ import torch
 
 from shardwise.core.chunks import Size
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.core.symbols import noted
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
@@ -62,7 +63,8 @@ class MeanTerm:
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         kwargs["dtype"] = self.dtype
         summed = aten.sum.dim_IntList(x, *args, **kwargs) if args else aten.sum.default(x, **kwargs)
-        return summed / self.count
+        (count,) = noted((self.count,))
+        return summed / count
 
 
 def mean_choices(call: Call) -> Iterator[Choice]:
