@@ -8,6 +8,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 from shardwise import DTensor, LocalTensor, Replicate, Shard, distribute_tensor, local_map
+from shardwise.errors import RankMismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 
@@ -151,3 +152,10 @@ def test_parts_that_differ_in_strides_alone(pair):
     with pytest.raises(Exception, match=r"Call contiguous\(\) on it first"):
         compiled(lambda x: x * 2)[0](x)
     assert_same([compiled(lambda x: x * 2)[0](x.contiguous())], [x * 2])
+
+
+def test_eager_functions_of_torch_get_no_size_that_stands_in(pair):
+    """What the compiler notes down for an uneven tensor is no number of rows."""
+    x = rows((3, 2))
+    with pytest.raises(RankMismatchError, match="One value was asked for"):
+        torch.vmap(lambda row: torch.ones(()))(x)

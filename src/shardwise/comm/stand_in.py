@@ -27,7 +27,16 @@ def _places(*names: str) -> tuple[str, ...]:
     return tuple(_torch + name.replace("/", os.sep) for name in names)
 
 
-_BOOKS = _places("_dynamo", "_functorch", "_subclasses", "fx", "utils/_python_dispatch.py")
+#: Not all of `_functorch`: vmap and its kin run in eager code, and compute with the sizes they get.
+_BOOKS = _places(
+    "_dynamo",
+    "_functorch/_aot_autograd",
+    "_functorch/aot_autograd.py",
+    "_functorch/partitioners.py",
+    "_subclasses",
+    "fx",
+    "utils/_python_dispatch.py",
+)
 _FORMULAS = _places("_decomp", "_refs")
 #: Files that the compiler shares with programs, and the function of it that asks from there.
 _SHARED = dict(
