@@ -109,6 +109,9 @@ READ_BY_BACKWARD = {
     "cumprod": lambda x: x.cumprod(1),
     "sgn": lambda x: x.sgn() * x,
     "householder": lambda x: torch.linalg.householder_product(x, x[0, :4]),
+    "pooled": lambda x: F.fractional_max_pool2d(
+        x.unsqueeze(1).unsqueeze(1), (1, 2), (1, 2), _random_samples=x.new_full((len(x), 1, 2), 0.5)
+    ),
 }
 
 
@@ -128,3 +131,40 @@ def test_explicit_sizes_are_numbers(mesh):
     fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
     x = lay(torch.randn(10, 5), mesh, [uneven]).requires_grad_()
     assert_as_eager(fn, fast, (x, lay(torch.randint(0, 10, (6, 5)), mesh, [uneven])))
+
+
+def test_backward_that_calls_such_an_op_fixes_no_size(pair):
+    """The gradient of `abs` calls `sgn`, and nobody asks for the gradient of that."""
+
+    def fn(x):
+        return F.softsign(x)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for rows in (5, 9, 13):
+        assert_as_eager(fn, fast, (lay(torch.randn(rows, 4), pair, [S0]).requires_grad_(),))
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("orders", [(3, 4, 5), (2.5, 3.5, 4.5)], ids=["ints", "floats"])
+def test_orders_of_norms_that_change(pair, orders):
+    """How a norm is put together from those of shards depends on its order: a graph for each."""
+
+    def fn(x, order):
+        return torch.linalg.vector_norm(x, order) + torch.renorm(x, order, 1, 0.5).sum()
+
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True)
+    x = lay(torch.randn(7, 4), pair, [S0])
+    for order in orders:
+        torch.testing.assert_close(value(fast(x, order)), value(fn(x, order)))
+
+
+def test_sizes_that_a_program_brings_and_that_are_one(pair):
+    def fn(x, sizes):
+        return torch.split_with_sizes_copy(x, sizes, 1)
+
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = lay(torch.randn(6, 5), pair, [S0])
+    for sizes in ([1, 3, 1], [1, 2, 2], [2, 1, 2]):
+        for found, expected in zip(fast(x, sizes), fn(x, sizes), strict=True):
+            torch.testing.assert_close(value(found), value(expected))

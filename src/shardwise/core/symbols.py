@@ -71,3 +71,16 @@ def _computed(number: torch.SymInt, tracer: Any) -> Any:
     found = sympy_interp(PythonReferenceAnalysis, symbols, expr)
     # Sizes that went through floats, as those of scaled images, are not computed in Python.
     return found if isinstance(found, (int, torch.SymInt)) else number
+
+
+def settle_ones(sizes: Sequence[Any]) -> None:
+    """Let the compiler decide now which of these sizes of a tensor are 1, and so no symbols.
+
+    Of ints that a program brings, such as `(1, n, 1)` for a split, it may find out when it traces
+    the graph: too late, since by then it has noted which sizes of the outputs are symbols.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    for size in sizes:
+        if type(size) is torch.SymInt and size.node.is_symbolic():
+            guard_or_false(size == 1)

@@ -68,6 +68,14 @@ def add_entry(key: list[Any], entry: Entry) -> None:
         entries[tuple(key)] = entry
 
 
+def known_entry(key: list[Any]) -> Entry | None:
+    """What `add_entry` kept under this key."""
+    try:
+        return entries.get(tuple(key))
+    except TypeError:
+        return None
+
+
 def add_write_back(key: list[Any]) -> None:
     """Remember that the call of this key cannot leave what it writes to in its place."""
     if len(_written_back) < _MAX_ENTRIES:

@@ -18,6 +18,7 @@ aten = torch.ops.aten
 #: By op, the sizes that its gradient reads.
 _READ_BY_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
     aten.cumprod.default: lambda args: args[0].shape[args[1] :][:1],
+    aten.fractional_max_pool2d.default: lambda args: args[0].shape,
     aten.linalg_householder_product.default: lambda args: (*args[0].shape[-2:], args[1].shape[-1]),
     aten.ormqr.default: lambda args: (*args[0].shape[-2:], args[1].shape[-1]),
     aten.sgn.default: lambda args: args[0].shape,
@@ -25,10 +26,13 @@ _READ_BY_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
 
 
 def fix_sizes(op: Any, args: Sequence[Any]) -> None:
-    """Make numbers of the sizes that the gradient of this call would read."""
-    if op not in _READ_BY_BACKWARD or not any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in args
-    ):
+    """Make numbers of the sizes that the gradient of this call would read, if it has one.
+
+    Backward calls some of these ops too, as that of `abs` does, and has no gradient then.
+    """
+    if op not in _READ_BY_BACKWARD or not torch.is_grad_enabled():
+        return
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
         return
     for size in _READ_BY_BACKWARD[op](args):
         int(size)

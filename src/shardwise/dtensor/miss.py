@@ -11,8 +11,14 @@ import torch
 
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
-from shardwise.core.symbols import noted
-from shardwise.dtensor.entries import Entry, add_entry, add_write_back, entries, is_write_back
+from shardwise.core.symbols import noted, settle_ones
+from shardwise.dtensor.entries import (
+    Entry,
+    add_entry,
+    add_write_back,
+    is_write_back,
+    known_entry,
+)
 from shardwise.dtensor.fallback import kernels_above, parts_of
 from shardwise.dtensor.fixed_sizes import fix_sizes
 from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
@@ -63,8 +69,10 @@ class Miss:
         op, args, kwargs, key = self.op, self.args, self.kwargs, self.key
         fix_sizes(op, args)
         if _is_by_value(op):
-            key += [a for a in (*args, *kwargs.values()) if type(a) is float]
-            if (known := entries.get(tuple(key))) is not None:
+            # float() makes a number of a symbol: a graph is for that one then.
+            values = (*args, *kwargs.values())
+            key += [float(a) for a in values if isinstance(a, (float, torch.SymFloat))]
+            if (known := known_entry(key)) is not None:
                 known.hits += 1
                 return self._run(known)
         if changes_shape(op):
@@ -95,6 +103,9 @@ class Miss:
         if entry.move is not None:
             entry.move(self.operands, self.args)
         local = entry.call(*map(_noted, self.operands), **self.kwargs)
+        for layout in entry.plan.outputs:
+            if layout.symbolic:
+                settle_ones(layout.shape)
         if first and not _shares_memory(self.op) and lies_otherwise(local, entry.plan.outputs):
             entry.call = relaid(entry.call, entry.plan.outputs)
             local = relaid(lambda: local, entry.plan.outputs)()
