@@ -123,6 +123,27 @@ def test_sizes_that_only_backward_reads(pair, name):
     assert_as_eager(fn, fast, (lay(torch.randn(7, 4), pair, [S0]).requires_grad_(),))
 
 
+def kept_rows(x, w):
+    rows = x[x[:, 0] > 0]
+    joined = torch.cat([rows, w]).view(-1, 2, 5).mean((0, 2))
+    return F.linear(rows, w).softmax(-1).mean(0).sum() + joined
+
+
+def groups(x, w):
+    kinds, kind, count = torch.unique(x[:, 0].int(), return_inverse=True, return_counts=True)
+    sums = torch.zeros_like(x[:1]).expand(kinds.shape[0], 10).index_add(0, kind, x)
+    rows, columns = (x > 0).nonzero().unbind(1)
+    return (sums / count.unsqueeze(1)).flatten().mean() + x[rows, columns].mean() + w
+
+
+@pytest.mark.parametrize("fn", [kept_rows, groups], ids=lambda fn: fn.__name__)
+def test_sizes_that_only_values_tell(pair, fn):
+    """Nothing is asked of them: whether they are equal, or divide, is taken for a no."""
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = lay(torch.randn(11, 10), pair, [S0]).requires_grad_()
+    assert_as_eager(fn, fast, (x, lay(torch.randn(6, 10), pair, [R]).requires_grad_()))
+
+
 def test_explicit_sizes_are_numbers(mesh):
     def fn(x, index):
         return x.gather(0, index) * 2

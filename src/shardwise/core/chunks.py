@@ -87,6 +87,35 @@ def surely_equal(a: Size, b: Size) -> bool:
     return statically_known_true(a == b)
 
 
+def equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal, which a guard notes; where only values can tell, no.
+
+    What follows from a "no" must hold for equal sizes as well.
+    """
+    return (a == b) if type(a) is int and type(b) is int else _found(a == b)
+
+
+def equal_shapes(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether all sizes are equal, as in `equal`."""
+    return len(a) == len(b) and all(equal(m, n) for m, n in zip(a, b, strict=True))
+
+
+def divides(parts: int, size: Size) -> bool:
+    """Whether `parts` divides `size`, as in `equal`."""
+    return size % parts == 0 if type(size) is int else _found(size % parts == 0)
+
+
+def smaller(a: Size, b: Size) -> bool:
+    """Whether `a` is less than `b`, as in `equal`."""
+    return (a < b) if type(a) is int and type(b) is int else _found(a < b)
+
+
+def _found(answer: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(answer)
+
+
 def _minimum(a: Size, b: Size) -> Size:
     if type(a) is int and type(b) is int:
         return a if a < b else b

@@ -54,9 +54,21 @@ def _tracked(number: Any, tracer: Any) -> Any:
     from torch.fx.experimental.proxy_tensor import get_proxy_slot, set_proxy_slot
 
     proxy = get_proxy_slot(number, tracer, None)
+    if proxy is None:
+        proxy = _under_another_name(number, tracer)
     if proxy is not None:
         set_proxy_slot(number, tracer, proxy)
     return number
+
+
+def _under_another_name(number: torch.SymInt, tracer: Any) -> Any:
+    """The note about a size that only values tell: each trace has a symbol of its own for it.
+
+    Torch then gives it the name of the first trace, and finds its notes under the other one.
+    """
+    env, name = number.node.shape_env, number.node.expr
+    found = (e.proxy for s, e in tracer.sympy_expr_tracker.items() if env.replace(s) == name)
+    return next(found, None)
 
 
 def _computed(number: torch.SymInt, tracer: Any) -> Any:

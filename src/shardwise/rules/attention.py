@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend
 
-from shardwise.core.chunks import lengths
+from shardwise.core.chunks import equal, lengths
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.rules.parts import UnlessEmpty
@@ -50,7 +50,7 @@ class Attention:
         query = names.index("query")
         heads = [m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS]
         for dim in (0, 1):
-            grouped = dim == 1 and any(h != heads[0] for h in heads)
+            grouped = dim == 1 and not all(equal(h, heads[0]) for h in heads)
             if grouped and any(type(h) is not int or h % call.axis_size for h in heads):
                 continue
             for sizes in call.splits([(query, dim)]):
@@ -108,7 +108,7 @@ def _mask_placement(
 ) -> Placement:
     """A mask has up to four dims, from the last; it is stretched where its size is 1."""
     at = dim - (4 - len(shape))
-    if at < 0 or (shape[at] == 1 and whole != 1):
+    if at < 0 or (equal(shape[at], 1) and not equal(whole, 1)):
         return REPLICATE
     return Shard(at, sizes)
 

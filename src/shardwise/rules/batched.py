@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.chunks import equal
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.notation import Group, averages_too, linear_choices
 from shardwise.rules.rule import Call, Choice, Rule, TensorMeta, empty_safe
@@ -61,7 +62,7 @@ def batch_choices(call: Call, inputs: Sequence[int], outputs: Sequence[int]) -> 
         size = max((b[from_right] for b in batches if len(b) >= -from_right), default=1)
         found = [_place(b, from_right, size) for b in batches]
         places = [(i, p) for i, p in enumerate(found) if p is not None]
-        for sizes in call.splits(places) if size != 1 else ():
+        for sizes in call.splits(places) if not equal(size, 1) else ():
             yield Choice(
                 tuple(_sharded(p, sizes) for p in found),
                 tuple(

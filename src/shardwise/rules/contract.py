@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size
+from shardwise.core.chunks import Size, equal
 from shardwise.rules.notation import Dims, linear_choices, parse, pattern_choices, sharded_choices
 from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
@@ -122,7 +122,7 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
             at, its = len(shape) - 2 - batch + place, len(other) - 2 - batch + place
             if at < 0:
                 continue
-            stretched = its >= 0 and shape[at] != other[its] and shape[at] == 1
+            stretched = its >= 0 and not equal(shape[at], other[its]) and equal(shape[at], 1)
             letters.append(names[place].lower() if stretched else names[place])
         sides.append("".join(letters))
     rows, columns = "M" if len(left) > 1 else "", "N" if len(right) > 1 else ""

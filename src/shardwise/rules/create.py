@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.chunks import equal_shapes
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
@@ -20,7 +21,7 @@ def like_choices(call: Call) -> Iterator[Choice]:
     model: Placement = call.placed[0] if call.placed else REPLICATE
     if model.is_partial():
         yield Choice((model,), (REPLICATE,))
-    if call.inputs[0].shape == call.outputs[0].shape:
+    if equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
         for dim in range(call.inputs[0].ndim):
             for sizes in call.splits([(0, dim)]):
                 shard = Shard(dim, sizes)

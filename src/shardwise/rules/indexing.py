@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.core.chunks import Size
+from shardwise.core.chunks import Size, equal, equal_shapes
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.rules.notation import Group, linear_choices
 from shardwise.rules.owned import (
@@ -53,7 +53,7 @@ def _along(metas: Sequence[TensorMeta], num_batch: int, batch: int) -> list[int 
     whole = max(m.shape[batch - num_batch] for m in metas if m.ndim >= num_batch - batch)
     for meta in metas:
         dim = meta.ndim - num_batch + batch
-        found.append(dim if dim >= 0 and meta.shape[dim] == whole else None)
+        found.append(dim if dim >= 0 and equal(meta.shape[dim], whole) else None)
     return found
 
 
@@ -120,7 +120,7 @@ def index_put_choices(call: Call) -> Iterator[Choice]:
 def _value_dim(values: TensorMeta, out_dim: int, ndim: int, size: Size) -> int | None:
     """The dim of the values that stands at dim `out_dim` of all; None where it is stretched."""
     dim = out_dim - (ndim - values.ndim)
-    return dim if dim >= 0 and values.shape[dim] == size else None
+    return dim if dim >= 0 and equal(values.shape[dim], size) else None
 
 
 def _added_choices(
@@ -147,7 +147,7 @@ def _mask_put_choices(call: Call) -> Iterator[Choice]:
         for sizes in call.splits([(0, dim)]):
             cut = Shard(dim, sizes)
             yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
-    if any(s != 1 for s in call.inputs[-1].shape):
+    if not all(equal(s, 1) for s in call.inputs[-1].shape):
         return
     # A local call of its own: on another axis, the one above would find a part of the mask.
     local = LocalCall(functional(call.op))
@@ -179,7 +179,7 @@ def gather_choices(call: Call) -> Iterator[Choice]:
         if dim == at:
             for sizes in call.splits([(1, dim)]):
                 yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
-        elif x.shape[dim] == index.shape[dim]:
+        elif equal(x.shape[dim], index.shape[dim]):
             for sizes in call.splits([(0, dim), (1, dim)]):
                 yield Choice((Shard(dim, sizes),) * 2, (Shard(dim, sizes),))
     if _adds(x):
@@ -197,10 +197,10 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
         return
     at = named_dim(call)
     for dim in range(x.ndim):
-        if dim != at and all(meta.shape[dim] == x.shape[dim] for meta in call.inputs):
+        if dim != at and all(equal(meta.shape[dim], x.shape[dim]) for meta in call.inputs):
             for sizes in call.splits([(i, dim) for i in range(num)]):
                 yield Choice((Shard(dim, sizes),) * num, (Shard(dim, sizes),))
-    if sums and call.inputs[1].shape[at] == call.inputs[2].shape[at]:
+    if sums and equal(call.inputs[1].shape[at], call.inputs[2].shape[at]):
         for sizes in call.splits([(1, at), (2, at)]):
             cut = Shard(at, sizes)
             yield Choice((SUM, cut, cut), (SUM,))
@@ -309,7 +309,7 @@ def put_choices(call: Call) -> Iterator[Choice]:
     yield call.replicated()
     yield from linear_choices(call, ((0, 2),))
     x, index, source = call.inputs
-    if call.argument("accumulate") and index.shape == source.shape:
+    if call.argument("accumulate") and equal_shapes(index.shape, source.shape):
         for dim in range(index.ndim):
             for sizes in call.splits([(1, dim), (2, dim)]):
                 cut = Shard(dim, sizes)

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import suggest_memory_format
+from torch._prims_common import is_contiguous_or_false, suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -134,7 +134,8 @@ def _hollow(leaf: Any) -> Any:
 
 
 def _is_dense(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.is_contiguous()
+    """Whether it surely is: a size that values decide cannot be asked whether it is 0 or 1."""
+    return isinstance(leaf, torch.Tensor) and is_contiguous_or_false(leaf)
 
 
 def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
+from shardwise.core.chunks import equal_shapes
 from shardwise.core.placements import REPLICATE
 from shardwise.rules.batched import Cores, batched
 from shardwise.rules.notation import rule
@@ -17,7 +18,7 @@ aten = torch.ops.aten
 def _solve_cores(call: Call) -> Cores:
     """The right-hand side of a system may be a batch of vectors."""
     a, b = call.inputs[0], call.inputs[1]
-    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
+    vector = b.ndim == 1 or (b.ndim == a.ndim - 1 and equal_shapes(b.shape, a.shape[:-1]))
     return (2, 2 - vector), (2 - vector, 2, 1, 0)
 
 

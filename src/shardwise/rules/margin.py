@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size
+from shardwise.core.chunks import Size, equal
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.positional import in_order
@@ -77,7 +77,7 @@ def grad_choices(call: Call) -> Iterator[Choice]:
     each = [
         i
         for i, meta in enumerate(call.inputs)
-        if i and not (weighted and i == 3) and meta.ndim and meta.shape[0] == samples
+        if i and not (weighted and i == 3) and meta.ndim and equal(meta.shape[0], samples)
     ]
     if call.argument("reduction") == _NONE:
         each.insert(0, 0)

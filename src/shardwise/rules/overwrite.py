@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import lengths, surely_equal
+from shardwise.core.chunks import equal_shapes, lengths, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.rules.indexing import named_dim
@@ -102,7 +102,7 @@ def masked_scatter_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0, 2),))
     local = LocalCall(owned_masked_scatter, per_rank=True)
     is_mask = call.inputs[1].dtype is torch.bool  # of any other, torch says what is wrong
-    if is_mask and call.inputs[0].shape == call.outputs[0].shape:
+    if is_mask and equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
         for dim in range(call.inputs[0].ndim):
             for sizes in call.splits([(0, dim)]):
                 cut = Shard(dim, sizes)
@@ -115,7 +115,7 @@ _masked_fill = elementwise().choices
 def masked_fill_choices(call: Call) -> Iterator[Choice]:
     """Elementwise; and of a sum, one term takes the value and the others zero."""
     yield from _masked_fill(call)
-    if call.inputs[0].shape == call.outputs[0].shape:
+    if equal_shapes(call.inputs[0].shape, call.outputs[0].shape):
         others = (REPLICATE,) * (len(call.inputs) - 1)
         yield Choice((SUM, *others), (SUM,), LocalCall(fill_on_first, per_rank=True))
 

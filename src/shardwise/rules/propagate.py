@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.comm.cost import LATENCY_S, collective_s
+from shardwise.core.chunks import divides
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
 from shardwise.core.placements import Partial, Placement, Shard, plain
@@ -215,14 +216,16 @@ def _compatible(choices: Sequence[Choice], call: Call, grid: Grid) -> bool:
                 for c, n in zip(choices, grid.shape, strict=True)
                 if c.inputs[number].is_shard(dim)
             )
-            if call.inputs[number].shape[dim] % split or not _divides(call, choice, split):
+            if not divides(split, call.inputs[number].shape[dim]) or not _divides(
+                call, choice, split
+            ):
                 return False
     return True
 
 
 def _divides(call: Call, choice: Choice, split: int) -> bool:
     return all(
-        not isinstance(p, Shard) or call.outputs[i].shape[p.dim] % split == 0
+        not isinstance(p, Shard) or divides(split, call.outputs[i].shape[p.dim])
         for i, p in enumerate(choice.outputs)
     )
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import Size, lengths, surely_equal
+from shardwise.core.chunks import Size, divides, equal, lengths, smaller, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Shard
 from shardwise.rules.notation import linear_choices
@@ -45,13 +45,13 @@ def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
 
 def _shard_choices(call: Call, link: Link) -> Iterator[Choice]:
     place = (0, link.source)
-    if link.source_run is link.target_run or link.source_run == link.target_run:
+    if link.source_run is link.target_run or equal(link.source_run, link.target_run):
         for sizes in call.splits([place]):
             yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
         return
     size_in, size_out = call.inputs[0].shape[link.source], call.outputs[0].shape[link.target]
     parts = call.axis_size
-    if size_in % parts == 0 and size_out % parts == 0:
+    if divides(parts, size_in) and divides(parts, size_out):
         # The nested splits of several axes must divide too, on both sides.
         yield Choice((Shard(link.source),), (Shard(link.target),), even=(place,))
     if type(size_in) is not int or type(size_out) is not int:
@@ -76,8 +76,8 @@ def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
         first_i, first_j = i, j
         left, right = before[i], after[j]
         i, j = i + 1, j + 1
-        while left != right:
-            if i < len(before) and (left < right or j == len(after)):
+        while not equal(left, right):
+            if i < len(before) and (j == len(after) or smaller(left, right)):
                 left, i = left * before[i], i + 1
             elif j < len(after):
                 right, j = right * after[j], j + 1
@@ -122,7 +122,7 @@ def _viewed(call: Call) -> list[Link]:
         # Nothing says which dims an empty view merges: only dims that stay in place are linked.
         same = zip(before, after, strict=False)
         return (
-            [Link(d, d) for d, (a, b) in enumerate(same) if a == b]
+            [Link(d, d) for d, (a, b) in enumerate(same) if equal(a, b)]
             if len(before) == len(after)
             else []
         )
@@ -172,7 +172,7 @@ def _squeeze_choices(call: Call) -> Iterator[Choice]:
     names = {arg.name for arg in call.op._schema.arguments}
     given = call.argument("dim") if "dim" in names else range(ndim)
     chosen = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
-    dropped = [d for d in sorted(chosen) if shape[d] == 1]
+    dropped = [d for d in sorted(chosen) if equal(shape[d], 1)]
     kept = [d for d in range(ndim) if d not in dropped]
     local = LocalCall(Squeeze(tuple(dropped)))
     for choice in link_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
@@ -183,7 +183,7 @@ def _expanded(call: Call) -> list[Link]:
     """Dims that are stretched from size 1 are whole; the others keep their size."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     new = len(after) - len(before)
-    return [Link(d, d + new) for d, size in enumerate(before) if size == after[d + new]]
+    return [Link(d, d + new) for d, size in enumerate(before) if equal(size, after[d + new])]
 
 
 def _selected(call: Call) -> list[Link]:
