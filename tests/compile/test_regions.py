@@ -1,5 +1,6 @@
 """What may stand inside a compiled region, next to ops: doors, placements, modules, optimizers."""
 
+import contextlib
 import copy
 
 import pytest
@@ -323,6 +324,19 @@ def test_classes_are_sharded_in_a_compiled_loss(pair):
         [value(found.detach()), value(torch.autograd.grad(found, logits)[0])],
         [value(expected.detach()), value(torch.autograd.grad(expected, logits)[0])],
     )
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["inside", "around"])
+def test_a_model_within_loss_parallel(pair, inside):
+    """Methods that the compiler cannot follow where a mode of torch is on."""
+
+    def heads(x):
+        with loss_parallel() if inside else contextlib.nullcontext():
+            return x.unflatten(-1, (-1, 5)) * 2
+
+    x = distribute_tensor(torch.randn(6, 10), pair, [S0])
+    with contextlib.nullcontext() if inside else loss_parallel():
+        assert torch.equal(compiled(heads)[0](x), heads(x))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -210,6 +210,8 @@ class _ClassSharded(TorchFunctionMode):
             if torch.compiler.is_dynamo_compiling():
                 return torch.ops.shardwise.cross_entropy(*args, **kwargs)
             return _cross_entropy(*args, **kwargs)
+        if func is torch.Tensor.unflatten:
+            func = torch.unflatten  # the method calls `super()`, which the compiler cannot follow
         return func(*args, **kwargs)
 
 
