@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shardwise import Replicate, Shard
 
-R, S0, S1 = Replicate(), Shard(0), Shard(1)
+R, S0, S2 = Replicate(), Shard(0), Shard(2)
 
 
 def joined(x, w):
@@ -86,6 +86,21 @@ def test_dims_of_one_size(pair, name):
     """They are one symbol, and their products are powers of it."""
     fast = torch.compile(ALIKE[name], backend="aot_eager", fullgraph=True, dynamic=True)
     assert_as_eager(ALIKE[name], fast, (lay(torch.randn(5, 5, 5), pair, [S0]).requires_grad_(),))
+
+
+def test_a_view_that_merges_whole_dims_serves_all_sizes(pair):
+    """Only a dim that is cut is asked whether the cut divides it."""
+
+    def fn(x):
+        return x.flatten(0, 1).sin().unflatten(0, (-1, x.shape[1]))
+
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
+    for batch, length in ((3, 8), (4, 9), (6, 5)):
+        assert_as_eager(
+            fn, fast, (lay(torch.randn(batch, length, 7), pair, [S2]).requires_grad_(),)
+        )
+    assert counter.frame_count == 1
 
 
 def test_sizes_that_went_through_floats(pair):

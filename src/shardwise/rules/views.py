@@ -35,26 +35,34 @@ class Link:
     source_run: Size = 1
     target_run: Size = 1
 
+    @property
+    def same_dim(self) -> bool:
+        return self.source_run is self.target_run or equal(self.source_run, self.target_run)
+
 
 def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
     yield call.replicated()
     for link in links:
-        yield from _shard_choices(call, link)
+        if link.same_dim:
+            for sizes in call.splits([(0, link.source)]):
+                yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
+        else:
+            yield from _run_choices(call, links, link)
     yield from linear_choices(call, ((0,),))
 
 
-def _shard_choices(call: Call, link: Link) -> Iterator[Choice]:
+def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choice]:
+    """Pieces that hold whole entries of both dims of a link."""
     place = (0, link.source)
-    if link.source_run is link.target_run or equal(link.source_run, link.target_run):
-        for sizes in call.splits([place]):
-            yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
-        return
     size_in, size_out = call.inputs[0].shape[link.source], call.outputs[0].shape[link.target]
     parts = call.axis_size
+    known = type(size_in) is int and type(size_out) is int
+    if not known and not _is_needed(call, links):
+        return
     if divides(parts, size_in) and divides(parts, size_out):
         # The nested splits of several axes must divide too, on both sides.
         yield Choice((Shard(link.source),), (Shard(link.target),), even=(place,))
-    if type(size_in) is not int or type(size_out) is not int:
+    if not known:
         return
     for sizes in call.splits([place]):
         pieces = [n * link.source_run for n in lengths(size_in, parts, sizes)]
@@ -62,6 +70,19 @@ def _shard_choices(call: Call, link: Link) -> Iterator[Choice]:
             cut = tuple(n // link.target_run for n in pieces)
             target = shard_with(link.target, cut, size_out, parts)
             yield Choice((Shard(link.source, sizes),), (target,), alone=(place,))
+
+
+def _is_needed(call: Call, links: Sequence[Link]) -> bool:
+    """Whether a symbolic size is asked what divides it: each answer has a graph of its own.
+
+    Not where the input passes as it lies.
+    """
+    if not call.placed or any(isinstance(p, Shard) for p in call.wanted):
+        return True
+    placed = call.placed[0]
+    return isinstance(placed, Shard) and not any(
+        link.source == placed.dim and link.same_dim for link in links
+    )
 
 
 def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
