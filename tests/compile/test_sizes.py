@@ -96,10 +96,9 @@ def test_a_view_that_merges_whole_dims_serves_all_sizes(pair):
 
     counter = CompileCounterWithBackend("aot_eager")
     fast = torch.compile(fn, backend=counter, fullgraph=True, dynamic=True)
-    for batch, length in ((3, 8), (4, 9), (6, 5)):
-        assert_as_eager(
-            fn, fast, (lay(torch.randn(batch, length, 7), pair, [S2]).requires_grad_(),)
-        )
+    for batch, length in ((3, 8), (6, 7), (2, 11)):
+        x = lay(torch.randn(batch, length, 9), pair, [S2]).requires_grad_()
+        assert_as_eager(fn, fast, (x,))
     assert counter.frame_count == 1
 
 
