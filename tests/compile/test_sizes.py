@@ -3,6 +3,8 @@
 Pieces have two entries or more where graphs are counted: torch makes own graphs for 0 and 1.
 """
 
+from functools import partial
+
 import pytest
 import torch
 from by_hand import lay, value
@@ -100,6 +102,23 @@ def test_a_view_that_merges_whole_dims_serves_all_sizes(pair):
         x = lay(torch.randn(batch, length, 9), pair, [S2]).requires_grad_()
         assert_as_eager(fn, fast, (x,))
     assert counter.frame_count == 1
+
+
+def test_a_place_that_changes_is_read_and_written(pair):
+    """As in a cache of keys: one graph for all places of a dim that is whole."""
+
+    def fn(cache, key, place):
+        cache = cache.clone()
+        cache[:, place : place + 2] = key
+        return cache * 2, cache.narrow(1, place, 3)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(fn, backend=counter, fullgraph=True)
+    cache = lay(torch.randn(6, 20), pair, [S0]).requires_grad_()
+    key = lay(torch.randn(6, 2), pair, [S0]).requires_grad_()
+    for place in (3, 2, 5, 8):
+        assert_as_eager(partial(fn, place=place), partial(fast, place=place), (cache, key))
+    assert counter.frame_count == 2
 
 
 def test_sizes_that_went_through_floats(pair):

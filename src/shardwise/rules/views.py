@@ -243,12 +243,24 @@ class Cut:
 
 
 def slice_cut(call: Call, dim: int, size: Any, count: Any) -> Cut | None:
-    """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes."""
+    """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes.
+
+    A symbol among its bounds becomes a number, with a graph for each, only where the dim is cut.
+    """
     if type(size) is not int or type(count) is not int:
         return None
     bounds = slice(call.argument("start"), call.argument("end"), call.argument("step"))
+    placed = (*call.placed, *call.wanted)
+    if not any(p.is_shard(dim) for p in placed) and _is_symbolic(bounds):
+        return None
     start, _, step = bounds.indices(size)
     return Cut(dim, start, step, count)
+
+
+def _is_symbolic(bounds: slice) -> bool:
+    return any(
+        isinstance(bound, torch.SymInt) for bound in (bounds.start, bounds.stop, bounds.step)
+    )
 
 
 @dataclass(frozen=True, slots=True)
