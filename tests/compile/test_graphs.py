@@ -156,3 +156,26 @@ def test_compiled_code_is_found_again(pair, caplog):
 
     assert_found_again(run)
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
+
+
+@pytest.mark.parametrize("rows", [8, 11])
+def test_sizes_of_pieces_stay_simple(mesh, rows):
+    """The compiler reasons about each size of each rank, and longest about minima."""
+    sizes = set()
+
+    def read(graph, inputs):
+        for node in graph.graph.nodes:
+            made = node.meta.get("val")
+            if isinstance(made, torch.Tensor):
+                sizes.update(str(s) for s in made.shape if isinstance(s, torch.SymInt))
+        return make_boxed_func(graph.forward)
+
+    def fn(x):
+        columns = x.redistribute(placements=[S1]) * 2
+        return columns.redistribute(placements=[R]) + x.redistribute(placements=[R])
+
+    fast = torch.compile(fn, backend=aot_autograd(fw_compiler=read), fullgraph=True, dynamic=True)
+    x = distribute_tensor(torch.randn(rows, 12), mesh, [S0])
+    torch.testing.assert_close(value(fast(x)), value(fn(x)))
+    assert not [size for size in sizes if "Min" in size or "Max" in size]
+    assert 0 < len(sizes) < 9

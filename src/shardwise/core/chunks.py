@@ -1,6 +1,13 @@
 """The arithmetic of pieces: which part of a dim a coordinate owns.
 
-Sizes may be ints or torch's symbolic ints; nothing here branches on a symbolic size.
+Sizes may be ints or torch's symbolic ints.
+
+Note [Pieces of symbols]
+A compiler reasons about every size of every rank's tensors, and that is most of what it does. So it
+is asked whether a symbolic size divides, and whether only the last piece is shorter: there is a
+graph for each answer, and in it lengths are sums and quotients, equal where pieces are. Only where
+several ranks have less than a whole piece are they minima. Uneven ones add up to the size itself,
+not to a longer expression, which would enter all that is computed from the whole.
 """
 
 from __future__ import annotations
@@ -11,13 +18,26 @@ from typing import Any, TypeAlias
 
 import torch
 
+from shardwise.core.symbols import decided
+
 #: An int or torch's SymInt; torch's stubs do not let the two mix in arithmetic.
 Size: TypeAlias = Any
 
 
+def splits_evenly(size: Size, parts: int) -> bool:
+    """Whether all pieces have one length. See Note [Pieces of symbols]."""
+    if type(size) is int:
+        return size % parts == 0
+    return parts == 1 or decided(lambda: size % parts == 0)
+
+
 def chunk_length(size: Size, parts: int) -> Size:
     """The length of all but the last pieces when `size` is split as `torch.chunk` splits it."""
-    return size if parts == 1 else (size + parts - 1) // parts
+    if parts == 1:
+        return size
+    if type(size) is not int and splits_evenly(size, parts):
+        return size // parts
+    return (size + parts - 1) // parts
 
 
 def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> tuple[Size, Size]:
@@ -31,12 +51,21 @@ def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> 
     if sizes is not None:
         return sum(sizes[:index]), sizes[index]
     length = chunk_length(size, parts)
+    if type(length) is not int and (splits_evenly(size, parts) or _only_last_is_short(size, parts)):
+        start = index * length
+        short = index == parts - 1 and not splits_evenly(size, parts)
+        return start, size - start if short else length
     # The first two starts and the outer two lengths need no minimum, which a compiler of symbolic
     # sizes would otherwise have to reason about.
     if index == 0:
         return 0, length
     start = length if index == 1 else _minimum(index * length, size)
-    return start, size - start if index == parts - 1 else _minimum(length, size - start)
+    end = size if index == parts - 1 else _minimum((index + 1) * length, size)
+    return start, end - start
+
+
+def _only_last_is_short(size: Size, parts: int) -> bool:
+    return parts == 2 or decided(lambda: (parts - 1) * chunk_length(size, parts) <= size)
 
 
 def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size, ...]:

@@ -23,6 +23,20 @@ def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
         return fn(*args)
 
 
+def decided(claim: Callable[[], Any]) -> bool:
+    """What the compiler says to a claim about symbolic sizes: it has a graph for each answer.
+
+    An exported program is one graph for all sizes. It, and sizes that depend on values, have the
+    answer False where it is not known to be True.
+    """
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
+
+    answer = statically_known_true if torch.compiler.is_exporting() else guard_or_false
+    if torch.compiler.is_dynamo_compiling():
+        return bool(answer(claim()))
+    return unrecorded(lambda: bool(answer(claim())))
+
+
 def noted(numbers: Sequence[Any]) -> Sequence[Any]:
     """`numbers`, which a graph that is being traced can hold: the same object where it does.
 

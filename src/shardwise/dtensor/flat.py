@@ -10,7 +10,9 @@ of the other, but a gradient that is Partial has more parts than a replicated pa
 from __future__ import annotations
 
 import functools
+import math
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,7 +21,8 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import rank_values
 from shardwise.comm.roster import Roster
-from shardwise.core.grid import Grid
+from shardwise.core.chunks import splits_evenly, surely_equal
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sources import source_digest
@@ -111,10 +114,32 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
         if isinstance(placement, Shard) and placement.sizes is not None:
             size = layout.shape[placement.dim]
             tied = (type(size) is not int and bool(size == sum(placement.sizes))) or tied
-    for coordinate, part in rank_values(layout.grid, local):
-        for expected, found in zip(layout.local_shape(coordinate), part.shape, strict=True):
-            if (type(expected) is int) != (type(found) is int):
-                tied = bool(expected == found) or tied
+    values = rank_values(layout.grid, local)
+    for dim in range(layout.ndim):
+        pieces = [part.shape[dim] for _, part in values]
+        tied = _ties_dim(layout, dim, [coordinate for coordinate, _ in values], pieces) or tied
+    return tied
+
+
+def _ties_dim(
+    layout: Layout, dim: int, coordinates: Sequence[Coordinate], pieces: Sequence[Any]
+) -> bool:
+    """Where one symbol stands for the pieces of all ranks, the whole is a multiple of it.
+
+    Otherwise all that follows would be computed with both, and compared. Where pieces have symbols
+    of their own, a graph may serve sizes that divide and sizes that do not.
+    """
+    size, first = layout.shape[dim], pieces[0]
+    num_pieces = math.prod(layout.grid.shape[axis] for axis in layout.axes_of(dim))
+    # A process knows its own piece only.
+    alike = len(pieces) > 1 or (type(first) is int and splits_evenly(size, num_pieces))
+    alike = alike and all(surely_equal(first, other) for other in pieces)
+    if type(size) is not int and num_pieces > 1 and alike:
+        return bool(size == num_pieces * first)
+    tied = False
+    for coordinate, found in zip(coordinates, pieces, strict=True):
+        if (type(size) is int) != (type(found) is int):
+            tied = bool(layout.local_shape(coordinate)[dim] == found) or tied
     return tied
 
 

@@ -23,7 +23,7 @@ from shardwise.comm.collectives import (
     start_reduce_scatter,
 )
 from shardwise.comm.ranks import each_rank, each_ranks_counts, my_coordinate
-from shardwise.core.chunks import Size, lengths, piece, shared
+from shardwise.core.chunks import Size, lengths, piece, shared, splits_evenly
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Shard
@@ -48,12 +48,12 @@ def is_even(layout: Layout, axis: int) -> bool:
     """Whether every coordinate holds a piece of the same length along what `axis` shards."""
     shard = layout.placements[axis]
     assert isinstance(shard, Shard), "only a shard has pieces"
-    if layout.symbolic or shard.sizes is not None:
+    if shard.sizes is not None:
         return False
     size = layout.shape[shard.dim]
     for other in layout.axes_of(shard.dim):
-        placement = layout.placements[other]
-        if placement.sizes is not None or size % layout.grid.shape[other]:  # type: ignore[attr-defined]
+        placement, parts = layout.placements[other], layout.grid.shape[other]
+        if placement.sizes is not None or not splits_evenly(size, parts):  # type: ignore[attr-defined]
             return False
         size = size // layout.grid.shape[other]
     return True
@@ -63,12 +63,7 @@ def _all_gather(step: Step) -> Move:
     grid, axis, source = step.source.grid, step.axis, step.source
     dim, arrived = _dim(source, axis), _arrived(source.dtype)
     if is_even(source, axis):
-        if dim == 0:
-            return Move(lambda x: start_all_gather(x, grid, axis), arrived)
-        return Move(
-            lambda x: start_all_gather(x.unsqueeze(0), grid, axis),
-            lambda x: torch.cat(arrived(x).unbind(0), dim),
-        )
+        return _even_all_gather(step)
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
@@ -84,21 +79,38 @@ def _all_gather(step: Step) -> Move:
     )
 
 
+def _even_all_gather(step: Step) -> Move:
+    grid, axis, source = step.source.grid, step.axis, step.source
+    dim, arrived = _dim(source, axis), _arrived(source.dtype)
+    if source.symbolic:
+        join = _joining(dim, _whole(source, axis))
+        return Move(
+            lambda x: start_all_gather(each_rank(grid, _as_row, x, axes=()), grid, axis),
+            lambda x: each_rank(grid, join, arrived(x), axes=()),
+        )
+    if dim == 0:
+        return Move(lambda x: start_all_gather(x, grid, axis), arrived)
+    return Move(
+        lambda x: start_all_gather(x.unsqueeze(0), grid, axis),
+        lambda x: torch.cat(arrived(x).unbind(0), dim),
+    )
+
+
 def _reduce_scatter(step: Step) -> Move:
     grid, axis, target = step.source.grid, step.axis, step.target
     dim, parts = _dim(target, axis), grid.shape[axis]
     reduce_op = _reduce_op(step.source, axis)
     send, finish = _reduced_in(step.source.dtype, reduce_op)
+    length, outside = longest(target, axis, dim), _outside(target, axis, dim)
     if is_even(target, axis):
         if dim == 0:
             return Move(lambda x: start_reduce_scatter(send(x), reduce_op, grid, axis), finish)
         return Move(
             lambda x: start_reduce_scatter(
-                send(torch.cat(x.chunk(parts, dim))), reduce_op, grid, axis
+                send(torch.cat(x.split_with_sizes([length] * parts, dim))), reduce_op, grid, axis
             ),
             finish,
         )
-    length, outside = longest(target, axis, dim), _outside(target, axis, dim)
 
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _stack_padded(t, dim, _lengths(target, axis, coordinate), length)
@@ -148,14 +160,35 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
         apart = (*sizes[:dim_out], parts, sizes[dim_out] // parts, *sizes[dim_out + 1 :])
         return t.reshape(apart).movedim(dim_out, 0)
 
-    def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        # A view where pieces have length 1; the layout promises dense parts.
-        return t.movedim(0, dim_in).flatten(dim_in, dim_in + 1).contiguous()
-
+    join = _joining(dim_in, _whole(step.source, axis))
     return Move(
         lambda x: start_all_to_all(each_rank(grid, split, x, axes=()), grid, axis),
         lambda x: each_rank(grid, join, arrived(x), axes=()),
     )
+
+
+def _joining(dim: int, whole: Size) -> Callable[[Coordinate, torch.Tensor], torch.Tensor]:
+    """What makes one dim of `whole` entries out of the first, equal pieces, and `dim`.
+
+    A compiler that has a symbol for the whole would not know it again in the sum of the pieces.
+    """
+
+    def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        shape = list(t.shape[1:])
+        shape[dim] = whole
+        # A view where pieces have length 1; the layout promises dense parts.
+        return t.movedim(0, dim).reshape(shape).contiguous()
+
+    return join
+
+
+def _whole(layout: Layout, axis: int) -> Size:
+    """What the pieces along `axis` make up, equal as they all are."""
+    return layout.outer_size(axis, _dim(layout, axis), (0,) * layout.grid.num_axes)
+
+
+def _as_row(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+    return t.unsqueeze(0)
 
 
 def _resplit(step: Step) -> Move:
