@@ -44,7 +44,8 @@ def spread(x, w):
 def outcome(fn, inputs):
     out = fn(*inputs)
     out = out if isinstance(out, torch.Tensor) else sum(each.sum() for each in out)
-    grads = torch.autograd.grad(out.sin().sum(), [x for x in inputs if x.requires_grad])
+    leaves = [x for x in inputs if isinstance(x, torch.Tensor) and x.requires_grad]
+    grads = torch.autograd.grad(out.sin().sum(), leaves)
     return [value(x.detach()) for x in (out, *grads)]
 
 
@@ -130,12 +131,15 @@ def test_sizes_that_went_through_floats(pair):
     assert_as_eager(fn, fast, (lay(torch.randn(2, 3, 10, 9), pair, [uneven]).requires_grad_(),))
 
 
-def test_fewer_groups_than_ranks(pair):
-    def fn(x):
-        return F.group_norm(x, 1)
+def test_fewer_groups_than_ranks(mesh):
+    """A Shard names no sizes that are symbols, so groups are not cut then."""
+
+    def fn(x, w, groups):
+        return F.group_norm(F.conv1d(x, w, groups=groups), groups)
 
     fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
-    assert_as_eager(fn, fast, (lay(torch.randn(3, 5), pair, [S0]).requires_grad_(),))
+    x = lay(torch.randn(3, 4, 8), mesh, [Shard(1)]).requires_grad_()
+    assert_as_eager(fn, fast, (x, lay(torch.randn(6, 2, 3), mesh, [R]), 2))
 
 
 READ_BY_BACKWARD = {
@@ -222,3 +226,12 @@ def test_sizes_that_a_program_brings_and_that_are_one(pair):
     for sizes in ([1, 3, 1], [1, 2, 2], [2, 1, 2]):
         for found, expected in zip(fast(x, sizes), fn(x, sizes), strict=True):
             torch.testing.assert_close(value(found), value(expected))
+
+
+def test_the_gradient_where_values_decide_a_size(pair):
+    def fn(x, times):
+        return torch.repeat_interleave(x, times, dim=1)
+
+    fast = torch.compile(fn, backend="aot_eager", fullgraph=True, dynamic=True)
+    x = lay(torch.randn(5, 3), pair, [S0]).requires_grad_()
+    assert_as_eager(fn, fast, (x, lay(torch.tensor([2, 0, 3]), pair, [R])))

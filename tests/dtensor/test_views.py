@@ -104,3 +104,14 @@ def test_as_strided_is_a_copy_and_needs_the_whole_memory(mesh):
         placed[:, ::2].as_strided((2,), (1,))
     with pytest.raises(RuntimeError, match="out of bounds"):
         placed.as_strided((5, 6), (6, 1))
+
+
+def test_repeated_zero_times(mesh):
+    x = lay(torch.randn(5, 3), mesh, Shard(0)).requires_grad_()
+    nothing = x.repeat(2, 0, 1)
+    assert whole(nothing).shape == (2, 0, 3)
+    nothing.sum().backward()
+    assert x.grad.placements == (Shard(0),)
+    assert not whole(x.grad).any()
+    with pytest.raises(RuntimeError, match="repeat"):
+        x.repeat(0)

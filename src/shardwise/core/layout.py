@@ -292,6 +292,11 @@ def shard_with(dim: int, sizes: tuple[int, ...], size: Size, parts: int) -> Shar
     return Shard(dim) if sizes == lengths(size, parts, None) else Shard(dim, sizes)
 
 
+def can_name(sizes: tuple[Size, ...], size: Size, parts: int) -> bool:
+    """Whether a Shard can say that `size` is cut so: it names no sizes that are symbols."""
+    return all(type(n) is int for n in sizes) or sizes == lengths(size, parts, None)
+
+
 def _check_nested_sizes(
     placements: tuple[Placement, ...], order: tuple[int, ...], grid: Grid
 ) -> None:

@@ -130,10 +130,21 @@ def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) ->
     return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
 
 
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
+    from torch._decomp import decomposition_table
+
+    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
+        return decomposition_table[aten.repeat.default](x, repeats)
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
 #: Ops that torch does not take apart itself, or not for all sizes.
 _OWN_PARTS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
+    aten.repeat.default: _repeat,
     **{
         op: functools.partial(_of_nothing_too, op)
         for op in (

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.core.chunks import lengths
-from shardwise.core.layout import shard_with
+from shardwise.core.layout import can_name, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.rules.notation import linear_choices, rule
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -47,9 +47,8 @@ def _group_cuts(call: Call, x: int) -> Iterator[Cut]:
             else lengths(groups, call.axis_size, None)
         )
         wide = tuple(n * per_group for n in counts)
-        even = wide == lengths(channels, call.axis_size, None)
-        if not even and any(type(n) is not int for n in wide):
-            continue  # sizes that a placement names cannot be symbols
+        if not can_name(wide, channels, call.axis_size):
+            continue
         yield Cut(
             shard_with(1, wide, channels, call.axis_size),
             shard_with(0, wide, channels, call.axis_size),

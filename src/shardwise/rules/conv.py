@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.core.chunks import lengths
-from shardwise.core.layout import shard_with
+from shardwise.core.layout import can_name, shard_with
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
@@ -70,20 +70,14 @@ def _group_ways(call: Call, x: int) -> Iterator[Way]:
         if sizes is not None and any(n % per_group for n in sizes):
             continue
         counts = [n // per_group for n in sizes] if sizes else lengths(groups, call.axis_size, None)
-        out = _out_channels(call)
-
-        def cut(dim: int, size: int, counts: Sequence[int] = tuple(counts)) -> Shard:
-            return shard_with(dim, tuple(n * size // groups for n in counts), size, call.axis_size)
-
-        weight = cut(0, channels if call.argument("transposed") else out)
-        yield Way(
-            cut(1, channels),
-            weight,
-            cut(1, out),
-            cut(0, out),
-            (cut(1, channels), weight, cut(0, out)),
-            (0, 1),
-        )
+        parts, out = call.axis_size, _out_channels(call)
+        before, after = (tuple(n * size // groups for n in counts) for size in (channels, out))
+        if not can_name(before, channels, parts) or not can_name(after, out, parts):
+            continue
+        source, each = shard_with(1, before, channels, parts), shard_with(0, after, out, parts)
+        weight = shard_with(0, before, channels, parts) if call.argument("transposed") else each
+        target = shard_with(1, after, out, parts)
+        yield Way(source, weight, target, each, (source, weight, each), (0, 1))
 
 
 def _out_channels(call: Call) -> int:
