@@ -195,3 +195,13 @@ def test_masked_scatter_refuses_a_source_that_is_too_short(mesh):
     x, mask = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(6), torch.ones(6)))
     with pytest.raises(IndexError):
         x.masked_scatter(mask.bool(), distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
+
+
+def test_the_gradient_of_a_number_that_fills_rows(mesh):
+    """Torch counts the rows that are named, each once."""
+    number = torch.tensor(2.0)
+    x = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
+    rows = distribute_tensor(torch.tensor([4, 0, 4]), mesh, [Replicate()])
+    filling = distribute_tensor(number, mesh, [Replicate()]).requires_grad_()
+    x.index_fill(0, rows, filling).sum().backward()
+    assert whole(filling.grad).item() == 6

@@ -116,6 +116,7 @@ def _transforms() -> list[Sample]:
         Sample(aten.view.dtype, (t(5, 8), torch.float64)),
         Sample(aten.view_as_complex.default, (t(3, 5, 2),)),
         Sample(aten._conj.default, (spectrum,)),
+        Sample(aten._conj_physical.default, (spectrum,)),
         Sample(aten._neg_view.default, (t(3, 5),)),
     ]
 

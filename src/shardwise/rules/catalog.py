@@ -181,6 +181,8 @@ def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 
     `args` has layouts in place of tensors.
     """
+    if op is torch.ops.aten._unique.default:
+        return True  # torch before 2.13 does not tag it
     if torch.Tag.dynamic_output_shape not in op.tags:
         return False
     if op is torch.ops.aten.index.Tensor:  # a mask; with numbers, the shape is that of the index

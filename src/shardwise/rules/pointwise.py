@@ -80,6 +80,7 @@ RULES: Table = table(
             aten.real.default,
             aten.imag.default,
             aten.zero.default,
+            aten._conj_physical.default,
         ),
         elementwise(FIRST),
     ),
