@@ -7,6 +7,7 @@ import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn import functional as F
 
 import shardwise
@@ -44,6 +45,30 @@ def uneven_lookups(backend, totals):
             torch.testing.assert_close(one, other)
         found.append((len(ids.to_local()), result[2]))
     return found
+
+
+def graphs_of_batches(rows):
+    """How many graphs there are after each batch: it is multiplied and gathered."""
+
+    def fn(x, w):
+        return (x @ w).relu().redistribute(placements=[Replicate()]).softmax(0)
+
+    torch._dynamo.reset()
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    torch.manual_seed(0)
+    w = distribute_tensor(torch.randn(6, 5, dtype=torch.float64), mesh, [Shard(0)]).requires_grad_()
+    counter = CompileCounterWithBackend("aot_eager")
+    fast = torch.compile(fn, backend=counter, fullgraph=True)
+    counts = []
+    for batch in rows:
+        x = distribute_tensor(
+            torch.randn(batch, 6, dtype=w.dtype), mesh, [Shard(0)]
+        ).requires_grad_()
+        found, expected = (torch.autograd.grad(f(x, w).square().sum(), (x, w)) for f in (fast, fn))
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one.full_tensor(), other.full_tensor())
+        counts.append(counter.frame_count)
+    return counts
 
 
 def sparse_steps(bags, placement, ids_placement, backend="aot_eager"):

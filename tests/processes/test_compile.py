@@ -6,6 +6,7 @@ from compiled_programs import (
     beside_a_gradient,
     collectives_of_graphs,
     exported,
+    graphs_of_batches,
     loaded,
     made_inside,
     sparse_steps,
@@ -31,6 +32,11 @@ def test_ranks_with_other_numbers_of_ids_stay_in_step(processes):
         [2, 3, 1, 0, 0, 4],
         [2, 0, 0, 0, 0, 1],
     ]
+
+
+def test_one_graph_serves_batches_that_divide_and_that_do_not(processes):
+    for counts in processes(graphs_of_batches, (8, 12, 19, 11, 20), timeout_s=300):
+        assert counts == [1, 2, 2, 2, 2]
 
 
 def test_lookups_with_sparse_gradients(processes):

@@ -3,11 +3,12 @@
 Sizes may be ints or torch's symbolic ints.
 
 Note [Pieces of symbols]
-A compiler reasons about every size of every rank's tensors, and that is most of what it does. So it
-is asked whether a symbolic size divides, and whether only the last piece is shorter: there is a
-graph for each answer, and in it lengths are sums and quotients, equal where pieces are. Only where
-several ranks have less than a whole piece are they minima. Uneven ones add up to the size itself,
-not to a longer expression, which would enter all that is computed from the whole.
+A compiler reasons about every size of every tensor, and where one process plays all ranks, that is
+most of what it does. There it is asked whether a symbolic size divides, and whether only the last
+piece is shorter: it has a graph for each answer, and in it lengths are sums and quotients, equal
+where pieces are. Only where several ranks have less than a whole piece are they minima. Uneven ones
+add up to the size itself, not to a longer expression, which would enter all that is computed from
+the whole. A process that is one rank has few sizes; it asks nothing, and one graph serves them all.
 """
 
 from __future__ import annotations

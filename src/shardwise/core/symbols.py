@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise.core.world import in_simulated_world
+
 _Result = TypeVar("_Result")
 
 
@@ -24,14 +26,17 @@ def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def decided(claim: Callable[[], Any]) -> bool:
-    """What the compiler says to a claim about symbolic sizes: it has a graph for each answer.
+    """What the compiler says to a claim about symbolic sizes, which makes its graphs simpler.
 
-    An exported program is one graph for all sizes. It, and sizes that depend on values, have the
-    answer False where it is not known to be True.
+    Where one process plays all ranks, it has a graph for each answer: there the sizes of all ranks
+    meet, and simple ones matter. Where it is one rank, one graph serves all sizes, and so does an
+    exported program. These, and sizes that depend on values, have the answer False where it is not
+    known to be True.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
-    answer = statically_known_true if torch.compiler.is_exporting() else guard_or_false
+    one_graph = torch.compiler.is_exporting() or not in_simulated_world()
+    answer = statically_known_true if one_graph else guard_or_false
     if torch.compiler.is_dynamo_compiling():
         return bool(answer(claim()))
     return unrecorded(lambda: bool(answer(claim())))

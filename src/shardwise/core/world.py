@@ -108,3 +108,12 @@ def simulated_world(asked: str) -> World:
     if not world.simulated:
         raise WorldError(f"{asked} needs a simulated world: open `with shardwise.simulate(n):`.")
     return world
+
+
+def in_simulated_world() -> bool:
+    """Whether this process plays all ranks; compiled code is for one world, as its tensors are."""
+    return dist.is_available() and dist.is_initialized() and current_world().simulated
+
+
+# As torch.compiler.assume_constant_result does, which would import the compiler here and now.
+in_simulated_world._dynamo_marked_constant = True  # type: ignore[attr-defined]
