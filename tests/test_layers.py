@@ -20,7 +20,7 @@ LAYERS = [
     {"redistribute"},
     {"rules"},
     {"dtensor"},
-    {"exchange", "planfile"},
+    {"exchange", "planfile", "training"},
     {"parallel", "embedding", "shard", "checkpoint", "interop"},
     {"planner", "debug", "testing", "preload"},
     {"report"},

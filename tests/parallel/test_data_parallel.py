@@ -175,9 +175,14 @@ def test_plain_parts_around_tensor_parallel_ones():
         assert_gradients(model, expected)
 
 
-def test_a_mesh_of_two_axes_is_refused(square):
-    with pytest.raises(LayoutError, match=r'data_parallel\(module, mesh\["dp"\]\)'):
-        data_parallel(MLP(), square)
+def test_all_axes_of_a_mesh_are_data_axes(square):
+    model, (batch,) = MLP(), batches(1)
+    expected = deepcopy(model)
+    loss_of(expected, *batch).backward()
+    data_parallel(model, square)
+    mine = (LocalTensor.per_rank(lambda rank, t=t: t.chunk(4)[rank]) for t in batch)
+    loss_of(model, *mine).backward()
+    assert_gradients(model, expected)
 
 
 def test_starts_from_one_ranks_values(pair):

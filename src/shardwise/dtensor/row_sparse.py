@@ -20,7 +20,7 @@ from shardwise.comm.id_exchange import added_up
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
-from shardwise.core.grid import Coordinate
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Partial
 from shardwise.core.symbols import unrecorded
@@ -128,7 +128,7 @@ class RowSparse(DTensor):
         for axis, placement in enumerate(layout.placements):
             if isinstance(placement, Partial):
                 with because("the rows of a gradient", implicit=True):
-                    rows, values = _gather_rows(rows, values, layout, axis)
+                    rows, values = gather_rows(rows, values, layout.grid, axis)
                 scale = 1 / layout.grid.shape[axis] if placement.is_partial("avg") else 1
                 values = values * scale if scale != 1 else values
         if rows is self._rows:
@@ -206,11 +206,10 @@ def _make(layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: b
     return out
 
 
-def _gather_rows(
-    rows: torch.Tensor, values: torch.Tensor, layout: Layout, axis: int
+def gather_rows(
+    rows: torch.Tensor, values: torch.Tensor, grid: Grid, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """All coordinates' rows on each: padded to the longest, with a count that says how many."""
-    grid = layout.grid
 
     def count(_: Coordinate, rows: torch.Tensor) -> torch.Tensor:
         return torch.tensor([rows.shape[0]], device=rows.device)

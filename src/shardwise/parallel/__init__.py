@@ -1,8 +1,6 @@
 """Modules made parallel by a plan: tensor-parallel styles, losses and data parallelism."""
 
-from shardwise.parallel.data import data_parallel
 from shardwise.parallel.experts import ExpertParallel
-from shardwise.parallel.keep_sharded import shard_parameters
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.parallelize import parallelize_module
@@ -14,6 +12,8 @@ from shardwise.parallel.prepare import (
 )
 from shardwise.parallel.sequence import ReplicateParallel, SequenceParallel
 from shardwise.parallel.style import ParallelStyle
+from shardwise.training.data_parallel import data_parallel
+from shardwise.training.shard_parameters import shard_parameters
 
 __all__ = [
     "ColwiseParallel",

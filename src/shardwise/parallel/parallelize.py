@@ -13,9 +13,13 @@ from shardwise.core.grid import grid_of
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.parallel.resolve import Resolved, resolve
+from shardwise.parallel.spot import tensor_axis
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.ties import style_untouched, tie_again, tied_owners
 from shardwise.parallel.words import described
+from shardwise.training.contract import DataAxes, forbid_both
+from shardwise.training.mesh_axes import MeshAxes
+from shardwise.training.reducer import declare, doors_of, follow_all
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -57,12 +61,14 @@ def parallelize_module(
     found, problem = Resolved((), ()), None
     try:
         found = _resolved(module, parallelize_plan, src_data_rank, strict)
+        _forbid_data_axes(found, mesh)
     except (ShardwiseError, RuntimeError) as error:
         if src_data_rank is None:
             raise
         problem = error
     if src_data_rank is not None:
         agree(grid, "parallelize_module", _request(found, src_data_rank), problem)
+    before = list(module.parameters())
     ties = tied_owners(module)
     touched = set()
     for target in found.targets:
@@ -75,7 +81,27 @@ def parallelize_module(
         touched.add(id(target.module))
         tie_again(ties)
     style_untouched(ties, touched, mesh, src_data_rank)
+    if found.targets:
+        declare(module, *_data_axes(mesh))
+        follow_all(before)
     return module
+
+
+def _data_axes(mesh: DeviceMesh) -> list[DataAxes]:
+    """Along all axes but the one that styles split along, ranks have batches of their own."""
+    grid, split = grid_of(mesh), tensor_axis(mesh)
+    others = tuple(axis for axis in range(grid.num_axes) if axis != split)
+    return [DataAxes(MeshAxes(grid, others, grid), False)] if others else []
+
+
+def _forbid_data_axes(found: Resolved, mesh: DeviceMesh) -> None:
+    grid, axis = grid_of(mesh), tensor_axis(mesh)
+    for target in found.targets:
+        if "parameters" in target.style.decides:
+            doors = doors_of(list(target.module.parameters()))
+            data = [each.axes for door in doors for each in door.declared]
+            reason = f"{type(target.style).__name__} is to split module {target.path!r} along it"
+            forbid_both(data, {(grid, axis): reason}, "parallelize_module")
 
 
 def _resolved(

@@ -10,11 +10,13 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.core.grid import grid_of
 from shardwise.core.placements import Placement, short
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.parallel.spot import Spot, tensor_axis
+from shardwise.training.contract import note_tensor_axis
 
 #: Where a module keeps what styles have done to it: `{what: name of the style}`.
 _DONE = "_parallel_styles"
@@ -56,6 +58,9 @@ class ParallelStyle(abc.ABC):
         applied = self._apply(module, device_mesh)
         noted = applied.__dict__.setdefault(_DONE, {})
         noted.update(dict.fromkeys(self.decides, type(self).__name__))
+        if "parameters" in self.decides:
+            axis = tensor_axis(device_mesh)
+            note_tensor_axis(applied, grid_of(device_mesh), axis, type(self).__name__)
         return applied
 
     def check(self, module: nn.Module) -> None:

@@ -1,0 +1,6 @@
+"""The gradient contract: for each parameter and mesh axis, who reduces its gradient, and when.
+
+Front doors declare: `data_parallel` and `shard_parameters` here, styles in `parallel`, tables in
+`embedding`. One mechanism acts: `contract` decides what is done to a gradient, `reducer` does it in
+buckets while backward runs. How a module is split along a tensor axis is said in `parallel`.
+"""

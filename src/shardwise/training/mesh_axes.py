@@ -1,0 +1,134 @@
+"""MeshAxes: some axes of a mesh, and how another mesh runs along them.
+
+A door is handed `mesh["dp"]`, `mesh["rep", "shard"]`, a flattened axis or a mesh of its own; a
+parameter may lie on the whole mesh, on a part of it, or on another mesh of the same ranks. What all
+of these have in common is ranks, so axes are compared by the ranks that they run through.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import Grid, grid_like, grid_of
+from shardwise.errors import LayoutError
+
+#: One axis of one mesh: what a collective runs along.
+Axis = tuple[Grid, int]
+
+
+@dataclass(frozen=True, slots=True)
+class MeshAxes:
+    """Axes of the mesh `grid`; `given` is the mesh that named them."""
+
+    grid: Grid
+    axes: tuple[int, ...]
+    given: Grid
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.grid.shape[a] for a in self.axes)
+
+    @property
+    def names(self) -> str:
+        return ", ".join(repr(self.grid.axis_name(a)) for a in self.axes)
+
+    def each(self) -> list[Axis]:
+        return [(self.grid, axis) for axis in self.axes]
+
+    def collectives(self) -> list[Axis]:
+        """Along what to reduce over all of them: a flattened axis takes one collective."""
+        if len(self.axes) < 2 or self.given.num_axes > 1:
+            return self.each()
+        return [_joined(self) if self.grid.world.simulated else (self.given, 0)]
+
+    def crosses(self, grid: Grid, axis: int) -> bool:
+        """Whether some ranks differ both along these axes and along that one."""
+        other = ranks_along(grid, axis)
+        return any(len(other & ranks_along(self.grid, a)) > 1 for a in self.axes)
+
+    def meet(self, grid: Grid) -> tuple[list[int], list[int]]:
+        """The axes of `grid` that run along these, and those of these that `grid` lacks."""
+        if grid.world.simulated and not set(self.grid.ranks) <= set(grid.ranks):
+            raise LayoutError(
+                f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh "
+                "that rank 0 sees. A simulated world has all ranks: give parallelize_module the "
+                "whole mesh."
+            )
+        lines = [ranks_along(grid, k) for k in range(grid.num_axes)]
+        along: set[int] = set()
+        lacking = []
+        for axis in self.axes:
+            mine = ranks_along(self.grid, axis)
+            whole = [k for k, line in enumerate(lines) if mine <= line]
+            parts = [k for k, line in enumerate(lines) if len(line & mine) > 1]
+            if whole:
+                along.update(whole)
+            elif not parts:
+                lacking.append(axis)
+            elif math.prod(len(lines[k]) for k in parts) == len(mine):
+                along.update(parts)
+            else:
+                raise LayoutError(
+                    f"A parameter is on {grid!r} of ranks {list(grid.ranks)}, which has some of "
+                    f"the ranks along axis {self.grid.axis_name(axis)!r} of {self.grid!r} in "
+                    "common. Take both from one mesh."
+                )
+        return sorted(along), lacking
+
+
+def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
+    """All axes of `mesh`, in the whole mesh that it was taken from."""
+    given = grid_of(mesh)
+    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    grid = given if root is mesh else grid_of(root)
+    axes = _spanned(grid, given.ranks)
+    if axes is None:
+        grid, axes = given, tuple(range(given.num_axes))
+    return MeshAxes(grid, axes, given)
+
+
+def ranks_along(grid: Grid, axis: int) -> frozenset[int]:
+    """The ranks that differ from this one along `axis` alone; in a simulated world, from rank 0."""
+    here = grid.coordinate or grid.coordinates[grid.ranks[0]]
+    rest = (*here[:axis], *here[axis + 1 :])
+    return frozenset(
+        rank
+        for rank, place in grid.coordinates.items()
+        if (*place[:axis], *place[axis + 1 :]) == rest
+    )
+
+
+def distinct(axes: Sequence[Axis]) -> tuple[Axis, ...]:
+    """Without axes whose ranks another one runs through as well, and without those of one rank."""
+    found: list[tuple[frozenset[int], Axis]] = []
+    for axis in sorted(axes, key=lambda axis: -axis[0].shape[axis[1]]):
+        ranks = ranks_along(*axis)
+        if len(ranks) > 1 and not any(ranks <= seen for seen, _ in found):
+            found.append((ranks, axis))
+    return tuple(axis for _, axis in found)
+
+
+def _spanned(grid: Grid, ranks: Sequence[int]) -> tuple[int, ...] | None:
+    """The axes of `grid` along which `ranks` differ, where they are all that there are."""
+    if not set(ranks) <= set(grid.ranks):
+        return None
+    places = [grid.coordinates[rank] for rank in ranks]
+    axes = tuple(a for a in range(grid.num_axes) if len({place[a] for place in places}) > 1)
+    return axes if math.prod(grid.shape[a] for a in axes) == len(ranks) else None
+
+
+def _joined(found: MeshAxes) -> Axis:
+    """The axes as one, in a mesh of all ranks that a simulated world plays."""
+    grid, first = found.grid, found.axes
+    others = tuple(a for a in range(grid.num_axes) if a not in first)
+    shape = (found.size, *(grid.shape[a] for a in others))
+    places = {place: rank for rank, place in grid.coordinates.items()}
+    order = sorted(places, key=lambda place: tuple(place[a] for a in (*first, *others)))
+    names = None
+    if grid.axis_names is not None and found.given.axis_names is not None:
+        names = (found.given.axis_names[0], *(grid.axis_names[a] for a in others))
+    return grid_like(grid.device_type, shape, tuple(places[p] for p in order), names), 0

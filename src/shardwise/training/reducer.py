@@ -1,0 +1,387 @@
+"""Reducer: does to gradients what the contract says, in buckets, while backward runs.
+
+Note [Buckets]
+Parameters are put into buckets in reverse order, about the order in which backward reaches them. A
+bucket whose gradients are all there is sent on its way, never before the buckets in front of it:
+all ranks start the same collectives in the same order, whatever they used. At the end of backward
+the rest is started, zeros standing for gradients that a rank lacks, and all are awaited. Each
+bucket carries one flag per parameter, so a parameter that no rank used keeps no gradient. Gradients
+of tables that are known to be rows come last, and rows are gathered instead.
+
+Note [One reducer for nested doors]
+Doors whose modules have parameters in common share a reducer, so that a gradient is reduced once,
+over the axes of all of them, and one order of buckets holds for all. Doors are what is declared and
+what is copied and pickled with a module; a reducer is made from them, again whenever the parameters
+of their modules are others than before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.watch import because
+from shardwise.core.untraced import untraced
+from shardwise.dtensor.gradients import BUCKET_BYTES
+from shardwise.dtensor.tensor import DTensor
+from shardwise.training.buckets import (
+    Bucket,
+    Collective,
+    Sent,
+    collectives_for,
+    flattened,
+    make_buckets,
+    put_back,
+)
+from shardwise.training.contract import DataAxes, Reduction, reduction_of, tensor_axes
+from shardwise.training.row_gradients import ROWS, average_rows, kinds_on_all_ranks
+from shardwise.training.start_values import start_alike
+from shardwise.training.whole_gradients import check_alike
+
+#: Where a module keeps its door.
+_DOOR = "_gradient_door"
+#: The reducer of each parameter, by id; it keeps its parameters, so that no id comes twice.
+_owners: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
+
+
+class Door:
+    """What was declared of one module, and whether backward reduces its gradients now."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.declared: list[DataAxes] = []
+        self.bucket_bytes = BUCKET_BYTES
+        #: Whose values the parameters start with, along the axes declared; None: as they are.
+        self.source: int | None = None
+        self.enabled = True
+        self.parameters: list[nn.Parameter] = []
+        #: Those whose gradients come as rows.
+        self.tables: list[nn.Parameter] = []
+        #: Whether styles split the module along some axis.
+        self.is_split = False
+        self.reducer: Reducer | None = None
+
+    # A copy of the module comes with a copy of this; hooks of parameters are not copied.
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "declared": self.all_declared(), "reducer": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        enrol(self)
+
+    def all_declared(self) -> list[DataAxes]:
+        """Also what doors of modules around this one declare."""
+        mine = {id(p) for p in self.parameters}
+        around = [
+            each
+            for door in doors_of(self.parameters)
+            if mine <= {id(p) for p in door.parameters}
+            for each in door.declared
+        ]
+        return list(dict.fromkeys([*self.declared, *around]))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward reduces nothing."""
+        before, self.enabled = self.enabled, False
+        try:
+            yield
+        finally:
+            self.enabled = before
+
+    def attend(self, *_: Any) -> None:
+        """Before the module's forward: it may have other parameters than before."""
+        if not torch.compiler.is_compiling():
+            self.follow()
+
+    @untraced
+    def follow(self) -> None:
+        """Work with the parameters that the module has now."""
+        found = list(self.module.parameters())
+        known = self.parameters
+        if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
+            before = {id(p) for p in known}
+            new = [p for p in found if id(p) not in before]
+            for each in self.declared:
+                if self.source is not None:
+                    start_alike(new, each.axes, self.source)
+            self.look()
+            enrol(self)
+        elif self.reducer is not None:
+            self.reducer.drop_unfinished()
+
+    def look(self) -> None:
+        """Note what the module has now."""
+        self.parameters = list(self.module.parameters())
+        self.tables = _tables(self.module)
+        self.is_split = bool(tensor_axes(self.module))
+
+
+def declare(
+    module: nn.Module,
+    *declared: DataAxes,
+    bucket_bytes: int | None = None,
+    source: int | None = None,
+) -> Door:
+    """Say that these are data axes for all parameters of `module`, those that come later too."""
+    door: Door | None = module.__dict__.get(_DOOR)
+    fresh = door is None
+    if door is None:
+        door = Door(module)
+    before = dict(door.__dict__)
+    door.declared = list(dict.fromkeys([*door.declared, *declared]))
+    door.bucket_bytes = bucket_bytes or door.bucket_bytes
+    door.source = source
+    door.look()
+    try:
+        enrol(door)
+    except Exception:
+        door.__dict__.update(before)
+        raise
+    if fresh:
+        module.__dict__[_DOOR] = door
+        module.register_forward_pre_hook(door.attend)
+    return door
+
+
+def door_of(module: nn.Module) -> Door | None:
+    return module.__dict__.get(_DOOR)
+
+
+def doors_of(parameters: list[nn.Parameter]) -> list[Door]:
+    """The doors that reach some of these parameters."""
+    found: dict[int, Door] = {}
+    for parameter in parameters:
+        reducer = _owners.get(id(parameter))
+        for door in reducer.reached_by[id(parameter)] if reducer is not None else ():
+            found[id(door)] = door
+    return list(found.values())
+
+
+def follow_all(parameters: list[nn.Parameter]) -> None:
+    """Doors that reach these parameters look whether their modules have others by now."""
+    for door in doors_of(parameters):
+        door.follow()
+
+
+def _tables(module: nn.Module) -> list[nn.Parameter]:
+    """Parameters of modules that ask for sparse gradients, as torch's embeddings do."""
+    return [
+        parameter
+        for owner in module.modules()
+        if getattr(owner, "sparse", False) is True
+        for parameter in owner.parameters(recurse=False)
+    ]
+
+
+def enrol(door: Door) -> None:
+    """Make the reducer of a door and of those with parameters in common."""
+    found = [_owners.get(id(p)) for p in door.parameters]
+    reducers = list({id(r): r for r in (door.reducer, *found) if r is not None}.values())
+    others = {id(d): d for r in reducers for d in r.doors if d is not door}
+    made = Reducer([door, *others.values()])  # raises before anything is changed
+    for reducer in reducers:
+        reducer.retire()
+    made.watch()
+
+
+class Reducer:
+    """Reduces the gradients of the parameters that some doors reach; see Note [Buckets]."""
+
+    def __init__(self, doors: list[Door]) -> None:
+        self.doors = sorted(doors, key=lambda door: -len(door.parameters))
+        self.parameters = {id(p): p for door in self.doors for p in door.parameters}
+        self.reached_by: dict[int, list[Door]] = {number: [] for number in self.parameters}
+        for door in self.doors:
+            for parameter in door.parameters:
+                self.reached_by[id(parameter)].append(door)
+        self.reductions: dict[int, Reduction] = {}
+        for number, parameter in self.parameters.items():
+            declared = [each for door in self.reached_by[number] for each in door.declared]
+            found = reduction_of(parameter, declared)
+            if found is not None:
+                self.reductions[number] = found
+        self.tables = {id(p) for door in self.doors for p in door.tables}
+        self.handles: list[Any] = []
+        self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
+        self.unchecked = any(door.is_split for door in self.doors)
+        self._forget()
+
+    # -- watching ----------------------------------------------------------------------------
+
+    def watch(self) -> None:
+        for door in self.doors:
+            door.reducer = self
+        for number, parameter in self.parameters.items():
+            _owners[number] = self
+            if number in self.reductions or (self.unchecked and _is_plain(parameter)):
+                with _trained(parameter) as can_be:
+                    if can_be:
+                        self._hook(parameter)
+
+    def _hook(self, parameter: nn.Parameter) -> None:
+        self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
+        if type(parameter.data) is torch.Tensor and _is_plain(parameter):
+            self.handles.append(parameter.register_hook(_room_per_rank(parameter)))
+
+    def retire(self) -> None:
+        """Another one takes over."""
+        for handle in self.handles:
+            handle.remove()
+        self.handles = []
+        for number in self.parameters:
+            if _owners.get(number) is self:
+                del _owners[number]
+
+    # -- a backward pass ---------------------------------------------------------------------
+
+    def _forget(self) -> None:
+        self.buckets: list[Bucket] = []
+        self.of_rows: list[nn.Parameter] = []
+        self.number: dict[int, int] = {}
+        self.missing: list[set[int]] = []
+        self.sent: list[Sent] = []
+        self.num_started = 0
+        self.queued = False
+
+    def drop_unfinished(self) -> None:
+        """A backward that raised half-way leaves nothing behind."""
+        if self.queued and torch._C._current_graph_task_id() == -1:
+            self._forget()
+
+    @untraced
+    def _arrived(self, parameter: torch.Tensor) -> None:
+        if not self.queued:
+            self._begin()
+        place = self.number.get(id(parameter))
+        if place is None:
+            return
+        self.missing[place].discard(id(parameter))
+        while self.num_started < len(self.buckets) and not self.missing[self.num_started]:
+            self._start()
+
+    def _begin(self) -> None:
+        self.queued = True
+        self.buckets, self.of_rows = self._current_buckets()
+        self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
+        self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
+        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
+        """Of what is trained now, outside of `no_sync`, and the parameters that come as rows."""
+        resting = {id(door) for door in self.doors if not door.enabled}
+        now = tuple(
+            number
+            for number in reversed(self.reductions)
+            if self.parameters[number].requires_grad
+            and not any(id(door) in resting for door in self.reached_by[number])
+        )
+        known = self.known_buckets.get(now)
+        if known is None:
+            pairs = [(self.parameters[n], self.reductions[n]) for n in now if not self._is_rows(n)]
+            num_bytes = min(door.bucket_bytes for door in self.doors)
+            rows = [self.parameters[n] for n in now if self._is_rows(n)]
+            known = self.known_buckets[now] = make_buckets(pairs, num_bytes), rows
+        return known
+
+    def _is_rows(self, number: int) -> bool:
+        return number in self.tables and bool(self.reductions[number].means)
+
+    def _start(self) -> None:
+        bucket = self.buckets[self.num_started]
+        self.num_started += 1
+        alike: dict[tuple[Collective, ...], list[nn.Parameter]] = {}
+        for parameter in bucket.parameters:
+            alike.setdefault(collectives_for(parameter, bucket.reduction), []).append(parameter)
+        for path, members in alike.items():
+            if path:
+                with torch.no_grad(), because("data_parallel", implicit=False):
+                    row = flattened(members, path[0][0], bucket.reduction.share)
+                    row = _start_reduction(row, path[0])
+                self.sent.append(Sent(members, path, row))
+
+    @untraced
+    def _finish(self) -> None:
+        while self.num_started < len(self.buckets):
+            self._start()
+        sent, of_rows = self.sent, self.of_rows
+        self._forget()
+        with torch.no_grad(), because("data_parallel", implicit=False):
+            for stage in range(1, max((len(each.collectives) for each in sent), default=1)):
+                for each in sent:
+                    if stage < len(each.collectives):
+                        row = collectives.finished(each.row)
+                        each.row = _start_reduction(row, each.collectives[stage])
+            for each in sent:
+                put_back(each, collectives.finished(each.row))
+            self._reduce_rows(of_rows)
+        if self.unchecked:
+            self._check()
+
+    def _reduce_rows(self, parameters: list[nn.Parameter]) -> None:
+        alike: dict[Reduction, list[nn.Parameter]] = {}
+        for parameter in parameters:
+            alike.setdefault(self.reductions[id(parameter)], []).append(parameter)
+        for reduction, members in alike.items():
+            kinds = kinds_on_all_ranks(members, reduction.means)
+            dense = [p for p, kind in zip(members, kinds, strict=True) if kind > ROWS]
+            if dense:
+                path = tuple((grid, axis, "sum") for grid, axis in reduction.means)
+                row = flattened(dense, path[0][0], reduction.share)
+                for each in path:
+                    row = collectives.finished(_start_reduction(row, each))
+                put_back(Sent(dense, path, row), row)
+            for parameter, kind in zip(members, kinds, strict=True):
+                if kind == ROWS:
+                    average_rows(parameter, reduction)
+
+    def _check(self) -> None:
+        """Once: ranks of a tensor axis have the same plain gradients; see `contract`."""
+        self.unchecked = False
+        for door in self.doors:
+            check_alike(door.module)
+        if not self.reductions:
+            self.retire()
+
+
+def _start_reduction(row: torch.Tensor, collective: Collective) -> torch.Tensor:
+    grid, axis, op = collective
+    return collectives.start_all_reduce(row, op, grid, axis)
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return not isinstance(parameter, DTensor)
+
+
+@contextlib.contextmanager
+def _trained(parameter: nn.Parameter) -> Iterator[bool]:
+    """A frozen parameter takes hooks while it is not frozen, and keeps them."""
+    frozen = not parameter.requires_grad
+    can_be = parameter.is_floating_point() or parameter.is_complex()
+    if frozen and can_be:
+        parameter.requires_grad_(True)
+    try:
+        yield can_be
+    finally:
+        if frozen and can_be:
+            parameter.requires_grad_(False)
+
+
+def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
+    """A hook for simulated worlds: gradients of many ranks cannot be added to one plain tensor."""
+
+    @untraced
+    def spread(grad: torch.Tensor) -> None:
+        held = parameter.grad
+        if isinstance(grad, LocalTensor) and type(held) is torch.Tensor:
+            parameter.grad = LocalTensor.per_rank(lambda _: held.clone(), grad.ranks)
+
+    return spread

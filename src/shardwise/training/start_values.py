@@ -1,0 +1,31 @@
+"""The values that replicas start with: those of one coordinate along the data axes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.watch import because
+from shardwise.dtensor.tensor import DTensor
+from shardwise.training.mesh_axes import MeshAxes
+
+
+def start_alike(tensors: Iterable[torch.Tensor], axes: MeshAxes, source: int) -> None:
+    """Give all ranks along the axes the values that coordinate `source` has.
+
+    Along axes of its own mesh a DTensor is what it is; along others it is a replica, as a plain
+    tensor is.
+    """
+    for tensor in tensors:
+        along = axes.axes
+        if isinstance(tensor, DTensor):
+            along = tuple(axes.meet(tensor._layout.grid)[1])
+        local = tensor._local if isinstance(tensor, DTensor) else tensor.detach()
+        if local.is_meta or (axes.grid.world.simulated and not isinstance(local, LocalTensor)):
+            continue  # nothing to send, or one tensor for all ranks
+        for axis in along:
+            with torch.no_grad(), because("data_parallel", implicit=False):
+                local.copy_(collectives.broadcast(local, source, axes.grid, axis))

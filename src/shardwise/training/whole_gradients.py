@@ -1,0 +1,78 @@
+"""The check that ranks of a tensor axis use a plain parameter alike.
+
+Between layers that are split, each rank has some of the columns, heads or positions. A plain
+parameter that is used there gets a gradient of those alone, and the ranks would drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import collectives
+from shardwise.comm.ranks import each_rank, localize, one_for_all
+from shardwise.comm.watch import because
+from shardwise.core.grid import Grid
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError
+from shardwise.training.contract import tensor_axes
+from shardwise.training.mesh_axes import ranks_along
+
+#: How far apart sums of the same numbers may be, by the size of the dtype: kernels of a GPU need
+#: not add in the same order.
+_TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 3e-2, 1: 0.2}
+
+
+def check_alike(module: nn.Module) -> None:
+    """Raise, on all ranks, where a plain gradient differs along an axis that styles split along."""
+    plain = {
+        name: p
+        for name, p in module.named_parameters()
+        if p.requires_grad and not isinstance(p, DTensor)
+    }
+    for (grid, axis), reason in tensor_axes(module).items() if plain else ():
+        if len(ranks_along(grid, axis)) < 2:
+            continue
+        with torch.no_grad(), because("a check of plain gradients", implicit=False):
+            odd = _different(list(plain.values()), grid, axis)
+        if any(odd):
+            names = [name for name, differs in zip(plain, odd, strict=True) if differs]
+            raise LayoutError(
+                f"The gradients of {names} differ between the ranks along axis "
+                f"{grid.axis_name(axis)!r} of {grid!r}. {reason[0].upper()}{reason[1:]}; between "
+                "such layers each rank has some of the columns, heads or positions, and a plain "
+                "parameter that is used there gets the gradient of those alone. Give its module an "
+                'entry in the plan ("replicated_with_grad_allreduce" for a norm of each head, '
+                "SequenceParallel() for a sequence in parts), or add the gradient up yourself in a "
+                "hook of the parameter."
+            )
+
+
+def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> list[bool]:
+    grads = [localize(grid, p.grad if p.grad is not None else p.new_zeros(1)) for p in parameters]
+
+    def sums(_: Any, *here: torch.Tensor) -> torch.Tensor:
+        found = [_sums(grad) for grad in here]
+        row = torch.stack(found).to(torch.float64 if grid.device_type != "mps" else torch.float32)
+        return torch.cat([row, -row])
+
+    row = each_rank(grid, sums, *grads, axes=())
+    largest = one_for_all(collectives.all_reduce(row, "max", grid, axis))
+    parts = getattr(largest, "_parts", (largest,))
+    found = [False] * len(parameters)
+    for part in parts:
+        high, low = part.chunk(2)
+        for number, parameter in enumerate(parameters):
+            allowed = _TOLERANCE[min(parameter.element_size(), 8)] * high[number, 1]
+            found[number] |= bool((high[number] + low[number] > allowed).any())
+    return found
+
+
+def _sums(grad: torch.Tensor) -> torch.Tensor:
+    values = grad._values() if grad.is_sparse else grad
+    wide = torch.view_as_real(values) if values.is_complex() else values
+    wide = wide.detach().double()
+    return torch.stack([wide.sum(), wide.abs().sum()])
