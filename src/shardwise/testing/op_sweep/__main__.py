@@ -112,7 +112,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compiled", action="store_true", help="compile each call, as one graph")
     parser.add_argument("--dynamic", action="store_true", help="compile with sizes as symbols")
     parser.add_argument("--backend", default="aot_eager", help="of the compiler")
-    parser.add_argument("--part", type=part_of_several, default=(1, 1), help="such as 3/16: some operators")
+    parser.add_argument(
+        "--part", type=part_of_several, default=(1, 1), help="such as 3/16: some operators"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one operator")
     parser.add_argument("--json", type=Path, help="write the results here")

@@ -46,7 +46,9 @@ class Door:
     def parse(text: str) -> Door:
         found = _DOOR.fullmatch(text.strip())
         if found is None or found[1] not in DOORS:
-            raise ArgumentError(f"A door is one of {', '.join(DOORS)}, as dp(axis); found {text!r}.")
+            raise ArgumentError(
+                f"A door is one of {', '.join(DOORS)}, as dp(axis); found {text!r}."
+            )
         name, given, detail, path = (part or "" for part in found.groups())
         if name == "sm":
             given, detail = "", given

@@ -84,8 +84,10 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
     ),
 }
-#: The same doors for axes in another order.
-DOORS["tp", "dp"] = DOORS["dp", "tp"][:8]
+#: The same doors for axes in another order, in which torch wants them named.
+DOORS["tp", "dp"] = tuple(
+    text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
+)
 
 MESHES = (
     "tp=2",

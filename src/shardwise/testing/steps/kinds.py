@@ -82,6 +82,9 @@ NO_PENALTY = frozenset({"penalty"})
 SPARSE = NO_PENALTY | {"clip", "zeros"}
 #: An update in backward leaves nothing to clip or to put off.
 FUSED = NO_PENALTY | {"no_sync", "zeros"}
+#: Buffers that differ between ranks have no common value to save.
+OWN_STATISTICS = frozenset({"save"})
+#: The models of `testing.models` have no such layers.
 SPARE = frozenset({"unused", "sometimes", "recompute"})
 
 KINDS: dict[str, Kind] = {
@@ -94,7 +97,11 @@ KINDS: dict[str, Kind] = {
     ),
     "bert": Kind(Bert, _tokens, MLP_PLAN | {"tokens": "rowwise"}, without=NO_PENALTY),
     "bert_decoder": Kind(
-        Bert, _tokens, {"predictions.decoder": "colwise_rep"}, whole_module=False, without=NO_PENALTY
+        Bert,
+        _tokens,
+        {"predictions.decoder": "colwise_rep"},
+        whole_module=False,
+        without=NO_PENALTY,
     ),
     "adapters": Kind(
         Adapters,
@@ -107,7 +114,9 @@ KINDS: dict[str, Kind] = {
         },
     ),
     "experts": Kind(Mixture, _numbers, {"body": "experts"}, without=NO_PENALTY),
-    "statistics": Kind(Statistics, _numbers, MLP_PLAN, own_statistics=True, without=NO_PENALTY),
+    "statistics": Kind(
+        Statistics, _numbers, MLP_PLAN, own_statistics=True, without=NO_PENALTY | OWN_STATISTICS
+    ),
     "fused_sgd": Kind(
         lambda: Tables(SGD(lr=0.3)), _jagged, collection=True, fused=True, without=FUSED
     ),

@@ -70,7 +70,11 @@ class Tied(Trained):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tokens, self.norm, self.body = nn.Embedding(VOCABULARY, WIDTH), nn.RMSNorm(WIDTH), MLP()
+        self.tokens, self.norm, self.body = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.RMSNorm(WIDTH),
+            MLP(),
+        )
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.tokens.weight
 
@@ -214,7 +218,8 @@ class Statistics(Trained):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm = nn.Linear(WIDTH, 8), nn.BatchNorm1d(8)
+        # No bias: the norm takes it away again, and what is left of its gradient is rounding.
+        self.first, self.norm = nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8)
         self.body, self.head = MLP(8, 12), nn.Linear(8, 3)
         self.register_buffer("anchor", torch.linspace(-1, 1, 8))
 

@@ -25,7 +25,13 @@ from shardwise import checkpoint
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import CollectiveError, LaunchError, RankMismatchError, ShardwiseError
+from shardwise.errors import (
+    CollectiveError,
+    LaunchError,
+    RankMismatchError,
+    ShardwiseError,
+    WorldError,
+)
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
 from shardwise.testing.steps.case import Case
@@ -36,7 +42,7 @@ from shardwise.testing.steps.train import NUM_STEPS, Run, freeze, plain_loss
 
 EXAMPLES_PER_PART = 4
 #: What says that something went wrong; other errors of shardwise say that something is not done.
-FAULTS = (RankMismatchError, CollectiveError, LaunchError)
+FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
 
 
 @dataclass
@@ -77,9 +83,7 @@ def build(case: Case) -> tuple[Trained, list[list[Batch]]]:
             freeze(module, late_parameters(module), frozen=True)
         size = EXAMPLES_PER_PART * case.num_parts
         num_batches = 2 if case.options & {"accumulate", "no_sync"} else 1
-        batches = [
-            [kind.batch(module, size) for _ in range(num_batches)] for _ in range(NUM_STEPS)
-        ]
+        batches = [[kind.batch(module, size) for _ in range(num_batches)] for _ in range(NUM_STEPS)]
     return module, batches
 
 

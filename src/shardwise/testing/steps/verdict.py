@@ -74,13 +74,15 @@ def _faults(case: Case, one: Outcome, many: Outcome) -> list[str]:
 def _said(each: Difference) -> str:
     if each.remark:
         return f"{each.what} {each.name} {each.remark}"
-    return f"{each.what} {each.name} off by {each.largest / (each.scale or 1):.2%}"
+    return f"{each.what} {each.name} off by {100 * each.largest / (each.scale or 1):.2g}%"
 
 
 def _faults_of_loaded(case: Case, alone: Outcome, folder: Path) -> list[str]:
     """What all ranks saved, loaded by one device: its parameters, and the loss that it has."""
     module, batches = build(case)
-    first = {name: p.detach().clone() for name, p in module.named_parameters(remove_duplicate=False)}
+    first = {
+        name: p.detach().clone() for name, p in module.named_parameters(remove_duplicate=False)
+    }
     checkpoint.load({"model": module}, folder / "saved")
     parameters = dict(module.named_parameters(remove_duplicate=False))
     loaded = {name: p.detach() - first[name] for name, p in parameters.items()}
@@ -93,7 +95,9 @@ def _faults_of_loaded(case: Case, alone: Outcome, folder: Path) -> list[str]:
             parameter.copy_(first[name] + alone.parameters[name])
     expected = call(module, batches[0][0]).detach()
     if not faults and (loss - expected).abs() > bound_of(case) * expected.abs():
-        faults.append(f"the loss of what was loaded is {float(loss):.6g}, not {float(expected):.6g}")
+        faults.append(
+            f"the loss of what was loaded is {float(loss):.6g}, not {float(expected):.6g}"
+        )
     return faults
 
 
