@@ -36,7 +36,8 @@ def open_doors(case: Case, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
         return mesh[door.axes]
 
     for door in case.doors:
-        module = _CALLS[door.name](door, KINDS[case.kind], module, mesh, lambda d=door: axes_of(d))
+        axes = functools.partial(axes_of, door)
+        module = _CALLS[door.name](door, KINDS[case.kind], module, mesh, axes)
     return module
 
 

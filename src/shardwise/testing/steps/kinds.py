@@ -84,6 +84,8 @@ SPARSE = NO_PENALTY | {"clip", "zeros"}
 FUSED = NO_PENALTY | {"no_sync", "zeros"}
 #: Buffers that differ between ranks have no common value to save.
 OWN_STATISTICS = frozenset({"save"})
+#: Rounding decides which experts are chosen.
+ROUTED = frozenset({"autocast"})
 #: The models of `testing.models` have no such layers.
 SPARE = frozenset({"unused", "sometimes", "recompute"})
 
@@ -113,7 +115,7 @@ KINDS: dict[str, Kind] = {
             "body.down.a": "rowwise",
         },
     ),
-    "experts": Kind(Mixture, _numbers, {"body": "experts"}, without=NO_PENALTY),
+    "experts": Kind(Mixture, _numbers, {"body": "experts"}, without=NO_PENALTY | ROUTED),
     "statistics": Kind(
         Statistics, _numbers, MLP_PLAN, own_statistics=True, without=NO_PENALTY | OWN_STATISTICS
     ),

@@ -87,7 +87,7 @@ class Tied(Trained):
 class Predictions(nn.Module):
     """BERT's head: the decoder's weight is the embedding, and its bias has a second owner."""
 
-    def __init__(self, weight: nn.Parameter) -> None:
+    def __init__(self, weight: Any) -> None:
         super().__init__()
         self.transform, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
         self.decoder = nn.Linear(WIDTH, VOCABULARY)

@@ -28,6 +28,8 @@ EXCLUSIVE = (
     {"unused", "sometimes"},
     {"late", "freeze"},
     {"autocast", "penalty"},
+    # The second optimizer would divide by what rounding left.
+    {"autocast", "two"},
     # A gradient of zeros is not none: frozen and unreached parameters would still be decayed.
     {"zeros", "freeze"},
 )

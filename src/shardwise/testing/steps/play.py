@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -203,7 +203,11 @@ def _give_each_rank_its_own(module: nn.Module) -> None:
         for owner in module.modules():
             for key, buffer in owner._buffers.items():
                 if buffer is not None:
-                    owner._buffers[key] = LocalTensor.per_rank(lambda _, b=buffer: b.clone())
+                    owner._buffers[key] = LocalTensor.per_rank(_cloned(buffer))
+
+
+def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
+    return lambda _: tensor.clone()
 
 
 # -- values ----------------------------------------------------------------------------------

@@ -85,7 +85,8 @@ class Run:
     def _prepare(self) -> None:
         """What changes between steps: which parameters are trained, and which are reached."""
         if hasattr(self.module, "reaches_spare"):
-            self.module.reaches_spare = "sometimes" in self.options and self.num_steps == 1
+            reached = "sometimes" in self.options and self.num_steps == 1
+            setattr(self.module, "reaches_spare", reached)  # noqa: B010
         if self.num_steps == 1 and self.options & {"late", "freeze"}:
             freeze(self.module, self.late, frozen="freeze" in self.options)
 
@@ -108,8 +109,9 @@ class Run:
         with contextlib.ExitStack() as stack:
             if "no_sync" in self.options and not last:
                 for inner in self.module.modules():
-                    if hasattr(inner, "no_sync"):
-                        stack.enter_context(inner.no_sync())
+                    no_sync: Any = getattr(inner, "no_sync", None)
+                    if no_sync is not None:
+                        stack.enter_context(no_sync())
             yield
 
     def _copy(self) -> None:
