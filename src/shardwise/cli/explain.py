@@ -15,10 +15,9 @@ from shardwise.cli.tables import collectives_table, memory_table, outputs_table,
 from shardwise.comm.simulate import simulate
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
-from shardwise.report.batches import call, per_rank, split_batch
 from shardwise.report.memory import optimizer_tensors
-from shardwise.report.parity import loss_of
 from shardwise.report.step import Collective
+from shardwise.testing.batches import call, loss_of, per_rank, split_batch
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,

@@ -16,7 +16,7 @@ from shardwise.demo.criteo import ClickFile
 from shardwise.demo.recommender import Recommender
 from shardwise.embedding import Plan, Table
 from shardwise.parallel import data_parallel
-from shardwise.report.batches import per_rank, split_batch
+from shardwise.testing.batches import per_rank, split_batch
 
 EXAMPLES_PER_STEP = 1024
 DENSE_RATE = 0.05

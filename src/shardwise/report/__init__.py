@@ -1,9 +1,10 @@
 """One training step of somebody's model, looked at: what it communicates, holds and computes."""
 
-from shardwise.report.case import Case, Mesh
+from shardwise.report.case import Case
 from shardwise.report.html import write_html
 from shardwise.report.parity import Parity, check_in_processes, check_simulated
 from shardwise.report.step import StepReport, report_step
+from shardwise.testing.mesh import Mesh
 
 __all__ = [
     "Case",

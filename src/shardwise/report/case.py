@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import os
-import re
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,61 +12,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel, load_plan, parallelize_module
 from shardwise.planfile.files import read_content
+from shardwise.testing.mesh import TENSOR_AXIS
 
-TENSOR_AXIS = "tp"
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
-
-
-#: Up to a million ranks along an axis.
-_SIZE = re.compile(r"[1-9][0-9]{0,5}")
-
-
-@dataclass(frozen=True)
-class Mesh:
-    """The names and sizes of a mesh's axes, before there is a world.
-
-    >>> Mesh.parse("dp=2,tp=4")
-    Mesh(names=('dp', 'tp'), sizes=(2, 4))
-    >>> Mesh.parse("4")
-    Mesh(names=('tp',), sizes=(4,))
-    """
-
-    names: tuple[str, ...]
-    sizes: tuple[int, ...]
-
-    @staticmethod
-    def parse(text: str) -> Mesh:
-        names, sizes = [], []
-        for part in text.split(","):
-            name, equals, size = part.strip().rpartition("=")
-            right = _SIZE.fullmatch(size) is not None and (not equals or name.isidentifier())
-            if not right:
-                raise ArgumentError(f"A mesh is written dp=2,tp=4 or 4; found {text!r}.")
-            names.append(name or TENSOR_AXIS)
-            sizes.append(int(size))
-        if len(set(names)) < len(names):
-            raise ArgumentError(f"Each axis of a mesh has a name of its own; found {text!r}.")
-        return Mesh(tuple(names), tuple(sizes))
-
-    @property
-    def num_ranks(self) -> int:
-        total = 1
-        for size in self.sizes:
-            total *= size
-        return total
-
-    def make(self) -> DeviceMesh:
-        """The mesh, in the world that is there now."""
-        return init_device_mesh("cpu", self.sizes, mesh_dim_names=self.names)
-
-    def __str__(self) -> str:
-        return ", ".join(f"{n}={s}" for n, s in zip(self.names, self.sizes, strict=True))
 
 
 @dataclass(frozen=True)

@@ -4,49 +4,29 @@ Note [What is compared]
 The batch is cut into as many parts as there are data-parallel ranks. One device computes the mean
 of the parts' losses; the sharded model has each rank compute its own, as in training. Compared are
 the outputs on each rank, the gradients, the parameters after a step of SGD, and the numbers that
-the generator would draw next. A difference counts against the largest entry of the tensor on one
-device, or a thousandth of the largest of its kind where that is more: a gradient that is zero in
-theory is rounding on both sides.
+the generator would draw next. `testing.differences` says what a difference counts against.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError
 from shardwise.launch import launch
-from shardwise.report.batches import call, per_rank, split_batch
-from shardwise.report.case import Case, Mesh
+from shardwise.report.case import Case
+from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
+from shardwise.testing.differences import Difference, Values, differences
+from shardwise.testing.mesh import Mesh
 
 RATE = 0.1
 TOLERANCE = 1e-4
-SMALLEST = 1e-3
-
-Values = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """One tensor: the largest difference, what it was measured against, or why it has none."""
-
-    what: str
-    name: str
-    largest: float
-    scale: float
-    remark: str = ""
-
-    def within(self, tolerance: float) -> bool:
-        return not self.remark and self.largest <= tolerance * self.scale
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ def _compare(
     one = play_alone(case, parts)
     found: list[Difference] = []
     for what in ("outputs", "gradients", "parameters", "random"):
-        found += _differences(what, getattr(one, what), getattr(many, what))
+        found += differences(what, getattr(one, what), getattr(many, what))
     return Parity(mesh, tuple(found), tolerance)
 
 
@@ -132,24 +112,11 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, tuple[int, ...]]:
     outputs: Values = {}
     world = current_world()
     for rank in range(world.size) if world.simulated else (world.rank,):
-        mine = [_on_rank(leaf, rank) for leaf in _tensors(output)]
+        mine = [_on_rank(leaf, rank) for leaf in tensors_of(output)]
         outputs |= _named(mine, rank)
     loss_of(output).backward()
     brought = tuple(sharded.part_of(rank) for rank in range(world.size))
     return _finish(sharded.module, outputs), brought
-
-
-def loss_of(output: Any) -> torch.Tensor:
-    """The loss that an output is or has; else the mean square of its tensors, for want of one."""
-    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
-    if isinstance(loss, torch.Tensor) and not loss.dim():
-        return loss
-    floating = [leaf for leaf in _tensors(output) if leaf.is_floating_point()]
-    if not floating:
-        raise ArgumentError(
-            f"The module should give a loss or tensors of numbers, found {type(output).__name__}."
-        )
-    return sum((leaf.pow(2).mean() for leaf in floating), torch.zeros(()))
 
 
 def _finish(module: nn.Module, outputs: Values) -> Outcome:
@@ -189,14 +156,8 @@ class _updates_together:
 # -- plain tensors ---------------------------------------------------------------------------
 
 
-def _tensors(output: Any) -> list[torch.Tensor]:
-    if not isinstance(output, (torch.Tensor, Mapping, tuple, list)) and hasattr(output, "__dict__"):
-        output = vars(output)
-    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
-
-
 def _named(output: Any, rank: int) -> Values:
-    leaves = _tensors(output)
+    leaves = tensors_of(output)
     label = f"on rank {rank}"
     return {
         f"{label}, tensor {number}" if len(leaves) > 1 else label: leaf.detach()
@@ -215,25 +176,3 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     value = value.agreed() if isinstance(value, LocalTensor) else value
     return (value.to_dense() if value.is_sparse else value).detach().clone()
-
-
-def _differences(what: str, one: Values, many: Values) -> Iterator[Difference]:
-    largest = max((_largest(value) for value in one.values()), default=0.0)
-    for name, expected in one.items():
-        found = many.get(name)
-        scale = max(_largest(expected), SMALLEST * largest)
-        if found is None:
-            yield Difference(what, name, 0.0, scale, "missing when sharded")
-        elif found.shape != expected.shape:
-            shapes = f"{tuple(found.shape)}, not {tuple(expected.shape)}"
-            yield Difference(what, name, 0.0, scale, f"has shape {shapes}")
-        else:
-            gap = _largest(found.double() - expected.double())
-            remark = "" if gap == gap else "not a number"
-            yield Difference(what, name, gap, scale, remark)
-    for name in many.keys() - one.keys():
-        yield Difference(what, name, 0.0, 0.0, "missing on one device")
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.double().abs().max()) if tensor.numel() else 0.0

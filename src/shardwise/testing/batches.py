@@ -1,4 +1,4 @@
-"""Batches: how one is split over the ranks of a data axis, and handed to each."""
+"""Batches: how one is split over data axes and handed to each rank; the loss of what comes out."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.embedding import Jagged
-from shardwise.errors import LayoutError
+from shardwise.errors import ArgumentError, LayoutError
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
@@ -47,6 +47,25 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, Mapping):
         return module(**batch)
     return module(batch)
+
+
+def loss_of(output: Any) -> torch.Tensor:
+    """The loss that an output is or has; else the mean square of its tensors, for want of one."""
+    loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
+    if isinstance(loss, torch.Tensor) and not loss.dim():
+        return loss
+    floating = [leaf for leaf in tensors_of(output) if leaf.is_floating_point()]
+    if not floating:
+        raise ArgumentError(
+            f"The module should give a loss or tensors of numbers, found {type(output).__name__}."
+        )
+    return sum((leaf.pow(2).mean() for leaf in floating), torch.zeros(()))
+
+
+def tensors_of(output: Any) -> list[torch.Tensor]:
+    if not isinstance(output, (torch.Tensor, Mapping, tuple, list)) and hasattr(output, "__dict__"):
+        output = vars(output)
+    return [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor)]
 
 
 def _map(batch: Any, fn: Callable[[Any], Any]) -> Any:

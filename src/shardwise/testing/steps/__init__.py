@@ -1,0 +1,10 @@
+"""A prover of training steps: whether ranks train a model as one device does.
+
+A case is a model, a mesh, front doors in some order, and options. Three steps are taken, and all
+parameters compared. `python -m shardwise.testing.steps` draws cases and plays them.
+"""
+
+from shardwise.testing.steps.case import Case, Door
+from shardwise.testing.steps.verdict import Verdict, prove
+
+__all__ = ["Case", "Door", "Verdict", "prove"]

@@ -1,0 +1,178 @@
+"""Drawing cases: the same for a seed, and so that pairs of choices soon have all been tried."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator
+
+from shardwise.testing.mesh import Mesh
+from shardwise.testing.steps.case import Case, Door
+from shardwise.testing.steps.kinds import KINDS, Kind
+from shardwise.testing.steps.options import OPTIONS, agree
+
+TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
+
+#: By the names of a mesh's axes: sets of doors, to be called in any order.
+DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("tp",): ("tp",),
+    ("dp",): (
+        "dp(dp)",
+        "fs(dp)",
+        "fs(dp); dp(dp)",
+        "replicate; fs(dp)",
+        "replicate; dp(dp)",
+        "dp(dp)@body; dp(dp)",
+        "fs(dp)@body; dp(dp)",
+        "dm",
+        "dm; dp(dp)",
+        "dm; fs(dp)",
+        "sm(0); dp(dp)",
+        "sm(1); dp(dp)",
+        "tables(dp,?); dp(dp)",
+        "tables(dp,?); fs(dp)",
+    ),
+    ("dp", "tp"): (
+        "tp; dp(dp)",
+        "tp; fs(dp)",
+        "tp; fs(dp); dp(dp)",
+        "tp; fs(dp)@body; dp(dp)",
+        "tp",
+        "dp(dp)",
+        "dp(dp+tp)",
+        "dp(dp*tp)",
+        "dm",
+        "dm; dp(dp)",
+        "dm; fs(dp)",
+        "sm(0); dp(dp*tp)",
+        "sm(0); dp(dp+tp)",
+        "tables(dp,?); tp; dp(dp)",
+        "tables(dp*tp,?); dp(dp*tp)",
+    ),
+    ("rep", "shard"): (
+        "fs(shard); dp(rep)",
+        "fs(shard); dp(rep*shard)",
+        "fs(shard); dp(rep+shard)",
+        "dp(rep)@body; dp(shard)",
+        "dp(rep)@*; dp(shard)",
+        "dp(rep); dp(shard)",
+        "dp(rep+shard)",
+        "dp(rep*shard)",
+        "fs(rep*shard)",
+        "fs(shard)",
+        "dm",
+        "dm; fs(shard); dp(rep)",
+        "sm(0); dp(rep*shard)",
+    ),
+    ("rep", "shard", "tp"): (
+        "tp; fs(shard); dp(rep)",
+        "tp; fs(shard); dp(rep*shard)",
+        "tp; fs(shard); dp(rep+shard)",
+        "tp; fs(shard)",
+        "tp; dp(rep+shard)",
+        "tp; dp(rep*shard)",
+        "tp; dp(rep); dp(shard)",
+        "tp; dp(rep)@*; dp(shard)",
+        "dm; fs(shard); dp(rep)",
+    ),
+    ("host", "dev"): (
+        "tables(dev,?); dp(host)@tables; dp(host*dev)",
+        "tables(dev,?); dp(host*dev)",
+        "tables(dev,?); dp(host+dev)",
+        "tables(host*dev,?); dp(host*dev)",
+        "tables(host*dev,?); dp(host+dev)",
+        "tables(dev,?); fs(dev)@body; dp(host*dev)",
+    ),
+}
+#: The same doors for axes in another order, in which torch wants them named.
+DOORS["tp", "dp"] = tuple(
+    text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
+)
+
+MESHES = (
+    "tp=2",
+    "dp=2",
+    "dp=4",
+    "dp=3",
+    "dp=2,tp=2",
+    "dp=2,tp=1",
+    "dp=4,tp=2",
+    "tp=2,dp=2",
+    "rep=2,shard=2",
+    "rep=1,shard=2",
+    "rep=2,shard=2,tp=2",
+    "rep=2,shard=2,tp=1",
+    "host=2,dev=2",
+)
+#: How many drawn cases compete for being the next one.
+NUM_CANDIDATES = 12
+
+
+def draw_cases(num_cases: int, seed: int, most_ranks: int = 8) -> list[Case]:
+    """So many cases, each of which tries as many new pairs of choices as one of a few can."""
+    chance = random.Random(seed)
+    meshes = [mesh for mesh in map(Mesh.parse, MESHES) if mesh.num_ranks <= most_ranks]
+    tried: set[frozenset[str]] = set()
+    cases: list[Case] = []
+    while len(cases) < num_cases:
+        drawn = [_draw(chance, meshes) for _ in range(NUM_CANDIDATES)]
+        best = max((case for case in drawn if case), key=lambda c: len(set(_pairs(c)) - tried))
+        tried.update(_pairs(best))
+        cases.append(best)
+    return cases
+
+
+def _draw(chance: random.Random, meshes: list[Mesh]) -> Case:
+    while True:
+        name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
+        kind = KINDS[name]
+        fitting = [text for text in DOORS[mesh.names] if _fits(kind, text)]
+        if not fitting:
+            continue
+        text = chance.choice(fitting).replace("?", chance.choice(TABLE_PLANS))
+        doors = [Door.parse(door) for door in text.split(";")]
+        if chance.random() < 0.5:
+            chance.shuffle(doors)
+        case = Case(name, mesh, tuple(doors))
+        options = _draw_options(chance, kind, case)
+        # Adam and Adagrad divide by what is small, and make rounding large.
+        steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
+        optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
+        return Case(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
+
+
+def _draw_options(chance: random.Random, kind: Kind, case: Case) -> frozenset[str]:
+    allowed = [option for option in OPTIONS if option not in kind.without]
+    if not any(door.name == "dp" for door in case.doors):
+        allowed.remove("no_sync") if "no_sync" in allowed else None
+    while True:
+        options = frozenset(chance.sample(allowed, chance.choice((0, 1, 1, 2, 2, 3))))
+        if agree(options):
+            return options
+
+
+def _fits(kind: Kind, text: str) -> bool:
+    if "tables" in text:
+        return kind.collection and ("tp;" not in text or bool(kind.plan))
+    if kind.collection:
+        return text in ("dp(dp)", "fs(dp)", "dp(rep*shard)", "tp; dp(dp)") and (
+            "tp" not in text or bool(kind.plan)
+        )
+    if text.startswith("sm"):
+        return bool(kind.cut)
+    if text.startswith("dm"):
+        return kind.whole_module
+    return not text.startswith("tp") or bool(kind.plan)
+
+
+def _pairs(case: Case) -> Iterator[frozenset[str]]:
+    """The pairs of choices of a case: of its doors the set, whether it is in order, and each."""
+    choices = {
+        case.kind,
+        f"mesh {case.mesh}",
+        "; ".join(map(str, case.doors)),
+        f"with {case.optimizer}",
+        *(f"{door.name} {'flat' if door.flattened else len(door.axes)}" for door in case.doors),
+        *case.options,
+    }
+    yield from map(frozenset, itertools.combinations(sorted(choices), 2))
