@@ -246,10 +246,11 @@ def test_sharded_parameters_are_gathered_once_each_and_reduced_in_pieces():
 
 
 def test_shard_parameters_needs_distributed_ones(square):
-    with pytest.raises(LayoutError, match="found no DTensor"):
-        shard_parameters(MLP(), square["rows"])
-    with pytest.raises(LayoutError, match="found no DTensor .* 'rows', 'cols'"):
-        shard_parameters(MLP(), square)
+    """Also ones that a plan makes later, but before the first call."""
+    for mesh, names in ((square["rows"], "'rows'"), (square, "'rows', 'cols'")):
+        model = shard_parameters(MLP(), mesh)
+        with pytest.raises(LayoutError, match=f"found no DTensor .* {names} of"):
+            model(torch.randn(2, 8))
 
 
 @pytest.mark.parametrize("plan", [BLOCK_PLAN, sequence_plan()], ids=["plain", "sequence"])

@@ -148,6 +148,8 @@ def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
     """`x` in layout `target`, differentiable; `x` itself when it lies there already."""
     if x._layout is target:
         return x
+    if x.is_sparse:
+        x = x.terms()  # rows that lie elsewhere travel dense
     if torch.is_grad_enabled() and x.requires_grad:
         return _apply_redistribute(x, target, async_op)
     return move(x, target, own=True, async_op=async_op)

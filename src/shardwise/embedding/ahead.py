@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.batch import Bags, Complaint, bags_of
@@ -167,6 +168,8 @@ def look_ahead(
         return _complain(route, grid, Complaint(str(error).rstrip(".")))
     if trouble is not None:
         return _complain(route, grid, Complaint(trouble, ShardwiseError))
+    if grid is None and _differs(jagged):
+        return _complain(route, grid, Complaint(_ONE_BATCH))
     weights = jagged._weights
     train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     found = [
@@ -174,6 +177,18 @@ def look_ahead(
         for each in _jagged_per_rank(grid, jagged)
     ]
     return Ahead(route, grid, found, weights)
+
+
+_ONE_BATCH = (
+    "the batch differs between the ranks of a simulated world, but the collection is not sharded "
+    "and takes one batch. Call shard(mesh, plan) first; the plan 'data_parallel' gives every rank "
+    "all tables"
+)
+
+
+def _differs(batch: Jagged) -> bool:
+    given = (batch.values, batch.lengths, batch._weights)
+    return any(isinstance(each, LocalTensor) and len(each._parts) > 1 for each in given)
 
 
 def _complain(route: Route, grid: Grid | None, complaint: Complaint) -> Ahead:

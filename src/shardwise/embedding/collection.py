@@ -55,9 +55,13 @@ REDUCTIONS = ("mean", "sum")
 class _Weight(nn.Module):
     """Holds the parameter of one table, under the name that torchrec's modules give it."""
 
-    def __init__(self, weight: torch.Tensor) -> None:
+    #: A plan lays it out: `shard_parameters` leaves it as it is.
+    lays_out_itself = True
+
+    def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
         super().__init__()
         self.weight = nn.Parameter(weight)
+        self.sparse = sparse
 
 
 class _Collection(nn.Module):
@@ -97,7 +101,7 @@ class _Collection(nn.Module):
         stacks = Stacks(home, None, dtype or torch.get_default_dtype(), place)
         if place.type != "meta":
             draw_tables(stacks)
-        weights = {t.name: _Weight(stacks.table(i)) for i, t in enumerate(self.tables)}
+        weights = {t.name: _Weight(stacks.table(i), sparse) for i, t in enumerate(self.tables)}
         self.add_module(self._child, nn.ModuleDict(weights))
         self._settle(stacks, scale=1.0)
 

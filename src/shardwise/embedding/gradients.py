@@ -7,12 +7,14 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm.watch import because
+from shardwise.dtensor.row_sparse import gather_rows
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.tiling import Tile
 from shardwise.exchange.between import one_tensor, summed
 from shardwise.exchange.order import counted, repeated
+from shardwise.training.contract import Reduction
 
 #: The rows of a stack that have a gradient, each once and in order, and the gradients.
 Rows = tuple[torch.Tensor, torch.Tensor]
@@ -56,6 +58,39 @@ def sum_of_copies(stacks: Stacks, rows: Sequence[dict[int, Rows]]) -> list[dict[
             here[k] = (numbers, dense.index_select(0, numbers)[:, :width].contiguous())
         found.append(here)
     return found
+
+
+def mean_over_replicas(
+    stacks: Stacks,
+    backend: Backend,
+    replicas: Reduction,
+    asked: Sequence[dict[int, tuple[Query, torch.Tensor]]],
+    copies: Sequence[dict[int, Rows]],
+) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]]]:
+    """What a backward pass asks of the tables, on average over data axes that are not theirs.
+
+    Every replica gets the rows of all, in one order, so that all make the same update.
+    """
+    found_asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
+    found_copies: list[dict[int, Rows]] = []
+    with because("gradients of replicated tables", implicit=False):
+        for place, rank in enumerate(stacks.ranks):
+            rows = {**row_gradients(stacks, place, backend, asked[place]), **copies[place]}
+            here: dict[int, tuple[Query, torch.Tensor]] = {}
+            shared: dict[int, Rows] = {}
+            for k, weight in enumerate(stacks.weights[place]):
+                nothing = torch.empty(0, dtype=torch.int64, device=weight.device), weight[:0]
+                numbers, values = rows.get(k, nothing)
+                for axis in replicas.means:
+                    numbers, values = gather_rows(numbers, values, *axis)
+                values = values * replicas.share
+                if stacks.tiling.stacks[rank][k].replicated:
+                    shared[k] = numbers, values
+                else:
+                    here[k] = Query(numbers, None, None), values
+            found_asked.append(here)
+            found_copies.append(shared)
+    return found_asked, found_copies
 
 
 def table_gradient(

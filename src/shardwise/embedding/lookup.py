@@ -13,6 +13,7 @@ from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.gradients import (
     Rows,
+    mean_over_replicas,
     row_gradients,
     sum_of_copies,
     table_gradient,
@@ -26,6 +27,8 @@ from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.step import Visit, exchange_rows, gradients_per_stack, look_up
 from shardwise.embedding.weight_gradients import weight_gradients, weights_train
 from shardwise.exchange.between import one_tensor, part_per_rank
+from shardwise.training.contract import Reduction
+from shardwise.training.reducer import reduction_for
 
 
 @dataclass(slots=True)
@@ -55,7 +58,8 @@ def run_lookup(
     # The tables take no part in autograd then: something has to call backward.
     start = torch.zeros((), requires_grad=any(p.requires_grad for p in parameters))
     resting = [p.requires_grad for p in parameters]
-    return _FusedLookup.apply(engine, ahead, joined, resting, ahead.weights, start)
+    replicas = reduction_for(parameters[0])
+    return _FusedLookup.apply(engine, ahead, joined, (resting, replicas), ahead.weights, start)
 
 
 def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], tuple[Any, ...]]:
@@ -161,12 +165,13 @@ class _FusedLookup(UntracedFunction):
         engine: Engine,
         ahead: Ahead,
         joined: bool,
-        trained: list[bool],
+        update: tuple[list[bool], Reduction | None],
         weights: torch.Tensor | None,
         start: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
-        ctx.engine, ctx.joined, ctx.trained = engine, joined, trained
+        ctx.engine, ctx.joined = engine, joined
+        ctx.trained, ctx.replicas = update
         ctx.visits, outputs = _forward(engine, ahead, joined)
         return outputs
 
@@ -176,6 +181,10 @@ class _FusedLookup(UntracedFunction):
         asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
         if not all(ctx.trained):
             _leave_out(engine.stacks, ctx.trained, asked, copies)
+        if ctx.replicas is not None and ctx.replicas.means:
+            asked, copies = mean_over_replicas(
+                engine.stacks, engine.backend, ctx.replicas, asked, copies
+            )
         assert engine.optimizer is not None, "fused lookups have an optimizer"
         engine.optimizer.take(asked, copies)
         return None, None, None, None, of_weights, None

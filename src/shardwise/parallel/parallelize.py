@@ -20,6 +20,7 @@ from shardwise.parallel.words import described
 from shardwise.training.contract import DataAxes, forbid_both
 from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import declare, doors_of, follow_all
+from shardwise.training.shard_parameters import split_parameters
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -84,6 +85,7 @@ def parallelize_module(
     if found.targets:
         declare(module, *_data_axes(mesh))
         follow_all(before)
+        split_parameters(module)
     return module
 
 

@@ -19,7 +19,8 @@ its parameters.
 
 Doors only declare: which axes are data axes for the parameters of a module, which axis a style
 splits a module along. It does not matter in which order they are called, nor whether one is called
-inside a module of another: the axes of a parameter are those of all doors that reach it.
+inside a module of another: the data axes of a parameter are those of all doors that reach it, and
+of the doors that have other parameters in common with those.
 """
 
 from __future__ import annotations

@@ -9,10 +9,10 @@ bucket carries one flag per parameter, so a parameter that no rank used keeps no
 of tables that are known to be rows come last, and rows are gathered instead.
 
 Note [One reducer for nested doors]
-Doors whose modules have parameters in common share a reducer, so that a gradient is reduced once,
-over the axes of all of them, and one order of buckets holds for all. Doors are what is declared and
-what is copied and pickled with a module; a reducer is made from them, again whenever the parameters
-of their modules are others than before.
+Doors whose modules have parameters in common share a reducer: each gradient is reduced once, over
+the axes of all of these doors, and one order of buckets holds for all. Doors are what is declared
+and what is copied and pickled with a module; a reducer is made from them, again whenever the
+parameters of their modules are others than before.
 """
 
 from __future__ import annotations
@@ -78,15 +78,9 @@ class Door:
         enrol(self)
 
     def all_declared(self) -> list[DataAxes]:
-        """Also what doors of modules around this one declare."""
-        mine = {id(p) for p in self.parameters}
-        around = [
-            each
-            for door in doors_of(self.parameters)
-            if mine <= {id(p) for p in door.parameters}
-            for each in door.declared
-        ]
-        return list(dict.fromkeys([*self.declared, *around]))
+        """Also what doors of modules around this one and inside of it declare."""
+        doors = [self] if self.reducer is None else [self, *self.reducer.doors]
+        return list(dict.fromkeys(each for door in doors for each in door.declared))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -166,6 +160,12 @@ def doors_of(parameters: list[nn.Parameter]) -> list[Door]:
     return list(found.values())
 
 
+def reduction_for(parameter: torch.Tensor) -> Reduction | None:
+    """What doors have declared to be done to the gradient of a parameter."""
+    reducer = _owners.get(id(parameter))
+    return None if reducer is None else reducer.reductions.get(id(parameter))
+
+
 def follow_all(parameters: list[nn.Parameter]) -> None:
     """Doors that reach these parameters look whether their modules have others by now."""
     for door in doors_of(parameters):
@@ -204,8 +204,10 @@ class Reducer:
             for parameter in door.parameters:
                 self.reached_by[id(parameter)].append(door)
         self.reductions: dict[int, Reduction] = {}
+        # Where a batch differs along an axis for one part of a model, it does for all: the loss
+        # differs. A mean of gradients that are the same changes nothing.
+        declared = list(dict.fromkeys(each for door in self.doors for each in door.declared))
         for number, parameter in self.parameters.items():
-            declared = [each for door in self.reached_by[number] for each in door.declared]
             found = reduction_of(parameter, declared)
             if found is not None:
                 self.reductions[number] = found

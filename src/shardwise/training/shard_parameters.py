@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +15,20 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.training.contract import DataAxes, forbid_both, tensor_axes
 from shardwise.training.mesh_axes import MeshAxes, mesh_axes
-from shardwise.training.reducer import declare, follow_all
+from shardwise.training.reducer import declare, doors_of, follow_all
 from shardwise.training.start_values import start_alike
+
+#: Where a module keeps what `shard_parameters` was asked for.
+_ASKED = "_sharded_over"
+
+
+@dataclass(slots=True)
+class Asked:
+    """Along which axes to split, and whether around what other axes split."""
+
+    axes: MeshAxes
+    outermost: bool
+    num_split: int = 0
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = False) -> nn.Module:
@@ -28,6 +41,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = F
 
     Each rank has its own batch along the axes. Plain parameters stay whole: they start from the
     values of the first coordinate, and backward reduces their gradients, as `data_parallel` does.
+    Parameters that `parallelize_module` distributes later are split then.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import parallelize_module, shard_parameters
@@ -41,26 +55,53 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = F
     """
     axes = mesh_axes(mesh)
     forbid_both([axes], tensor_axes(module), "shard_parameters")
-    before = list(module.parameters())
-    if axes.size > 1 and not any(_to_split(p, axes) for p in before):
-        raise LayoutError(
-            f"shard_parameters found no DTensor that is replicated over axis {axes.names} of "
-            f"{axes.grid!r}. Make them first: parallelize_module(module, mesh, plan) with a mesh "
-            'that has this axis and an axis "tp" (of size 1, if no layer is to be split). For '
-            "plain parameters that stay whole: data_parallel(module, mesh)."
-        )
     declare(module, DataAxes(axes, False), source=0)
-    start_alike((*before, *module.buffers()), axes, 0)
+    start_alike((*module.parameters(), *module.buffers()), axes, 0)
+    asked = module.__dict__.setdefault(_ASKED, [])
+    if not asked:
+        module.register_forward_pre_hook(_check_split)
+    asked.append(Asked(axes, outermost))
+    split_parameters(module)
+    return module
+
+
+def split_parameters(module: nn.Module) -> None:
+    """Split what `shard_parameters` was called for, here or around this module, and is not yet.
+
+    A plan may be applied after it, and make DTensors that were not there.
+    """
+    parameters = list(module.parameters())
+    doors = {id(door): door for door in doors_of(parameters)}
+    for door in doors.values():
+        for asked in door.module.__dict__.get(_ASKED, ()):
+            asked.num_split += _split_all(door.module, asked)
+    follow_all(parameters)
+
+
+def _split_all(module: nn.Module, asked: Asked) -> int:
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
-        split = {name: _to_split(p, axes) for name, p in owner._parameters.items()}
+        if getattr(owner, "lays_out_itself", False):
+            continue
+        split = {name: _to_split(p, asked.axes) for name, p in owner._parameters.items()}
         split = {name: along for name, along in split.items() if along}
         for name, along in split.items():
-            owner._parameters[name] = _split(owner._parameters[name], along, outermost, made)
+            owner._parameters[name] = _split(owner._parameters[name], along, asked.outermost, made)
         if split:
             _gather_in_forward(owner, split)
-    follow_all(before)
-    return module
+    return len(made)
+
+
+def _check_split(module: nn.Module, _: Any) -> None:
+    for asked in module.__dict__[_ASKED]:
+        if not asked.num_split and asked.axes.size > 1:
+            raise LayoutError(
+                f"shard_parameters found no DTensor that is replicated over axis "
+                f"{asked.axes.names} of {asked.axes.grid!r}. Make some: "
+                'parallelize_module(module, mesh, plan) with a mesh that has this axis and "tp" '
+                "(of size 1, if no layer is to be split). For plain parameters that stay whole: "
+                "data_parallel(module, mesh)."
+            )
 
 
 def _to_split(parameter: torch.Tensor | None, axes: MeshAxes) -> tuple[int, ...]:
