@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -46,6 +47,23 @@ class Mesh:
     @property
     def num_ranks(self) -> int:
         return math.prod(self.sizes)
+
+    def num_parts(self, axes: Collection[str]) -> int:
+        """How many parts a batch has that differs along some axes."""
+        return math.prod(s for n, s in zip(self.names, self.sizes, strict=True) if n in axes)
+
+    def part_of(self, rank: int, axes: Collection[str]) -> int:
+        """Which of them a rank brings.
+
+        >>> [Mesh.parse("dp=2,tp=2").part_of(rank, ["dp"]) for rank in range(4)]
+        [0, 0, 1, 1]
+        """
+        part, weight = 0, 1
+        for name, size in zip(reversed(self.names), reversed(self.sizes), strict=True):
+            rank, coordinate = divmod(rank, size)
+            if name in axes:
+                part, weight = part + weight * coordinate, weight * size
+        return part
 
     def make(self) -> DeviceMesh:
         """The mesh, in the world that is there now."""

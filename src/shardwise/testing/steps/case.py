@@ -121,20 +121,4 @@ class Case:
 
     @property
     def num_parts(self) -> int:
-        total = 1
-        for name, size in zip(self.mesh.names, self.mesh.sizes, strict=True):
-            total *= size if name in self.data_axes else 1
-        return total
-
-    def part_of(self, rank: int) -> int:
-        """Which part of the batch a rank brings."""
-        index, rest = 0, []
-        for size in reversed(self.mesh.sizes):
-            rank, coordinate = divmod(rank, size)
-            rest.append(coordinate)
-        for name, size, coordinate in zip(
-            self.mesh.names, self.mesh.sizes, reversed(rest), strict=True
-        ):
-            if name in self.data_axes:
-                index = index * size + coordinate
-        return index
+        return self.mesh.num_parts(self.data_axes)

@@ -119,7 +119,7 @@ _CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]
 }
 
 
-def global_batch(batch: Any, case: Case, mesh: DeviceMesh) -> Any:
+def global_batch(case: Case, batch: Any, mesh: DeviceMesh) -> Any:
     """A batch as DTensors that lie in parts over the data axes."""
     placements = [Shard(0) if name in case.data_axes else Replicate() for name in case.mesh.names]
 

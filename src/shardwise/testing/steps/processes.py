@@ -17,8 +17,9 @@ import torch.distributed as dist
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launch
 from shardwise.testing.steps.case import Case
-from shardwise.testing.steps.play import Outcome, play
-from shardwise.testing.steps.verdict import Verdict, judge
+from shardwise.testing.steps.subject import training_of
+from shardwise.testing.steps.training import Outcome, play
+from shardwise.testing.steps.verdict import Verdict, verdict_of
 
 #: How long a rank waits for the others; much longer than a case takes.
 WAIT_S = 30.0
@@ -64,7 +65,7 @@ def _play_some(cases: list[Case], num_ranks: int) -> list[Verdict]:
                 verdicts.append(Verdict(case, "wrong", failed[0] if failed else ending))
                 break
             ordered = [outcomes[rank] for rank in range(num_ranks)]
-            verdicts.append(judge(case, ordered, Path(folder, str(number))))
+            verdicts.append(verdict_of(case, ordered, Path(folder, str(number))))
             if any(outcome.failed for outcome in ordered):
                 break
         return verdicts
@@ -76,7 +77,7 @@ def _play_all(note: Callable[[Any], None], texts: list[str], folder: str) -> Non
     # Ranks that are done with a case meet in a group of their own, not amid others' collectives.
     meeting = dist.new_group(backend="gloo")
     for number, text in enumerate(texts):
-        (outcome,) = play(Case.parse(text), Path(folder, str(number)))
+        (outcome,) = play(training_of(Case.parse(text)), Path(folder, str(number)))
         note((number, outcome))
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, (outcome.refused, bool(outcome.failed)), group=meeting)

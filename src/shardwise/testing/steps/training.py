@@ -1,9 +1,10 @@
-"""One case played: on one device, and on the ranks of the world that is there.
+"""A training run, on one device and on the ranks of the world that is there.
 
 Note [What one device does]
-It trains on the whole batch. Only batch norm has statistics of its own for each rank's part, as
-with torch's DDP: there one device takes the mean of the losses of the parts, each with its own
-buffers, and a rank's buffers are compared with those of its part.
+It trains on the whole batch; or, with `by_parts`, on the mean of the losses of the ranks' parts,
+each with buffers of its own, and a rank's buffers are compared with those of its part. That is for
+batch norm, whose statistics are those of a rank's own part, as with torch's DDP, and for a loss
+that may be no mean over examples.
 
 Compared is how far each parameter went from its first value, so a step that is too short is seen
 even where the parameter is large.
@@ -11,7 +12,6 @@ even where the parameter is large.
 
 from __future__ import annotations
 
-import contextlib
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import checkpoint
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
+from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import (
     CollectiveError,
     LaunchError,
@@ -34,15 +36,50 @@ from shardwise.errors import (
 )
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
-from shardwise.testing.steps.case import Case
-from shardwise.testing.steps.doors import global_batch, open_doors
-from shardwise.testing.steps.kinds import KINDS, Batch
-from shardwise.testing.steps.modules import WIDTH, Trained
-from shardwise.testing.steps.train import NUM_STEPS, Run, freeze, plain_loss
+from shardwise.testing.mesh import Mesh
+from shardwise.testing.steps.train import Run, freeze, plain_loss
 
-EXAMPLES_PER_PART = 4
 #: What says that something went wrong; other errors of shardwise say that something is not done.
 FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
+#: How far a parameter may be off, of how far it went: in double precision, and under autocast.
+BOUND = 1e-8
+AUTOCAST_BOUND = 0.08
+
+Steps = list[list[Any]]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What is trained and how.
+
+    `build` makes the module and the batches of each step, the same each time; `shard` shards the
+    module. A rank brings its part along `data_axes`, unless `lay_out` makes one DTensor of a batch.
+    """
+
+    mesh: Mesh
+    data_axes: tuple[str, ...]
+    options: frozenset[str]
+    optimizer: str
+    build: Callable[[], tuple[nn.Module, Steps]]
+    shard: Callable[[nn.Module, DeviceMesh], nn.Module]
+    lay_out: Callable[[Any, DeviceMesh], Any] | None = None
+    by_parts: bool = False
+    bound: float = BOUND
+
+    @property
+    def num_parts(self) -> int:
+        return self.mesh.num_parts(self.data_axes)
+
+    def part_of(self, rank: int) -> int:
+        return self.mesh.part_of(rank, self.data_axes)
+
+    def begin(self) -> tuple[nn.Module, Steps, list[str]]:
+        """The module before any door, the batches, and which parameters are frozen for a time."""
+        module, steps = self.build()
+        late = late_parameters(module)
+        if "late" in self.options:
+            freeze(module, late, frozen=True)
+        return module, steps, late
 
 
 @dataclass
@@ -57,40 +94,18 @@ class Outcome:
     failed: str = ""
 
 
-# -- what is trained -------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-def build(case: Case) -> tuple[Trained, list[list[Batch]]]:
-    """The module and, for each step, its batches: the same each time."""
-    kind = KINDS[case.kind]
-    with default_dtype(torch.float32 if "autocast" in case.options else torch.float64):
-        torch.manual_seed(case.seed)
-        module = kind.make()
-        module.recompute = "recompute" in case.options
-        if case.options & {"unused", "sometimes"}:
-            module.spare = nn.Linear(WIDTH, WIDTH)
-        if "late" in case.options:
-            freeze(module, late_parameters(module), frozen=True)
-        size = EXAMPLES_PER_PART * case.num_parts
-        num_batches = 2 if case.options & {"accumulate", "no_sync"} else 1
-        batches = [[kind.batch(module, size) for _ in range(num_batches)] for _ in range(NUM_STEPS)]
-    return module, batches
-
-
 def late_parameters(module: nn.Module) -> list[str]:
-    """Every second parameter that is trained; tables have no gradient to leave out."""
-    trained = [name for name, p in module.named_parameters() if p.requires_grad]
-    return [name for name in trained if not name.startswith("tables.")][::2]
+    """Every second parameter that is trained; tables may have no gradient to leave out."""
+    collections = [
+        name
+        for name, inner in module.named_modules()
+        if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
+    ]
+    return [
+        name
+        for name, parameter in module.named_parameters()
+        if parameter.requires_grad and not name.startswith(tuple(f"{c}." for c in collections))
+    ][::2]
 
 
 # -- one device ------------------------------------------------------------------------------
@@ -116,63 +131,42 @@ class LossOfParts:
         return torch.stack(losses).mean()
 
 
-def play_alone(case: Case) -> list[Outcome]:
+def play_alone(training: Training) -> list[Outcome]:
     """One device, as what each rank should hold in the end."""
-    module, batches = build(case)
+    module, steps, late = training.begin()
     first = _changes(module, {})
-    late = late_parameters(_thawed(case, module))
-    parts = LossOfParts(module, case.num_parts) if _has_own_statistics(case) else None
-    run = Run(module, case.options, case.optimizer, late, parts or plain_loss)
-    for batch in batches:
-        run.step(batch)
+    parts = LossOfParts(module, training.num_parts) if training.by_parts else None
+    run = Run(module, training.options, training.optimizer, late, parts or plain_loss)
+    for batches in steps:
+        run.step(batches)
     outcome = Outcome(_changes(run.module, first), _buffers(run.module))
     if run.left is not None:
         outcome.left = _changes(run.left, first)
+    ranks = range(training.mesh.num_ranks)
     if parts is None:
-        return [outcome] * case.mesh.num_ranks
+        return [outcome for _ in ranks]
     return [
-        Outcome(outcome.parameters, parts.buffers[case.part_of(rank)], outcome.left)
-        for rank in range(case.mesh.num_ranks)
+        Outcome(outcome.parameters, parts.buffers[training.part_of(rank)], outcome.left)
+        for rank in ranks
     ]
-
-
-def _has_own_statistics(case: Case) -> bool:
-    return KINDS[case.kind].own_statistics and not case.has_global_batch
-
-
-def _thawed(case: Case, module: nn.Module) -> nn.Module:
-    """A module like it of which nothing is frozen late: for the names."""
-    return build(_without(case, "late"))[0] if "late" in case.options else module
-
-
-def _without(case: Case, option: str) -> Case:
-    return Case(
-        case.kind, case.mesh, case.doors, case.options - {option}, case.optimizer, case.seed
-    )
 
 
 # -- many ranks ------------------------------------------------------------------------------
 
 
-def play(case: Case, folder: Path) -> list[Outcome]:
+def play(training: Training, folder: Path) -> list[Outcome]:
     """What the ranks present hold in the end: all of a simulated world, or this process."""
     run: Run | None = None
     try:
-        module, batches = build(case)
+        module, steps, late = training.begin()
         first = _changes(module, {})
-        late = late_parameters(_thawed(case, module))
-        mesh = case.mesh.make()
-        if _has_own_statistics(case):
+        mesh = training.mesh.make()
+        if training.by_parts:
             _give_each_rank_its_own(module)
-        run = Run(open_doors(case, module, mesh), case.options, case.optimizer, late)
-        for step in batches:
-            if case.has_global_batch:
-                run.step([global_batch(batch, case, mesh) for batch in step])
-            else:
-                run.step(
-                    [per_rank(split_batch(batch, case.num_parts), case.part_of) for batch in step]
-                )
-        if "save" in case.options:
+        run = Run(training.shard(module, mesh), training.options, training.optimizer, late)
+        for batches in steps:
+            run.step([_laid_out(training, batch, mesh) for batch in batches])
+        if "save" in training.options:
             checkpoint.save({"model": run.module}, folder / "saved")
         return _outcomes(run, first)
     except Exception as error:
@@ -182,6 +176,12 @@ def play(case: Case, folder: Path) -> list[Outcome]:
         if refused:
             return [Outcome(refused=text)] * _num_present()
         return [Outcome(failed=f"{text}\n{_own_lines(error)}")] * _num_present()
+
+
+def _laid_out(training: Training, batch: Any, mesh: DeviceMesh) -> Any:
+    if training.lay_out is not None:
+        return training.lay_out(batch, mesh)
+    return per_rank(split_batch(batch, training.num_parts), training.part_of)
 
 
 def _num_present() -> int:
