@@ -67,7 +67,9 @@ def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], t
     visits = ahead.arrive()
     answers, homes = [], []
     for visit, weights in zip(visits, engine.stacks.weights, strict=True):
-        flat, home = look_up(route, visit, weights, engine.backend, engine.scratch)
+        flat, home = look_up(
+            route, visit, weights, engine.stacks.dtype, engine.backend, engine.scratch
+        )
         answers.append(flat)
         homes.append(home)
     received = exchange_rows(

@@ -94,10 +94,14 @@ def look_up(
     route: Route,
     visit: Visit,
     weights: Sequence[torch.Tensor],
+    dtype: torch.dtype,
     backend: Backend,
     scratch: Scratch,
 ) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
-    """The rows that a rank answers with, flat and by asking rank; and those it wanted itself."""
+    """The rows that a rank answers with, flat and by asking rank; and those it wanted itself.
+
+    `dtype` is that of the tables: a rank that holds none sends an empty message of it.
+    """
     home = _look_up(visit, visit.home, weights, backend)
     if len(visit.asked) == 1 and scratch.keep:
         k = next(iter(visit.asked))
@@ -112,7 +116,7 @@ def look_up(
     for place in range(route.num_ranks):
         pieces += [split[k][place].reshape(-1) for k in answers]
     num = sum(piece.shape[0] for piece in pieces)
-    flat = scratch.numbers(num, weights_dtype(weights), visit.bags.values.device)
+    flat = scratch.numbers(num, dtype, visit.bags.values.device)
     if pieces:
         torch.cat(pieces, out=flat)
     return flat, home
@@ -142,10 +146,6 @@ def _look_up(
     stacks = list(stacks)
     found = look_up_stacks(backend, [weights[k] for k in stacks], [visit.query(k) for k in stacks])
     return dict(zip(stacks, found, strict=True))
-
-
-def weights_dtype(weights: Sequence[torch.Tensor]) -> torch.dtype:
-    return weights[0].dtype if weights else torch.get_default_dtype()
 
 
 def gradients_per_stack(

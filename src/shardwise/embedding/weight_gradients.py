@@ -92,7 +92,7 @@ def _answers(route: Route, visit: Visit, along: dict[int, torch.Tensor]) -> torc
         for of_stack in parts.values()
     ]
     if not pieces:
-        return torch.empty(0, device=visit.bags.values.device)
+        return torch.empty(0, dtype=torch.float32, device=visit.bags.values.device)
     return torch.cat(pieces).to(torch.float32)
 
 

@@ -72,9 +72,7 @@ def collectives_for(parameter: nn.Parameter, reduction: Reduction) -> tuple[Coll
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     if isinstance(tensor, RowSparse):
         tensor = tensor.terms()
-    local = tensor._local if isinstance(tensor, DTensor) else tensor
-    here = getattr(local, "_parts", (local,))[0]
-    return local.to_dense() if here.is_sparse else local
+    return tensor._local if isinstance(tensor, DTensor) else tensor
 
 
 def flattened(members: Sequence[nn.Parameter], grid: Grid, share: float) -> torch.Tensor:
@@ -85,7 +83,8 @@ def flattened(members: Sequence[nn.Parameter], grid: Grid, share: float) -> torc
     ]
 
     def flatten(_: Any, *here: torch.Tensor) -> torch.Tensor:
-        row = torch.cat([*(part.reshape(-1) for part in here), here[0].new_tensor(flags)])
+        dense = [part.to_dense() if part.is_sparse else part for part in here]
+        row = torch.cat([*(part.reshape(-1) for part in dense), dense[0].new_tensor(flags)])
         return row if share == 1 else row.mul_(share)
 
     return each_rank(grid, flatten, *(localize(grid, part) for part in parts), axes=())

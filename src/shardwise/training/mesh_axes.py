@@ -58,11 +58,15 @@ class MeshAxes:
                 "that rank 0 sees. A simulated world has all ranks: give parallelize_module the "
                 "whole mesh."
             )
+        if grid is self.grid:
+            return list(self.axes), []
         lines = [ranks_along(grid, k) for k in range(grid.num_axes)]
         along: set[int] = set()
         lacking = []
         for axis in self.axes:
             mine = ranks_along(self.grid, axis)
+            if len(mine) == 1:
+                continue
             whole = [k for k, line in enumerate(lines) if mine <= line]
             parts = [k for k, line in enumerate(lines) if len(line & mine) > 1]
             if whole:
@@ -85,7 +89,7 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
     given = grid_of(mesh)
     root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
     grid = given if root is mesh else grid_of(root)
-    axes = _spanned(grid, given.ranks)
+    axes = _named(grid, given) or _spanned(grid, given.ranks)
     if axes is None:
         grid, axes = given, tuple(range(given.num_axes))
     return MeshAxes(grid, axes, given)
@@ -110,6 +114,16 @@ def distinct(axes: Sequence[Axis]) -> tuple[Axis, ...]:
         if len(ranks) > 1 and not any(ranks <= seen for seen, _ in found):
             found.append((ranks, axis))
     return tuple(axis for _, axis in found)
+
+
+def _named(grid: Grid, given: Grid) -> tuple[int, ...] | None:
+    """The axes of `grid` with the names that `given` has; by ranks one of size 1 is not found."""
+    if grid is given:
+        return tuple(range(grid.num_axes))
+    names, asked = grid.axis_names, given.axis_names
+    if names is None or asked is None or not set(asked) <= set(names):
+        return None
+    return tuple(names.index(name) for name in asked)
 
 
 def _spanned(grid: Grid, ranks: Sequence[int]) -> tuple[int, ...] | None:
