@@ -16,6 +16,8 @@ pytestmark = pytest.mark.processes
         programs.beside_ddp,
         programs.uneven_use,
         programs.experts_as_on_one_device,
+        programs.gradient_penalties,
+        programs.numeric_second_derivatives,
     ],
     ids=lambda program: program.__name__,
 )
