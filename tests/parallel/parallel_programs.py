@@ -5,14 +5,14 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import MLP, Block, Mixture, sequence_plan, whole
+from parallel_models import MLP, Block, Mixture, TiedLM, sequence_plan, whole
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Shard, distribute_tensor
 from shardwise.core.grid import grid_like
-from shardwise.errors import WorldError
+from shardwise.errors import UnsupportedError, WorldError
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -255,3 +255,49 @@ def numeric_second_derivatives():
     found = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), x.detach())
     torch.testing.assert_close(found, found.permute(2, 3, 0, 1))
     assert found.abs().max() > 0.01
+
+
+class Biased(TiedLM):
+    """The head's bias belongs to the model as well, which adds it itself where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 11)
+        self.head.weight, self.bias = self.embed.weight, self.head.bias
+
+
+class AddsBias(Biased):
+    def forward(self, ids):
+        return super().forward(ids) + self.bias
+
+
+def tied_parameters(folder):
+    """Tied in one call, in two and from outside; the checkpoint is one device's."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    ids, fresh = torch.randint(11, (3, 5)), Biased()
+    calls = [
+        [("", {"embed": "embedding_rowwise"})],
+        [("", {"embed": "embedding_rowwise"}), ("", {"head": "colwise_rep"})],
+        [("head", "colwise_rep"), ("embed", "embedding_rowwise")],
+    ]
+    for number, each in enumerate(calls):
+        model, expected = deepcopy(fresh), deepcopy(fresh)
+        for path, plan in each:
+            parallelize_module(model.get_submodule(path), mesh, plan)
+        assert model.bias is model.head.bias
+        assert model.head.weight is model.embed.weight
+        for trained in (model, expected):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            trained(ids).pow(2).mean().backward()
+            optimizer.step()
+        assert_gradients(model, expected)
+        file = f"{folder}/{number}-{dist.get_rank()}.pt"
+        torch.save({name: whole(value) for name, value in model.state_dict().items()}, file)
+        restored = Biased()
+        restored.load_state_dict(torch.load(file))
+        torch.testing.assert_close(restored(ids), expected(ids))
+    model = AddsBias()
+    with pytest.raises(UnsupportedError, match="AddsBias uses it as a plain tensor"):
+        parallelize_module(model, mesh, {"head": "colwise_rep"})
+    assert not any(isinstance(p, shardwise.DTensor) for p in model.parameters())

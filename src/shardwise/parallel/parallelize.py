@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,10 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.consent import agree
 from shardwise.core.grid import grid_of
 from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.resolve import Resolved, resolve
+from shardwise.parallel.resolve import Resolved, Target, resolve
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.ties import style_untouched, tie_again, tied_owners
+from shardwise.parallel.ties import (
+    Owner,
+    counterparts,
+    distributed_since,
+    tie_again,
+    tied_owners,
+)
 from shardwise.parallel.words import described
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
@@ -54,17 +61,22 @@ def parallelize_module(
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     grid = grid_of(mesh)
-    found, problem = Resolved((), ()), None
+    found, ties, added, problem = Resolved((), ()), [], [], None
     try:
         found = _resolved(module, parallelize_plan, src_data_rank, strict)
+        if found.targets:
+            ties = tied_owners(module)
+            added = counterparts(ties, found.targets)
+            for target in (*added, *found.targets):
+                target.style.check_distributed(target.module, mesh)
     except (ShardwiseError, RuntimeError) as error:
         if src_data_rank is None:
             raise
         problem = error
     if src_data_rank is not None:
-        agree(grid, "parallelize_module", _request(found, src_data_rank), problem)
-    ties = tied_owners(module)
-    touched = set()
+        agree(grid, "parallelize_module", _request(found.targets, added, src_data_rank), problem)
+    before = {id(p) for group in ties for p in (group[0].parameter,) if isinstance(p, DTensor)}
+    _apply_automatically(added, mesh, src_data_rank, ties)
     for target in found.targets:
         try:
             changed = target.style.apply(target.module, mesh)
@@ -72,10 +84,19 @@ def parallelize_module(
             error.add_note(f"While {type(target.style).__name__} was applied to {target.path!r}.")
             raise
         module = _put(module, target.path, target.module, changed)
-        touched.add(id(target.module))
         tie_again(ties)
-    style_untouched(ties, touched, mesh, src_data_rank)
+    late = distributed_since(ties, before, (*found.targets, *added), mesh)
+    _apply_automatically(late, mesh, src_data_rank, ties)
     return module
+
+
+def _apply_automatically(
+    targets: list[Target], mesh: DeviceMesh, src_data_rank: int | None, ties: list[list[Owner]]
+) -> None:
+    for target in targets:
+        target.style.src_data_rank = src_data_rank
+        target.style.apply_automatically(target.module, mesh)
+        tie_again(ties)
 
 
 def _resolved(
@@ -90,10 +111,10 @@ def _resolved(
     return found
 
 
-def _request(found: Resolved, src_data_rank: int) -> str:
+def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: int) -> str:
     """What this rank is about to do, for the others to compare."""
     lines = [f"src_data_rank={src_data_rank}"]
-    for target in found.targets:
+    for target in (*added, *targets):
         shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
         lines.append(f"{target.path!r}: {described(target.style)} on {shapes}")
     return "\n".join(lines)
