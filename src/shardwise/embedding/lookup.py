@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.core.grid import Grid
 from shardwise.core.untraced import UntracedFunction
@@ -137,6 +138,7 @@ class _Lookup(UntracedFunction):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         needed = ctx.needs_input_grad[4:]
@@ -171,6 +173,7 @@ class _FusedLookup(UntracedFunction):
         return outputs
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)

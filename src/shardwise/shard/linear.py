@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from shardwise.core.placements import Partial
@@ -99,6 +100,7 @@ class ShareOfGradient(UntracedFunction):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad / ctx.parts, None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard as ShardPlacement
@@ -40,6 +41,7 @@ class Block(UntracedFunction):
         return sized(blocks_of(x._tiling, x._local.detach()))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tiling = ctx.like._tiling
         return type(ctx.like).over(held_blocks(tiling, grad), tiling, like=ctx.like)

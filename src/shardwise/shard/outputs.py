@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
@@ -112,6 +113,7 @@ class Join(UntracedFunction):
         return made
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Any) -> Any:
         own = parted(grad, ctx.tiling, ctx.factor)
         return one_for_all(own) if ctx.plain else sized(own), None, None
