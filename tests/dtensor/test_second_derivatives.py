@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
 import shardwise
 from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, UnsupportedError
@@ -150,3 +152,40 @@ def test_terms_of_a_maximum_have_no_second_derivative(mesh):
     scale = leaf(torch.ones(()).double())
     with pytest.raises(UnsupportedError, match="depends on the values"):
         torch.autograd.grad((largest * scale).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(mesh, weighted, smoothing, placement):
+    x = torch.randn(6, 5).double()
+    target, weight = torch.tensor([0, 4, -100, 2, 2, 1]), torch.rand(5).double()
+
+    def loss_of(lay):
+        given = lay(weight) if weighted else None
+        return lambda x: F.cross_entropy(x, lay(target), given, label_smoothing=smoothing).pow(2)
+
+    expected = orders(loss_of(lambda t: t), leaf(x))
+    whole = [Replicate()]
+    found = orders(
+        loss_of(lambda t: shardwise.distribute_tensor(t, mesh, whole)),
+        shardwise.distribute_tensor(x, mesh, [placement]).requires_grad_(),
+    )
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())
+
+
+def test_what_is_not_differentiated_again_is_not_left_out(mesh):
+    """Also where only some tensors are asked for, and where the gradient that comes is constant."""
+    layer = shardwise.distribute_module(nn.LSTM(3, 2), mesh)
+    x = shardwise.randn(4, 2, 3, device_mesh=mesh, placements=[Replicate()], requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="a recurrent layer is not differentiated again"):
+        torch.autograd.grad(grad.pow(2).sum() + x.sum(), x)
+    table = shardwise.randn(6, 3, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
+    ids = shardwise.distribute_tensor(torch.tensor([[1, 2], [5, 0]]), mesh, [Replicate()])
+    (grad,) = torch.autograd.grad(
+        F.embedding_bag(ids, table).pow(2).sum(), table, create_graph=True
+    )
+    with pytest.raises(UnsupportedError, match="an embedding bag is not differentiated again"):
+        torch.autograd.grad(grad.pow(2).sum() + table.sum(), table)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import LocalTensor, Partial, Replicate, Shard
+from shardwise import LocalTensor, Partial, Replicate, Shard, UnsupportedError
 from shardwise.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -364,3 +364,39 @@ def test_third_derivatives(mesh):
     parallel = parallelize_module(model, mesh, PLANS["colwise, rowwise"])
     for mine, one in zip(derivatives(parallel, leaf(batch)), expected, strict=True):
         torch.testing.assert_close(whole(mine), one)
+
+
+def test_hessians(mesh):
+    model, x = Tanh().double(), torch.randn(1, 2, 6).double()
+    functional = torch.autograd.functional
+
+    def loss_of(model):
+        return lambda x: model(x).pow(2).sum()
+
+    expected = functional.hessian(loss_of(model), x)
+    direction = torch.randn_like(x)
+    _, product = functional.hvp(loss_of(model), x, direction)
+    parallelize_module(model, mesh, PLANS["colwise, rowwise"])
+    torch.testing.assert_close(whole(functional.hessian(loss_of(model), x)), expected)
+    _, found = functional.hvp(loss_of(model), x, direction)
+    torch.testing.assert_close(whole(found), product)
+
+
+TRANSFORMS = {
+    "grad": lambda fn, model, x: torch.func.grad(fn)(x),
+    "hessian": lambda fn, model, x: torch.func.hessian(fn)(x),
+    "vectorized": lambda fn, model, x: torch.autograd.functional.hessian(fn, x, vectorize=True),
+    "of parameters": lambda fn, model, x: torch.func.grad(
+        lambda held: torch.func.functional_call(model, held, (x,)).pow(2).sum()
+    )(dict(model.named_parameters())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script`:DeprecationWarning")
+@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
+def test_transforms_of_torch_func_are_refused(mesh, transform):
+    """They wrap tensors so that nobody sees what they hold."""
+    model, x = Tanh().double(), torch.randn(1, 2, 6).double()
+    parallelize_module(model, mesh, PLANS["colwise, rowwise"])
+    with pytest.raises(UnsupportedError, match=r"torch\.func's transforms"):
+        transform(lambda x: model(x).pow(2).sum(), model, x)

@@ -175,6 +175,16 @@ def _is_batch(grad: torch.Tensor) -> bool:
     return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
 
 
+def refuse_transformed(x: torch.Tensor, where: str) -> None:
+    """Raise for a tensor of torch.func or torch.vmap, which hides what it holds."""
+    if _is_batch(x) or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
+            "do not pass between plain and distributed tensors. Use torch.autograd.grad(..., "
+            "create_graph=True), or torch.autograd.functional.hessian and hvp."
+        )
+
+
 @untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to where its leaf lies; None when it lies there.
@@ -230,6 +240,8 @@ class ToLocal(UntracedFunction):
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if ctx.plain and isinstance(grad, Wrapped):  # a number that met DTensors
             return grad, None, None, None
+        if _is_batch(grad):
+            refuse_transformed(grad, "The gradient of to_local()")
         layout = with_dtype(ctx.grad_layout, grad.dtype)
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(ctx.layout, "to_local()"), grad.dtype)
@@ -255,6 +267,8 @@ class FromLocal(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if _is_batch(grad):
+            refuse_transformed(grad, "The gradient of from_local()")
         target = relaid(ctx.grad_layout, grad._layout)
         moved = redistribute(grad, target, ctx.async_op)
         if torch.is_grad_enabled() and moved.requires_grad:

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.core.grid import Grid
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
@@ -134,11 +134,12 @@ class _Lookup(UntracedFunction):
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
+        ctx.save_for_backward(weights, *parameters)  # what the gradients depend on
         ctx.visits, outputs = _forward(engine, ahead, joined)
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         needed = ctx.needs_input_grad[4:]
@@ -173,7 +174,7 @@ class _FusedLookup(UntracedFunction):
         return outputs
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)

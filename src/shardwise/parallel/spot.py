@@ -108,6 +108,7 @@ class Spot:
                     f"{self.where}: {name} has a layout, {given}, but is not a tensor: found "
                     f"{type(x).__name__}. Give it the layout None to pass it on as it is."
                 )
+            self._refuse_transformed(x, name)
             x = self._from_local(x, given, name)
             if wanted == given:
                 return x
@@ -142,6 +143,8 @@ class Spot:
     def leave(self, x: Any, wanted: Placement, local: bool, name: str = "the output") -> Any:
         """`x` moved to `wanted`, as a plain tensor when `local`."""
         if not isinstance(x, DTensor):
+            if isinstance(x, torch.Tensor):
+                self._refuse_transformed(x, name)
             raise ArgumentError(
                 f"{self.where}: {name} should be a DTensor, found {type(x).__name__}: "
                 "a plain tensor met only plain tensors inside the module."
@@ -153,6 +156,10 @@ class Spot:
     def to_local(self, x: DTensor) -> torch.Tensor:
         """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
         return _later(self._scaled(x, 1 / self.num_losses))
+
+    def _refuse_transformed(self, x: torch.Tensor, name: str) -> None:
+        if not is_traced():
+            autograd.refuse_transformed(x, f"{self.where}, {name}")
 
     def _scaled(self, x: DTensor, factor: float) -> DTensor:
         """`x`, whose gradient comes in from the plain world, or goes out to it."""
