@@ -9,7 +9,7 @@ import torch
 from torch.testing import assert_close
 
 import shardwise
-from shardwise import LocalTensor
+from shardwise import LocalTensor, UnsupportedError
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import (
     SGD,
@@ -576,3 +576,39 @@ def test_a_batch_that_all_ranks_share(mesh):
     found = sharded(cases.batch(3))
     assert isinstance(found["user"], LocalTensor)
     assert_close(found["user"].on_rank(1), cases.make()(cases.batch(3))["user"])
+
+
+# -- second derivatives --------------------------------------------------------------------------
+
+
+def bent(rows):
+    return (torch.tanh(rows) * torch.linspace(0.5, 2, rows.shape[-1])).pow(2).sum()
+
+
+def test_a_penalty_on_what_the_loss_says_of_the_rows(mesh):
+    """The table takes part in the last backward alone."""
+
+    def step(bags):
+        rows = bags(Jagged.from_lists({"t": [[1, 2, 1], [3], [10]]}))["t"]
+        loss = bent(rows)
+        (grad,) = torch.autograd.grad(loss, rows, create_graph=True)
+        (loss + grad.pow(2).sum()).backward()
+        return bags.parameter("t").grad
+
+    alone = cases.make(tables=[Table("t", 11, 8)])
+    sharded = copy.deepcopy(alone)
+    sharded.shard(mesh, "row_wise")
+    expected = step(alone).to_dense()
+    found = step(sharded).to_dense().full_tensor().agreed()
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_the_gradient_of_a_table_is_not_differentiated_again(mesh, sharded):
+    bags = cases.make(tables=[Table("t", 11, 8)])
+    if sharded:
+        bags.shard(mesh, "row_wise")
+    loss = bent(bags(Jagged.from_lists({"t": [[1, 2, 1], [3], [10]]}))["t"])
+    (grad,) = torch.autograd.grad(loss, bags.parameter("t"), create_graph=True)
+    with pytest.raises(UnsupportedError, match="not differentiated again"):
+        grad.to_dense().pow(2).sum().backward()

@@ -5,14 +5,14 @@ from copy import deepcopy
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_models import MLP, Block, Mixture, sequence_plan, whole
+from parallel_models import MLP, Block, Mixture, TiedLM, sequence_plan, whole
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Shard, distribute_tensor
 from shardwise.core.grid import grid_like
-from shardwise.errors import WorldError
+from shardwise.errors import UnsupportedError, WorldError
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -206,3 +206,98 @@ def experts_as_on_one_device():
         model(x).pow(2).mean().backward()
         assert_gradients(model, expected)
         torch.testing.assert_close(x.grad, wanted)
+
+
+def penalized(model, x):
+    """Backward of a loss and of a penalty on the gradient of its input, which is returned."""
+    x = x.detach().clone().requires_grad_()
+    loss = model(x).pow(2).mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    (loss + 5 * grad.pow(2).sum()).backward()
+    return grad.detach()
+
+
+def gradient_penalties():
+    """Whole and split along the sequence, experts that no token chose, and a data axis."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    square = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    experts = {"experts": "experts", "router": "replicate"}
+    cases = [(Block(), (2, 6, 8), plan) for plan in (PLAN, PLAN_OF_ALL, sequence_plan())]
+    cases += [(Mixture(6), (10, 8), experts), (Mixture(8), (1, 8), experts)]
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        for model, shape, plan in cases:
+            parallel, x = deepcopy(model), torch.randn(shape)
+            model.zero_grad()
+            wanted = penalized(model, x)
+            parallelize_module(parallel, mesh, plan)
+            torch.testing.assert_close(penalized(parallel, x), wanted)
+            assert_gradients(parallel, model)
+        model, batches = Block(), torch.randn(2, 2, 6, 8)
+        parallel = deepcopy(model)
+        wanted = [penalized(model, batch) for batch in batches]
+        for parameter in model.parameters():
+            parameter.grad /= 2
+        parallelize_module(parallel, square, PLAN)
+        data_parallel(parallel, square["dp"])
+        row = square.get_local_rank("dp")
+        torch.testing.assert_close(penalized(parallel, batches[row]), wanted[row])
+        assert_gradients(parallel, model)
+
+
+def numeric_second_derivatives():
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    plan = {"up": "colwise", "down": "rowwise"}
+    model = parallelize_module(MLP(3, 5).double(), mesh, plan)
+    x, back = torch.randn(2, 2, 3).double().requires_grad_()
+    assert torch.autograd.gradgradcheck(model, (x,), (back,))
+    found = torch.autograd.functional.hessian(lambda x: model(x).pow(2).sum(), x.detach())
+    torch.testing.assert_close(found, found.permute(2, 3, 0, 1))
+    assert found.abs().max() > 0.01
+
+
+class Biased(TiedLM):
+    """The head's bias belongs to the model as well, which adds it itself where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = torch.nn.Linear(8, 11)
+        self.head.weight, self.bias = self.embed.weight, self.head.bias
+
+
+class AddsBias(Biased):
+    def forward(self, ids):
+        return super().forward(ids) + self.bias
+
+
+def tied_parameters(folder):
+    """Tied in one call, in two and from outside; the checkpoint is one device's."""
+    torch.manual_seed(0)
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    ids, fresh = torch.randint(11, (3, 5)), Biased()
+    calls = [
+        [("", {"embed": "embedding_rowwise"})],
+        [("", {"embed": "embedding_rowwise"}), ("", {"head": "colwise_rep"})],
+        [("head", "colwise_rep"), ("embed", "embedding_rowwise")],
+    ]
+    for number, each in enumerate(calls):
+        model, expected = deepcopy(fresh), deepcopy(fresh)
+        for path, plan in each:
+            parallelize_module(model.get_submodule(path), mesh, plan)
+        assert model.bias is model.head.bias
+        assert model.head.weight is model.embed.weight
+        for trained in (model, expected):
+            optimizer = torch.optim.SGD(trained.parameters(), lr=0.1)
+            trained(ids).pow(2).mean().backward()
+            optimizer.step()
+        assert_gradients(model, expected)
+        file = f"{folder}/{number}-{dist.get_rank()}.pt"
+        torch.save({name: whole(value) for name, value in model.state_dict().items()}, file)
+        restored = Biased()
+        restored.load_state_dict(torch.load(file))
+        torch.testing.assert_close(restored(ids), expected(ids))
+    model = AddsBias()
+    with pytest.raises(UnsupportedError, match="AddsBias uses it as a plain tensor"):
+        parallelize_module(model, mesh, {"head": "colwise_rep"})
+    assert not any(isinstance(p, shardwise.DTensor) for p in model.parameters())

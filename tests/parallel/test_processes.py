@@ -16,6 +16,8 @@ pytestmark = pytest.mark.processes
         programs.beside_ddp,
         programs.uneven_use,
         programs.experts_as_on_one_device,
+        programs.gradient_penalties,
+        programs.numeric_second_derivatives,
     ],
     ids=lambda program: program.__name__,
 )
@@ -30,3 +32,7 @@ def test_tensor_and_data_axes(processes, whole_mesh):
 
 def test_modules_from_files(processes, tmp_path):
     processes(programs.modules_from_files, str(tmp_path))
+
+
+def test_tied_parameters(processes, tmp_path):
+    processes(programs.tied_parameters, str(tmp_path))

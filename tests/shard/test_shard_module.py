@@ -20,7 +20,7 @@ from shard_models import (
 from torch import nn
 
 import shardwise
-from shardwise import LocalTensor
+from shardwise import LocalTensor, UnsupportedError
 from shardwise.errors import ArgumentError, LayoutError, PathError, PlanError, WorldError
 from shardwise.shard import (
     ShardedOptimizer,
@@ -499,3 +499,15 @@ def test_a_file_of_a_module_on_some_ranks(world):
         pickle.loads(saved)
     with load_with_process_group(group):
         assert torch.equal(pickle.loads(saved)(torch.ones(4)), layer(torch.ones(4)))
+
+
+def test_second_derivatives_are_refused():
+    """The exchange has a first derivative; a penalty on a gradient through it says so."""
+    layer = nn.Linear(3, 4)
+    with shardwise.simulate(2):
+        shard_module(layer, ShardingPlan({"weight": chunks(0, 0, 1)}))
+        x = per_rank(lambda r, g: torch.randn(2, 3, generator=g)).requires_grad_()
+        loss = layer(x).pow(3).sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        with pytest.raises(UnsupportedError, match="not differentiated again"):
+            (loss + grad.pow(2).sum()).backward()

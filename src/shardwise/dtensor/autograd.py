@@ -8,6 +8,12 @@ is whatever was cheapest. Only where local tensors enter and leave does a layout
     Shard               Shard
     Replicate           Replicate
     Partial             Replicate
+
+Note [The gradient of a gradient]
+The two doors are each other's derivative, at any order. A door reads a local tensor as placements
+A and its gradient as placements B. What a second derivative sends back to that gradient is of the
+kind of the tensor itself: it is read as A. So the backward of `to_local` with (A, B) is
+`from_local` with (B, A), and the other way round; docs/concepts/gradients.md works it out.
 """
 
 from __future__ import annotations
@@ -27,6 +33,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor.strict import forbid_leaf_move
+from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import prepare, prepare_apart
 from shardwise.redistribute.moves import Run
@@ -170,6 +177,16 @@ def _is_batch(grad: torch.Tensor) -> bool:
     return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
 
 
+def refuse_transformed(x: torch.Tensor, where: str) -> None:
+    """Raise for a tensor of torch.func or torch.vmap, which hides what it holds."""
+    if _is_batch(x) or torch._C._functorch.peek_interpreter_stack() is not None:
+        raise UnsupportedError(
+            f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
+            "do not pass between plain and distributed tensors. Use torch.autograd.grad(..., "
+            "create_graph=True), or torch.autograd.functional.hessian and hvp."
+        )
+
+
 @untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to where its leaf lies; None when it lies there.
@@ -186,7 +203,10 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
             return None
         whole = (Replicate(),) * layout.grid.num_axes
         made = make_layout(layout.grid, whole, grad.shape, grad.stride(), grad.dtype)
-        wrapped = cls.wrap(localize(layout.grid, grad), made)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            wrapped = from_local(grad, made, made, cls)
+        else:
+            wrapped = cls.wrap(localize(layout.grid, grad), made)
         return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
     if grad._layout is layout:  # of a subclass, which may have no placements to compare
         return None
@@ -207,17 +227,29 @@ _apply_redistribute = direct_apply(Redistribute)
 
 
 class ToLocal(UntracedFunction):
+    """With `plain`, ranks that hold the same are one plain tensor in a simulated world too."""
+
     @staticmethod
-    def forward(ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False) -> torch.Tensor:
-        ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
+    def forward(
+        ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False, plain: bool = False
+    ) -> torch.Tensor:
+        ctx.cls, ctx.layout = type(x), x._layout
+        ctx.grad_layout, ctx.async_op, ctx.plain = grad_layout, async_op, plain
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        return later(x._local) if async_op else sized_copy(x._local, True)
+        return _handed_out(x, async_op, plain)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        layout = ctx.grad_layout
-        grad = sized_copy(grad, False)
-        return ctx.wrap(grad, with_dtype(layout, grad.dtype)), None, None
+        if ctx.plain and isinstance(grad, Wrapped):  # a number that met DTensors
+            return grad, None, None, None
+        if _is_batch(grad):
+            refuse_transformed(grad, "The gradient of to_local()")
+        layout = with_dtype(ctx.grad_layout, grad.dtype)
+        if torch.is_grad_enabled() and grad.requires_grad:
+            source = with_dtype(_linear_terms(ctx.layout, "to_local()"), grad.dtype)
+            return from_local(grad, layout, source, ctx.cls, ctx.async_op), None, None, None
+        local = localize(layout.grid, sized_copy(grad, False))
+        return ctx.cls.wrap(local, layout), None, None, None
 
 
 class FromLocal(UntracedFunction):
@@ -230,18 +262,55 @@ class FromLocal(UntracedFunction):
         cls: Any,
         async_op: bool = False,
     ) -> Any:
+        ctx.layout = _linear_terms(layout, "from_local()")
         ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
         ctx.plain = not isinstance(local, LocalTensor)
         return cls.wrap(localize(layout.grid, local).detach(), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if _is_batch(grad):
+            refuse_transformed(grad, "The gradient of from_local()")
         target = relaid(ctx.grad_layout, grad._layout)
         moved = redistribute(grad, target, ctx.async_op)
-        local = later(moved._local) if ctx.async_op else sized_copy(moved._local, True)
-        if ctx.plain:
-            local = one_for_all(local, equal=all(p.is_replicate() for p in moved.placements))
+        if torch.is_grad_enabled() and moved.requires_grad:
+            source = relaid(_as_sums(ctx.layout), moved._layout)  # `share` makes them an average
+            local = to_local(moved, source, ctx.async_op, ctx.plain)
+        else:
+            local = _handed_out(moved, ctx.async_op, ctx.plain)
         return local if ctx.share == 1 else local * ctx.share, None, None, None, None
+
+
+def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
+    """The local tensor of `x` for use outside of it; see ToLocal."""
+    local = later(x._local) if async_op else sized_copy(x._local, True)
+    if plain:
+        return one_for_all(local, equal=all(p.is_replicate() for p in x.placements))
+    return local
+
+
+def _linear_terms(layout: Layout, door: str) -> Layout:
+    """`layout`, whose Partials a derivative goes through: sums and averages, nothing else."""
+    if not any(isinstance(p, Partial) for p in layout.placements):
+        return layout
+    terms: list[Placement] = []
+    for placement in layout.placements:
+        if isinstance(placement, Partial):
+            if placement.reduce_op not in ("sum", "avg"):
+                raise UnsupportedError(
+                    f"{door} of a tensor that requires grad has no gradient through {placement}: "
+                    "which rank's term counts depends on the values. Use Partial('sum')."
+                )
+            placement = Partial(placement.reduce_op)  # not a MaskPartial
+        terms.append(placement)
+    return layout.with_placements(tuple(terms), layout.order)
+
+
+def _as_sums(layout: Layout) -> Layout:
+    if not any(p.is_partial("avg") for p in layout.placements):
+        return layout
+    sums = tuple(Partial() if p.is_partial() else p for p in layout.placements)
+    return layout.with_placements(sums, layout.order)
 
 
 def _share(layout: Layout) -> float:
@@ -250,11 +319,6 @@ def _share(layout: Layout) -> float:
     for axis, placement in enumerate(layout.placements):
         if placement.is_partial("avg"):
             share /= layout.grid.shape[axis]
-        elif isinstance(placement, Partial) and placement.reduce_op != "sum":
-            raise UnsupportedError(
-                f"from_local() of a tensor that requires grad has no gradient through {placement}: "
-                "which rank's term counts depends on the values. Use Partial('sum')."
-            )
     return share
 
 

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because
-from shardwise.core.untraced import UntracedFunction, untraced
+from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd
 from shardwise.dtensor.wrapped import Wrapped
 
@@ -40,20 +39,4 @@ def _as_plain(grad: Any) -> Any:
         return None
     with because("the gradient of a plain tensor", implicit=False):
         whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
-    return _Plain.apply(whole)
-
-
-class _Plain(UntracedFunction):
-    """A replicated DTensor as the plain tensor that every rank holds."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> torch.Tensor:
-        ctx.layout, ctx.wrap = x._layout, type(x).wrap
-        return one_for_all(x._local.detach(), equal=True)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        if isinstance(grad, Wrapped):
-            return grad
-        layout = autograd.with_dtype(ctx.layout, grad.dtype)
-        return ctx.wrap(localize(layout.grid, grad), layout)
+    return autograd.to_local(whole, whole._layout, False, True)

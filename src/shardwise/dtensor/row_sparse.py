@@ -24,7 +24,7 @@ from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Partial
 from shardwise.core.symbols import unrecorded
-from shardwise.core.untraced import untraced
+from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.flat_rows import RowContext, flattened_rows
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
@@ -101,8 +101,11 @@ class RowSparse(DTensor):
 
         `masked_grad` is torch's, about a gradient; this is one, and has none.
         """
-        dense = self._reduce().terms()
-        return dense if dtype is None else dense.to(dtype)  # type: ignore[return-value]
+        if torch.is_grad_enabled() and self.requires_grad:
+            dense = _Dense.apply(self)
+        else:
+            dense = self._reduce().terms()
+        return dense if dtype is None else dense.to(dtype)
 
     def terms(self) -> DTensor:
         """As `to_dense`, and Partial where this is."""
@@ -187,6 +190,20 @@ class RowSparse(DTensor):
                 "the gradient of an embedding with sparse=True. Use to_dense(), or sparse=False."
             )
         return result
+
+
+class _Dense(UntracedFunction):
+    """A gradient that was made to be differentiated again: it can be read, but no more."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: RowSparse) -> DTensor:
+        return sparse._reduce().terms()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise UnsupportedError(
+            "A row-sparse gradient is not differentiated again. Use dense gradients: sparse=False."
+        )
 
 
 @untraced

@@ -358,6 +358,7 @@ class DTensor(Wrapped):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
+        autograd.refuse_transformed(local_tensor, "from_local()")
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))

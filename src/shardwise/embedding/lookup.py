@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.grid import Grid
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
@@ -139,10 +140,12 @@ class _Lookup(UntracedFunction):
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
+        ctx.save_for_backward(weights, *parameters)  # what the gradients depend on
         ctx.visits, outputs = _forward(engine, ahead, joined)
         return outputs
 
     @staticmethod
+    @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         needed = ctx.needs_input_grad[4:]
@@ -178,6 +181,7 @@ class _FusedLookup(UntracedFunction):
         return outputs
 
     @staticmethod
+    @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)

@@ -116,6 +116,28 @@ def local_gradient(
     return result.to(x.dtype)
 
 
+def local_coefficients(
+    terms: Terms,
+    offset: int,
+    x: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """a of the note for this rank's classes, 0 for tokens that are ignored."""
+    dim = terms.dim
+    if terms.soft:
+        return soft_coefficients(terms, target, weight, x.shape).expand(x.shape)
+    found = torch.zeros_like(accurate(x))
+    if x.shape[dim]:
+        index, owned = owned_classes(terms, offset, x, target)
+        of_target = (1 - terms.smoothing) * target_weight(index, owned, weight, found)
+        found.scatter_add_(dim, index.unsqueeze(dim), of_target.unsqueeze(dim))
+    if terms.smoothing:
+        share = terms.smoothing / terms.num_classes
+        found.add_(share if weight is None else share * along(weight, dim, x.dim()))
+    return torch.where(terms.kept(target).unsqueeze(dim), found, 0.0)
+
+
 def owned_classes(
     terms: Terms, offset: int, x: torch.Tensor, target: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:

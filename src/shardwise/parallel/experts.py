@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.grid import Coordinate
@@ -208,15 +207,34 @@ _ABSENT = object()
 class _Reached(UntracedFunction):
     """The first tensor; the others get a gradient even where nothing of them was used.
 
-    A rank whose experts no token chose takes part in the collectives of backward all the same.
+    A rank whose experts no token chose takes part in the collectives of backward all the same, of
+    a second one too.
     """
 
     @staticmethod
     def forward(ctx: Any, out: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
         ctx.num_others = len(others)
+        if any(ctx.needs_input_grad):
+            ctx.save_for_backward(*others)
         return out.view_as(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad, *([None] * ctx.num_others)
+        if not torch.is_grad_enabled():
+            return grad, *([None] * ctx.num_others)
+        others = ctx.saved_tensors
+        return grad, *_Zeros.apply(len(others), *others, grad)
+
+
+class _Zeros(UntracedFunction):
+    """Zeros like the first tensors, with all tensors as their history."""
+
+    @staticmethod
+    def forward(ctx: Any, num: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.save_for_backward(*tensors)
+        return tuple(torch.zeros_like(tensor) for tensor in tensors[:num])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        tensors = ctx.saved_tensors
+        return None, *_Zeros.apply(len(tensors), *tensors, *grads)

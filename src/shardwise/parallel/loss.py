@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -17,6 +16,7 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel.class_layouts import (
@@ -30,6 +30,8 @@ from shardwise.parallel.class_layouts import (
 )
 from shardwise.parallel.class_shards import (
     Terms,
+    accurate,
+    local_coefficients,
     local_gradient,
     local_maximum,
     local_sums,
@@ -119,17 +121,37 @@ class ClassShardedLoss(UntracedFunction):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Any, _: Any) -> Any:
         logits, log_sum, total, target, weight = ctx.saved_tensors
         layout = logits._layout
         tokens = token_layout(layout)
         grad = grad.redistribute(placements=tokens.placements, order=tokens.order)
+        if torch.is_grad_enabled():
+            found = _gradient_by_ops(ctx.terms, grad, logits, log_sum, total, target, weight)
+            return found, None, None, None
         parts = [t._local for t in (target, weight) if t is not None]
         local = _mapped(
             layout, ctx.terms, _gradient, grad._local, logits._local, log_sum, total, *parts
         )
         return DTensor.wrap(local, layout), None, None, None
+
+
+def _gradient_by_ops(
+    terms: Terms, grad: Any, logits: Any, log_sum: Any, total: Any, target: Any, weight: Any
+) -> Any:
+    """What `local_gradient` computes, made of ops that can be differentiated again."""
+    layout, dim = logits._layout, terms.dim
+    tokens = token_layout(layout)
+    parts = [t._local for t in (target, weight) if t is not None]
+    local = _mapped(layout, terms, _coefficients, logits._local, *parts)
+    coefficients = DTensor.wrap(local, with_dtype(layout, tokens.dtype))
+    shift, scale = (DTensor.wrap(t, tokens).unsqueeze(dim) for t in (log_sum, total))
+    # The shift is a constant, of which the quotient does not depend.
+    share = (logits.to(tokens.dtype) - shift).exp()
+    softmax = share / share.sum(dim, keepdim=True)
+    if not terms.soft:
+        grad = torch.where(terms.kept(target), grad, 0.0)
+    return (grad.unsqueeze(dim) * (scale * softmax - coefficients)).to(logits.dtype)
 
 
 def _mapped(layout: Layout, terms: Terms, fn: Any, *tensors: torch.Tensor) -> Any:
@@ -197,6 +219,13 @@ def _gradient(
 ) -> torch.Tensor:
     weight = None if weight is None else weight.to(log_sum.dtype)
     return local_gradient(terms, offset, grad, x, log_sum, total, target, weight)
+
+
+def _coefficients(
+    terms: Terms, offset: int, x: torch.Tensor, target: torch.Tensor, weight: Any = None
+) -> torch.Tensor:
+    weight = None if weight is None else accurate(weight)
+    return local_coefficients(terms, offset, x, target, weight)
 
 
 class _ClassSharded(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -11,11 +11,18 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.consent import agree
 from shardwise.core.grid import grid_of
 from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.resolve import Resolved, resolve
+from shardwise.parallel.resolve import Resolved, Target, resolve
 from shardwise.parallel.spot import tensor_axis
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.ties import style_untouched, tie_again, tied_owners
+from shardwise.parallel.ties import (
+    Owner,
+    counterparts,
+    distributed_since,
+    tie_again,
+    tied_owners,
+)
 from shardwise.parallel.words import described
 from shardwise.training.contract import DataAxes, forbid_both
 from shardwise.training.mesh_axes import MeshAxes
@@ -59,19 +66,24 @@ def parallelize_module(
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
     grid = grid_of(mesh)
-    found, problem = Resolved((), ()), None
+    found, ties, added, problem = Resolved((), ()), [], [], None
     try:
         found = _resolved(module, parallelize_plan, src_data_rank, strict)
         _forbid_data_axes(found, mesh)
+        if found.targets:
+            ties = tied_owners(module)
+            added = counterparts(ties, found.targets)
+            for target in (*added, *found.targets):
+                target.style.check_distributed(target.module, mesh)
     except (ShardwiseError, RuntimeError) as error:
         if src_data_rank is None:
             raise
         problem = error
     if src_data_rank is not None:
-        agree(grid, "parallelize_module", _request(found, src_data_rank), problem)
-    before = list(module.parameters())
-    ties = tied_owners(module)
-    touched = set()
+        agree(grid, "parallelize_module", _request(found.targets, added, src_data_rank), problem)
+    replaced = list(module.parameters())
+    before = {id(p) for group in ties for p in (group[0].parameter,) if isinstance(p, DTensor)}
+    _apply_automatically(added, mesh, src_data_rank, ties)
     for target in found.targets:
         try:
             changed = target.style.apply(target.module, mesh)
@@ -79,12 +91,12 @@ def parallelize_module(
             error.add_note(f"While {type(target.style).__name__} was applied to {target.path!r}.")
             raise
         module = _put(module, target.path, target.module, changed)
-        touched.add(id(target.module))
         tie_again(ties)
-    style_untouched(ties, touched, mesh, src_data_rank)
+    late = distributed_since(ties, before, (*found.targets, *added), mesh)
+    _apply_automatically(late, mesh, src_data_rank, ties)
     if found.targets:
         declare(module, *_data_axes(mesh))
-        follow_all(before)
+        follow_all(replaced)
         split_parameters(module)
     return module
 
@@ -106,6 +118,15 @@ def _forbid_data_axes(found: Resolved, mesh: DeviceMesh) -> None:
             forbid_both(data, {(grid, axis): reason}, "parallelize_module")
 
 
+def _apply_automatically(
+    targets: list[Target], mesh: DeviceMesh, src_data_rank: int | None, ties: list[list[Owner]]
+) -> None:
+    for target in targets:
+        target.style.src_data_rank = src_data_rank
+        target.style.apply_automatically(target.module, mesh)
+        tie_again(ties)
+
+
 def _resolved(
     module: nn.Module, plan: Plan | None, src_data_rank: int | None, strict: bool
 ) -> Resolved:
@@ -118,10 +139,10 @@ def _resolved(
     return found
 
 
-def _request(found: Resolved, src_data_rank: int) -> str:
+def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: int) -> str:
     """What this rank is about to do, for the others to compare."""
     lines = [f"src_data_rank={src_data_rank}"]
-    for target in found.targets:
+    for target in (*added, *targets):
         shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
         lines.append(f"{target.path!r}: {described(target.style)} on {shapes}")
     return "\n".join(lines)

@@ -11,10 +11,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.ranks import localize, my_coordinate
+from shardwise.comm.ranks import localize, my_coordinate, one_for_all
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
 
@@ -25,38 +24,35 @@ def on_plain_ranks(
     """`fn(coordinate, *tensors)` on every rank present, each with plain tensors."""
     if not grid.world.simulated:
         return fn(my_coordinate(grid), *tensors)
-    apart = [_TakeApart.apply(localize(grid, tensor), grid) for tensor in tensors]
+    apart = [_TakeApart.apply(tensor, grid) for tensor in tensors]
     found = []
     for place, rank in enumerate(grid.ranks):
         coordinate: Coordinate = grid.coordinates[rank]
         found.append(fn(coordinate, *(parts[place] for parts in apart)))
-    return _PutTogether.apply(grid, *found)
-
-
-def _together(grid: Grid, parts: Any) -> LocalTensor:
-    return from_ranks(grid.world, grid.ranks, [part.detach() for part in parts], sized=True)
+    return _PutTogether.apply(grid, False, *found)
 
 
 class _TakeApart(UntracedFunction):
     @staticmethod
-    def forward(ctx: Any, tensor: LocalTensor, grid: Grid) -> tuple[torch.Tensor, ...]:
-        ctx.grid = grid
-        return tuple(tensor.on_rank(rank).detach() for rank in grid.ranks)
+    def forward(ctx: Any, tensor: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
+        ctx.grid, ctx.plain = grid, not isinstance(tensor, LocalTensor)
+        local: Any = localize(grid, tensor)
+        return tuple(local.on_rank(rank).detach() for rank in grid.ranks)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _together(ctx.grid, grads), None
+        return _PutTogether.apply(ctx.grid, ctx.plain, *grads), None
 
 
 class _PutTogether(UntracedFunction):
-    @staticmethod
-    def forward(ctx: Any, grid: Grid, *parts: torch.Tensor) -> LocalTensor:
-        ctx.grid = grid
-        return _together(grid, parts)
+    """With `plain`, one plain tensor where the ranks hold the same."""
 
     @staticmethod
-    @once_differentiable
+    def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid
+        together = from_ranks(grid.world, grid.ranks, [part.detach() for part in parts], sized=True)
+        return one_for_all(together) if plain else together
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        local: Any = localize(ctx.grid, grad)
-        return None, *(local.on_rank(rank) for rank in ctx.grid.ranks)
+        return None, None, *_TakeApart.apply(grad, ctx.grid)

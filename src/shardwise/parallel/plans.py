@@ -12,12 +12,13 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.chunks import lengths
 from shardwise.core.placements import Placement, Shard
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.doubts import doubts
 from shardwise.parallel.parallelize import Plan
 from shardwise.parallel.resolve import Target, fits, problems, readable, resolve, styles_of
 from shardwise.parallel.spot import tensor_axis
 from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.ties import counterparts, tied_owners
 from shardwise.parallel.words import entry_of
 from shardwise.planfile.files import read_plan_file, write_plan_file
 
@@ -104,8 +105,15 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
     styles, unreadable = readable(plan)
     found = resolve(module, styles, check=False)
     wrong = [*unreadable, *problems(list(found.targets))]
-    placed = _placements(found.targets)
+    added: list[Target] = []
+    try:
+        if not wrong:
+            added = counterparts(tied_owners(module), found.targets)
+    except ShardwiseError as error:
+        wrong.append(error)
     names = {id(p): name for name, p in module.named_parameters()}
+    placed = _placements((*found.targets, *added))
+    placed = {i: placement for i, placement in placed.items() if i in names}
     sizes = [0] * num_ranks
     for parameter in module.parameters():
         for rank, size in enumerate(_bytes(parameter, placed.get(id(parameter)), num_ranks)):

@@ -13,6 +13,11 @@ of a plain output is divided by the number of ranks along the data axes when it 
 world, and that of a plain input multiplied when it leaves it. A loss that is itself a DTensor is
 the global one, and nothing is scaled.
 
+Where gradients are differentiated again, the gradient of a plain input is n times the global one,
+and belongs to its rank: what a second derivative sends back to it is divided by n on its way in,
+which the factor n undoes. So `Scale` multiplies a gradient, and what comes back to that passes as
+it is.
+
 Note [Branches overlap]
 What a style sends is awaited when it is first read: a collective runs on while a branch that does
 not need its result is computed, forward and backward. A result that leaves as a plain tensor is
@@ -103,6 +108,7 @@ class Spot:
                     f"{self.where}: {name} has a layout, {given}, but is not a tensor: found "
                     f"{type(x).__name__}. Give it the layout None to pass it on as it is."
                 )
+            self._refuse_transformed(x, name)
             x = self._from_local(x, given, name)
             if wanted == given:
                 return x
@@ -137,6 +143,8 @@ class Spot:
     def leave(self, x: Any, wanted: Placement, local: bool, name: str = "the output") -> Any:
         """`x` moved to `wanted`, as a plain tensor when `local`."""
         if not isinstance(x, DTensor):
+            if isinstance(x, torch.Tensor):
+                self._refuse_transformed(x, name)
             raise ArgumentError(
                 f"{self.where}: {name} should be a DTensor, found {type(x).__name__}: "
                 "a plain tensor met only plain tensors inside the module."
@@ -149,8 +157,13 @@ class Spot:
         """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
         return _later(self._scaled(x, 1 / self.num_losses))
 
+    def _refuse_transformed(self, x: torch.Tensor, name: str) -> None:
+        if not is_traced():
+            autograd.refuse_transformed(x, f"{self.where}, {name}")
+
     def _scaled(self, x: DTensor, factor: float) -> DTensor:
-        return ScaleGradient.apply(x, float(factor)) if factor != 1 and x.requires_grad else x
+        """`x`, whose gradient comes in from the plain world, or goes out to it."""
+        return Scale.apply(x, 1.0, float(factor)) if factor != 1 and x.requires_grad else x
 
 
 def _spot_on(grid: Grid, axis: int, path: str) -> Spot:
@@ -167,17 +180,21 @@ def _later(x: DTensor) -> torch.Tensor:
     return later(x._local)
 
 
-class ScaleGradient(UntracedFunction):
-    """The tensor itself; its gradient times a number."""
+class Scale(UntracedFunction):
+    """The tensor times one number, its gradient times another.
+
+    Not the derivative of a product: one number is for tensors, the other for gradients, and they
+    change places in each derivative. See Note [Each rank's own loss].
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
+    def forward(ctx: Any, x: torch.Tensor, factor: float, of_gradient: float) -> torch.Tensor:
+        ctx.factors = of_gradient, factor
+        return x.view_as(x) if factor == 1 else x * factor
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad * ctx.factor, None
+        return Scale.apply(grad, *ctx.factors), None, None
 
 
 def one_per_tensor(layouts: Any, argument: str) -> tuple[Placement | None, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,8 @@ from shardwise.training.contract import note_tensor_axis
 
 #: Where a module keeps what styles have done to it: `{what: name of the style}`.
 _DONE = "_parallel_styles"
+#: Where it keeps the hooks of a style that nobody named: ids of those before and after forward.
+_AUTOMATIC = "_automatic_hooks"
 
 
 class ParallelStyle(abc.ABC):
@@ -55,13 +57,30 @@ class ParallelStyle(abc.ABC):
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         """Check, apply, and note what was decided, so that a second time is an error."""
         self.check(module)
+        if "parameters" in self.decides:
+            _withdraw_automatic(module)
         applied = self._apply(module, device_mesh)
         noted = applied.__dict__.setdefault(_DONE, {})
         noted.update(dict.fromkeys(self.decides, type(self).__name__))
         if "parameters" in self.decides:
             axis = tensor_axis(device_mesh)
             note_tensor_axis(applied, grid_of(device_mesh), axis, type(self).__name__)
+        # What a plan names works on the module as it is without it.
+        _last(module._forward_pre_hooks, module.__dict__.get(_AUTOMATIC, ((), ()))[0])
         return applied
+
+    def apply_automatically(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Apply it as one that gives way to a style that a plan names."""
+        before, after = tuple(module._forward_pre_hooks), tuple(module._forward_hooks)
+        self._apply(module, device_mesh)
+        note_tensor_axis(
+            module, grid_of(device_mesh), tensor_axis(device_mesh), type(self).__name__
+        )
+        module.__dict__[_AUTOMATIC] = (
+            tuple(hook for hook in module._forward_pre_hooks if hook not in before),
+            tuple(hook for hook in module._forward_hooks if hook not in after),
+        )
+        _last(module._forward_hooks, after)
 
     def check(self, module: nn.Module) -> None:
         """Raise where the style does not fit; nothing is changed. Called for a whole plan first."""
@@ -71,6 +90,15 @@ class ParallelStyle(abc.ABC):
                     f"{self.where} is parallel already: {module.__dict__[_DONE][what]} decided its "
                     f"{what}, and {type(self).__name__} would again. Apply one of them, once."
                 )
+
+    def check_distributed(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
+        """Raise where a parameter is distributed already, and otherwise than the style would."""
+        spot = self.spot(device_mesh)
+        for name, placement in self.parameter_placements(module).items():
+            owner, key = owner_of(module, name)
+            parameter = owner._parameters.get(key)
+            if isinstance(parameter, DTensor):
+                self._tied(name, parameter, spot.parameter_placements(placement))
 
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         """Each parameter of the module, by name, and how the tensor axis will hold it."""
@@ -124,6 +152,25 @@ class ParallelStyle(abc.ABC):
                 "(a rowwise embedding and a colwise head)."
             )
         return parameter
+
+
+def is_parallel(module: nn.Module) -> bool:
+    """Whether a style has placed the parameters of the module, named by a plan or not."""
+    return _AUTOMATIC in module.__dict__ or "parameters" in module.__dict__.get(_DONE, {})
+
+
+def _last(hooks: Any, ids: Iterable[int]) -> None:
+    for hook in ids:
+        hooks.move_to_end(hook)
+
+
+def _withdraw_automatic(module: nn.Module) -> None:
+    before, after = module.__dict__.pop(_AUTOMATIC, ((), ()))
+    for hook in before:
+        del module._forward_pre_hooks[hook]
+        module._forward_pre_hooks_with_kwargs.pop(hook, None)
+    for hook in after:
+        del module._forward_hooks[hook]
 
 
 def owner_of(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.rules import fused_bags
 from shardwise.rules.bag_shape import MODE_MEAN, MODE_SUM, Bags
@@ -50,7 +50,7 @@ class _Lookup(UntracedFunction):
         return fused_bags.sums(table, Bags(ids, edges, weights, padding_idx), 0, mode)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         ids, edges, weights, table = ctx.saved_tensors
         shape, mode, padding_idx, sparse = ctx.options

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.announce import announced
@@ -99,6 +100,7 @@ class ShareOfGradient(UntracedFunction):
         return x.view_as(x)
 
     @staticmethod
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         return grad / ctx.parts, None
 

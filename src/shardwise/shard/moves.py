@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.core.layout import Layout
+from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.blocks import blocks_of, held_blocks, sized
@@ -40,6 +41,7 @@ class Block(UntracedFunction):
         return sized(blocks_of(x._tiling, x._local.detach()))
 
     @staticmethod
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tiling = ctx.like._tiling
         return type(ctx.like).over(held_blocks(tiling, grad), tiling, like=ctx.like)

@@ -16,6 +16,7 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
@@ -112,6 +113,7 @@ class Join(UntracedFunction):
         return made
 
     @staticmethod
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
         own = parted(grad, ctx.tiling, ctx.factor)
         return one_for_all(own) if ctx.plain else sized(own), None, None

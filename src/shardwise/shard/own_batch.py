@@ -26,11 +26,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
@@ -123,7 +123,7 @@ class OwnBatch(UntracedFunction):
         return sized(each_rank(grid, finish, rows, *more, *own, *(tensors[i] for i in staying)))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         exchange: Exchange = ctx.exchange
         route, grid = exchange.route, exchange.tiling.grid

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard import bags
 from shardwise.shard.tiling import Stretch
@@ -74,7 +74,7 @@ class PieceMaximum(UntracedFunction):
         return values, winners
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor, _: Any) -> Any:
         (rows,) = ctx.saved_tensors
         num_columns = ctx.shape[1]
@@ -155,7 +155,7 @@ class BagMaximum(UntracedFunction):
         return values
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         won, bag = ctx.saved_tensors
         return grad[bag] * won, None, None, None

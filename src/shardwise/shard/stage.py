@@ -6,11 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, one_for_all
 from shardwise.core.grid import Grid
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.blocks import sized
 
@@ -63,7 +63,7 @@ class Flat(UntracedFunction):
         return sized(each_rank(grid, lambda _, mine: mine.reshape(-1, *last), ctx.x))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         found = each_rank(ctx.grid, lambda _, g, x: g.reshape(x.shape), grad, ctx.x)
         plain = type(ctx.x) is not LocalTensor

@@ -25,10 +25,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.row_sparse import RowSparse
@@ -121,7 +121,7 @@ class TracedOwnBatch(UntracedFunction):
         return joined(iter(out), call.whole())
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
         call: Call = ctx.call
         weight, number, *given = ctx.saved_tensors

@@ -17,13 +17,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction
@@ -192,7 +192,7 @@ class TracedOutput(UntracedFunction):
         return ctx.made
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
         (shapes,) = ctx.saved_tensors
         whole = ctx.known.whole()

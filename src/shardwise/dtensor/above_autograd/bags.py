@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from shardwise.comm.watch import watch
+from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.above_autograd.short_bags import exchanges_rows, pool_rows
@@ -44,7 +44,7 @@ class Pooled(UntracedFunction):
         return run(pooled, weight, ids, offsets, weights, mode, padding_idx)
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
         ids, offsets, weights, weight = ctx.saved_tensors
         layout, mode, padding_idx, by_freq, sparse = ctx.options
@@ -68,7 +68,7 @@ class Largest(UntracedFunction):
         return values
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
         (won,) = ctx.saved_tensors
         found = run(largest_grad, grad, won, ctx.layout.shape[0], wish=ctx.layout)

@@ -30,7 +30,24 @@ class NLL(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         (target,) = ctx.saved_tensors
+        if torch.is_grad_enabled() and grad.requires_grad:  # double backward
+            return NLLGrad.apply(grad, target, *ctx.options), None, None
         return run(nll_grad, grad, target, *ctx.options), None, None
+
+
+class NLLGrad(UntracedFunction):
+    """Linear in the gradient; what comes back is read at the targets, as the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, target: Any, ignore_index: int, num_classes: int) -> Any:
+        ctx.save_for_backward(target)
+        ctx.ignore_index = ignore_index
+        return run(nll_grad, grad, target, ignore_index, num_classes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (target,) = ctx.saved_tensors
+        return NLL.apply(grad, target, ctx.ignore_index), None, None, None
 
 
 def cross_entropy(

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from shardwise.core.once import differentiated_once
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply
@@ -28,7 +28,7 @@ class Layer(UntracedFunction):
         return tuple(run(recurrent, *options, *operands))
 
     @staticmethod
-    @once_differentiable
+    @differentiated_once("a recurrent layer")
     def backward(ctx: Any, *grads: Any) -> Any:
         like = ctx.saved_tensors[0]
         grads = tuple(distributed(grad, like) for grad in grads)  # of a state nobody used: zeros

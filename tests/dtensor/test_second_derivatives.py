@@ -1,0 +1,191 @@
+"""Gradients of gradients through the doors; see docs/concepts/gradients.md."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, UnsupportedError
+
+WEIGHTS = torch.linspace(0.5, 2, 8, dtype=torch.float64)
+
+
+def curved(whole):
+    return (whole.pow(3) * WEIGHTS.reshape(whole.shape).to(whole.dtype)).sum()
+
+
+def leaf(x):
+    return x.detach().clone().requires_grad_()
+
+
+def parts(num=4, size=8):
+    return [torch.randn(size, dtype=torch.float64) for _ in range(num)]
+
+
+def per_rank(values):
+    return LocalTensor.per_rank(lambda rank: values[rank].clone())
+
+
+def on_ranks(tensor, num=4):
+    tensor = tensor.detach()
+    return [tensor.on_rank(r) if isinstance(tensor, LocalTensor) else tensor for r in range(num)]
+
+
+def curved_global(x):
+    """The same of a DTensor: a number that every rank has."""
+    weights = shardwise.distribute_tensor(WEIGHTS, x.device_mesh, [Replicate()])
+    return (x.pow(3) * weights).sum().full_tensor()
+
+
+@pytest.mark.parametrize(
+    ("placement", "put_together"),
+    [
+        (Shard(0), lambda xs: torch.cat(list(xs))),
+        (Partial(), lambda xs: sum(xs)),
+        (Partial("avg"), lambda xs: sum(xs) / len(xs)),
+    ],
+    ids=str,
+)
+def test_from_local_of_what_ranks_own(mesh, placement, put_together):
+    """A penalty on each rank's gradient; together they count as on one device."""
+    values = parts(size=2 if placement.is_shard() else 8)
+    alone = [leaf(x) for x in values]
+    first = torch.autograd.grad(curved(put_together(alone)), alone, create_graph=True)
+    penalty = sum(g.pow(3).sum() * (rank + 1) for rank, g in enumerate(first))
+    second = torch.autograd.grad(penalty, alone)
+
+    local = leaf(per_rank(values))
+    x = DTensor.from_local(local, mesh, [placement])
+    (grad,) = torch.autograd.grad(curved_global(x), local, create_graph=True)
+    factor = LocalTensor.per_rank(lambda rank: torch.tensor(rank + 1.0).double())
+    own = (grad.pow(3) * factor).sum()
+    (found,) = torch.autograd.grad(own, local)
+    for mine, one in zip(on_ranks(grad), first, strict=True):
+        torch.testing.assert_close(mine, one.detach())
+    for mine, one in zip(on_ranks(found), second, strict=True):
+        torch.testing.assert_close(mine, one)
+
+
+def orders(fn, x, num=3):
+    """The first derivatives of `fn`, each of a number made of the one before."""
+    found, last = [], fn(x)
+    for _ in range(num):
+        (grad,) = torch.autograd.grad(last, x, create_graph=True)
+        found.append(grad)
+        last = grad.pow(3).sum()
+    return found
+
+
+def test_from_local_of_what_all_ranks_hold(mesh):
+    """A plain tensor that every rank uses alike counts once."""
+    (x,) = parts(1)
+    expected = orders(curved, leaf(x))
+    found = orders(lambda x: curved_global(DTensor.from_local(x, mesh, [Replicate()])), leaf(x))
+    for mine, one in zip(found, expected, strict=True):
+        assert type(mine) is torch.Tensor
+        torch.testing.assert_close(mine, one)
+
+
+def test_from_local_with_gradients_that_are_terms(mesh):
+    """The ranks' gradients are terms of a sum, until they are added."""
+    (x,) = parts(1)
+
+    def split(x):
+        whole = DTensor.from_local(x, mesh, [Replicate()], grad_placements=[Partial()])
+        return curved_global(whole.redistribute(placements=[Shard(0)]))
+
+    def added(terms):
+        return DTensor.from_local(terms, mesh, [Partial()]).full_tensor()
+
+    local = leaf(per_rank([x] * 4))
+    (terms,) = torch.autograd.grad(split(local), local, create_graph=True)
+    (found,) = torch.autograd.grad(added(terms).pow(3).sum(), local)
+    (first, second) = orders(curved, leaf(x), num=2)
+    torch.testing.assert_close(added(terms).detach().agreed(), first.detach())
+    torch.testing.assert_close(added(found).detach().agreed(), second.detach())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial()], ids=str)
+def test_to_local_and_back(mesh, placement):
+    """What each rank does to its part; a Partial's terms are only scaled."""
+    (x,) = parts(1)
+
+    def bent(x):
+        return x.pow(2) if not placement.is_partial() else 2 * x
+
+    def through(x):
+        there = x.redistribute(placements=[placement])
+        back = DTensor.from_local(bent(there.to_local()), mesh, [placement])
+        return curved_global(back)
+
+    expected = orders(lambda x: curved(bent(x)), leaf(x))
+    found = orders(through, shardwise.distribute_tensor(x, mesh, [Shard(0)]).requires_grad_())
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())
+
+
+def test_to_local_for_each_ranks_own_work(mesh):
+    """Each rank has its own factor; its gradient is a term, and so is what comes back to it."""
+    (x,) = parts(1)
+    factors = parts(4)
+
+    def alone(x):
+        return sum((x.pow(3) * f).sum() for f in factors)
+
+    def together(x):
+        own = x.to_local(grad_placements=[Partial()])
+        terms = (own.pow(3) * per_rank(factors)).sum()
+        return DTensor.from_local(terms, mesh, [Partial()]).full_tensor()
+
+    expected = orders(alone, leaf(x))
+    found = orders(
+        lambda x: together(x), shardwise.distribute_tensor(x, mesh, [Replicate()]).requires_grad_()
+    )
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())
+
+
+def test_terms_of_a_maximum_have_no_second_derivative(mesh):
+    x = shardwise.distribute_tensor(parts(1)[0], mesh, [Replicate()]).requires_grad_()
+    largest = x.redistribute(placements=[Partial("max")]).to_local()
+    scale = leaf(torch.ones(()).double())
+    with pytest.raises(UnsupportedError, match="depends on the values"):
+        torch.autograd.grad((largest * scale).sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate()], ids=str)
+@pytest.mark.parametrize("smoothing", [0.0, 0.2])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy(mesh, weighted, smoothing, placement):
+    x = torch.randn(6, 5).double()
+    target, weight = torch.tensor([0, 4, -100, 2, 2, 1]), torch.rand(5).double()
+
+    def loss_of(lay):
+        given = lay(weight) if weighted else None
+        return lambda x: F.cross_entropy(x, lay(target), given, label_smoothing=smoothing).pow(2)
+
+    expected = orders(loss_of(lambda t: t), leaf(x))
+    whole = [Replicate()]
+    found = orders(
+        loss_of(lambda t: shardwise.distribute_tensor(t, mesh, whole)),
+        shardwise.distribute_tensor(x, mesh, [placement]).requires_grad_(),
+    )
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())
+
+
+def test_what_is_not_differentiated_again_is_not_left_out(mesh):
+    """Also where only some tensors are asked for, and where the gradient that comes is constant."""
+    layer = shardwise.distribute_module(nn.LSTM(3, 2), mesh)
+    x = shardwise.randn(4, 2, 3, device_mesh=mesh, placements=[Replicate()], requires_grad=True)
+    (grad,) = torch.autograd.grad(layer(x)[0].sum(), x, create_graph=True)
+    with pytest.raises(UnsupportedError, match="a recurrent layer is not differentiated again"):
+        torch.autograd.grad(grad.pow(2).sum() + x.sum(), x)
+    table = shardwise.randn(6, 3, device_mesh=mesh, placements=[Shard(0)], requires_grad=True)
+    ids = shardwise.distribute_tensor(torch.tensor([[1, 2], [5, 0]]), mesh, [Replicate()])
+    (grad,) = torch.autograd.grad(
+        F.embedding_bag(ids, table).pow(2).sum(), table, create_graph=True
+    )
+    with pytest.raises(UnsupportedError, match="an embedding bag is not differentiated again"):
+        torch.autograd.grad(grad.pow(2).sum() + table.sum(), table)
