@@ -15,7 +15,6 @@ from shardwise.testing.steps.draw import MESHES, draw_cases
 from shardwise.testing.steps.judge import judge
 from shardwise.testing.steps.kinds import KINDS
 from shardwise.testing.steps.options import OPTIONS
-from shardwise.testing.steps.processes import prove_in_processes
 from shardwise.testing.steps.subject import training_of
 from shardwise.testing.steps.training import Outcome, play, play_alone
 
@@ -45,7 +44,7 @@ def test_drawn_cases_in_simulated_worlds(part):
 
 @pytest.mark.processes
 def test_drawn_cases_in_processes():
-    assert_right(prove_in_processes(draw_cases(48, seed=1, most_ranks=4)))
+    assert_right(prove(draw_cases(48, seed=1, most_ranks=4), in_processes=True))
 
 
 # What was found to be wrong once, one case each.

@@ -15,7 +15,6 @@ from shardwise.errors import ArgumentError
 from shardwise.testing.op_sweep.__main__ import part_of_several
 from shardwise.testing.steps.case import Case
 from shardwise.testing.steps.draw import draw_cases
-from shardwise.testing.steps.processes import prove_in_processes
 from shardwise.testing.steps.verdict import Verdict, prove
 
 
@@ -40,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         if options.verbose or verdict.kind == "wrong":
             print(verdict, flush=True)
 
-    verdicts = (prove_in_processes if options.processes else prove)(cases, done)
+    verdicts = prove(cases, done, in_processes=options.processes)
     print(summary(verdicts, time.monotonic() - begin_s))
     return int(any(verdict.kind == "wrong" for verdict in verdicts))
 
