@@ -44,7 +44,7 @@ def test_drawn_cases_in_simulated_worlds(part):
 
 @pytest.mark.processes
 def test_drawn_cases_in_processes():
-    assert_right(prove(draw_cases(48, seed=1, most_ranks=4), in_processes=True))
+    assert_right(prove(draw_cases(64, seed=1, in_processes=True), in_processes=True))
 
 
 # What was found to be wrong once, one case each.

@@ -30,10 +30,9 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if not cases:
-        # A process for each rank: more than four are slow on a small machine.
-        most = 4 if options.processes else 8
         part, num_parts = options.part
-        cases = draw_cases(options.cases, options.seed, most)[part - 1 :: num_parts]
+        cases = draw_cases(options.cases, options.seed, in_processes=options.processes)
+        cases = cases[part - 1 :: num_parts]
 
     def done(verdict: Verdict) -> None:
         if options.verbose or verdict.kind == "wrong":

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -48,6 +48,19 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
     faults = [f"{where}{_said(each)}" for where, each in found if not each.within(training.bound)]
     compared = tuple(each for _, each in found)
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
+
+
+def _rounding(training: Training, alone: Outcome) -> dict[str, float]:
+    """By parameter: three times what bfloat16 changes on one device."""
+    exact = play_alone(replace(training, options=training.options - {"autocast"}))[0]
+    return {
+        each.name: 3 * each.largest
+        for each in differences("parameters", exact.parameters, alone.parameters)
+    }
+
+
+def _less(each: Difference, rounding: Mapping[str, float]) -> Difference:
+    return replace(each, largest=max(0.0, each.largest - rounding.get(each.name, 0.0)))
 
 
 def _first(outcomes: list[Outcome], what: str) -> str:

@@ -41,9 +41,10 @@ from shardwise.testing.steps.train import Loss, Run, freeze, plain_loss, updates
 
 #: What says that something went wrong; other errors of shardwise say that something is not done.
 FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
-#: How far a parameter may be off, of how far it went: in double precision, and under autocast.
+#: How far a parameter may be off, of how far it went: in double precision, and under autocast
+#: besides what bfloat16 changes on one device.
 BOUND = 1e-8
-AUTOCAST_BOUND = 0.08
+AUTOCAST_BOUND = 0.02
 
 Steps = list[list[Any]]
 
