@@ -45,6 +45,9 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
             found += [("", each) for each in _loaded(training, alone[0].parameters, folder)]
         except Exception as error:
             return Judgement("wrong", f"loading by one device: {type(error).__name__}: {error}")
+    if "autocast" in training.options:
+        rounding = _rounding(training, alone[0])
+        found = [(where, _less(each, rounding)) for where, each in found]
     faults = [f"{where}{_said(each)}" for where, each in found if not each.within(training.bound)]
     compared = tuple(each for _, each in found)
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
