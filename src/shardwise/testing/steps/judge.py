@@ -42,7 +42,7 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
     ]
     if "save" in training.options:
         try:
-            found += [("", each) for each in _loaded(training, alone[0].parameters, folder)]
+            found += [("", each) for each in _loaded(training, outcomes[0].parameters, folder)]
         except Exception as error:
             return Judgement("wrong", f"loading by one device: {type(error).__name__}: {error}")
     if "autocast" in training.options:
@@ -79,7 +79,7 @@ def _said(each: Difference) -> str:
 
 
 def _loaded(training: Training, expected: Values, folder: Path) -> Iterator[Difference]:
-    """What all ranks saved, loaded by one device: its parameters, and the loss that it has."""
+    """What all ranks saved, loaded by one device: the parameters that ranks hold, and the loss."""
     module, steps, _ = training.begin()
     module.eval()
     parameters = dict(module.named_parameters(remove_duplicate=False))
