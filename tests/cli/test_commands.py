@@ -58,6 +58,31 @@ def test_check_says_what_differs_by_its_exit_status(run):
     assert "on rank 0" in bad.output
 
 
+def test_check_trains_on_a_mesh(run):
+    asked = ("check", "report_models:mlp", "--plan", "plan.toml", "--mesh", "dp=2,tp=2")
+    good = run(*asked)
+    assert good.exit_code == 0, good.output
+    for words in ("plain", "no_sync", "clip", "late", "save", "4 parameters, 5 loaded"):
+        assert words in good.output
+    (found,) = json.loads(run(*asked, "--options", "clip,copy", "--json").output)
+    assert found["training"] == [{"options": ["clip", "copy"], "verdict": "ok", "text": ""}]
+    sharded = run(*asked, "--data", "shard_parameters", "--options", "late")
+    assert sharded.exit_code == 0, sharded.output
+
+
+def test_check_says_what_trains_otherwise(run):
+    asked = ("--plan", "plan.toml", "--mesh", "tp=2", "--options", "copy")
+    bad = run("check", "report_models:forgetful", *asked)
+    assert bad.exit_code == 1, bad.output
+    assert "differs" in bad.output
+    refused = run("check", "report_models:strict", *asked)
+    assert refused.exit_code == 2
+    assert "not in double precision" in refused.output
+    unknown = run("check", "report_models:mlp", "--mesh", "2", "--options", "late,freeze")
+    assert unknown.exit_code == 2
+    assert "exclude each other" in unknown.output
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

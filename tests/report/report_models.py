@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from shardwise import LayoutError
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
 
 TENSOR_PLAN = """format = "shardwise plan 1"
@@ -48,6 +49,35 @@ class Careless(MLP):
 
 def careless():
     return Careless(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Forgetful(MLP):
+    """Takes another way once it was sharded and trained."""
+
+    def forward(self, x, target):
+        sharded = hasattr(self.up.weight, "to_local")
+        moved = sharded and bool(self.steps > 0)
+        self.steps = getattr(self, "steps", 0) + 1
+        return super().forward(x, target) * (2 if moved else 1)
+
+    steps = 0
+
+
+def forgetful():
+    return Forgetful(), (torch.randn(8, 6), torch.randn(8, 6))
+
+
+class Strict(MLP):
+    """Is refused in training steps, which are taken in double precision."""
+
+    def forward(self, x, target):
+        if hasattr(self.up.weight, "to_local") and x.dtype == torch.float64:
+            raise LayoutError("not in double precision")
+        return super().forward(x, target)
+
+
+def strict():
+    return Strict(), (torch.randn(8, 6), torch.randn(8, 6))
 
 
 class Clicks(nn.Module):

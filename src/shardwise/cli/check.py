@@ -6,37 +6,54 @@ import json
 from dataclasses import asdict
 
 from shardwise.cli.console import console
-from shardwise.cli.tables import parity_table
+from shardwise.cli.tables import parity_table, training_table
 from shardwise.errors import ArgumentError
-from shardwise.report import Case, Mesh, Parity, check_in_processes, check_simulated
+from shardwise.report import (
+    Case,
+    Mesh,
+    Parity,
+    TrainingParity,
+    check_in_processes,
+    check_simulated,
+    check_training,
+)
 
 
 def run_check(
     target: str,
     plan: str | None,
     ranks: str,
+    mesh: str | None,
+    data: str,
+    options: str,
     processes: bool,
     tolerance: float,
     seed: int,
     as_json: bool,
 ) -> int:
-    """0 when everything agrees, else 1."""
-    case = Case(target, plan, seed)
+    """0 when everything agrees, 1 when something differs, 2 when something was refused."""
+    case = Case(target, plan, seed, data)
+    chosen = [word.strip() for word in options.split(",") if word.strip()]
     compare = check_in_processes if processes else check_simulated
     out = console()
-    worst = 0
+    kinds = set()
     results = []
-    for mesh in parse_meshes(ranks):
-        parity = compare(case, mesh, tolerance)
-        worst = max(worst, int(not parity.agrees))
-        results.append(parity)
+    for each in parse_meshes(mesh or ranks):
+        parity = compare(case, each, tolerance)
+        runs: list[TrainingParity] = []
+        if mesh:
+            runs = check_training(case, each, chosen, tolerance=tolerance, processes=processes)
+        kinds |= {"ok" if parity.agrees else "wrong", *(run.kind for run in runs)}
+        results.append(_as_dict(parity, runs))
         if not as_json:
             out.print(summary(parity, processes))
             if not parity.agrees:
                 out.print(parity_table(parity))
+            if runs:
+                out.print(training_table(runs))
     if as_json:
-        print(json.dumps([_as_dict(parity) for parity in results], indent=2))
-    return worst
+        print(json.dumps(results, indent=2))
+    return 1 if "wrong" in kinds else 2 if "refused" in kinds else 0
 
 
 def summary(parity: Parity, processes: bool) -> str:
@@ -66,8 +83,17 @@ def parse_meshes(text: str) -> list[Mesh]:
     return meshes
 
 
-def _as_dict(parity: Parity) -> dict[str, object]:
+def _as_dict(parity: Parity, runs: list[TrainingParity]) -> dict[str, object]:
     differences = [
         {**asdict(each), "agrees": each.within(parity.tolerance)} for each in parity.differences
     ]
-    return {"mesh": str(parity.mesh), "agrees": parity.agrees, "differences": differences}
+    said: dict[str, object] = {
+        "mesh": str(parity.mesh),
+        "agrees": parity.agrees,
+        "differences": differences,
+    }
+    if runs:
+        said["training"] = [
+            {"options": run.options, "verdict": run.kind, "text": run.text} for run in runs
+        ]
+    return said

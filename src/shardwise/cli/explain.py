@@ -51,7 +51,8 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
     """One step in a simulated world."""
     with simulate(mesh.num_ranks):
         module, batch = case.build()
-        sharded = case.shard(module, mesh.make())
+        device_mesh = mesh.make()
+        sharded = case.shard(module, device_mesh)
         parts = split_batch(batch, sharded.num_parts)
         updated = _updates(sharded.module, optimizer)
         kept = [
@@ -68,9 +69,7 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
             in_tables = [t for each in kept for states in each.values() for t in states.values()]
             return [*optimizer_tensors(updated), *in_tables]
 
-        report = report_step(
-            case.target, sharded.module, sharded.mesh, forward, updated.step, state
-        )
+        report = report_step(case.target, sharded.module, device_mesh, forward, updated.step, state)
     report.collectives = [_without_own_line(each) for each in report.collectives]
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",

@@ -114,7 +114,12 @@ def explain(**options: Any) -> None:
 
 
 @main.command(
-    epilog="\b\nExample:\n  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8\n"
+    epilog="""\b
+Examples:
+  shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8
+  shardwise check my_model:make --plan plan.toml --mesh dp=2,tp=2
+  shardwise check my_model:make --mesh dp=4 --data shard_parameters --options clip,late
+"""
 )
 @click.argument("target")
 @_plan_option
@@ -124,6 +129,21 @@ def explain(**options: Any) -> None:
     show_default=True,
     help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
 )
+@click.option(
+    "--mesh", help="A mesh (or several): training steps are taken on it, with the options below."
+)
+@click.option(
+    "--data",
+    type=click.Choice(["data_parallel", "shard_parameters"]),
+    default="data_parallel",
+    show_default=True,
+    help="How the ranks of data axes train the model.",
+)
+@click.option(
+    "--options",
+    default="",
+    help="What training steps do, together: accumulate,clip,late,... Else each that applies.",
+)
 @click.option("--processes", is_flag=True, help="In real processes instead of simulated ranks.")
 @click.option("--tolerance", type=float, default=1e-4, show_default=True)
 @click.option("--seed", type=int, default=0, show_default=True)
@@ -132,8 +152,10 @@ def explain(**options: Any) -> None:
 def check(ctx: click.Context, /, **options: Any) -> None:
     """Compare a sharded model with one device.
 
-    Outputs, gradients, updated parameters and random numbers are compared. Exit status 1 when
-    something differs.
+    Outputs, gradients, updated parameters and random numbers are compared. With --mesh, the model
+    is also trained for three steps: plainly, and with accumulation, clipping, copies, parameters
+    that are frozen for a time and so on; all parameters are compared. Exit status 1 when something
+    differs, 2 when something was refused.
     """
     from shardwise.cli.check import run_check
 

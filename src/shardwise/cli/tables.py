@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 from rich.text import Text
 
 from shardwise.demo.show import memory_table
 from shardwise.report.parity import Parity
 from shardwise.report.step import StepReport
+from shardwise.report.training import TrainingParity
 
 __all__ = [
     "collectives_table",
@@ -15,6 +18,7 @@ __all__ = [
     "outputs_table",
     "parameters_table",
     "parity_table",
+    "training_table",
 ]
 
 
@@ -73,4 +77,22 @@ def parity_table(parity: Parity, *, everything: bool = False) -> Table:
         style = None if within else "red"
         figures = (f"{each.largest:.2e}", f"{each.scale:.2e}")
         table.add_row(each.what, each.name, verdict, *figures, style=style)
+    return table
+
+
+def training_table(runs: Sequence[TrainingParity]) -> Table:
+    """A row for each training run: what it did besides, what was compared, and the verdict."""
+    table = _table("", "training steps", "compared", "verdict", numbers=("furthest off",))
+    for run in runs:
+        kinds = dict.fromkeys(each.what for each in run.compared)
+        names = {(each.what, each.name) for each in run.compared}
+        counts = [f"{sum(what == kind for what, _ in names)} {kind}" for kind in kinds]
+        worst = run.worst
+        figure = f"{worst.largest / worst.scale:.1e} {worst.name}" if worst is not None else ""
+        verdict = {"ok": "agrees", "refused": "refused", "wrong": "differs"}[run.kind]
+        text = run.text.partition("\n")[0]  # where it was raised is for --json
+        said = f"{verdict}: {text}" if text else verdict
+        style = None if run.kind == "ok" else "yellow" if run.kind == "refused" else "red"
+        words = ", ".join(run.options) or "plain"
+        table.add_row(words, ", ".join(counts), Text(said), figure, style=style)
     return table

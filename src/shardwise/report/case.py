@@ -16,10 +16,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.parallel import data_parallel, load_plan, parallelize_module
+from shardwise.parallel import data_parallel, load_plan, parallelize_module, shard_parameters
 from shardwise.planfile.files import read_content
-from shardwise.testing.mesh import TENSOR_AXIS
+from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 
+#: How ranks with batches of their own train a model, by the front door.
+DATA = ("data_parallel", "shard_parameters")
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -28,30 +30,29 @@ class Sharded:
     """A module that a plan was applied to, and the axes along which each rank has its own batch."""
 
     module: nn.Module
-    mesh: DeviceMesh
-    data_axes: tuple[int, ...]
+    mesh: Mesh
+    data_axes: tuple[str, ...]
 
     @property
     def num_parts(self) -> int:
-        sizes = [self.mesh.size(axis) for axis in self.data_axes]
-        return int(torch.tensor(sizes).prod()) if sizes else 1
+        return self.mesh.num_parts(self.data_axes)
 
     def part_of(self, rank: int) -> int:
         """Which part of the batch a rank brings."""
-        (coordinate,) = (self.mesh.mesh == rank).nonzero().tolist()
-        index = 0
-        for axis in self.data_axes:
-            index = index * self.mesh.size(axis) + coordinate[axis]
-        return index
+        return self.mesh.part_of(rank, self.data_axes)
 
 
 @dataclass(frozen=True)
 class Case:
-    """`target` names a callable as `pkg.module:factory`; it returns a module and a batch."""
+    """`target` names a callable as `pkg.module:factory`; it returns a module and a batch.
+
+    `data` is the front door of the data axes, one of `DATA`.
+    """
 
     target: str
     plan: str | None = None
     seed: int = 0
+    data: str = DATA[0]
 
     def build(self) -> tuple[nn.Module, Any]:
         """The module and the batch, the same each time."""
@@ -65,7 +66,7 @@ class Case:
         return made
 
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> Sharded:
-        return apply_plan(module, mesh, self.plan)
+        return apply_plan(module, mesh, self.plan, self.data)
 
 
 def load_target(target: str) -> Callable[[], Any]:
@@ -92,43 +93,67 @@ def load_target(target: str) -> Callable[[], Any]:
     return factory
 
 
-def apply_plan(module: nn.Module, mesh: DeviceMesh, plan: str | None) -> Sharded:
-    """Shard a module as a plan file says.
+def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
+    """The axes along which each rank has its own batch.
 
-    A plan of modules shards along the axis `tp`, or else the last; the others are data axes. A plan
-    of tables shards the collections in the module, and every rank has its own batch, as it has
-    without a plan.
+    A plan of modules shards along the axis `tp`, or else the last; the others are data axes.
+    Without one, nothing is split along `tp`, and an axis that is alone is a data axis.
+
+    >>> data_axes(Mesh.parse("dp=2,tp=4"), None), data_axes(Mesh.parse("4"), None)
+    (('dp',), ('tp',))
     """
-    names = tuple(mesh.mesh_dim_names or ())
+    names = mesh.names
+    if plan is None or _section(plan) != "modules":
+        return tuple(n for n in names if n != TENSOR_AXIS) if len(names) > 1 else names
+    tensor_axis = TENSOR_AXIS if TENSOR_AXIS in names else names[-1]
+    return tuple(name for name in names if name != tensor_axis)
+
+
+def apply_plan(
+    module: nn.Module, mesh: DeviceMesh, plan: str | None, data: str = DATA[0]
+) -> Sharded:
+    """Shard a module as a plan file says, and let ranks train it along the data axes.
+
+    A plan of tables shards the collections in the module, on a mesh of one axis. With `data` of
+    "shard_parameters" the last data axis holds the parameters in pieces.
+    """
+    said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
+    axes = data_axes(said, plan)
     if plan is not None and _section(plan) == "modules":
-        tensor_axis = names.index(TENSOR_AXIS) if TENSOR_AXIS in names else mesh.ndim - 1
         module = parallelize_module(module, mesh, load_plan(plan), strict=True)
-        data_axes = tuple(axis for axis in range(mesh.ndim) if axis != tensor_axis)
-        if len(data_axes) > 1:
-            raise LayoutError(
-                f"One data axis beside {names[tensor_axis]!r} is as far as this command goes; the "
-                f"mesh has {', '.join(names)}."
-            )
-        for axis in data_axes:
-            data_parallel(module, mesh[names[axis]])
-        return Sharded(module, mesh, data_axes)
-    if mesh.ndim > 1:
-        what = "A plan of tables" if plan else "Without a plan of modules, a model"
-        raise LayoutError(f"{what} is for a mesh of one axis; found {', '.join(names)}.")
+        _train_along(module, mesh, axes, data)
+        return Sharded(module, said, axes)
     collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
-    if plan is not None:
-        if not collections:
-            raise LayoutError(
-                f"{plan} is a plan of tables, but {type(module).__name__} has no collection of "
-                'tables. A plan of modules begins with format = "shardwise plan 1".'
-            )
-        for collection in collections:
-            collection.shard(mesh, Plan.load(plan))
-    elif collections:
+    if plan is None and collections:
         raise LayoutError("The model has a collection of tables: give a plan of tables for it.")
+    if plan is not None:
+        _shard_tables(plan, module, collections, mesh)
     for dense in _without_collections(module):
-        data_parallel(dense, mesh)
-    return Sharded(module, mesh, (0,))
+        _train_along(dense, mesh, axes, data)
+    return Sharded(module, said, axes)
+
+
+def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: DeviceMesh) -> None:
+    if mesh.ndim > 1:
+        names = ", ".join(mesh.mesh_dim_names or ())
+        raise LayoutError(f"A plan of tables is for a mesh of one axis; found {names}.")
+    if not collections:
+        raise LayoutError(
+            f"{plan} is a plan of tables, but {type(module).__name__} has no collection of "
+            'tables. A plan of modules begins with format = "shardwise plan 1".'
+        )
+    for collection in collections:
+        collection.shard(mesh, Plan.load(plan))
+
+
+def _train_along(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], data: str) -> None:
+    """The front doors of data axes: one that shards, and one for those that replicate."""
+    whole = mesh.ndim == 1
+    if data == "shard_parameters" and axes:
+        shard_parameters(module, mesh if whole else mesh[axes[-1]])
+        axes = axes[:-1]
+    if axes:
+        data_parallel(module, mesh if whole else mesh[axes if len(axes) > 1 else axes[0]])
 
 
 def _section(plan: str) -> str:

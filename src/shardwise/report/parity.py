@@ -9,6 +9,7 @@ the generator would draw next. `testing.differences` says what a difference coun
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from shardwise.report.case import Case
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.differences import Difference, Values, differences
 from shardwise.testing.mesh import Mesh
+from shardwise.testing.steps.train import updates_together
 
 RATE = 0.1
 TOLERANCE = 1e-4
@@ -69,7 +71,16 @@ def check_in_processes(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> 
     outcome, parts = answers[0]
     for other, _ in answers[1:]:
         outcome.outputs.update(other.outputs)
-    return _compare(case, mesh, outcome, parts, tolerance)
+    parity = _compare(case, mesh, outcome, parts, tolerance)
+    for rank, (other, _) in enumerate(answers[1:], 1):
+        apart = [
+            dataclasses.replace(each, name=f"{each.name} on rank {rank}")
+            for what in ("gradients", "parameters")
+            for each in differences(what, getattr(outcome, what), getattr(other, what))
+            if not each.within(tolerance)
+        ]
+        parity = dataclasses.replace(parity, differences=(*parity.differences, *apart))
+    return parity
 
 
 def _compare(
@@ -97,7 +108,7 @@ def play_alone(case: Case, parts: tuple[int, ...]) -> Outcome:
             outputs |= _named(output, rank)
         losses.append(loss_of(output))
     total = torch.stack(losses).mean()
-    with _updates_together(module):
+    with updates_together(module):
         total.backward()
     return _finish(module, outputs)
 
@@ -131,26 +142,6 @@ def _finish(module: nn.Module, outputs: Values) -> Outcome:
 
 
 _NOTHING = torch.zeros(1, requires_grad=True)
-
-
-class _updates_together:
-    """Collections that update in backward: all parts make one update, as when sharded."""
-
-    def __init__(self, module: nn.Module) -> None:
-        found: list[Any] = [getattr(inner, "optimizer", None) for inner in module.modules()]
-        self._optimizers = [each for each in found if hasattr(each, "hold")]
-        self._held: list[Any] = []
-
-    def __enter__(self) -> None:
-        self._held = [each.hold() for each in self._optimizers]
-        for held in self._held:
-            held.__enter__()
-
-    def __exit__(self, *exc: Any) -> None:
-        for held in self._held:
-            held.__exit__(*exc)
-        for optimizer in self._optimizers:
-            optimizer.step()
 
 
 # -- plain tensors ---------------------------------------------------------------------------

@@ -15,7 +15,6 @@ from shardwise.errors import ArgumentError
 from shardwise.testing.op_sweep.__main__ import part_of_several
 from shardwise.testing.steps.case import Case
 from shardwise.testing.steps.draw import draw_cases
-from shardwise.testing.steps.processes import prove_in_processes
 from shardwise.testing.steps.verdict import Verdict, prove
 
 
@@ -31,16 +30,15 @@ def main(argv: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     if not cases:
-        # A process for each rank: more than four are slow on a small machine.
-        most = 4 if options.processes else 8
         part, num_parts = options.part
-        cases = draw_cases(options.cases, options.seed, most)[part - 1 :: num_parts]
+        cases = draw_cases(options.cases, options.seed, in_processes=options.processes)
+        cases = cases[part - 1 :: num_parts]
 
     def done(verdict: Verdict) -> None:
         if options.verbose or verdict.kind == "wrong":
             print(verdict, flush=True)
 
-    verdicts = (prove_in_processes if options.processes else prove)(cases, done)
+    verdicts = prove(cases, done, in_processes=options.processes)
     print(summary(verdicts, time.monotonic() - begin_s))
     return int(any(verdict.kind == "wrong" for verdict in verdicts))
 

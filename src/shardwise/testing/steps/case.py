@@ -22,6 +22,7 @@ class Door:
     | text | call |
     |---|---|
     | `tp` | `parallelize_module(model, mesh, plan)` |
+    | `tp(tp)` | `parallelize_module(model, mesh["tp"], plan)`, in processes |
     | `replicate` | the same, with the style "replicate" for every layer |
     | `dp(rep)` | `data_parallel(model, mesh["rep"])` |
     | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |
@@ -110,6 +111,8 @@ class Case:
         tensor = TENSOR_AXIS if TENSOR_AXIS in names else names[-1]
         declared: set[str] = set()
         for door in self.doors:
+            if door.name == "tp" and door.axes:
+                continue  # a part of the mesh that has no data axis
             if door.name in ("tp", "dm"):
                 declared.update(name for name in names if name != tensor)
             if door.name == "dm" and TENSOR_AXIS not in names:

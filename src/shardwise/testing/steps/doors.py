@@ -44,8 +44,11 @@ def open_doors(case: Case, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
 Axes = Callable[[], DeviceMesh]
 
 
-def _parallelize(_: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, __: Axes) -> nn.Module:
-    return parallelize_module(module, mesh, dict(kind.plan), strict=True)
+def _parallelize(
+    door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, axes: Axes
+) -> nn.Module:
+    part = axes() if door.axes else mesh
+    return parallelize_module(module, part, dict(kind.plan), strict=True)
 
 
 def _replicate(_: Door, __: Kind, module: nn.Module, mesh: DeviceMesh, ___: Axes) -> nn.Module:

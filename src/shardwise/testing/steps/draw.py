@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.testing.mesh import Mesh
 from shardwise.testing.steps.case import Case, Door
@@ -89,6 +89,12 @@ DOORS["tp", "dp"] = tuple(
     text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
 )
 
+#: Doors that take one axis out of a mesh and forget the others: a simulated world has all ranks.
+IN_PROCESSES = {
+    ("dp", "tp"): ("tp(tp); dp(dp)", "tp(tp); fs(dp)", "tp(tp); fs(dp); dp(dp)"),
+    ("rep", "shard", "tp"): ("tp(tp); dp(rep+shard)", "tp(tp); fs(shard); dp(rep)"),
+}
+
 MESHES = (
     "tp=2",
     "dp=2",
@@ -108,25 +114,34 @@ MESHES = (
 NUM_CANDIDATES = 12
 
 
-def draw_cases(num_cases: int, seed: int, most_ranks: int = 8) -> list[Case]:
+def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list[Case]:
     """So many cases, each of which tries as many new pairs of choices as one of a few can."""
     chance = random.Random(seed)
-    meshes = [mesh for mesh in map(Mesh.parse, MESHES) if mesh.num_ranks <= most_ranks]
+    meshes = [Mesh.parse(text) for text in MESHES]
+    if in_processes:
+        # A process for each rank: more than four are slow on a small machine.
+        meshes = [mesh for mesh in meshes if mesh.num_ranks <= 4]
+    doors = {
+        names: (*sets, *(IN_PROCESSES.get(names, ()) if in_processes else ()))
+        for names, sets in DOORS.items()
+    }
     tried: set[frozenset[str]] = set()
     cases: list[Case] = []
     while len(cases) < num_cases:
-        drawn = [_draw(chance, meshes) for _ in range(NUM_CANDIDATES)]
-        best = max((case for case in drawn if case), key=lambda c: len(set(_pairs(c)) - tried))
+        drawn = [_draw(chance, meshes, doors) for _ in range(NUM_CANDIDATES)]
+        best = max(drawn, key=lambda c: len(set(_pairs(c)) - tried))
         tried.update(_pairs(best))
         cases.append(best)
     return cases
 
 
-def _draw(chance: random.Random, meshes: list[Mesh]) -> Case:
+def _draw(
+    chance: random.Random, meshes: list[Mesh], doors_of: Mapping[tuple[str, ...], Sequence[str]]
+) -> Case:
     while True:
         name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
         kind = KINDS[name]
-        fitting = [text for text in DOORS[mesh.names] if _fits(kind, text)]
+        fitting = [text for text in doors_of[mesh.names] if _fits(kind, text)]
         if not fitting:
             continue
         text = chance.choice(fitting).replace("?", chance.choice(TABLE_PLANS))

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -42,12 +42,28 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
     ]
     if "save" in training.options:
         try:
-            found += [("", each) for each in _loaded(training, alone[0].parameters, folder)]
+            found += [("", each) for each in _loaded(training, outcomes[0].parameters, folder)]
         except Exception as error:
             return Judgement("wrong", f"loading by one device: {type(error).__name__}: {error}")
+    if "autocast" in training.options:
+        rounding = _rounding(training, alone[0])
+        found = [(where, _less(each, rounding)) for where, each in found]
     faults = [f"{where}{_said(each)}" for where, each in found if not each.within(training.bound)]
     compared = tuple(each for _, each in found)
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
+
+
+def _rounding(training: Training, alone: Outcome) -> dict[str, float]:
+    """By parameter: three times what bfloat16 changes on one device."""
+    exact = play_alone(replace(training, options=training.options - {"autocast"}))[0]
+    return {
+        each.name: 3 * each.largest
+        for each in differences("parameters", exact.parameters, alone.parameters)
+    }
+
+
+def _less(each: Difference, rounding: Mapping[str, float]) -> Difference:
+    return replace(each, largest=max(0.0, each.largest - rounding.get(each.name, 0.0)))
 
 
 def _first(outcomes: list[Outcome], what: str) -> str:
@@ -63,7 +79,7 @@ def _said(each: Difference) -> str:
 
 
 def _loaded(training: Training, expected: Values, folder: Path) -> Iterator[Difference]:
-    """What all ranks saved, loaded by one device: its parameters, and the loss that it has."""
+    """What all ranks saved, loaded by one device: the parameters that ranks hold, and the loss."""
     module, steps, _ = training.begin()
     module.eval()
     parameters = dict(module.named_parameters(remove_duplicate=False))

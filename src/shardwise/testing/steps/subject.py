@@ -47,7 +47,7 @@ def build(case: Case) -> tuple[Trained, Steps]:
             [kind.batch(module, size) for _ in range(num_batches)] for _ in range(NUM_STEPS)
         ]
         if case.options & {"unused", "sometimes"}:
-            module.spare = nn.Linear(WIDTH, WIDTH)
+            module.spare = nn.Linear(WIDTH, WIDTH, bias=False)
     return module, steps
 
 

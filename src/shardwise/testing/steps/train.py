@@ -33,6 +33,19 @@ def plain_loss(module: nn.Module, batch: Any) -> torch.Tensor:
     return loss_of(call(module, batch))
 
 
+@contextlib.contextmanager
+def updates_together(module: nn.Module) -> Iterator[None]:
+    """Collections that update in backward: all parts make one update, as when sharded."""
+    found: list[Any] = [getattr(inner, "optimizer", None) for inner in module.modules()]
+    optimizers = [each for each in found if hasattr(each, "hold")]
+    with contextlib.ExitStack() as stack:
+        for each in optimizers:
+            stack.enter_context(each.hold())
+        yield
+    for each in optimizers:
+        each.step()
+
+
 class Run:
     """A module in training, and the copy it left behind.
 
@@ -54,6 +67,8 @@ class Run:
         #: What was copied, as it was when it was copied.
         self.left: nn.Module | None = None
         self.num_steps = 0
+        #: What backward runs in.
+        self.around_backward: Callable[[nn.Module], Any] = contextlib.nullcontext
         #: Whether any parameter was changed.
         self.has_stepped = False
 
@@ -71,7 +86,9 @@ class Run:
             optimizer.zero_grad(set_to_none="zeros" not in self.options)
         for number, batch in enumerate(batches):
             with self._synchronised(last=number == len(batches) - 1):
-                (self._loss(batch) / len(batches)).backward()
+                loss = self._loss(batch) / len(batches)
+                with self.around_backward(self.module):
+                    loss.backward()
         if "clip" in self.options:
             reached = [p for p in self.module.parameters() if p.grad is not None]
             nn.utils.clip_grad_norm_(reached, CLIP_NORM)

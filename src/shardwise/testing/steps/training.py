@@ -37,13 +37,14 @@ from shardwise.errors import (
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.train import Run, freeze, plain_loss
+from shardwise.testing.steps.train import Loss, Run, freeze, plain_loss, updates_together
 
 #: What says that something went wrong; other errors of shardwise say that something is not done.
 FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
-#: How far a parameter may be off, of how far it went: in double precision, and under autocast.
+#: How far a parameter may be off, of how far it went: in double precision, and under autocast
+#: besides what bfloat16 changes on one device.
 BOUND = 1e-8
-AUTOCAST_BOUND = 0.08
+AUTOCAST_BOUND = 0.02
 
 Steps = list[list[Any]]
 
@@ -63,6 +64,7 @@ class Training:
     build: Callable[[], tuple[nn.Module, Steps]]
     shard: Callable[[nn.Module, DeviceMesh], nn.Module]
     lay_out: Callable[[Any, DeviceMesh], Any] | None = None
+    loss: Loss = plain_loss
     by_parts: bool = False
     bound: float = BOUND
 
@@ -114,7 +116,8 @@ def late_parameters(module: nn.Module) -> list[str]:
 class LossOfParts:
     """The mean of the losses of a batch's parts, each with buffers of its own."""
 
-    def __init__(self, module: nn.Module, num_parts: int) -> None:
+    def __init__(self, loss: Loss, module: nn.Module, num_parts: int) -> None:
+        self.loss = loss
         self.buffers = [
             {name: buffer.clone() for name, buffer in module.named_buffers()}
             for _ in range(num_parts)
@@ -127,7 +130,7 @@ class LossOfParts:
             for name, buffer in buffers.items():
                 path, _, key = name.rpartition(".")
                 module.get_submodule(path)._buffers[key] = buffer
-            losses.append(plain_loss(module, part))
+            losses.append(self.loss(module, part))
         return torch.stack(losses).mean()
 
 
@@ -135,8 +138,10 @@ def play_alone(training: Training) -> list[Outcome]:
     """One device, as what each rank should hold in the end."""
     module, steps, late = training.begin()
     first = _changes(module, {})
-    parts = LossOfParts(module, training.num_parts) if training.by_parts else None
-    run = Run(module, training.options, training.optimizer, late, parts or plain_loss)
+    loss = training.loss
+    parts = LossOfParts(loss, module, training.num_parts) if training.by_parts else None
+    run = Run(module, training.options, training.optimizer, late, parts or loss)
+    run.around_backward = updates_together
     for batches in steps:
         run.step(batches)
     outcome = Outcome(_changes(run.module, first), _buffers(run.module))
@@ -163,7 +168,8 @@ def play(training: Training, folder: Path) -> list[Outcome]:
         mesh = training.mesh.make()
         if training.by_parts:
             _give_each_rank_its_own(module)
-        run = Run(training.shard(module, mesh), training.options, training.optimizer, late)
+        sharded = training.shard(module, mesh)
+        run = Run(sharded, training.options, training.optimizer, late, training.loss)
         for batches in steps:
             run.step([_laid_out(training, batch, mesh) for batch in batches])
         if "save" in training.options:

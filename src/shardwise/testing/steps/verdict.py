@@ -4,16 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
-from shardwise.comm.simulate import simulate
 from shardwise.testing.steps.case import Case
-from shardwise.testing.steps.judge import judge
 from shardwise.testing.steps.subject import training_of
-from shardwise.testing.steps.training import Outcome, play
+from shardwise.testing.steps.worlds import judge_in_processes, judge_simulated
 
-#: Cases that share a simulated world, in which plans of calls are found once.
+#: Cases that share a world. A simulated one finds the plan of a call once.
 CASES_PER_WORLD = 60
 
 
@@ -30,26 +26,20 @@ class Verdict:
         return f'{self.kind}: --replay "{self.case}"{said}'
 
 
-def verdict_of(case: Case, outcomes: list[Outcome], folder: Path) -> Verdict:
-    judgement = judge(training_of(case), outcomes, folder)
-    return Verdict(case, judgement.kind, judgement.text)
-
-
 def prove(
-    cases: Iterable[Case], report: Callable[[Verdict], None] = lambda _: None
+    cases: Iterable[Case],
+    report: Callable[[Verdict], None] = lambda _: None,
+    *,
+    in_processes: bool = False,
 ) -> list[Verdict]:
-    """The verdicts of cases that are played in simulated worlds."""
+    """The verdicts of cases that are played in simulated worlds, or in processes."""
     verdicts = []
-    with TemporaryDirectory() as folder:
-        for number, group in enumerate(_worlds(cases)):
-            homes = [Path(folder, f"{number}-{index}") for index in range(len(group))]
-            with simulate(group[0].mesh.num_ranks):
-                made = [
-                    play(training_of(case), home) for case, home in zip(group, homes, strict=True)
-                ]
-            for case, outcomes, home in zip(group, made, homes, strict=True):
-                verdicts.append(verdict_of(case, outcomes, home))
-                report(verdicts[-1])
+    judge = judge_in_processes if in_processes else judge_simulated
+    for group in _worlds(cases):
+        judgements = judge(training_of, group, group[0].mesh.num_ranks)
+        for case, judgement in zip(group, judgements, strict=True):
+            verdicts.append(Verdict(case, judgement.kind, judgement.text))
+            report(verdicts[-1])
     return verdicts
 
 
