@@ -55,5 +55,5 @@ class _Plain(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         if isinstance(grad, Wrapped):
             return grad
-        layout = autograd.with_dtype(ctx.layout, grad.dtype)
+        layout = autograd.with_dtype(autograd.own_entries(ctx.layout), grad.dtype)
         return ctx.wrap(localize(layout.grid, grad), layout)

@@ -378,7 +378,7 @@ class DTensor(Wrapped):
             grad_layout = autograd.gradient_layout(layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
-            grad_layout = layout.with_placements(normal)
+            grad_layout = autograd.own_entries(layout).with_placements(normal)
         return autograd.to_local(self, grad_layout)
 
     def redistribute(
@@ -524,7 +524,8 @@ class DTensor(Wrapped):
             raise LeafError(
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
-        copied = DTensor.wrap(self._local.detach().clone(), self._layout)
+        layout = autograd.own_entries(self._layout)
+        copied = DTensor.wrap(self._local.detach().clone(), layout)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
