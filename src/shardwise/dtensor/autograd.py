@@ -59,7 +59,7 @@ def own_entries(layout: Layout) -> Layout:
 def placed(
     layout: Layout, placements: Sequence[Placement], order: Sequence[int] | None = None
 ) -> Layout:
-    """`layout` with the placements that a user gave, checked."""
+    """`layout` with the placements that a user gave, checked. Without `order`, in the default."""
     axes = None if order is None else tuple(order)
     if not isinstance(placements, Placement):
         placements = tuple(placements)
@@ -69,7 +69,7 @@ def placed(
 
 
 def _placed(layout: Layout, placements: Any, order: tuple[int, ...] | None) -> Layout:
-    order = order or layout.order
+    order = order or tuple(range(layout.grid.num_axes))
     normal = normalize(placements, layout.shape, layout.grid, order)
     return layout.with_placements(normal, order)
 

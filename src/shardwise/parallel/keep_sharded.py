@@ -96,7 +96,9 @@ def _gather(names: list[str], line: Line, module: nn.Module, _: Any) -> None:
         axis = line.axis_in(parameter._layout.grid)
         assert axis is not None, "a parameter does not change its mesh"
         whole = _with(parameter.placements, axis, REPLICATE)
-        module.__dict__[name] = parameter.redistribute(placements=whole, async_op=True)
+        module.__dict__[name] = parameter.redistribute(
+            placements=whole, order=parameter._layout.order, async_op=True
+        )
 
 
 def _release(names: list[str], module: nn.Module, *_: Any) -> None:
