@@ -226,7 +226,8 @@ class ToLocal(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         layout = ctx.grad_layout
-        grad = sized_copy(grad, False)
+        # In a simulated world too it may be plain: torch's formulas make some tensors themselves.
+        grad = sized_copy(localize(layout.grid, grad), False)
         return ctx.wrap(grad, with_dtype(layout, grad.dtype)), None, None
 
 
