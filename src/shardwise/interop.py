@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.local_tensor import LocalTensor, resolved
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain, short
@@ -60,7 +60,10 @@ def to_torch(tensor: DTensor) -> Any:
 
 
 def from_torch(tensor: Any) -> DTensor:
-    """The same tensor as a DTensor of shardwise; both share their memory."""
+    """The same tensor as a DTensor of shardwise; both share their memory.
+
+    Not where torch has put a conjugate off: that is computed.
+    """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     if not isinstance(tensor, TorchDTensor):
@@ -75,7 +78,7 @@ def from_torch(tensor: Any) -> DTensor:
     layout = make_layout(
         grid, normal, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, order
     )
-    return DTensor.wrap(local, layout).requires_grad_(tensor.requires_grad)
+    return DTensor.wrap(resolved(local), layout).requires_grad_(tensor.requires_grad)
 
 
 def state_dict_to_torch(state: Mapping[str, Any]) -> dict[str, Any]:

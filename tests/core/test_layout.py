@@ -142,7 +142,8 @@ def test_an_order_without_meaning_is_dropped():
         shared = (Shard(0), Shard(1), Shard(0))
         orders = [(2, 1, 0), (1, 2, 0), (2, 0, 1)]
         swapped = {layout_of(cube, (8, 8), shared, order) for order in orders}
-        straight = {layout_of(cube, (8, 8), shared, order) for order in [(0, 1, 2), (1, 0, 2)]}
+        orders = [None, (0, 1, 2), (1, 0, 2)]
+        straight = {layout_of(cube, (8, 8), shared, order) for order in orders}
         assert len(swapped) == 1
         assert len(straight) == 1
         assert swapped != straight

@@ -164,6 +164,16 @@ def test_local_map_moves_inputs_when_asked(mesh):
     torch.testing.assert_close(whole(found), -whole(x))
 
 
+def test_local_map_knows_the_order_of_axes(square):
+    both = [Shard(0), Shard(0)]
+    x = distribute_tensor(torch.arange(8.0), square, both)
+    x = x.redistribute(placements=both, order=[1, 0])
+    with pytest.raises(shardwise.LayoutError, match=r"order=\(1, 0\)"):
+        shardwise.local_map(torch.neg, both, (both,))(x)
+    found = shardwise.local_map(torch.neg, both, (both,), redistribute_inputs=True)(x)
+    torch.testing.assert_close(whole(found), -torch.arange(8.0))
+
+
 def test_local_map_says_what_does_not_fit(mesh):
     x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
     with pytest.raises(shardwise.ArgumentError, match="in_placements has 2 entries"):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
+from torch.nn import functional as F
 from torch.testing import assert_close
 
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
+from shardwise.testing.op_sweep.lay_out import laid_out
 
 SHAPES = [
     ((2, 6, 5, 3), (2, 6, 3, 4)),
@@ -78,3 +82,63 @@ def test_it_can_be_differentiated_twice():
         penalty(da, db).backward()
         assert_close(da.grad.full_tensor(), plain[0].grad)
         assert_close(db.grad.full_tensor(), plain[1].grad)
+
+
+# -- linear, in every dtype and with vectors -------------------------------------------------
+
+LINEAR_SHAPES = [
+    ((4, 3), (5, 3), None),
+    ((2, 4, 3), (5, 3), (5,)),
+    ((3,), (5, 3), (5,)),
+    ((4, 3), (3,), None),
+    ((2, 4, 3), (3,), ()),
+    ((3,), (3,), ()),
+    ((2, 4, 3), (5, 3), ()),
+    ((2, 4, 3), (5, 3), (4, 5)),
+]
+
+
+def with_gradients(tensors):
+    """The output, the gradients of something made of it, and of those in turn."""
+    given = [t.requires_grad_() for t in tensors if t is not None]
+    out = F.linear(*tensors)
+    first = torch.autograd.grad((out * out.detach().conj()).sum().real, given, create_graph=True)
+    size = sum((g * g.conj()).sum().real for g in first)
+    return [out, *first, *torch.autograd.grad(size, given, allow_unused=True)]
+
+
+@pytest.mark.parametrize("shapes", LINEAR_SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128], ids=str)
+def test_linear(square, shapes, dtype):
+    values = [None if s is None else torch.randn(s, dtype=dtype) for s in shapes]
+    expected = with_gradients([None if v is None else v.clone() for v in values])
+    each = [
+        [None]
+        if shape is None
+        else [Replicate(), Partial(), *(Shard(d) for d in range(len(shape)))]
+        for shape in shapes
+    ]
+    for placements in itertools.product(*each):
+        placed = [
+            v if v is None else laid_out(v, square, [p, Replicate()])
+            for v, p in zip(values, placements, strict=True)
+        ]
+        found = with_gradients(placed)
+        for one, other in zip(found, expected, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert_close(one.detach().full_tensor().agreed(), other.detach().resolve_conj())
+        plain = [v if v is None else v.detach() for v in placed]
+        with torch.inference_mode():
+            again = F.linear(*plain)
+        assert_close(again.full_tensor().agreed(), expected[0].detach())
+
+
+def test_linear_says_what_does_not_fit(mesh):
+    x = distribute_tensor(torch.ones(2, 3), mesh, [Shard(0)])
+    vector = distribute_tensor(torch.ones(3), mesh, [Replicate()])
+    for bias in (vector[0], vector[:2]):  # one device takes no bias here
+        with pytest.raises(RuntimeError, match=r"must be (2D|a matrix)"):
+            F.linear(x, vector, bias)
+    with pytest.raises(RuntimeError, match="at least 1D"):
+        F.linear(x, vector.sum())

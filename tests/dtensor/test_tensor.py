@@ -314,3 +314,51 @@ def test_a_given_stride_is_kept(mesh):
     x = shardwise.DTensor.from_local(local, mesh, [Shard(1)], shape=(2, 12), stride=(1, 2))
     assert (x.shape, x.stride()) == ((2, 12), (1, 2))
     assert x.full_tensor().agreed().shape == (2, 12)
+
+
+# -- a sum in another dtype ------------------------------------------------------------------
+
+TERMS = {
+    "fractions": torch.tensor([0.5, 0.25, 0.75, 0.5]),
+    "cancelling": torch.tensor([1.0, -1.0, 2.0, -2.0]),
+    "small": torch.tensor([2049.0, 2049.0, 1.0, 1.0]),
+}
+CASTS = {
+    "long": lambda s: s.long(),
+    "bool": lambda s: s.bool(),
+    "half": lambda s: s.half(),
+    "double": lambda s: s.double(),
+    "int8": lambda s: s.to(torch.int8),
+    "copy_": lambda s: torch.zeros_like(s, dtype=torch.int64).copy_(s),
+    "fill_": lambda s: torch.zeros_like(s, dtype=torch.int64).fill_(s.sum()),
+    "sum": lambda s: s.sum(dtype=torch.int64),
+    "cumsum": lambda s: s.reshape(-1).cumsum(0, dtype=torch.int64),
+    "mean": lambda s: s.mean(dtype=torch.half),
+    "times an integer": lambda s: torch.ones_like(s, dtype=torch.int64) * s.sum(),
+    "beside halves": lambda s: s.reshape(-1).half() * s.sum(),
+    "scattered": lambda s: torch.slice_scatter(
+        torch.zeros_like(s.reshape(-1), dtype=torch.int64), s.reshape(-1)
+    ),
+    "together": lambda s: torch.cat([s.reshape(-1).long(), s.reshape(-1)]),
+}
+
+
+@pytest.mark.parametrize("terms", TERMS.values(), ids=TERMS.keys())
+@pytest.mark.parametrize("cast", CASTS.values(), ids=CASTS.keys())
+@pytest.mark.parametrize("shape", [(4,), (4, 1)], ids=["a number", "with dims"])
+def test_terms_are_added_before_they_are_rounded(mesh, shape, cast, terms):
+    plain = terms.view(shape).sum(0)
+    x = shardwise.distribute_tensor(terms.view(shape), mesh, [Shard(0)]).sum(0)
+    assert x.placements == (Partial(),)
+    found, expected = cast(x), cast(plain)
+    assert found.dtype == expected.dtype
+    assert torch.equal(found.full_tensor().agreed(), expected)
+
+
+def test_a_number_of_a_wider_type_does_not_reduce_a_sum(mesh):
+    """It counts in the type of the tensor with dims; what is Partial passes in its own."""
+    x = shardwise.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).sum(0)
+    wide = shardwise.distribute_tensor(torch.tensor(2.0, dtype=torch.float64), mesh, [Replicate()])
+    assert (x * wide).placements == (Partial(),)
+    assert (x.double() * wide).placements == (Partial(),)
+    assert (x.sum() * x.new_ones(3).long()).placements == (Partial(),)

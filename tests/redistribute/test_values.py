@@ -147,7 +147,61 @@ def test_partials_that_do_not_commute_are_refused_or_have_one_value(square):
         assert torch.equal(x.redistribute(placements=stop).full_tensor().agreed(), direct)
 
 
+KINDS = [Replicate(), Shard(0), Shard(1), *map(Partial, REDUCE_OPS)]
+
+
+@pytest.mark.parametrize("before", [*itertools.product(KINDS, repeat=2)], ids=str)
+def test_every_pair_of_kinds_on_two_axes(square, before):
+    """Also where the way leads past Partials that do not commute: a product, and a sum."""
+    whole, upstream = torch.randint(1, 8, (3, 5)).double(), integers((3, 5)).double()
+    try:
+        x = lay(whole, square, before).requires_grad_()
+    except shardwise.LayoutError:
+        return  # such a tensor has no one value
+    for after in itertools.product(KINDS, repeat=2):
+        ops = {p.reduce_op for p in after if p.is_partial()}
+        if len(ops) > 1 and ops != {"sum", "avg"}:
+            with pytest.raises(shardwise.LayoutError, match="no one value"):
+                x.redistribute(placements=after)
+            continue
+        moved = x.redistribute(placements=after)
+        assert torch.equal(moved.full_tensor().agreed(), whole), after
+        (grad,) = torch.autograd.grad(moved, x, lay(upstream, square, [Shard(1), Replicate()]))
+        assert torch.equal(value(grad), upstream), after
+
+
 # -- what a caller may rely on ---------------------------------------------------------------
+
+
+def test_placements_say_who_holds_what(mesh_of):
+    """Without an order they mean the default one, whatever the tensor has passed through."""
+    mesh = mesh_of((2, 2, 2))
+    whole = integers((8, 8))
+    places = list(itertools.product([Replicate(), Shard(0), Shard(1)], repeat=3))
+    for before in places:
+        x = shardwise.distribute_tensor(whole, mesh, before)
+        for after in places:
+            y = x.redistribute(placements=after)
+            again = shardwise.DTensor.from_local(y.to_local(), mesh, y.placements)
+            assert again._layout is y._layout, (before, after)
+            assert torch.equal(again.full_tensor().agreed(), whole), (before, after)
+
+
+def test_another_order_is_asked_for_and_shown(square):
+    both = [Shard(0), Shard(0)]
+    x = lay(integers((8,)), square, both)
+    swapped = x.redistribute(placements=both, order=[1, 0])
+    assert "order=(1, 0)" in repr(swapped)
+    assert "order" not in repr(x)
+    assert swapped._layout != x._layout
+    back = swapped.redistribute(placements=both)
+    assert back._layout is x._layout
+    assert torch.equal(back.to_local().on_rank(1), x.to_local().on_rank(1))
+    # What is reduced on the way keeps the order that the tensor has.
+    grads = torch.autograd.grad((swapped.requires_grad_() * 2).sum(), swapped)
+    assert grads[0]._layout.order == (1, 0)
+    with pytest.raises(shardwise.LayoutError, match=r"order=\(1, 0\)"):
+        shardwise.distribute_tensor(swapped.detach(), square, both)
 
 
 def test_where_nothing_changes_the_tensor_itself_is_returned(square):

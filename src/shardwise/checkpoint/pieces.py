@@ -75,7 +75,7 @@ def reduced(value: Any) -> Any:
     if not is_partial(value):
         return value
     placements = [Replicate() if p.is_partial() else p for p in value.placements]
-    return value.detach().redistribute(placements=placements)
+    return value.detach().redistribute(placements=placements, order=value._layout.order)
 
 
 def _of_dtensor(value: DTensor, name: str) -> Pieces:

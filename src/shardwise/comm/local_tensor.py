@@ -4,6 +4,11 @@ Note [A simulated world has no dispatch mode]
 A LocalTensor runs every op on each of its parts in its own `__torch_dispatch__`, collectives
 included. Nothing else is switched on, so torch.compile traces through it like through any other
 tensor subclass. Plain tensors in a call count as the same on every rank.
+
+Note [Bits]
+Torch puts a conjugate, a change of sign and zeros off: the tensor has a bit that says so, and the
+dispatcher looks at it before it comes to the kernel. Inside a wrapper nobody looks: an op on the
+wrapper has passed that place already. So what a LocalTensor or a DTensor holds has none of them.
 """
 
 from __future__ import annotations
@@ -337,6 +342,15 @@ def _view_as_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> 
 collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_noted
 
 
+def _at_once(op: Any) -> Callable[..., Any]:
+    """What torch puts off with a bit of the tensor, done; see Note [Bits]."""
+    return lambda func, args, kwargs: _run_any(op, args, kwargs)
+
+
+collective_handlers[torch.ops.aten._conj.default] = _at_once(torch.ops.aten.conj_physical.default)
+collective_handlers[torch.ops.aten._neg_view.default] = _at_once(torch.ops.aten.neg.default)
+
+
 def _any_sized(leaves: Sequence[Any]) -> bool:
     return any(type(leaf) is LocalTensor and leaf._sized for leaf in leaves)
 
@@ -446,7 +460,21 @@ def from_ranks(
 ) -> LocalTensor:
     """A LocalTensor of one tensor per rank; one that several ranks hold is stored once."""
     roster, firsts = grouped(world, ranks, [id(t) for t in tensors])
-    return LocalTensor([tensors[place] for place in firsts], roster, sized)
+    return LocalTensor([resolved(tensors[place]) for place in firsts], roster, sized)
+
+
+def resolved(x: torch.Tensor) -> torch.Tensor:
+    """A plain tensor as a wrapper may hold it; see Note [Bits]."""
+    if x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    conjugate, negative = x.is_conj(), x.is_neg()
+    if not (conjugate or negative):
+        return x
+    # The bits first, so that what computes finds none: inside an op on a wrapper it would not look.
+    x = x.conj() if conjugate else x
+    x = torch._neg_view(x) if negative else x
+    x = torch.conj_physical(x) if conjugate else x
+    return torch.neg(x) if negative else x
 
 
 def sized_copy(x: torch.Tensor, sized: bool) -> torch.Tensor:

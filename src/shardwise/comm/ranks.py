@@ -10,7 +10,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks, shared_roster, wrap_results
+from shardwise.comm.local_tensor import (
+    LocalTensor,
+    from_ranks,
+    resolved,
+    shared_roster,
+    wrap_results,
+)
 from shardwise.comm.one_value import same_values
 from shardwise.comm.rank_int import rank_int
 from shardwise.comm.roster import grouped
@@ -46,9 +52,9 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
                 "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
             )
         my_coordinate(grid)
-        return tensor
+        return resolved(tensor)
     if not isinstance(tensor, LocalTensor):
-        return LocalTensor((tensor,), shared_roster(grid.world, grid.ranks))
+        return LocalTensor((resolved(tensor),), shared_roster(grid.world, grid.ranks))
     if tensor._roster.world is not grid.world:
         raise WorldError(f"The LocalTensor is of {tensor._roster.world}, the mesh of {grid.world}.")
     if tensor.ranks == grid.ranks:

@@ -90,6 +90,15 @@ class Layout:
             snapshot=self.snapshot,
         )
 
+    @property
+    def in_default_order(self) -> bool:
+        """Whether the first of the axes that share a dim is the outermost, and so on."""
+        return self.order == tuple(range(len(self.order)))
+
+    def other_order(self) -> str:
+        """What says the order next to the placements; nothing where it is the default."""
+        return "" if self.in_default_order else f", order={self.order}"
+
     def axes_of(self, dim: int) -> tuple[int, ...]:
         """The axes that shard `dim`, outermost first."""
         return tuple(a for a in self.order if self.placements[a].is_shard(dim))
@@ -138,8 +147,8 @@ class Layout:
 
     def __repr__(self) -> str:
         shape = tuple(str(s) for s in self.shape) if self.symbolic else self.shape
-        order = "" if self.order == tuple(range(self.grid.num_axes)) else f", order={self.order}"
-        return f"Layout({shape}, {self.dtype}, {short(self.placements)}{order} on {self.grid!r})"
+        placed = f"{short(self.placements)}{self.other_order()}"
+        return f"Layout({shape}, {self.dtype}, {placed} on {self.grid!r})"
 
 
 _interned: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
@@ -187,25 +196,35 @@ def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
 def canonical_order(
     placements: tuple[Placement, ...], order: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The order with everything removed that has no meaning.
+    """The order with everything removed that has no meaning: as near to 0, 1, 2 as it may be.
 
     >>> canonical_order((Shard(0), Shard(0)), (1, 0))
     (1, 0)
     >>> canonical_order((Shard(0), Shard(1)), (1, 0))
     (0, 1)
+    >>> canonical_order((Shard(0), Shard(1), Shard(0)), (2, 0, 1))
+    (1, 2, 0)
     """
-    num_axes = len(placements)
+    left = list(range(len(placements)))
     if order is None:
-        return tuple(range(num_axes))
+        return tuple(left)
+    # An axis waits for those outside it of the same dim; of those that do not wait, the first.
     result: list[int] = []
-    for axis, placement in enumerate(placements):
-        if axis in result:
-            continue
-        if isinstance(placement, Shard):
-            result += [a for a in order if placements[a].is_shard(placement.dim)]
-        else:
-            result.append(axis)
+    while left:
+        axis = next(a for a in left if _outermost_left(placements, order, left, a))
+        left.remove(axis)
+        result.append(axis)
     return tuple(result)
+
+
+def _outermost_left(
+    placements: tuple[Placement, ...], order: tuple[int, ...], left: Sequence[int], axis: int
+) -> bool:
+    """Whether no axis that is left splits the dim of `axis` outside it."""
+    shard = placements[axis]
+    if not isinstance(shard, Shard):
+        return True
+    return next(a for a in order if a in left and placements[a].is_shard(shard.dim)) == axis
 
 
 def normalize(

@@ -69,8 +69,7 @@ def _listed(layouts: Sequence[Layout]) -> str:
 def layout_text(layout: Layout) -> str:
     """Shape, placements, and the order of axes where it is not the usual one."""
     shape = "x".join(map(str, layout.shape)) or "scalar"
-    in_order = layout.order == tuple(range(len(layout.order)))
-    order = "" if in_order else f" order {layout.order}"
+    order = "" if layout.in_default_order else f" order {layout.order}"
     return f"{shape} {short(layout.placements)}{order}"
 
 

@@ -28,20 +28,22 @@ from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
-from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor.strict import forbid_leaf_move
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import prepare, prepare_apart
+from shardwise.redistribute.execute import copied, prepare, prepare_apart
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 
 
 def gradient_layout(layout: Layout) -> Layout:
     """Where the gradient of a tensor in `layout` lies by default."""
+    if layout.expanded:
+        layout = own_entries(layout)
     for placement in layout.placements:
         if isinstance(placement, Partial):
             break
@@ -51,10 +53,20 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout.with_placements(placements)
 
 
+def own_entries(layout: Layout) -> Layout:
+    """`layout` without expanded dims: for a clone, and for a gradient.
+
+    Where one entry of a tensor stands for many, each of them has a gradient of its own.
+    """
+    if not layout.expanded:
+        return layout
+    return layout.with_sizes(layout.shape, contiguous_stride(layout.shape))
+
+
 def placed(
     layout: Layout, placements: Sequence[Placement], order: Sequence[int] | None = None
 ) -> Layout:
-    """`layout` with the placements that a user gave, checked."""
+    """`layout` with the placements that a user gave, checked. Without `order`, in the default."""
     axes = None if order is None else tuple(order)
     if not isinstance(placements, Placement):
         placements = tuple(placements)
@@ -64,7 +76,7 @@ def placed(
 
 
 def _placed(layout: Layout, placements: Any, order: tuple[int, ...] | None) -> Layout:
-    order = order or layout.order
+    order = order or tuple(range(layout.grid.num_axes))
     normal = normalize(placements, layout.shape, layout.grid, order)
     return layout.with_placements(normal, order)
 
@@ -92,7 +104,7 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
             local = travel(x._local)
     else:
         local = travel(x._local)
-    return type(x).wrap(local.clone() if own and stays else local, target)
+    return type(x).wrap(copied(local, target) if own and stays else local, target)
 
 
 def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:

@@ -18,7 +18,8 @@ class CastParts(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
         ctx.dtype = x.dtype
-        return type(x).wrap(x._local.to(dtype), autograd.with_dtype(x._layout, dtype))
+        layout = autograd.with_dtype(autograd.own_entries(x._layout), dtype)
+        return type(x).wrap(x._local.to(dtype), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -110,7 +110,7 @@ def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] 
             f"to a different device mesh, {grid!r}. Go through full_tensor()."
         )
     normal = normalize(placements, tensor.shape, grid)
-    if tensor.placements != normal:
+    if tensor.placements != normal or not tensor._layout.in_default_order:
         raise LayoutError(
             f"The tensor is distributed already, as {tensor._layout!r}; distribute_tensor() does "
             f"not bring it to different placements, {short(normal)}: use redistribute()."

@@ -44,6 +44,8 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
             return None
     if any(isinstance(p, Partial) for layout in first for p in layout.placements):
         return None
+    if any(layout.snapshot or layout.expanded for layout in first):
+        return None  # a write would be lost, or reach other entries; a result is not expanded
     plan = CallPlan(op, None, tuple(x for each in lists for x in each), tuple(first), None, ())
     entry = Entry(plan)
     entry.call = getattr(torch, op._schema.name.removeprefix("aten::"), op)
@@ -75,7 +77,6 @@ def _alike(a: Layout, b: Layout) -> bool:
         and a.shape == b.shape
         and a.dtype == b.dtype
         and a.dtype.is_floating_point
-        and not a.snapshot
     )
 
 

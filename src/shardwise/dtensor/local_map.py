@@ -109,16 +109,19 @@ def _as_wanted(
     func: Any, number: int, x: DTensor, grid: Grid, wanted: Any, redistribute_inputs: bool
 ) -> DTensor:
     given = (wanted,) if isinstance(wanted, Placement) else tuple(wanted)
+    layout = x._layout
+    here = layout.grid is grid and layout.in_default_order
     # Mostly they are the very same, and a compiler that reads this has less to read.
-    if x._layout.grid is grid and tuple(x.placements) == given:
+    if here and tuple(x.placements) == given:
         return x
-    normal = normalize(given, x._layout.shape, grid)
-    if x._layout.grid is grid and tuple(x.placements) == normal:
+    normal = normalize(given, layout.shape, grid)
+    if here and tuple(x.placements) == normal:
         return x
     if not redistribute_inputs:
         raise LayoutError(
-            f"Argument {number} of {_name(func)} lies as {short(x.placements)}, but in_placements "
-            f"asks for {short(normal)}. Redistribute it first, or give redistribute_inputs=True."
+            f"Argument {number} of {_name(func)} lies as {short(x.placements)}"
+            f"{layout.other_order()}, but in_placements asks for {short(normal)}. Redistribute it "
+            "first, or give redistribute_inputs=True."
         )
     return x.redistribute(grid.mesh, normal)
 

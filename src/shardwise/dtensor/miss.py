@@ -90,7 +90,7 @@ class Miss:
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.wish)
             except UnsupportedError:
-                if twin is None or not isinstance(args[0], Wrapped) or args[0]._layout.snapshot:
+                if twin is None or not _may_write_back(args[0]):
                     raise
                 add_write_back(key)
                 return _write_back(twin, args, kwargs)
@@ -147,6 +147,13 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         op(*args, **kwargs)  # the wrapper's own shape
     x._local, x._layout = view._local, view._layout
     return x
+
+
+def _may_write_back(target: Any) -> bool:
+    """Whether copying into `target` could do what a call in place could not."""
+    if not isinstance(target, Wrapped):
+        return False
+    return not target._layout.snapshot and not target._layout.expanded
 
 
 def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

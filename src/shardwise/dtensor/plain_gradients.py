@@ -39,4 +39,4 @@ def _as_plain(grad: Any) -> Any:
         return None
     with because("the gradient of a plain tensor", implicit=False):
         whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
-    return autograd.to_local(whole, whole._layout, False, True)
+    return autograd.to_local(whole, autograd.own_entries(whole._layout), False, True)

@@ -30,6 +30,8 @@ from shardwise.rules.positional import plain_op
 from shardwise.rules.propagate import CallPlan, propagate, unsupported
 from shardwise.rules.rule import Call, TensorMeta
 
+aten = torch.ops.aten
+
 #: Where a tensor stands in the arguments: a position, or a position and one inside a list.
 Path = tuple[int, ...]
 
@@ -53,6 +55,7 @@ def make_entry(
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
     for number in fixed:
         check_writable(op, layouts[number])
+        _check_own_entries(op, layouts[number])
     decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, wish=wish)
     # What is compared to decide is no part of a graph, and need not be something it can hold.
     plan = unrecorded(decide) if symbolic else decide()
@@ -82,6 +85,24 @@ def check_writable(op: Any, layout: Layout) -> None:
             f"{op} would write to a copy, and the write would be lost: the view it was called "
             f"on needed communication, and is {layout!r}. Write to the tensor itself "
             "(torch.where, or the op on the whole tensor), or clone() the view first."
+        )
+
+
+#: What gives every entry the same value may write to one that stands for many.
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+
+
+def _check_own_entries(op: Any, layout: Layout) -> None:
+    """Raise, as one device does, where a write to one entry would reach others.
+
+    Ranks that hold one entry or none would not notice.
+    """
+    dims = [d for d in layout.expanded if type(layout.shape[d]) is not int or layout.shape[d] > 1]
+    if dims and op not in _FILLS:
+        raise UnsupportedError(
+            f"{op} would write to {layout!r}, of which one entry stands for all along dim "
+            f"{dims[0]}, as expand() makes it. Write to the tensor that was expanded, or clone() "
+            "this one first."
         )
 
 

@@ -318,7 +318,8 @@ def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
         alpha = 1
     if not isinstance(a, DTensor):
         return NotImplemented
-    if b.placements != a.placements or any(p.is_partial() for p in b.placements):
+    alike = b.placements == a.placements and b._layout.order == a._layout.order
+    if not alike or any(p.is_partial() for p in b.placements):
         return torch.add(a, b.terms(), alpha=alpha)
     return _add_(a.clone(), b, alpha=alpha)
 
@@ -362,7 +363,8 @@ def _check_alike(a: DTensor, b: RowSparse) -> None:
     if a._layout.placements != b._layout.placements or a._layout.order != b._layout.order:
         raise LayoutError(
             f"A row-sparse tensor {b._layout!r} is added to {a._layout!r}: both must lie alike. "
-            f"Redistribute the dense one: x.redistribute(placements={list(b.placements)!r})."
+            f"Redistribute the dense one: x.redistribute(placements={list(b.placements)!r}"
+            f"{b._layout.other_order()})."
         )
 
 

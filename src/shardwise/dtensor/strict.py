@@ -63,5 +63,4 @@ def _sent(steps: Sequence[Step]) -> str:
 
 def _placed(layout: Layout) -> str:
     """The arguments of the redistribute call that leads to `layout`."""
-    order = "" if layout.order == tuple(range(layout.grid.num_axes)) else f", order={layout.order}"
-    return f"placements={list(layout.placements)!r}{order}"
+    return f"placements={list(layout.placements)!r}{layout.other_order()}"

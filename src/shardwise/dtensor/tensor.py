@@ -288,7 +288,8 @@ class DTensor(Wrapped):
         grad = ", requires_grad=True" if self.requires_grad else ""
         return (
             f"DTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
-            f"placements={short(layout.placements)} on {layout.grid!r}{grad},\n"
+            f"placements={short(layout.placements)}{layout.other_order()} on {layout.grid!r}"
+            f"{grad},\n"
             f"local={self._local!r})"
         )
 
@@ -379,7 +380,7 @@ class DTensor(Wrapped):
             grad_layout = autograd.gradient_layout(layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
-            grad_layout = layout.with_placements(normal)
+            grad_layout = autograd.own_entries(layout).with_placements(normal)
         return autograd.to_local(self, grad_layout)
 
     def redistribute(
@@ -395,8 +396,9 @@ class DTensor(Wrapped):
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim. Where nothing changes, the tensor itself is returned. With `async_op` the last
-        collective runs on, here and in backward, until the first op that reads the result.
+        same dim; without it the first axis is the outermost, however the tensor lies now. Where
+        nothing changes, the tensor itself is returned. With `async_op` the last collective runs
+        on, here and in backward, until the first op that reads the result.
 
         With `forward_dtype` the tensor is cast before it travels, and the result has that dtype;
         the gradient travels back in `backward_dtype`, by default in the tensor's own, and arrives
@@ -525,7 +527,8 @@ class DTensor(Wrapped):
             raise LeafError(
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
-        copied = DTensor.wrap(self._local.detach().clone(), self._layout)
+        layout = autograd.own_entries(self._layout)
+        copied = DTensor.wrap(self._local.detach().clone(), layout)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:

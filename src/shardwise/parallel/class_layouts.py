@@ -45,7 +45,7 @@ def without_partials(logits: DTensor) -> DTensor:
     if not any(isinstance(p, Partial) for p in logits.placements):
         return logits
     placements = [REPLICATE if isinstance(p, Partial) else p for p in logits.placements]
-    return logits.redistribute(placements=placements)
+    return logits.redistribute(placements=placements, order=logits._layout.order)
 
 
 def check_target(logits: DTensor, target: torch.Tensor, soft: bool) -> None:

@@ -95,6 +95,12 @@ def _reorder(layout: Layout) -> Run:
     return lambda x: each_rank(layout.grid, reorder, x, axes=())
 
 
+def copied(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Memory of its own, in which what the layout calls expanded stays so."""
+    copy = local.clone()
+    return _reorder(layout)(copy) if layout.expanded else copy
+
+
 def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The same tensor, dense, with its dims in memory as the layout's strides have them.
 

@@ -14,8 +14,8 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.comm.cost import LATENCY_S, local_s
-from shardwise.core.layout import Layout, canonical_order
-from shardwise.core.placements import Placement, Replicate, Shard, plain
+from shardwise.core.layout import Layout, canonical_order, partials_commute
+from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import (
@@ -134,7 +134,9 @@ def _innermost(placements: tuple[Placement, ...], order: tuple[int, ...], dim: i
 
 
 def _fits(placements: tuple[Placement, ...], axis: int, after: Placement) -> bool:
-    """Explicit sizes are for the outermost axis of a dim only."""
+    """Explicit sizes are for the outermost axis of a dim only; Partials must commute."""
+    if isinstance(after, Partial):
+        return partials_commute((*placements[:axis], after, *placements[axis + 1 :]))
     if not isinstance(after, Shard) or after.sizes is None:
         return True
     return not any(p.is_shard(after.dim) for a, p in enumerate(placements) if a != axis)

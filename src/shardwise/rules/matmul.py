@@ -22,14 +22,19 @@ from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 aten = torch.ops.aten
 
 
+def conjugate(x: Any) -> Any:
+    """Computed: inside an op nobody looks at the bit that would put it off."""
+    return torch.conj_physical(x) if x.is_complex() else x
+
+
 def linear_input_grad(grad: Any, weight: Any) -> Any:
     """The gradient of `linear(x, weight)` for `x`."""
-    return grad @ weight
+    return grad @ conjugate(weight)
 
 
 def linear_weight_grad(grad: Any, x: Any) -> Any:
     """The gradient of `linear(x, weight)` for `weight`."""
-    return torch.mm(_as_matrix(grad).t(), _as_matrix(x))
+    return torch.mm(_as_matrix(grad).t(), conjugate(_as_matrix(x)))
 
 
 def linear_bias_grad(grad: Any) -> Any:
@@ -90,6 +95,15 @@ def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, .
     return ops, Rule(choices, f"{' '.join(result)}, {product}")
 
 
+_LINEAR, _LINEAR_OF_VECTOR = parse("... k, n k, ... n -> ... n"), parse("... k, k, ... -> ...")
+
+
+def linear_layer_choices(call: Call) -> Iterator[Choice]:
+    """A linear layer; with a vector in place of the weight, one number of each row."""
+    pattern = _LINEAR if call.inputs[1].ndim > 1 else _LINEAR_OF_VECTOR
+    yield from pattern_choices(pattern, call, linear=((0, 2), (1, 2)), added=(2,))
+
+
 def trilinear_choices(call: Call) -> Iterator[Choice]:
     """A product of three tensors, each stretched along some dims, summed over others."""
     stretched = [call.argument(f"expand{i}") for i in (1, 2, 3)]
@@ -120,12 +134,7 @@ RULES: Table = table(
     rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
     rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
     rule(aten.mv.default, like="m k, k -> m", linear=EACH),
-    rule(
-        aten.linear.default,
-        like="... k, n k, n -> ... n",
-        linear=((0, 2), (1, 2)),
-        added=(2,),
-    ),
+    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
     rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
     rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
     rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),

@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.rules.rule import Call, Choice, Rule, TensorMeta
 
@@ -201,11 +203,37 @@ def averages_too(meta: TensorMeta) -> tuple[str, ...]:
     return ("sum", "avg") if meta.dtype.is_floating_point or meta.dtype.is_complex else ("sum",)
 
 
+def converts_by_terms(before: torch.dtype, after: torch.dtype) -> bool:
+    """Whether a sum in another dtype is the sum of the terms in that dtype.
+
+    Not where they are rounded: to a narrower type, from floats to integers. A bool is no number.
+
+    >>> converts_by_terms(torch.float32, torch.float64)
+    True
+    >>> converts_by_terms(torch.float32, torch.int64)
+    False
+    """
+    if before == after:
+        return True
+    exact = before.is_floating_point or before.is_complex
+    if exact != (after.is_floating_point or after.is_complex) or before == torch.bool:
+        return False
+    # Real and imaginary parts pass alike.
+    before, after = (t.to_real() if t.is_complex else t for t in (before, after))
+    return torch.promote_types(before, after) == after
+
+
 def linear_choices(call: Call, linear: Sequence[Group]) -> Iterator[Choice]:
-    """Partial operands pass through an op that is linear in them: sums and averages alike."""
+    """Partial operands pass through an op that is linear in them: sums and averages alike.
+
+    Not where the result has a dtype to which a sum is not converted term by term.
+    """
     num = len(call.inputs)
     groups = dict.fromkeys(tuple(i for i in group if i < num) for group in linear)
     for group in filter(None, groups):
+        dtypes = [(call.inputs[i].dtype, out.dtype) for i in group for out in call.outputs]
+        if not all(converts_by_terms(*pair) for pair in dtypes):
+            continue
         for reduce_op in averages_too(call.inputs[group[0]]):
             partial = Partial(reduce_op)
             yield Choice(

@@ -25,27 +25,11 @@ def elementwise(linear: Sequence[Group] = ()) -> Rule:
         operands = ", ".join(["..."] * len(call.inputs))
         results = ", ".join(["..."] * len(call.outputs))
         pattern = parse(f"{operands} -> {results}")
-        yield from pattern_choices(pattern, call, _linear_here(call, linear), reduce_op=None)
+        # With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
+        here = [group for group in linear if max(group) < len(call.inputs)]
+        yield from pattern_choices(pattern, call, here, reduce_op=None)
 
     return Rule(choices, "..., ... -> ...")
-
-
-def _linear_here(call: Call, linear: Sequence[Group]) -> Sequence[Group]:
-    """What is left of linearity for these dtypes and this number of tensors.
-
-    With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
-    Rounding to a narrower type, or to integers, is not linear either.
-    """
-    if not linear or any(
-        out.dtype.itemsize < meta.dtype.itemsize
-        or (out.dtype.is_floating_point or out.dtype.is_complex)
-        != (meta.dtype.is_floating_point or meta.dtype.is_complex)
-        for out in call.outputs
-        for meta in call.inputs
-        if meta.ndim
-    ):
-        return ()
-    return [group for group in linear if max(group) < len(call.inputs)]
 
 
 def pointwise_rule(op: Any) -> Rule | None:

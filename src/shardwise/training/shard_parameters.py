@@ -142,7 +142,9 @@ def _gather(split: dict[str, tuple[int, ...]], module: nn.Module, _: Any) -> Non
     for name, along in split.items():
         parameter: Any = module._parameters[name]
         whole = _with(parameter.placements, along, REPLICATE)
-        module.__dict__[name] = parameter.redistribute(placements=whole, async_op=True)
+        module.__dict__[name] = parameter.redistribute(
+            placements=whole, order=parameter._layout.order, async_op=True
+        )
 
 
 def _release(names: list[str], module: nn.Module, *_: Any) -> None:

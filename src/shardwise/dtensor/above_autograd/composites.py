@@ -115,7 +115,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
     if x.numel() == 0 and num_classes <= 0:
         raise RuntimeError("one_hot cannot tell the number of classes from an empty tensor.")
     layout = reduced_layout(x._layout)
-    x = x.redistribute(placements=layout.placements)
+    x = x.redistribute(placements=layout.placements, order=layout.order)
     if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
         found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
         negative_low, high = one_for_all(found).tolist()

@@ -15,7 +15,12 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.rules.matmul import linear_bias_grad, linear_input_grad, linear_weight_grad
+from shardwise.rules.matmul import (
+    conjugate,
+    linear_bias_grad,
+    linear_input_grad,
+    linear_weight_grad,
+)
 
 aten = torch.ops.aten
 
@@ -34,7 +39,7 @@ class Linear(UntracedFunction):
         again = torch.is_grad_enabled()  # double backward
         if for_x:
             if again and (grad.requires_grad or weight.requires_grad):
-                grad_x = F.linear(grad, weight.t())
+                grad_x = F.linear(grad, conjugate(weight.t()))
             else:
                 grad_x = run(linear_input_grad, grad, weight)
         if for_weight:
@@ -60,7 +65,7 @@ class LinearWeightGrad(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad_weight: Any) -> Any:
         grad, x = ctx.saved_tensors
-        return F.linear(x, grad_weight), F.linear(grad, grad_weight.t()), None
+        return F.linear(x, grad_weight), F.linear(grad, conjugate(grad_weight.t())), None
 
 
 _apply_linear = direct_apply(Linear)
@@ -74,6 +79,10 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
             return linear(*all_distributed(aten.linear.default, operands))
         # The ordinary path says what is wrong with the shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
+    shape = weight._layout.shape
+    if len(shape) != 2 or (bias is not None and bias._layout.shape != shape[:1]):
+        # A vector, or a bias that is broadcast: torch's own steps, which say what does not fit.
+        return aten.linear.default.decompose(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):

@@ -23,6 +23,7 @@ from shardwise.dtensor.above_autograd import (
     norms,
     recurrent,
     rrelu,
+    sign,
 )
 from shardwise.dtensor.fallback import kernels_above
 
@@ -38,6 +39,7 @@ _KERNELS: tuple[tuple[str, Any], ...] = (
     *norms.KERNELS,
     *recurrent.KERNELS,
     *rrelu.KERNELS,
+    *sign.KERNELS,
 )
 # Torch forgets the kernels of a library that is gone.
 _library = torch.library.Library("aten", "IMPL")
