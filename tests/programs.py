@@ -627,3 +627,51 @@ def mapped_over_parts():
     out = shardwise.local_map(lambda part: part * 2, out_placements=[S0])(x)
     out.sum().backward()
     return {"out": out, "grad": x.grad}
+
+
+# -- where parts are easily taken for something else -----------------------------------------
+
+
+def expanded_gradients():
+    """Every position of an expanded tensor counts; a foreach op makes entries of their own."""
+    mesh = line()
+    leaf = shardwise.distribute_tensor(torch.randn(6, 1), mesh, [S0]).requires_grad_()
+    weights = torch.randn(6, 4)
+    (leaf.expand(6, 4).full_tensor() * weights).sum().backward()
+    spread = shardwise.distribute_tensor(weights, mesh, [S0])
+    (product,) = torch._foreach_mul([leaf.detach().expand(6, 4)], [spread])
+    return {
+        "grad": leaf.grad,
+        "whole grad": leaf.grad.full_tensor(),
+        "product": product.full_tensor(),
+        "expected": weights.sum(1, keepdim=True),
+        "expected product": leaf.detach().full_tensor() * weights,
+    }
+
+
+def terms_that_do_not_pass():
+    """Sums that are rounded, multiplied by an infinity, or made into factors on another axis."""
+    mesh = square()
+    x = shardwise.distribute_tensor(torch.tensor([0.5, 0.25, 0.75, 0.5]), mesh, [S0, S0]).sum()
+    ones = DTensor.from_local(torch.ones(1), mesh, [R, Partial()])
+    factors = ones.redistribute(placements=[Partial("product"), R])
+    return {
+        "long": x.long().full_tensor(),
+        "bool": (x - x).bool().full_tensor(),
+        "inf": (x * float("inf")).full_tensor(),
+        "over zero": (x / 0).full_tensor(),
+        "factors": factors.full_tensor(),
+    }
+
+
+def bits():
+    """Conjugates and zeros that torch puts off, and gradients of complex layers."""
+    mesh = line()
+    values = torch.randn(8, 4, dtype=torch.complex64)
+    x = DTensor.from_local(mine(lambda rank: values[2 * rank : 2 * rank + 2].conj()), mesh, [S0])
+    leaf = shardwise.distribute_tensor(torch.randn(8), mesh, [R]).requires_grad_()
+    torch.sgn(leaf.redistribute(placements=[S0])).sum().backward()
+    weight = shardwise.distribute_tensor(torch.randn(3, 4, dtype=torch.complex64), mesh, [S0])
+    weight.requires_grad_()
+    F.linear(x, weight).sum().abs().backward()
+    return {"conjugate": x + x, "zeros": leaf.grad + 1, "weight": weight.grad.full_tensor()}

@@ -127,3 +127,23 @@ def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
         assert whole.tolist() == list(range(10))
     with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
         programs.loaded(contents[0])
+
+
+def test_expanded_gradients(processes):
+    held, real = both(processes, programs.expanded_gradients)
+    assert_close(held, real)
+    for rank in range(4):
+        torch.testing.assert_close(real["whole grad"][rank], real["expected"][rank])
+        torch.testing.assert_close(real["product"][rank], real["expected product"][rank])
+
+
+def test_terms_that_do_not_pass(processes):
+    held, real = both(processes, programs.terms_that_do_not_pass)
+    assert_bits(held, real)
+    expected = {"long": 2, "bool": False, "inf": float("inf"), "over zero": float("inf")}
+    for name, number in (*expected.items(), ("factors", 2)):
+        assert [part.item() for part in real[name]] == [number] * 4
+
+
+def test_bits(processes):
+    assert_close(*both(processes, programs.bits))

@@ -18,6 +18,7 @@ from shardwise.core.placements import REPLICATE
 from shardwise.core.symbols import unrecorded
 from shardwise.dtensor.bindings import fastest
 from shardwise.dtensor.entries import Entry
+from shardwise.dtensor.factors import bounded
 from shardwise.dtensor.local_call import local_call
 from shardwise.dtensor.reduced import reduced_once
 from shardwise.dtensor.strict import forbid_move
@@ -66,7 +67,7 @@ def make_entry(
     runs_op = binding is None and plan.local is None and isinstance(op, torch._ops.OpOverload)
     if runs_op and not symbolic:
         binding = fastest(op, args, kwargs)
-    entry.call = local_call(op, plan, binding)
+    entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:

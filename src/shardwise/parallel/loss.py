@@ -96,7 +96,7 @@ def _reduced(losses: DTensor, counted: DTensor, reduction: str, soft: bool) -> A
     total = losses.sum()
     if reduction == "sum":
         return total
-    return total / (max(losses.numel(), 1) if soft else counted.sum())
+    return total / (losses.numel() if soft else counted.sum())
 
 
 class ClassShardedLoss(UntracedFunction):

@@ -36,6 +36,19 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
     return made
 
 
+def _power(x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    """Of bools a bool, whatever torch's shape function says."""
+    if x.dtype is torch.bool and type(exponent) is bool:
+        return torch.empty_like(x)
+    return torch.ops.aten.pow.Tensor_Scalar(x, exponent)
+
+
+def _power_(x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    if x.dtype is torch.bool and type(exponent) is bool:
+        return x
+    return torch.ops.aten.pow_.Scalar(x, exponent)
+
+
 #: Ops whose shape function torch does not have, or does not have right.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
@@ -46,6 +59,8 @@ _SHAPES: dict[Any, Any] = {
     torch.ops.aten._standard_gamma.default: _like_first,
     torch.ops.aten._standard_gamma_grad.default: _like_first,
     torch.ops.aten._dirichlet_grad.default: _like_first,
+    torch.ops.aten.pow.Tensor_Scalar: _power,
+    torch.ops.aten.pow_.Scalar: _power_,
 }
 
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")

@@ -18,11 +18,17 @@ from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 aten = torch.ops.aten
 
 
+#: With no dims these reduce nothing, where others reduce all.
+_OF_NOTHING = frozenset({aten.any.dims, aten.all.dims})
+
+
 def reduced_dims(call: Call) -> tuple[int, ...]:
     """The dims that the call reduces, from 0; all of them when it names none."""
     ndim = call.inputs[0].ndim
     names = {arg.name for arg in call.op._schema.arguments}
     dims = call.argument("dim") if "dim" in names else None
+    if dims == [] and call.op in _OF_NOTHING and call.outputs[0].ndim == ndim:
+        return ()
     if dims is None or dims == []:
         return tuple(range(ndim))
     given = [dims] if isinstance(dims, int) else dims

@@ -99,7 +99,7 @@ def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> 
     if weight is not None:
         terms = terms * weight
     losses = -terms.sum(-1)
-    return losses, max(losses.numel(), 1)
+    return losses, losses.numel()
 
 
 def _losses(

@@ -1,0 +1,137 @@
+"""A sum that is still Partial meets numbers that are not finite: one device's result, not NaN."""
+
+import math
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import Partial, Replicate, Shard, distribute_tensor
+from shardwise.debug import CommDebugMode
+from shardwise.parallel import parallel_cross_entropy
+
+TERMS = torch.tensor([[1.0, 0.0, -1.0], [2.0, 0.0, -3.0], [0.0, 0.0, 4.0], [-1.0, 0.0, 0.0]])
+
+CALLS = {
+    "* inf": lambda s: s * math.inf,
+    "* -inf": lambda s: s * -math.inf,
+    "* nan": lambda s: s * math.nan,
+    "inf *": lambda s: math.inf * s,
+    "* too large": lambda s: s * 2.0**1000,
+    "* 2.5": lambda s: s * 2.5,
+    "/ 0": lambda s: s / 0,
+    "/ 0.0": lambda s: s / 0.0,
+    "/ -0.0": lambda s: s / -0.0,
+    "/ False": lambda s: s / False,
+    "/ too small": lambda s: s / 2.0**-1000,
+    "/ inf": lambda s: s / math.inf,
+    "mul_": lambda s: s.clone().mul_(math.inf),
+    "div_": lambda s: s.clone().div_(0),
+    "div_ float": lambda s: s.clone().div_(0.0),
+    "alpha": lambda s: torch.add(s, s, alpha=math.inf),
+    "complex": lambda s: s.double() * complex(0, math.inf),
+    "chain": lambda s: (s * math.inf) * 0.5 / 2,
+}
+
+
+def whole(x):
+    return x.full_tensor().agreed()
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS.keys())
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("reduce", [torch.sum, torch.mean])
+def test_a_partial_meets_a_number(mesh, call, dtype, reduce):
+    plain = reduce(TERMS.to(dtype), 0)
+    x = reduce(distribute_tensor(TERMS.to(dtype), mesh, [Shard(0)]), 0)
+    assert x.placements == (Partial(),)
+    for _ in range(2):  # planned, and known
+        found = call(x)
+        assert found.placements == (Partial(),)
+        torch.testing.assert_close(whole(found), call(plain), equal_nan=True)
+
+
+def test_the_same_plan_serves_all_floats(mesh):
+    x = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
+    plain = TERMS.sum(0)
+    for factor in (2.0, math.inf, 0.5, -math.inf, 3.0):
+        with CommDebugMode() as comm:
+            found = x * factor
+        assert comm.get_total_counts() == (0 if math.isfinite(factor) else 1)
+        torch.testing.assert_close(whole(found), plain * factor, equal_nan=True)
+
+
+def test_an_average_meets_an_infinity(square):
+    x = distribute_tensor(TERMS, square, [Shard(0), Replicate()]).sum(0)
+    x = x.redistribute(placements=[Partial("sum"), Partial("avg")])
+    torch.testing.assert_close(whole(x * math.inf), TERMS.sum(0) * math.inf, equal_nan=True)
+
+
+def test_gradients_of_an_infinite_loss(mesh):
+    x = distribute_tensor(TERMS, mesh, [Shard(0)]).requires_grad_()
+    plain = TERMS.clone().requires_grad_()
+    for leaf in (x, plain):
+        (leaf.square().sum() * math.inf).backward()
+    torch.testing.assert_close(whole(x.grad), plain.grad, equal_nan=True)
+
+
+def test_strict_mode_knows_it(mesh):
+    x = distribute_tensor(TERMS, mesh, [Shard(0)]).sum(0)
+    with shardwise.explicit_redistribution():
+        assert (x * 2.0).placements == (Partial(),)
+        with pytest.raises(shardwise.RedistributionError):
+            x * math.inf
+
+
+# -- reductions of nothing -------------------------------------------------------------------
+
+NO_DIMS = {
+    "any": lambda x: torch.any(x, dim=[]),
+    "all": lambda x: torch.all(x, dim=[]),
+    "any kept": lambda x: torch.any(x, dim=(), keepdim=True),
+    "nansum": lambda x: torch.nansum(x, []),
+    "nansum kept": lambda x: torch.nansum(x, [], keepdim=True),
+    "sum": lambda x: torch.sum(x, []),
+    "amax": lambda x: torch.amax(x, []),
+    "count_nonzero": lambda x: torch.count_nonzero(x, []),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64, torch.bool], ids=str)
+@pytest.mark.parametrize("reduce", NO_DIMS.values(), ids=NO_DIMS.keys())
+def test_no_dims_are_named(mesh, placement, dtype, reduce):
+    values = TERMS[:, :3].to(dtype)
+    x = distribute_tensor(values, mesh, [placement])
+    fits(reduce(x), reduce(values))
+
+
+def fits(found, expected):
+    layout = found._layout
+    for coordinate in layout.grid.coordinates.values():
+        part = found.to_local().on_rank(coordinate[0])
+        assert (tuple(part.shape), part.dtype) == (layout.local_shape(coordinate), layout.dtype)
+    assert found.dtype == expected.dtype
+    assert torch.equal(whole(found), expected)
+
+
+@pytest.mark.parametrize("exponent", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.float32], ids=str)
+def test_a_bool_as_exponent(mesh, dtype, exponent):
+    values = TERMS.to(dtype)
+    x = distribute_tensor(values, mesh, [Shard(0)])
+    fits(x**exponent, values**exponent)
+    fits(x.clone().pow_(exponent), values.clone().pow_(exponent))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_the_mean_of_no_losses_is_no_number(mesh, placement):
+    scores = distribute_tensor(torch.zeros(0, 3), mesh, [placement]).requires_grad_()
+    for loss in (F.cross_entropy, parallel_cross_entropy):
+        if loss is not F.cross_entropy and placement != Shard(1):
+            continue  # classes must be sharded there
+        found = loss(scores, distribute_tensor(torch.zeros(0, 3), mesh, [placement]))
+        assert whole(found.detach()).isnan()
+        found.backward()
+        assert scores.grad.shape == (0, 3)
