@@ -430,6 +430,41 @@ def one_bad_id(placement):
     F.embedding(ids, weight)
 
 
+def refused_on_rank_3(name):
+    """An op that refuses a value which rank 3 alone holds."""
+    x, one = torch.ones(4, 3), torch.tensor([0, 1, 2, 77])
+    column = one[:, None].expand(4, 3).contiguous()
+    far = torch.tensor([0.1, 0.2, 0.3, -1.5])
+
+    def whole(t):
+        return shardwise.distribute_tensor(t, line(), [R])
+
+    def cut(t):
+        return shardwise.distribute_tensor(t, line(), [S0])
+
+    calls = {
+        "index": lambda: whole(x)[cut(one)],
+        "index_select": lambda: whole(x).index_select(0, cut(one)),
+        "gather": lambda: whole(x).gather(0, cut(column)),
+        "gather along another dim": lambda: cut(x).gather(1, cut(column)),
+        "scatter_": lambda: cut(x).scatter_(1, cut(column), 1.0),
+        "index_add": lambda: whole(torch.zeros(4, 3)).index_add(0, cut(one), cut(x)),
+        "take": lambda: whole(x).take(cut(one)),
+        "cross_entropy": lambda: F.cross_entropy(cut(x), cut(one)),
+        "multi_margin_loss": lambda: F.multi_margin_loss(cut(x), cut(one)),
+        "binary_cross_entropy": lambda: F.binary_cross_entropy(cut(far), cut(torch.rand(4))),
+        "normal": lambda: torch.normal(0.0, cut(far)),
+        "bernoulli": lambda: torch.bernoulli(cut(far)),
+        "//": lambda: cut(one) // cut(torch.tensor([1, 1, 1, 0])),
+        "%": lambda: cut(one) % cut(torch.tensor([1, 1, 1, 0])),
+        "cholesky": lambda: torch.linalg.cholesky(cut(far[:, None, None].contiguous())),
+        "unpool": lambda: F.max_unpool2d(
+            cut(torch.ones(4, 1, 1, 1)), cut(one.view(4, 1, 1, 1)), kernel_size=2
+        ),
+    }
+    calls[name]()
+
+
 def op_without_a_rule():
     x = shardwise.ones(4, 4, device_mesh=line(), placements=[S0])
     x.to_sparse()

@@ -204,12 +204,21 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
 _apply_redistribute = direct_apply(Redistribute)
 
 
+def _guarded(alias: Any) -> Any:
+    """What autograd lets nobody write to in place: the memory is that of a leaf.
+
+    A view that an autograd function made is refused, as a view of a leaf is on one device.
+    """
+    return alias.view_as(alias)
+
+
 class ToLocal(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False) -> torch.Tensor:
         ctx.wrap, ctx.grad_layout = type(x).wrap, grad_layout
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        return later(x._local) if async_op else sized_copy(x._local, True)
+        local = later(x._local) if async_op else sized_copy(x._local, True)
+        return _guarded(local) if x.is_leaf and not async_op else local
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -230,7 +239,8 @@ class FromLocal(UntracedFunction):
     ) -> Any:
         ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
         ctx.plain = not isinstance(local, LocalTensor)
-        return cls.wrap(localize(layout.grid, local).detach(), layout)
+        out = cls.wrap(localize(layout.grid, local).detach(), layout)
+        return _guarded(out) if local.is_leaf else out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -16,6 +16,7 @@ from shardwise.dtensor.strict import forbid_sent
 from shardwise.redistribute.execute import in_memory_order
 from shardwise.rules.positional import Positional
 from shardwise.rules.propagate import CallPlan
+from shardwise.rules.refused import refused_alike
 
 aten = torch.ops.aten
 
@@ -31,7 +32,7 @@ def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """What runs on the local operands; its results lie in memory as the layouts say."""
-    call = _local_call(op, plan, binding)
+    call = refused_alike(op, plan.inputs, _local_call(op, plan, binding))
     return relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
 
 

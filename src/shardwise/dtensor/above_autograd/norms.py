@@ -130,6 +130,8 @@ def native_batch_norm(
     if any(t is not None and type(t) is not DTensor for t in operands):
         args = (*operands, training, momentum, eps)
         return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    if torch.is_grad_enabled():
+        _refuse_gradients(running_mean, running_var)
     if training:
         aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
         out, mean, var = _apply(x, weight, bias, None, None, True, eps)
@@ -142,6 +144,14 @@ def native_batch_norm(
     out, mean, _ = _apply(x, weight, bias, running_mean, running_var, False, eps)
     nothing = mean.new_empty((0,))
     return out, nothing, nothing
+
+
+def _refuse_gradients(*statistics: Any) -> None:
+    if any(x is not None and x.requires_grad for x in statistics):
+        raise RuntimeError(
+            "A batch norm is not differentiable with respect to its running mean and variance, as "
+            "on one device: detach() them."
+        )
 
 
 def _hollow(x: Any) -> Any:
