@@ -465,6 +465,38 @@ def refused_on_rank_3(name):
     calls[name]()
 
 
+def half_precision_under_autocast():
+    """Torch's `cat` refuses it under autocast to bfloat16; rank 0 alone joins pieces to send."""
+    value = torch.arange(30.0).view(6, 5).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        x = shardwise.distribute_tensor(value, line(), [S0])
+        moved = x.redistribute(placements=[S1]).redistribute(placements=[S0])
+        return torch.equal(moved.full_tensor(), value), str(moved.to_local().dtype)
+
+
+def norms_with_a_bias_alone(name, rows):
+    """A step of a norm that has no weight; with fewer rows than ranks, some hold nothing."""
+    mesh = line()
+    torch.manual_seed(0)
+    value, shift = torch.randn(rows, 4, 3), torch.randn(4)
+    calls = {
+        "group_norm": lambda x, b: F.group_norm(x, 2, None, b),
+        "instance_norm": lambda x, b: F.instance_norm(x, bias=b),
+        "batch_norm": lambda x, b: F.batch_norm(x, None, None, None, b, True),
+        "layer_norm": lambda x, b: F.layer_norm(x.mT, (4,), None, b),
+    }
+    grads = []
+    for put in (torch.clone, lambda t: shardwise.distribute_tensor(t, mesh, [S0])):
+        x, bias = put(value).requires_grad_(), put(shift).requires_grad_()
+        if name == "group_norm" and put is torch.clone:  # torch's own backward crashes
+            out = F.group_norm(x, 2, None, None) + bias[:, None]
+        else:
+            out = calls[name](x, bias)
+        out.square().sum().backward()
+        grads.append([getattr(g, "full_tensor", lambda g=g: g)() for g in (x.grad, bias.grad)])
+    return [torch.allclose(*pair, atol=1e-4) for pair in zip(*grads, strict=True)]
+
+
 def op_without_a_rule():
     x = shardwise.ones(4, 4, device_mesh=line(), placements=[S0])
     x.to_sparse()

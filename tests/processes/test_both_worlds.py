@@ -127,3 +127,14 @@ def test_a_part_saved_by_a_process_is_no_whole_tensor(processes):
         assert whole.tolist() == list(range(10))
     with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="full_tensor"):
         programs.loaded(contents[0])
+
+
+def test_half_precision_moves_under_autocast(processes):
+    assert processes(programs.half_precision_under_autocast) == [(True, "torch.float16")] * 4
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "batch_norm", "layer_norm"])
+def test_norms_with_a_bias_and_no_weight(processes, name, rows):
+    found = processes(programs.norms_with_a_bias_alone, name, rows, timeout_s=30)
+    assert found == [[True, True]] * 4

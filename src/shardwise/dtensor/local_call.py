@@ -10,6 +10,7 @@ import torch
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
+from shardwise.core.autocast import without_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.dtensor.strict import forbid_sent
@@ -32,7 +33,10 @@ def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
     """What runs on the local operands; its results lie in memory as the layouts say."""
-    call = refused_alike(op, plan.inputs, _local_call(op, plan, binding))
+    call = _local_call(op, plan, binding)
+    if _runs_other_ops(op, plan):
+        call = without_autocast(call)
+    call = refused_alike(op, plan.inputs, call)
     return relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
 
 
@@ -179,6 +183,11 @@ def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> C
 
 def _reads_sizes(op: Any, plan: CallPlan) -> bool:
     """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
+    return _runs_other_ops(op, plan)
+
+
+def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call is no single op of torch's."""
     if plan.local is not None or not isinstance(op, torch._ops.OpOverload):
         return True
     composite = torch._C.DispatchKey.CompositeImplicitAutograd

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.consent import raise_together
+from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
 from shardwise.rules.catalog import functional_twin
 from shardwise.rules.ids import has_values
@@ -82,9 +83,10 @@ def refused_alike(
 
     def run(*operands: Any, **kwargs: Any) -> Any:
         tensor = next(x for x in _listed(operands) if isinstance(x, torch.Tensor))
-        if not has_values(tensor) or not tensor.is_cpu:
+        if not has_values(tensor) or not tensor.is_cpu or grid.device_type != "cpu":
             return call(*operands, **kwargs)
-        return raise_together(grid, axes, lambda: call(*operands, **kwargs))
+        with because(op, implicit=False):
+            return raise_together(grid, axes, lambda: call(*operands, **kwargs))
 
     return run
 

@@ -6,10 +6,13 @@ merged from within would have to be gathered. As one op, every dim may be sharde
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 
+from shardwise.core.autocast import is_autocast
+from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
@@ -66,6 +69,12 @@ def spread(wanted: str, like: Any, letters: list[str], factors: list[Any]) -> An
 
 
 def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
+    if is_autocast():
+        tensors = _as_autocast(equation, tensors, path)
+    return _einsum(equation, tensors, path)
+
+
+def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     distributed = all(type(t) is DTensor for t in tensors)
     letters = spelled(equation, [t.shape for t in tensors]) if distributed else None
     if letters is None:
@@ -73,8 +82,40 @@ def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
     return contracted(letters, *tensors)
 
 
+def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
+    """The operands in the dtype in which one device multiplies them under autocast.
+
+    On the CPU it casts the products of matrices that torch makes of the equation, which a product
+    element by element is not. So torch is asked, about tensors as small as can be.
+    """
+    device = tensors[0].device.type
+    if device != "cpu" or not torch.is_autocast_enabled(device):
+        return tensors
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    kinds = tuple(
+        (tuple(min(n, 2) if type(n) is int else 2 for n in t.shape), t.dtype) for t in tensors
+    )
+    steps = None if path is None else tuple(path)
+    narrow = unrecorded(_einsum_dtype, equation, kinds, steps, torch.get_autocast_dtype(device))
+    if narrow == wide:
+        return tensors
+    return [t.to(narrow) if t.is_floating_point() else t for t in tensors]
+
+
+@functools.lru_cache(maxsize=1024)
+def _einsum_dtype(
+    equation: str,
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    path: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> torch.dtype:
+    small = [torch.zeros(shape, dtype=kind) for shape, kind in kinds]
+    with torch.autocast("cpu", dtype):
+        return aten.einsum.default(equation, small, path=path).dtype
+
+
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
-    out = einsum("...i,oij,...j->...o", [left, weight, right])
+    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
     return out if bias is None else out + bias
 
 
