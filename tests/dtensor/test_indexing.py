@@ -127,6 +127,19 @@ def test_writing_a_number_to_a_position(placements):
                 placed[outside] = 1.0
 
 
+@pytest.mark.parametrize(
+    "write",
+    ["x[3, :2] -= 1", "x[0, 1] += 1", "x[:, 0] *= 2", "x[-1] += 2", "x[..., 1, 1:] += 1"],
+)
+def test_a_row_that_is_changed_where_it_lies(mesh, write):
+    """Python writes the row to its own place afterwards, which is not memory that overlaps."""
+    x = torch.arange(16.0).view(4, 4)
+    placed = distribute_tensor(x.clone(), mesh, [Replicate()])
+    exec(write, {"x": x})
+    exec(write, {"x": placed})
+    assert torch.equal(whole(placed), x)
+
+
 def test_a_plain_index_is_refused(mesh):
     """It may differ between ranks; a list cannot."""
     placed = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
