@@ -7,7 +7,7 @@ merged from within would have to be gathered. As one op, every dim may be sharde
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,11 +21,26 @@ from shardwise.rules.contract import contract, spelled, split_equation
 aten = torch.ops.aten
 
 
+class Like(NamedTuple):
+    """What the gradient of an operand has to look like."""
+
+    shape: Any
+    is_complex: bool
+
+    @classmethod
+    def of(cls, x: Any) -> Like:
+        return cls(x.shape, x.is_complex())
+
+
 class Contract(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, equation: str, *operands: Any) -> Any:
         ctx.equation = equation
-        ctx.save_for_backward(*operands)
+        ctx.likes = tuple(map(Like.of, operands))
+        # Each only for the gradients of the others.
+        wanted = ctx.needs_input_grad[1:]
+        others = [sum(wanted) > wanted[number] for number in range(len(operands))]
+        ctx.save_for_backward(*(x if o else None for x, o in zip(operands, others, strict=True)))
         return run(contract, equation, *operands)
 
     @staticmethod
@@ -34,7 +49,9 @@ class Contract(UntracedFunction):
         operands = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         return None, *(
-            _operand_grad(number, inputs, output, grad, operands) if wanted else None
+            _operand_grad(number, inputs, output, grad, operands, ctx.likes[number])
+            if wanted
+            else None
             for number, wanted in enumerate(needed)
         )
 
@@ -48,14 +65,16 @@ def contracted(equation: str, *operands: Any) -> Any:
     return run(contract, equation, *operands)
 
 
-def _operand_grad(number: int, inputs: list[str], output: str, grad: Any, operands: Any) -> Any:
+def _operand_grad(
+    number: int, inputs: list[str], output: str, grad: Any, operands: Any, like: Like
+) -> Any:
     """The gradient of one operand: the product of the result's gradient with the others."""
     others = [o for i, o in enumerate(operands) if i != number]
     letters = [s for i, s in enumerate(inputs) if i != number]
-    return spread(inputs[number], operands[number], [output, *letters], [grad, *others])
+    return spread(inputs[number], like, [output, *letters], [grad, *others])
 
 
-def spread(wanted: str, like: Any, letters: list[str], factors: list[Any]) -> Any:
+def spread(wanted: str, like: Like, letters: list[str], factors: list[Any]) -> Any:
     """The product with the letters of `wanted`; letters that no factor has are spread out."""
     known = "".join(c for c in wanted if any(c in s for s in letters))
     first, *rest = factors
@@ -65,7 +84,7 @@ def spread(wanted: str, like: Any, letters: list[str], factors: list[Any]) -> An
         if letter not in known:
             found = found.unsqueeze(place)
     found = found.expand(like.shape) if found.shape != like.shape else found
-    return found.real if found.is_complex() and not like.is_complex() else found
+    return found.real if found.is_complex() and not like.is_complex else found
 
 
 def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:

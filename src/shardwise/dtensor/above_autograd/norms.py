@@ -33,8 +33,14 @@ class BatchNorm(UntracedFunction):
             mean, var = _statistics(x)
         ctx.save_for_backward(x, weight, mean, var)
         ctx.options = (training, eps)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
-        out = run(aten.native_batch_norm.default, x, weight, bias, *narrow, False, 0.0, eps)[0]
+        # In half precision, torch's kernel takes no bias beside statistics that are not.
+        apart = training and weight is None and bias is not None and bias.dtype != mean.dtype
+        args = (x, weight, None if apart else bias, *narrow, False, 0.0, eps)
+        out = run(aten.native_batch_norm.default, *args)[0]
+        if apart:
+            out = out + bias.reshape([1, -1, *[1] * (x.dim() - 2)])
         ctx.mark_non_differentiable(mean, var)
         return out, mean, var
 
@@ -46,6 +52,8 @@ class BatchNorm(UntracedFunction):
             found = _differentiable_grads(grad, x, weight, mean, var, training, eps)
         else:
             found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
+        if ctx.bias_dtype is not None:  # without a weight, the sums are in the dtype of statistics
+            found = (*found[:2], found[2].to(ctx.bias_dtype))
         wanted = zip(found, ctx.needs_input_grad[:3], strict=True)
         return *(g if w else None for g, w in wanted), None, None, None, None
 
@@ -79,6 +87,8 @@ def _grads(
     grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float, for_x: bool
 ) -> tuple[Any, Any, Any]:
     op = aten.native_batch_norm_backward.default
+    if weight is None and mean.dtype != x.dtype:
+        weight = torch.ones_like(mean)  # what says that sums over channels are in this dtype
     narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
     mask = [True, True, True]
     by_rows = run(op, grad, x, weight, *narrow, None, None, False, eps, mask)
