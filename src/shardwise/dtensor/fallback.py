@@ -136,7 +136,7 @@ def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     from torch._decomp import decomposition_table
 
     if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decomposition_table[aten.repeat.default](x, repeats)
+        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
     sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
     return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
 

@@ -191,8 +191,17 @@ def batch_norm(
     if not x.numel():  # as torch: an empty batch changes no statistics
         out = x.clone() if weight is None else x * weight[0]
         return out if bias is None else out + bias[0]
-    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    args = (_as_suggested(x), weight, bias, running_mean, running_var, training, momentum, eps)
     return native_batch_norm(*args)[0]
+
+
+def _as_suggested(x: Any) -> Any:
+    """In the memory order in which one device writes the result: dense, or channels last."""
+    if x.dim() in (4, 5):
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.is_contiguous(memory_format=last):
+            return x
+    return x.contiguous()
 
 
 def batch_norm_with_update(
@@ -233,7 +242,7 @@ def instance_norm(
             count = math.prod(x.shape[2:])
             var = (x - mean).square().sum(positions) / max(count - 1, 1)
             _update(running_var, var.mean(0), momentum)
-    return torch.group_norm(x, x.shape[1], weight, bias, eps, cudnn_enabled)
+    return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -245,7 +254,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
         aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
     normal = wide * torch.rsqrt(mean + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)
