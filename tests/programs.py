@@ -430,6 +430,73 @@ def one_bad_id(placement):
     F.embedding(ids, weight)
 
 
+def refused_on_rank_3(name):
+    """An op that refuses a value which rank 3 alone holds."""
+    x, one = torch.ones(4, 3), torch.tensor([0, 1, 2, 77])
+    column = one[:, None].expand(4, 3).contiguous()
+    far = torch.tensor([0.1, 0.2, 0.3, -1.5])
+
+    def whole(t):
+        return shardwise.distribute_tensor(t, line(), [R])
+
+    def cut(t):
+        return shardwise.distribute_tensor(t, line(), [S0])
+
+    calls = {
+        "index": lambda: whole(x)[cut(one)],
+        "index_select": lambda: whole(x).index_select(0, cut(one)),
+        "gather": lambda: whole(x).gather(0, cut(column)),
+        "gather along another dim": lambda: cut(x).gather(1, cut(column)),
+        "scatter_": lambda: cut(x).scatter_(1, cut(column), 1.0),
+        "index_add": lambda: whole(torch.zeros(4, 3)).index_add(0, cut(one), cut(x)),
+        "take": lambda: whole(x).take(cut(one)),
+        "cross_entropy": lambda: F.cross_entropy(cut(x), cut(one)),
+        "multi_margin_loss": lambda: F.multi_margin_loss(cut(x), cut(one)),
+        "binary_cross_entropy": lambda: F.binary_cross_entropy(cut(far), cut(torch.rand(4))),
+        "normal": lambda: torch.normal(0.0, cut(far)),
+        "bernoulli": lambda: torch.bernoulli(cut(far)),
+        "//": lambda: cut(one) // cut(torch.tensor([1, 1, 1, 0])),
+        "%": lambda: cut(one) % cut(torch.tensor([1, 1, 1, 0])),
+        "cholesky": lambda: torch.linalg.cholesky(cut(far[:, None, None].contiguous())),
+        "unpool": lambda: F.max_unpool2d(
+            cut(torch.ones(4, 1, 1, 1)), cut(one.view(4, 1, 1, 1)), kernel_size=2
+        ),
+    }
+    calls[name]()
+
+
+def half_precision_under_autocast():
+    """Torch's `cat` refuses it under autocast to bfloat16; rank 0 alone joins pieces to send."""
+    value = torch.arange(30.0).view(6, 5).half()
+    with torch.autocast("cpu", torch.bfloat16):
+        x = shardwise.distribute_tensor(value, line(), [S0])
+        moved = x.redistribute(placements=[S1]).redistribute(placements=[S0])
+        return torch.equal(moved.full_tensor(), value), str(moved.to_local().dtype)
+
+
+def norms_with_a_bias_alone(name, rows):
+    """A step of a norm that has no weight; with fewer rows than ranks, some hold nothing."""
+    mesh = line()
+    torch.manual_seed(0)
+    value, shift = torch.randn(rows, 4, 3), torch.randn(4)
+    calls = {
+        "group_norm": lambda x, b: F.group_norm(x, 2, None, b),
+        "instance_norm": lambda x, b: F.instance_norm(x, bias=b),
+        "batch_norm": lambda x, b: F.batch_norm(x, None, None, None, b, True),
+        "layer_norm": lambda x, b: F.layer_norm(x.mT, (4,), None, b),
+    }
+    grads = []
+    for put in (torch.clone, lambda t: shardwise.distribute_tensor(t, mesh, [S0])):
+        x, bias = put(value).requires_grad_(), put(shift).requires_grad_()
+        if name == "group_norm" and put is torch.clone:  # torch's own backward crashes
+            out = F.group_norm(x, 2, None, None) + bias[:, None]
+        else:
+            out = calls[name](x, bias)
+        out.square().sum().backward()
+        grads.append([getattr(g, "full_tensor", lambda g=g: g)() for g in (x.grad, bias.grad)])
+    return [torch.allclose(*pair, atol=1e-4) for pair in zip(*grads, strict=True)]
+
+
 def op_without_a_rule():
     x = shardwise.ones(4, 4, device_mesh=line(), placements=[S0])
     x.to_sparse()

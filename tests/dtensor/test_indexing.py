@@ -127,6 +127,19 @@ def test_writing_a_number_to_a_position(placements):
                 placed[outside] = 1.0
 
 
+@pytest.mark.parametrize(
+    "write",
+    ["x[3, :2] -= 1", "x[0, 1] += 1", "x[:, 0] *= 2", "x[-1] += 2", "x[..., 1, 1:] += 1"],
+)
+def test_a_row_that_is_changed_where_it_lies(mesh, write):
+    """Python writes the row to its own place afterwards, which is not memory that overlaps."""
+    x = torch.arange(16.0).view(4, 4)
+    placed = distribute_tensor(x.clone(), mesh, [Replicate()])
+    exec(write, {"x": x})
+    exec(write, {"x": placed})
+    assert torch.equal(whole(placed), x)
+
+
 def test_a_plain_index_is_refused(mesh):
     """It may differ between ranks; a list cannot."""
     placed = distribute_tensor(torch.randn(5, 3), mesh, [Shard(0)])
@@ -165,6 +178,49 @@ def test_an_index_out_of_range_raises_what_one_device_raises(mesh, placement):
             call(placed, index)
 
 
+ALONG_A_DIM = {
+    "gather": lambda x, i, rows, s: x.gather(0, i),
+    "scatter": lambda x, i, rows, s: x.scatter(0, i, s),
+    "scatter a number": lambda x, i, rows, s: x.scatter(0, i, 2.0),
+    "scatter_": lambda x, i, rows, s: x.clone().scatter_(0, i, s),
+    "scatter_add": lambda x, i, rows, s: x.scatter_add(0, i, s),
+    "scatter_reduce": lambda x, i, rows, s: x.scatter_reduce(0, i, s, "amax"),
+    "index_select": lambda x, i, rows, s: x.index_select(0, rows),
+    "index_add": lambda x, i, rows, s: x.index_add(0, rows, s),
+    "index_add_": lambda x, i, rows, s: x.clone().index_add_(0, rows, s),
+    "index_copy": lambda x, i, rows, s: x.index_copy(0, rows, s),
+    "index_reduce": lambda x, i, rows, s: x.index_reduce(0, rows, s, "amax"),
+    "index_fill": lambda x, i, rows, s: x.index_fill(0, rows, 2.0),
+    "masked_scatter": lambda x, i, rows, s: x.masked_scatter(i > -9, rows.to(x.dtype)),
+}
+
+
+@pytest.mark.filterwarnings("ignore:index_reduce")
+@pytest.mark.parametrize("bad", [-1, -5, 4])
+@pytest.mark.parametrize("shape", [(4,), (4, 3), (4, 3, 2)], ids=repr)
+@pytest.mark.parametrize("name", ALONG_A_DIM)
+def test_every_layout_refuses_what_one_device_refuses(mesh, name, shape, bad):
+    """Negative indices too, which only some ops count from the end."""
+    call, x, s = ALONG_A_DIM[name], torch.randn(shape), torch.randn(shape)
+    i = torch.zeros(shape, dtype=torch.long)
+    i[3] = bad
+    rows = torch.tensor([0, 1, 2, bad])
+    try:
+        expected = call(x, i, rows, s)
+    except (IndexError, RuntimeError) as error:
+        expected = type(error)
+    for px in (Replicate(), Shard(0), Shard(len(shape) - 1)):
+        for pi in (Replicate(), Shard(0)):
+            placed = [distribute_tensor(t, mesh, [p]) for t, p in ((x, px), (i, pi), (rows, pi))]
+            placed.append(distribute_tensor(s, mesh, [px]))
+            if isinstance(expected, torch.Tensor):
+                torch.testing.assert_close(whole(call(*placed)), expected)
+                continue
+            with pytest.raises(expected) as found:
+                call(*placed)
+            assert found.type is expected
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
 def test_results_whose_shape_depends_on_values(mesh, placement):
     x = torch.randn(5, 3)
@@ -193,7 +249,7 @@ def test_a_write_to_a_sum_that_is_not_reduced_yet(mesh):
 
 def test_masked_scatter_refuses_a_source_that_is_too_short(mesh):
     x, mask = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(6), torch.ones(6)))
-    with pytest.raises(IndexError):
+    with pytest.raises(RuntimeError, match="names 6 entries, and the source has 5"):
         x.masked_scatter(mask.bool(), distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
 
 

@@ -142,3 +142,29 @@ def test_linear_says_what_does_not_fit(mesh):
             F.linear(x, vector, bias)
     with pytest.raises(RuntimeError, match="at least 1D"):
         F.linear(x, vector.sum())
+
+
+KEPT = {
+    "linear": lambda x, w: F.linear(x, w),
+    "linear, a bias": lambda x, w: F.linear(x, w, w[0]),
+    "matmul": lambda x, w: x[None] @ w,
+    "matmul of batches": lambda x, w: x[None] @ w[None],
+    "matmul, broadcast": lambda x, w: x[None, None] @ w[None],
+    "einsum": lambda x, w: torch.einsum("ij,kj->ik", x, w),
+}
+
+
+@pytest.mark.parametrize("frozen", ["weight", "input"])
+@pytest.mark.parametrize("name", KEPT)
+def test_only_what_a_gradient_needs_is_kept(mesh, name, frozen):
+    """An adapter on a frozen layer needs the layer's weight, and not its activations."""
+    x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+    w = distribute_tensor(torch.randn(4, 4), mesh, [Replicate()])
+    (x if frozen == "weight" else w).requires_grad_()
+    before = (x if frozen == "weight" else w).clone()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        out = KEPT[name](before, w) if frozen == "weight" else KEPT[name](x, before)
+    held = {t._local._parts[0].untyped_storage().data_ptr() for t in kept}
+    assert before._local._parts[0].untyped_storage().data_ptr() not in held
+    out.sum().backward()

@@ -683,3 +683,53 @@ def test_fast_checkpoints_recompute_the_same(mesh):
 def test_an_unknown_mode():
     with pytest.raises(ArgumentError, match="'exact' or 'fast'"):
         shardwise.rng("quick")
+
+
+STRIDES = {
+    "rms_norm": lambda x: F.rms_norm(x, (4,)),
+    "batch_norm": lambda x: F.batch_norm(x, None, None, None, None, True),
+    "instance_norm": lambda x: F.instance_norm(x),
+    "one_hot": lambda x: F.one_hot((x * 0).long(), 3),
+    "tile": lambda x: x.tile(2, 1, 2),
+    "complex": lambda x: torch.complex(x, x).real,
+    "polar": lambda x: torch.polar(x, x).imag,
+    "normal, mean": lambda x: torch.normal(x, 1.0),
+    "normal, deviation": lambda x: torch.normal(0.0, x),
+    "normal, both": lambda x: torch.normal(x, x.contiguous()),
+    "rrelu": lambda x: F.rrelu(x - 0.5, training=True),
+    "rrelu_": lambda x: F.rrelu_(x - 0.5, training=True),
+    "dropout": lambda x: F.dropout(x, 0.5),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)], ids=repr)
+@pytest.mark.parametrize("order", [(2, 1, 0), (0, 2, 1), (1, 0, 2)], ids=repr)
+@pytest.mark.parametrize("name", STRIDES)
+def test_draws_after_ops_on_a_permuted_tensor(mesh, name, order, placement):
+    """A draw goes through memory: results lie there as those of one device do."""
+    back = sorted(range(3), key=lambda d: order[d])
+    value = torch.rand([(6, 3, 4)[d] for d in order]).permute(back) + 0.1
+    found = []
+    for x in (value, shardwise.distribute_tensor(value, mesh, [placement])):
+        torch.manual_seed(1)
+        made = STRIDES[name](x)
+        drawn = F.dropout(made.float(), 0.5)
+        found.append((made, drawn, torch.get_rng_state()))
+    (made, drawn, state), (placed, placed_drawn, placed_state) = found
+    assert placed.stride() == made.stride()
+    torch.testing.assert_close(placed.full_tensor().agreed(), made)
+    torch.testing.assert_close(placed_drawn.full_tensor().agreed(), drawn)
+    assert torch.equal(state, placed_state)
+
+
+def test_a_draw_into_a_sum_that_was_reduced_before_draws_once(mesh):
+    torch.manual_seed(1)
+    expected, state = torch.empty(3).normal_(), torch.get_rng_state()
+    x = shardwise.distribute_tensor(torch.rand(4, 3), mesh, [Shard(0)]).sum(0)
+    assert x.placements[0].is_partial()
+    _ = x.abs()  # it remembers what this reduced
+    torch.manual_seed(1)
+    x.normal_()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(x.full_tensor().agreed(), expected)
+    assert torch.equal(x.abs().full_tensor().agreed(), expected.abs())

@@ -349,3 +349,36 @@ def test_a_second_call_lies_in_memory_as_the_first(mesh):
     )
     strides = [x.roll(shifts, 2)._local._parts[0].stride() for shifts in (1, 1, 1)]
     assert set(strides) == {x.roll(1, 2).stride()}
+
+
+@pytest.mark.parametrize("asked", [(True, False), (False, True), (True, True)], ids=repr)
+@pytest.mark.parametrize("dims", [2, 3])
+def test_a_part_of_the_gradients_of_grid_sample_where_ranks_hold_nothing(mesh, dims, asked):
+    planes, places = torch.randn(2, 3, *[4] * dims), torch.randn(2, *[5] * dims, dims)
+    found = []
+    for put in (torch.clone, lambda t: distribute_tensor(t, mesh, [Shard(0)])):
+        leaves = [
+            put(t).requires_grad_(wanted) for t, wanted in zip((planes, places), asked, strict=True)
+        ]
+        F.grid_sample(*leaves, align_corners=False).square().sum().backward()
+        found.append([leaf.grad for leaf in leaves])
+    for one, many in zip(*found, strict=True):
+        assert (one is None) == (many is None)
+        if one is not None:
+            torch.testing.assert_close(many.full_tensor().agreed(), one)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=repr)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_batch_norm_with_a_bias_and_no_weight(mesh, placement, dtype):
+    value, shift = torch.randn(6, 3, 2).to(dtype), torch.randn(3).to(dtype)
+    found = []
+    for put in (torch.clone, lambda t: distribute_tensor(t, mesh, [placement])):
+        x = put(value).requires_grad_()
+        bias = shift.clone() if put is torch.clone else distribute_tensor(shift, mesh, [Shard(0)])
+        bias.requires_grad_()
+        out = F.batch_norm(x, None, None, None, bias, True)
+        (out * out).sum().backward()
+        found.append((out.detach(), x.grad, bias.grad))
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(many.full_tensor().agreed(), one, rtol=0.02, atol=0.05)

@@ -181,3 +181,60 @@ def test_replicas_of_a_view_are_written_once(square, view, placements):
     view(x).mul_(3).add_(1)
     view(values).mul_(3).add_(1)
     assert torch.equal(whole(x), values)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_the_memory_of_a_leaf_is_not_written_to_through_a_door(mesh, placement):
+    """As a view of a leaf on one device; without gradients it may be written to."""
+    leaf = shardwise.distribute_tensor(torch.ones(4), mesh, [placement]).requires_grad_()
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        leaf.to_local().add_(1)
+    if placement.is_replicate():
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            leaf.full_tensor().mul_(2)
+    plain = torch.ones(4, requires_grad=True)
+    wrapped = shardwise.DTensor.from_local(plain, mesh, [Replicate()])
+    with pytest.raises(RuntimeError, match="modified inplace"):
+        wrapped.add_(1)
+    with torch.no_grad():
+        leaf.to_local().add_(1)
+    assert torch.equal(whole(leaf), torch.full((4,), 2.0))
+    (leaf.to_local() * 3).sum().backward()
+    assert torch.equal(whole(leaf.grad), torch.full((4,), 3.0))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda far, fine: F.binary_cross_entropy(far, fine),
+        lambda far, fine: F.binary_cross_entropy(fine, far, reduction="none"),
+        lambda far, fine: F.binary_cross_entropy(far, fine, fine, reduction="sum"),
+        lambda far, fine: torch.normal(0.0, far),
+        lambda far, fine: torch.normal(fine, far),
+        lambda far, fine: F.batch_norm(far[:, None], fine[:1].requires_grad_(), fine[:1]),
+    ],
+)
+def test_values_that_one_device_refuses(mesh, call, placement):
+    values = (torch.tensor([0.1, 0.2, 0.3, -1.5]), torch.rand(4))
+    with pytest.raises(RuntimeError):
+        call(*values)
+    with pytest.raises(RuntimeError):
+        call(*(shardwise.distribute_tensor(v.detach(), mesh, [placement]) for v in values))
+
+
+@pytest.mark.parametrize("reduction", ["none", "mean", "sum"])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_binary_cross_entropy_is_that_of_one_device(mesh, reduction, weighted):
+    logits, target, weight = torch.randn(5, 3), torch.rand(5, 3), torch.rand(3)
+    found = []
+    for put in (torch.clone, lambda t: shardwise.distribute_tensor(t, mesh, [Shard(0)])):
+        x = put(logits).requires_grad_()
+        by = None
+        if weighted:
+            by = weight if put is torch.clone else lay(weight, mesh, [Replicate()])
+        loss = F.binary_cross_entropy(x.sigmoid(), put(target), by, reduction=reduction)
+        loss.sum().backward()
+        found.append((loss.detach(), x.grad))
+    for one, many in zip(*found, strict=True):
+        torch.testing.assert_close(whole(many), one)

@@ -63,6 +63,35 @@ def test_one_bad_id(processes, placement):
         assert issubclass(failure.kind, IndexError)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "text"),
+    [
+        ("index", IndexError, "77"),
+        ("index_select", IndexError, "out of range"),
+        ("gather", RuntimeError, "77"),
+        ("gather along another dim", RuntimeError, "77"),
+        ("scatter_", RuntimeError, "77"),
+        ("index_add", RuntimeError, "77"),
+        ("take", IndexError, "77"),
+        ("cross_entropy", IndexError, "77"),
+        ("multi_margin_loss", RuntimeError, "target out of range"),
+        ("binary_cross_entropy", RuntimeError, "between 0 and 1"),
+        ("normal", RuntimeError, "std >= 0.0"),
+        ("bernoulli", RuntimeError, "p_in"),
+        ("//", RuntimeError, "ZeroDivisionError"),
+        ("%", RuntimeError, "ZeroDivisionError"),
+        ("cholesky", torch.linalg.LinAlgError, "cholesky"),
+        ("unpool", RuntimeError, "77"),
+    ],
+)
+def test_what_one_rank_refuses_all_refuse(processes, name, kind, text):
+    """As one device does; rank 3 alone holds the value, and says what is wrong with it."""
+    for failure in failures(processes, programs.refused_on_rank_3, name):
+        assert failure is not None
+        assert failure.kind is kind
+        assert text in failure.message
+
+
 def test_ranks_outside_the_mesh_say_so(processes):
     results = processes.run(programs.mesh_of_two_ranks, timeout_s=30)
     assert results[:2] == [[0, 1, 2, 3, 4]] * 2

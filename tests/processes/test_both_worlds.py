@@ -147,3 +147,14 @@ def test_terms_that_do_not_pass(processes):
 
 def test_bits(processes):
     assert_close(*both(processes, programs.bits))
+
+
+def test_half_precision_moves_under_autocast(processes):
+    assert processes(programs.half_precision_under_autocast) == [(True, "torch.float16")] * 4
+
+
+@pytest.mark.parametrize("rows", [8, 3])
+@pytest.mark.parametrize("name", ["group_norm", "instance_norm", "batch_norm", "layer_norm"])
+def test_norms_with_a_bias_and_no_weight(processes, name, rows):
+    found = processes(programs.norms_with_a_bias_alone, name, rows, timeout_s=30)
+    assert found == [[True, True]] * 4

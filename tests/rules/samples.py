@@ -253,6 +253,9 @@ def _loss() -> list[Sample]:
         Sample(aten.nll_loss_forward.default, (x, classes, None, 1, -100)),
         Sample(aten.nll_loss_forward.default, (x, classes, t(6), 2, -100)),
         Sample(loss.nll, (x, classes, -100)),
+        Sample(aten.complex.default, (x, y)),
+        Sample(aten.polar.default, (x, y)),
+        Sample(loss.bce, (x.sigmoid(), y.sigmoid())),
         Sample(loss.nll_grad, (t(4), classes, -100, 6)),
     ]
 

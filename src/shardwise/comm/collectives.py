@@ -15,6 +15,7 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate
 from shardwise.comm.simulated_collectives import play_scatter
 from shardwise.comm.watch import watch
+from shardwise.core.autocast import without_autocast
 from shardwise.core.chunks import lengths
 from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
@@ -192,6 +193,7 @@ def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tens
     return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).squeeze(-1)
 
 
+@without_autocast
 def scatter(
     x: torch.Tensor, dim: int, sizes: tuple[int, ...] | None, source: int, grid: Grid, axis: int
 ) -> torch.Tensor:

@@ -8,14 +8,14 @@ on, or all of them raise the same error. Ranks that run different code are found
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
+from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
@@ -44,6 +44,57 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
         text = f"{what} fails on ranks {list(own)}, so no rank goes on. {found}"
         raise _marked(LayoutError(text))
     raise _marked(LayoutError(_difference(what, grid.ranks, requests)))
+
+
+_T = TypeVar("_T")
+#: The kinds of errors that torch's ops raise because of values; a number says which.
+_KINDS: tuple[type[Exception], ...] = (
+    RuntimeError,
+    IndexError,
+    ValueError,
+    torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+)
+#: How much of a message the other ranks are told.
+_MESSAGE_BYTES = 256
+
+
+def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
+    """What `call` returns; where it raises on a rank, all ranks along `axes` raise that error.
+
+    For a call that may fail because of values which the ranks along `axes` do not share. It must
+    not communicate after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
+    """
+    if grid.world.simulated:
+        result = call()  # what one rank raises, all of them raise
+        number = localize(grid, torch.zeros(1, dtype=torch.int64))
+        for axis in axes:
+            number = collectives.all_reduce(number, "max", grid, axis)
+        return result
+    error: Exception | None = None
+    try:
+        result = call()
+    except Exception as raised:
+        error = raised
+    number = torch.tensor([0 if error is None else _kind_number(error)])
+    for axis in axes:
+        number = collectives.all_reduce(number, "max", grid, axis)
+    if not int(number):
+        return result
+    said = torch.frombuffer(
+        bytearray(str(error or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)),
+        dtype=torch.uint8,
+    )[None]
+    for axis in axes:
+        said = collectives.all_gather(said, grid, axis)
+    if error is not None:
+        raise error
+    texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in said]
+    raise _KINDS[int(number) - 1](next(text for text in (*texts, "no message") if text))
+
+
+def _kind_number(error: Exception) -> int:
+    exact = [n for n, kind in enumerate(_KINDS) if type(error) is kind]
+    return 1 + (exact or [n for n, kind in enumerate(_KINDS) if isinstance(error, kind)] or [0])[0]
 
 
 def is_agreed(error: Exception) -> bool:

@@ -238,6 +238,14 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
 _apply_redistribute = direct_apply(Redistribute)
 
 
+def _guarded(alias: Any) -> Any:
+    """What autograd lets nobody write to in place: the memory is that of a leaf.
+
+    A view that an autograd function made is refused, as a view of a leaf is on one device.
+    """
+    return alias.view_as(alias)
+
+
 class ToLocal(UntracedFunction):
     """With `plain`, ranks that hold the same are one plain tensor in a simulated world too."""
 
@@ -248,7 +256,8 @@ class ToLocal(UntracedFunction):
         ctx.cls, ctx.layout = type(x), x._layout
         ctx.grad_layout, ctx.async_op, ctx.plain = grad_layout, async_op, plain
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        return _handed_out(x, async_op, plain)
+        local = _handed_out(x, async_op, plain)
+        return _guarded(local) if x.is_leaf and not async_op else local
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
@@ -277,7 +286,8 @@ class FromLocal(UntracedFunction):
         ctx.layout = _linear_terms(layout, "from_local()")
         ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
         ctx.plain = not isinstance(local, LocalTensor)
-        return cls.wrap(localize(layout.grid, local).detach(), layout)
+        out = cls.wrap(localize(layout.grid, local).detach(), layout)
+        return _guarded(out) if local.is_leaf else out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

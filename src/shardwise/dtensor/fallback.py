@@ -20,6 +20,7 @@ from shardwise.dtensor.fused_step import fused_step
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
 from shardwise.rules.catalog import rule_caches
+from shardwise.rules.loss import bce
 
 aten = torch.ops.aten
 
@@ -135,9 +136,18 @@ def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     from torch._decomp import decomposition_table
 
     if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decomposition_table[aten.repeat.default](x, repeats)
+        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
     sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
     return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
+def _binary_cross_entropy(
+    x: Any, target: Any, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """By the kernel of one device, which torch's parts of it are not: it looks at the values."""
+    losses = type(x).__torch_dispatch__(bce, None, (x, target))
+    losses = losses if weight is None else losses * weight
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
 #: Ops that torch does not take apart itself, or not for all sizes.
@@ -145,6 +155,7 @@ _OWN_PARTS: dict[Any, Callable[..., Any]] = {
     aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
     aten._weight_norm_interface_backward.default: _weight_norm_backward,
     aten.repeat.default: _repeat,
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
     **{
         op: functools.partial(_of_nothing_too, op)
         for op in (

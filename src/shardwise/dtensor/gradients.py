@@ -13,6 +13,7 @@ import torch
 from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank, split_row
 from shardwise.comm.watch import because
+from shardwise.core.autocast import without_autocast
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial, Placement
@@ -95,6 +96,7 @@ def _buckets(gradients: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
     return buckets
 
 
+@without_autocast
 def _reduce_bucket(bucket: Sequence[Held], reduce_op: str, grid: Grid, axis: int) -> None:
     def flatten(_: Any, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in parts])

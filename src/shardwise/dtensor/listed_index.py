@@ -104,7 +104,27 @@ def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
         for after, single in enumerate(reversed(from_int)):
             if single and value.dim() >= after:
                 value = value.unsqueeze(value.dim() - after)
+        if _same_memory(x, tuple(slices), value):
+            value = value.clone()
     return tuple(slices), value
+
+
+def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:
+    """Whether `value` is what it is to be written to, as in `x[1, :2] += 1`.
+
+    Its strides along dims of size 1 may be others, which torch takes for memory that overlaps.
+    """
+    if type(value) is not type(x):
+        return False
+    here, there = (getattr(t._local, "_parts", (t._local,)) for t in (x, value))
+    if type(here[0]) is not torch.Tensor or type(there[0]) is not torch.Tensor:
+        return False  # what is traced has no memory
+    memory = {part.untyped_storage().data_ptr() for part in here if part.numel()}
+    if memory.isdisjoint(part.untyped_storage().data_ptr() for part in there):
+        return False
+    target = x[index]._local
+    pairs = zip(getattr(target, "_parts", (target,)), there, strict=False)
+    return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
 
 
 def _reach(item: Any) -> tuple[int, int] | None:

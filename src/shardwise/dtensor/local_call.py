@@ -10,12 +10,14 @@ import torch
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
+from shardwise.core.autocast import without_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.dtensor.strict import forbid_sent
 from shardwise.redistribute.execute import in_memory_order
 from shardwise.rules.positional import Positional
 from shardwise.rules.propagate import CallPlan
+from shardwise.rules.refused import refused_alike
 
 aten = torch.ops.aten
 
@@ -32,6 +34,9 @@ def local_call(
 ) -> Callable[..., Any]:
     """What runs on the local operands; its results lie in memory as the layouts say."""
     call = _local_call(op, plan, binding)
+    if _runs_other_ops(op, plan):
+        call = without_autocast(call)
+    call = refused_alike(op, plan.inputs, call)
     return relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
 
 
@@ -178,6 +183,11 @@ def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> C
 
 def _reads_sizes(op: Any, plan: CallPlan) -> bool:
     """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
+    return _runs_other_ops(op, plan)
+
+
+def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call is no single op of torch's."""
     if plan.local is not None or not isinstance(op, torch._ops.OpOverload):
         return True
     composite = torch._C.DispatchKey.CompositeImplicitAutograd

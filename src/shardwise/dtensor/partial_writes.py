@@ -37,7 +37,9 @@ def entry_of_call(
         if target.snapshot:  # a write to a copy is lost, however it is done
             raise
         return _through_reduction(op, args, kwargs, written[0])
-    if not kwargs and entry.finish is not None:
+    # What is drawn into the terms is not drawn again into the reduction, which is forgotten.
+    draws = isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    if not kwargs and not draws and entry.finish is not None:
         entry.finish = _reduction_follows(op, written[0])
     return entry
 

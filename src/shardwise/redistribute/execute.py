@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.ranks import each_rank
+from shardwise.core.autocast import without_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.errors import CollectiveError
@@ -22,7 +23,7 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 def prepare(steps: Sequence[Step]) -> Run:
     """`execute` for these steps: what the layouts decide is decided here, once."""
-    return _chain(_runs(steps))
+    return without_autocast(_chain(_runs(steps)))
 
 
 def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
@@ -32,7 +33,8 @@ def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
     assert move.finish is not None, "what communicates is awaited"
     start = [*_runs(steps[:last], ends=False), _named(steps[last], move.start)]
     finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :], ends=False)]
-    return _chain(start), _chain([*finish, *_ending(steps)])
+    finish = [*finish, *_ending(steps)]
+    return without_autocast(_chain(start)), without_autocast(_chain(finish))
 
 
 def _runs(steps: Sequence[Step], *, ends: bool = True) -> list[Run]:

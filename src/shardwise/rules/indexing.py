@@ -183,7 +183,7 @@ def gather_choices(call: Call) -> Iterator[Choice]:
             for sizes in call.splits([(0, dim), (1, dim)]):
                 yield Choice((Shard(dim, sizes),) * 2, (Shard(dim, sizes),))
     if _adds(x):
-        local = LocalCall(OwnedGather(call.op, at, RuntimeError), per_rank=True)
+        local = LocalCall(OwnedGather(call.op, at), per_rank=True)
         for sizes in call.splits([(0, at)]):
             yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
 
@@ -251,7 +251,7 @@ def index_select_choices(call: Call) -> Iterator[Choice]:
     for sizes in call.splits([(1, 0)]):
         yield Choice((REPLICATE, Shard(0, sizes)), (Shard(at, sizes),))
     if _adds(x):
-        local = LocalCall(OwnedGather(call.op, at, IndexError), per_rank=True)
+        local = LocalCall(OwnedGather(call.op, at), per_rank=True)
         for sizes in call.splits([(0, at)]):
             yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
 

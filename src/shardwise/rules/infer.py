@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -25,6 +26,12 @@ def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
 
 def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
     return torch.empty(first.shape, dtype=first.dtype, device=first.device)
+
+
+def _new_normal(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Dense, however a deviation for each element lies in memory."""
+    made = op(*args, **kwargs)
+    return torch.empty(made.shape, dtype=made.dtype, device=made.device)
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
@@ -54,6 +61,10 @@ _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.convolution.default: _convolution,
+    **{
+        op: functools.partial(_new_normal, op)
+        for op in (torch.ops.aten.normal.float_Tensor, torch.ops.aten.normal.Tensor_Tensor)
+    },
     torch.ops.aten.binomial.default: _like_first,
     torch.ops.aten._sample_dirichlet.default: _like_first,
     torch.ops.aten._standard_gamma.default: _like_first,

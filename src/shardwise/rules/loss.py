@@ -37,6 +37,11 @@ def nll_grad(
     return zeros.scatter(-1, index, grad)
 
 
+def bce(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The binary cross entropy of each element; the kernel refuses what is no probability."""
+    return aten.binary_cross_entropy.default(x, target, None, 0)
+
+
 def nll_loss_choices(call: Call) -> Iterator[Choice]:
     """Torch's own kernel. Without a reduction the batch may be sharded; a mean needs all of it."""
     yield call.replicated()
@@ -63,5 +68,6 @@ RULES: Table = table(
         n="dim",
     ),
     rule(nll, like="... [c], ... -> ...", linear=((0,),)),
+    rule(bce, like="..., ... -> ..."),
     rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
 )

@@ -16,18 +16,66 @@ from shardwise.rules.ids import has_values
 
 aten = torch.ops.aten
 
+#: Of the ops that take `(self, dim, index)`: those that count negative indices from the end, and
+#: those whose index is a list of rows.
+_WRAPS = (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor)
+_LISTED = (
+    *_WRAPS,
+    aten.index_select.default,
+    aten.index_add.default,
+    aten.index_copy.default,
+    aten.index_reduce.default,
+)
 
-def check_bounds(index: torch.Tensor, size: Any, error: type[Exception] = IndexError) -> None:
-    """An index out of range raises as on one device: parts would give zeros for it.
 
-    Every rank sees the same values, so all of them raise. On CUDA a look at the values would wait
-    for the device, and a traced graph has none.
+def bad_index(index: torch.Tensor, size: Any, *, wraps: bool) -> int | None:
+    """An index that one device would refuse, if there is one: parts would give zeros for it.
+
+    Every rank sees the same values. On CUDA a look at them would wait for the device: there it is
+    an assertion on the device, as in torch's own kernels. A traced graph has no values.
     """
-    if type(index) is torch.Tensor and index.numel() and not index.is_cuda and not index.is_meta:
-        low, high = map(int, torch.aminmax(index))
-        if low < -size or high >= size:
-            wrong = low if low < -size else high
-            raise error(f"index {wrong} is out of bounds for a dim of size {size}")
+    if type(index) is not torch.Tensor or index.is_meta or not index.numel():
+        return None
+    lowest = -size if wraps else 0
+    if index.is_cuda:
+        inside = ((index >= lowest) & (index < size)).all()
+        torch._assert_async(inside, f"index out of bounds for a dim of size {size}")
+        return None
+    low, high = map(int, torch.aminmax(index))
+    return low if low < lowest else high if high >= size else None
+
+
+def check_bounds(index: torch.Tensor, size: Any) -> None:
+    """For ops that count negative indices from the end: an index out of range raises."""
+    wrong = bad_index(index, size, wraps=True)
+    if wrong is not None:
+        raise IndexError(f"index {wrong} is out of bounds for a dim of size {size}")
+
+
+def check_rows(
+    op: Any, layout: Layout, dim: int, index: torch.Tensor, rest: Sequence[Any], named: Any
+) -> None:
+    """For ops called as `(self, dim, index, *rest)`: an index out of range raises as on one device.
+
+    Which kind of error that is depends on the op and on the number of dims. So the op itself is
+    asked, about a small tensor that is the same on every rank.
+    """
+    size = layout.shape[dim]
+    wrong = bad_index(index, size, wraps=op in _WRAPS)
+    if wrong is None:
+        return
+    shape = [min(n, 2) for n in layout.shape]
+    picked = [1 if d == dim else n for d, n in enumerate(shape)]
+    shape[dim] = size
+    listed = index.dim() != len(shape) or op in _LISTED
+    given = [
+        torch.zeros(picked if x.dim() else (), dtype=x.dtype) if isinstance(x, torch.Tensor) else x
+        for x in rest
+    ]
+    asked = torch.full([1] if listed else picked, wrong, dtype=index.dtype)
+    op(torch.zeros(shape, dtype=layout.dtype), dim, asked, *given, **named)
+    if 0 not in shape:  # else there is nothing to look up or to write
+        raise IndexError(f"index {wrong} is out of bounds for a dim of size {size}")
 
 
 def owned_rows(
@@ -46,7 +94,6 @@ class OwnedGather:
 
     op: Any
     dim: int
-    error: type[Exception]
 
     def __call__(
         self,
@@ -58,7 +105,7 @@ class OwnedGather:
         *rest: Any,
         **named: Any,
     ) -> torch.Tensor:
-        check_bounds(index, layouts[0].shape[self.dim], self.error)
+        check_rows(self.op, layouts[0], self.dim, index, rest, named)
         row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
         if x.shape[self.dim] == 0:
             return x.new_zeros(layouts[-1].local_shape(coordinate))
@@ -88,7 +135,7 @@ class OwnedWrite:
         *rest: Any,
         **named: Any,
     ) -> torch.Tensor:
-        check_bounds(index, layouts[0].shape[self.dim], RuntimeError)
+        check_rows(self.op, layouts[0], self.dim, index, rest, named)
         if index.dim() == x.dim():
             index, *others = _facing(coordinate, layouts, self.dim, (index, *rest))
             rest = tuple(others)
@@ -317,6 +364,11 @@ def owned_masked_scatter(
     """Each entry that the mask names takes the next one of the source: all of the mask counts."""
     whole = layouts[0].shape
     mask = mask.expand(whole)
+    if has_values(mask) and mask.is_cpu and int(mask.sum()) > source.numel():
+        raise RuntimeError(
+            f"masked_scatter: the mask names {int(mask.sum())} entries, and the source has "
+            f"{source.numel()} for them."
+        )
     place = (mask.reshape(-1).cumsum(0) - 1).view(whole)
     for dim, (start, length) in enumerate(zip(*layouts[0].box(coordinate), strict=True)):
         mask, place = mask.narrow(dim, start, length), place.narrow(dim, start, length)

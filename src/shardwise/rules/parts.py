@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.layout import Layout
 from shardwise.rules.views import Cut
 
 
@@ -19,6 +20,12 @@ def functional(op: Any) -> Any:
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
     return getattr(packet, op._schema.overload_name or "default")
+
+
+def differing_axes(layouts: Sequence[Layout]) -> list[int]:
+    """The axes along which ranks hold different values of one of the tensors."""
+    axes = range(layouts[0].grid.num_axes) if layouts else ()
+    return [a for a in axes if any(not x.placements[a].is_replicate() for x in layouts)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +50,11 @@ class UnlessEmpty:
             torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=tensors[0].device)
             for o in outputs
         ]
+        schema = getattr(self.op, "_schema", None)  # a function of ours has none
+        if schema is not None and len(schema.returns) > len(made):
+            names, remaining = [a.name for a in schema.arguments], iter(made)
+            asked = args[names.index("output_mask")]
+            return tuple(next(remaining) if wanted else None for wanted in asked)
         return made[0] if len(made) == 1 else tuple(made)
 
 

@@ -70,6 +70,9 @@ RULES: Table = table(
     ),
     ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
     ((aten.fill.Scalar,), elementwise()),
+    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
+    ((aten.complex.default,), elementwise(TOGETHER)),
+    ((aten.polar.default,), elementwise(FIRST)),
     # Not tagged by torch.
     ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
     # Not tagged by torch. Linear in the gradient that comes in.

@@ -8,17 +8,22 @@ parts of all ranks from one pass over the numbers.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from shardwise.comm.consent import raise_together
 from shardwise.comm.local_tensor import LocalTensor, shared_roster
+from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.random.fill import Draw
 from shardwise.rules.draws import draw_of, draw_parts, new_parts
+from shardwise.rules.ids import has_values
+from shardwise.rules.parts import differing_axes
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.rules.traced_draws import assembled, is_traced, model_of, sliced
@@ -148,6 +153,8 @@ class Normal:
         layout = layouts[-1]
         tensor = mean if isinstance(mean, torch.Tensor) else std
         dtype = layout.dtype
+        if isinstance(std, torch.Tensor):
+            _check_deviations(layouts[-2], std)
         if is_traced(tensor):
             model = model_of(layout, tensor.device)
             drawn = sliced(aten.normal_functional.default(model, generator=generator), layout)
@@ -157,6 +164,19 @@ class Normal:
         if not isinstance(mean, torch.Tensor):
             mean = torch.full((), mean, dtype=dtype, device=tensor.device)
         return drawn.mul(std).to(dtype).add(mean).to(dtype)
+
+
+def _check_deviations(layout: Layout, std: torch.Tensor) -> None:
+    """A negative one is refused as on one device, before any rank draws."""
+    if has_values(std) and std.is_cpu:
+        refuse = functools.partial(_refuse_negative, layout, std)
+        raise_together(layout.grid, differing_axes([layout]), refuse)
+
+
+def _refuse_negative(layout: Layout, std: torch.Tensor) -> None:
+    for _, part in rank_values(layout.grid, std):
+        if part.numel() and float(part.min()) < 0:
+            raise RuntimeError("normal expects all elements of std >= 0.0")
 
 
 def normal_choices(call: Call) -> Iterator[Choice]:

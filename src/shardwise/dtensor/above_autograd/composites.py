@@ -125,6 +125,7 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
                 f"{-negative_low} to {high}, and num_classes is {num_classes}."
             )
         num_classes = num_classes if num_classes > 0 else high + 1
+    x = x.contiguous()  # as one device's result lies, whatever the classes are a view of
     with implicit_replication():
         return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
 

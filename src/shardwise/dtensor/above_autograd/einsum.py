@@ -6,10 +6,13 @@ merged from within would have to be gathered. As one op, every dim may be sharde
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 
+from shardwise.core.autocast import is_autocast
+from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
@@ -18,11 +21,26 @@ from shardwise.rules.contract import contract, spelled, split_equation
 aten = torch.ops.aten
 
 
+class Like(NamedTuple):
+    """What the gradient of an operand has to look like."""
+
+    shape: Any
+    is_complex: bool
+
+    @classmethod
+    def of(cls, x: Any) -> Like:
+        return cls(x.shape, x.is_complex())
+
+
 class Contract(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, equation: str, *operands: Any) -> Any:
         ctx.equation = equation
-        ctx.save_for_backward(*operands)
+        ctx.likes = tuple(map(Like.of, operands))
+        # Each only for the gradients of the others.
+        wanted = ctx.needs_input_grad[1:]
+        others = [sum(wanted) > wanted[number] for number in range(len(operands))]
+        ctx.save_for_backward(*(x if o else None for x, o in zip(operands, others, strict=True)))
         return run(contract, equation, *operands)
 
     @staticmethod
@@ -31,7 +49,9 @@ class Contract(UntracedFunction):
         operands = ctx.saved_tensors
         needed = ctx.needs_input_grad[1:]
         return None, *(
-            _operand_grad(number, inputs, output, grad, operands) if wanted else None
+            _operand_grad(number, inputs, output, grad, operands, ctx.likes[number])
+            if wanted
+            else None
             for number, wanted in enumerate(needed)
         )
 
@@ -45,14 +65,16 @@ def contracted(equation: str, *operands: Any) -> Any:
     return run(contract, equation, *operands)
 
 
-def _operand_grad(number: int, inputs: list[str], output: str, grad: Any, operands: Any) -> Any:
+def _operand_grad(
+    number: int, inputs: list[str], output: str, grad: Any, operands: Any, like: Like
+) -> Any:
     """The gradient of one operand: the product of the result's gradient with the others."""
     others = [o for i, o in enumerate(operands) if i != number]
     letters = [s for i, s in enumerate(inputs) if i != number]
-    return spread(inputs[number], operands[number], [output, *letters], [grad, *others])
+    return spread(inputs[number], like, [output, *letters], [grad, *others])
 
 
-def spread(wanted: str, like: Any, letters: list[str], factors: list[Any]) -> Any:
+def spread(wanted: str, like: Like, letters: list[str], factors: list[Any]) -> Any:
     """The product with the letters of `wanted`; letters that no factor has are spread out."""
     known = "".join(c for c in wanted if any(c in s for s in letters))
     first, *rest = factors
@@ -62,10 +84,16 @@ def spread(wanted: str, like: Any, letters: list[str], factors: list[Any]) -> An
         if letter not in known:
             found = found.unsqueeze(place)
     found = found.expand(like.shape) if found.shape != like.shape else found
-    return found.real if found.is_complex() and not like.is_complex() else found
+    return found.real if found.is_complex() and not like.is_complex else found
 
 
 def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
+    if is_autocast():
+        tensors = _as_autocast(equation, tensors, path)
+    return _einsum(equation, tensors, path)
+
+
+def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     distributed = all(type(t) is DTensor for t in tensors)
     letters = spelled(equation, [t.shape for t in tensors]) if distributed else None
     if letters is None:
@@ -73,8 +101,40 @@ def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
     return contracted(letters, *tensors)
 
 
+def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
+    """The operands in the dtype in which one device multiplies them under autocast.
+
+    On the CPU it casts the products of matrices that torch makes of the equation, which a product
+    element by element is not. So torch is asked, about tensors as small as can be.
+    """
+    device = tensors[0].device.type
+    if device != "cpu" or not torch.is_autocast_enabled(device):
+        return tensors
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    kinds = tuple(
+        (tuple(min(n, 2) if type(n) is int else 2 for n in t.shape), t.dtype) for t in tensors
+    )
+    steps = None if path is None else tuple(path)
+    narrow = unrecorded(_einsum_dtype, equation, kinds, steps, torch.get_autocast_dtype(device))
+    if narrow == wide:
+        return tensors
+    return [t.to(narrow) if t.is_floating_point() else t for t in tensors]
+
+
+@functools.lru_cache(maxsize=1024)
+def _einsum_dtype(
+    equation: str,
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    path: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> torch.dtype:
+    small = [torch.zeros(shape, dtype=kind) for shape, kind in kinds]
+    with torch.autocast("cpu", dtype):
+        return aten.einsum.default(equation, small, path=path).dtype
+
+
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
-    out = einsum("...i,oij,...j->...o", [left, weight, right])
+    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
     return out if bias is None else out + bias
 
 

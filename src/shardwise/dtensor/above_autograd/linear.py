@@ -28,7 +28,10 @@ aten = torch.ops.aten
 class Linear(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
-        ctx.save_for_backward(x, weight)
+        # Each only for the gradient of the other: a frozen layer keeps no activations.
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        ctx.weight_layout = weight._layout
         return _linear(x, weight, bias)
 
     @staticmethod
@@ -43,7 +46,7 @@ class Linear(UntracedFunction):
             else:
                 grad_x = run(linear_input_grad, grad, weight)
         if for_weight:
-            wish = gradient_layout(weight._layout)
+            wish = gradient_layout(ctx.weight_layout)
             if again and (grad.requires_grad or x.requires_grad):
                 grad_weight = LinearWeightGrad.apply(grad, x, wish)
             else:

@@ -80,8 +80,14 @@ def nll_loss(
 ) -> Any:
     """Cross entropy without its softmax."""
     _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
+    if torch.is_autocast_enabled(log_probs.device.type):  # as what torch makes of it is
+        log_probs, weight = _as_float(log_probs), _as_float(weight)
     classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
     return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+
+
+def _as_float(x: Any) -> Any:
+    return x if x is None or x.dtype == torch.float64 else x.float()
 
 
 def _reduced(losses: Any, count: Any, reduction: int) -> Any:

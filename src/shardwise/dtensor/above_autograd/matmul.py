@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dtensor.above_autograd.einsum import spread
+from shardwise.dtensor.above_autograd.einsum import Like, spread
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
@@ -37,7 +37,9 @@ def matmul(left: Any, right: Any) -> Any:
 class BatchedMatmul(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
-        ctx.save_for_backward(left, right)
+        for_left, for_right = ctx.needs_input_grad
+        ctx.save_for_backward(left if for_right else None, right if for_left else None)
+        ctx.right_layout, ctx.num_dims = right._layout, left.dim()
         return run(_matmul, left, right)
 
     @staticmethod
@@ -49,13 +51,14 @@ class BatchedMatmul(UntracedFunction):
             if for_left:
                 grad_left = grad @ right.mT
             if for_right:
-                grad_right = (left.mT @ grad).sum_to_size(right.shape)
+                grad_right = (left.mT @ grad).sum_to_size(ctx.right_layout.shape)
             return grad_left, grad_right
         if for_left:
             grad_left = run(matmul_left_grad, grad, right)
         if for_right:
-            op = matmul_right_grad if right.dim() == left.dim() else linear_weight_grad
-            grad_right = run(op, left, grad, wish=gradient_layout(right._layout))
+            alike = ctx.right_layout.ndim == ctx.num_dims
+            op = matmul_right_grad if alike else linear_weight_grad
+            grad_right = run(op, left, grad, wish=gradient_layout(ctx.right_layout))
         return grad_left, grad_right
 
 
@@ -78,17 +81,20 @@ def _broadcast_matmul(left: Any, right: Any) -> Any:
 class Product(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, left: Any, right: Any) -> Any:
-        ctx.save_for_backward(left, right)
+        for_left, for_right = ctx.needs_input_grad
+        ctx.save_for_backward(left if for_right else None, right if for_left else None)
+        ctx.likes = (Like.of(left), Like.of(right))
         return run(product, left, right)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         left, right = ctx.saved_tensors
         for_left, for_right = ctx.needs_input_grad
-        a, b, out = matmul_letters(left.shape, right.shape)
+        of_left, of_right = ctx.likes
+        a, b, out = matmul_letters(of_left.shape, of_right.shape)
         return (
-            spread(a, left, [out, b], [grad, right]) if for_left else None,
-            spread(b, right, [out, a], [grad, left]) if for_right else None,
+            spread(a, of_left, [out, b], [grad, right]) if for_left else None,
+            spread(b, of_right, [out, a], [grad, left]) if for_right else None,
         )
 
 

@@ -33,8 +33,14 @@ class BatchNorm(UntracedFunction):
             mean, var = _statistics(x)
         ctx.save_for_backward(x, weight, mean, var)
         ctx.options = (training, eps)
+        ctx.bias_dtype = None if bias is None else bias.dtype
         narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
-        out = run(aten.native_batch_norm.default, x, weight, bias, *narrow, False, 0.0, eps)[0]
+        # In half precision, torch's kernel takes no bias beside statistics that are not.
+        apart = training and weight is None and bias is not None and bias.dtype != mean.dtype
+        args = (x, weight, None if apart else bias, *narrow, False, 0.0, eps)
+        out = run(aten.native_batch_norm.default, *args)[0]
+        if apart:
+            out = out + bias.reshape([1, -1, *[1] * (x.dim() - 2)])
         ctx.mark_non_differentiable(mean, var)
         return out, mean, var
 
@@ -46,6 +52,8 @@ class BatchNorm(UntracedFunction):
             found = _differentiable_grads(grad, x, weight, mean, var, training, eps)
         else:
             found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
+        if ctx.bias_dtype is not None:  # without a weight, the sums are in the dtype of statistics
+            found = (*found[:2], found[2].to(ctx.bias_dtype))
         wanted = zip(found, ctx.needs_input_grad[:3], strict=True)
         return *(g if w else None for g, w in wanted), None, None, None, None
 
@@ -79,6 +87,8 @@ def _grads(
     grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float, for_x: bool
 ) -> tuple[Any, Any, Any]:
     op = aten.native_batch_norm_backward.default
+    if weight is None and mean.dtype != x.dtype:
+        weight = torch.ones_like(mean)  # what says that sums over channels are in this dtype
     narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
     mask = [True, True, True]
     by_rows = run(op, grad, x, weight, *narrow, None, None, False, eps, mask)
@@ -130,6 +140,8 @@ def native_batch_norm(
     if any(t is not None and type(t) is not DTensor for t in operands):
         args = (*operands, training, momentum, eps)
         return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    if torch.is_grad_enabled():
+        _refuse_gradients(running_mean, running_var)
     if training:
         aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
         out, mean, var = _apply(x, weight, bias, None, None, True, eps)
@@ -142,6 +154,14 @@ def native_batch_norm(
     out, mean, _ = _apply(x, weight, bias, running_mean, running_var, False, eps)
     nothing = mean.new_empty((0,))
     return out, nothing, nothing
+
+
+def _refuse_gradients(*statistics: Any) -> None:
+    if any(x is not None and x.requires_grad for x in statistics):
+        raise RuntimeError(
+            "A batch norm is not differentiable with respect to its running mean and variance, as "
+            "on one device: detach() them."
+        )
 
 
 def _hollow(x: Any) -> Any:
@@ -171,8 +191,17 @@ def batch_norm(
     if not x.numel():  # as torch: an empty batch changes no statistics
         out = x.clone() if weight is None else x * weight[0]
         return out if bias is None else out + bias[0]
-    args = (x, weight, bias, running_mean, running_var, training, momentum, eps)
+    args = (_as_suggested(x), weight, bias, running_mean, running_var, training, momentum, eps)
     return native_batch_norm(*args)[0]
+
+
+def _as_suggested(x: Any) -> Any:
+    """In the memory order in which one device writes the result: dense, or channels last."""
+    if x.dim() in (4, 5):
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.is_contiguous(memory_format=last):
+            return x
+    return x.contiguous()
 
 
 def batch_norm_with_update(
@@ -213,7 +242,7 @@ def instance_norm(
             count = math.prod(x.shape[2:])
             var = (x - mean).square().sum(positions) / max(count - 1, 1)
             _update(running_var, var.mean(0), momentum)
-    return torch.group_norm(x, x.shape[1], weight, bias, eps, cudnn_enabled)
+    return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
 
 
 def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
@@ -225,7 +254,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
         aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
     normal = wide * torch.rsqrt(mean + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)

@@ -22,7 +22,9 @@ def rrelu(
     generator: Any = None,
 ) -> Any:
     slopes = _slopes(x, lower, upper, training, generator)
-    return F.leaky_relu(x, (lower + upper) / 2) if slopes is None else x * slopes
+    if slopes is None:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    return x.contiguous() * slopes  # as one device leaves it
 
 
 def rrelu_(
@@ -39,7 +41,8 @@ def rrelu_(
 def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
     if not lower <= upper:
         torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
-    return run(rrelu_slopes, x.detach(), lower, upper, generator) if training else None
+    # One device goes through the entries in order, not through memory.
+    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
 
 
 KERNELS = (("rrelu", rrelu), ("rrelu_", rrelu_))
