@@ -30,7 +30,7 @@ from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.pick import lots_of
 from shardwise.testing.op_sweep.table import Sample, full_name, tensors_of
 from shardwise.testing.op_sweep.ways import Way
-from shardwise.testing.op_sweep.writes import Written, drawn_write, written
+from shardwise.testing.op_sweep.writes import Written, drawn_write, is_overwritten, written
 
 
 class Cases:
@@ -133,12 +133,15 @@ class Cases:
     ) -> tuple[list[Any], list[Any]]:
         """The values and the gradients; the readings are added to `read`."""
         result, leaves = self._run(sample)
+        grads: Sequence[torch.Tensor | None]
         if self._alone.grads is None:
             results, leaves = tensors_of(result), []
+            grads = [None] * len(results)
         else:
             results = [t for t in tensors_of(sample.differentiable(result)) if t.requires_grad]
-        through = []
-        for number, grad in enumerate(fixed_gradients(results, flat)):
+            grads = fixed_gradients(results, flat)
+        through: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        for number, grad in enumerate(grads):
             tensor, door = results[number], None
             if isinstance(tensor, DTensor):
                 door = reading(tensor._layout, f"{key} {number}")
@@ -163,16 +166,27 @@ class Cases:
             found = written(write, sample, op, lambda t: self._lay(t, next(placements)), self._like)
             return gathered(found.values), gathered(found.grads), found.requires_grad
 
+        apart = False
+
         def on_one_device(sample: Sample) -> Written:
-            return written(write, sample, alone.entry.op, copied, lambda grad, _: grad)
+            op, like = alone.entry.op, lambda grad, _: grad
+            return written(write, sample, op, copied, like, apart=apart)
 
         with _noted([write]):
             try:
                 expected = on_one_device(alone.sample)
             except Exception as refusal:
-                _must_refuse(lambda: there(alone.sample), refusal)
-                return
-            values, grads, requires_grad = there(alone.sample)
+                if not is_overwritten(refusal):
+                    _must_refuse(lambda: there(alone.sample), refusal)
+                    return
+                apart = True
+                expected = on_one_device(alone.sample)
+            try:
+                values, grads, requires_grad = there(alone.sample)
+            except RuntimeError as error:
+                if is_overwritten(error):
+                    return
+                raise
             double = doubled(alone.sample)
             compare(
                 values,

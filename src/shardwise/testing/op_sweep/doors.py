@@ -11,10 +11,11 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.comm.local_tensor import sized_copy
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, canonical_order
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard, short
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.tensor import DTensor
+from shardwise.testing.op_sweep.compare import Different
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.pick import lots_of
 
@@ -37,15 +38,16 @@ class Reading:
         return moved + {"placed": "read as it lies"}.get(self.end, f"read {self.end}")
 
     def read(
-        self, x: DTensor, grad: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        self, x: DTensor, grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
         """What is read of `x`, the gradient of that, and a DTensor of the same values."""
         if self.target is not None:
             x = x.redistribute(placements=self.target, order=self.order)
+            _check_order(x._layout, self.order)
         mesh, layout = x.device_mesh, x._layout
         whole: tuple[Placement, ...] = (REPLICATE,) * len(x.placements)
         if self.end == "placed":
-            return x, laid_out(grad, mesh, whole), x
+            return x, None if grad is None else laid_out(grad, mesh, whole), x
         terms = self.end.endswith("terms")
         where = gradient_layout(layout).placements
         order: tuple[int, ...] | None = layout.order
@@ -55,8 +57,16 @@ class Reading:
             where = tuple(SUM if p.is_replicate() else p for p in where)
         door = x.full_tensor if self.end.startswith("whole") else x.to_local
         read = door(grad_placements=where if terms else None)
-        given = laid_out(grad, mesh, where, order)
-        return read, sized_copy(given._local, True), DTensor.wrap(_inside(read), layout)
+        given = None
+        if grad is not None:
+            given = sized_copy(laid_out(grad, mesh, where, order)._local, True)
+        return read, given, DTensor.wrap(_inside(read), layout)
+
+
+def _check_order(found: Layout, asked: tuple[int, ...] | None) -> None:
+    """Without an order the axes are in their own: placements alone then say who holds what."""
+    if found.order != canonical_order(found.placements, asked):
+        raise Different(f"moved to {found!r}, asked for order {asked}")
 
 
 def _inside(read: torch.Tensor) -> torch.Tensor:

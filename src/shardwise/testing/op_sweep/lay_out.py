@@ -38,6 +38,9 @@ def laid_out(
     partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return sharded
+    if not all(placements[axis].is_partial("sum") for axis in partial):
+        layout = sharded._layout.with_placements(tuple(placements))
+        return DTensor.wrap(scattered(whole, layout), layout)
 
     def term(coordinate: Any, part: torch.Tensor) -> torch.Tensor:
         shares = [_SHARES[mesh.shape[axis]][coordinate[axis]] for axis in partial]

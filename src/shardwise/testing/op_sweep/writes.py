@@ -1,7 +1,9 @@
 """Writes after a call: what shares memory on one device shares values everywhere.
 
 An operand or a result is written to, and then all operands and all results are read, with the
-gradients of the operands. A write that one device refuses must be refused.
+gradients of the operands. A write that one device refuses must be refused. What backward needs is
+another matter: where one device finds it overwritten, a rank may have kept a copy of it, and the
+other way round. Then either may refuse, and what is not refused must be right.
 """
 
 from __future__ import annotations
@@ -58,21 +60,35 @@ def written(
     op: Callable[..., Any],
     place: Callable[[torch.Tensor], torch.Tensor],
     like: Callable[[torch.Tensor, Any], torch.Tensor],
+    *,
+    apart: bool = False,
 ) -> Written:
-    """Call the op, write, and read; raises what the write or the backward pass raises."""
+    """Call the op, write, and read; raises what the write or the backward pass raises.
+
+    With `apart`, the op keeps copies of its operands and results for its backward pass.
+    """
     if write.history == "none":
         sample = replace(sample, wants_grad=(False,) * len(sample.wants_grad))
     args, kwargs, leaves = placed(sample, place)
     if write.history == "op":
         args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     torch.default_generator.manual_seed(0)
-    results = tensors_of(op(*args, **kwargs))
     operands = tensors_of((args, kwargs))
+    if apart:
+        args, kwargs = tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
+    results = tensors_of(op(*args, **kwargs))
+    if apart:
+        results = [t.clone() for t in results]
     _write((operands if write.to == "operand" else results)[write.number])
     tensors = [*operands, *results]
     grads = _gradients(tensors, leaves, like) if leaves else []
     requires_grad = [t.requires_grad for t in tensors]
     return Written([t.detach() for t in tensors], requires_grad, grads)
+
+
+def is_overwritten(error: BaseException) -> bool:
+    """Whether autograd refuses since a write has changed what a backward pass needs."""
+    return "modified by an inplace operation" in str(error)
 
 
 def _write(tensor: torch.Tensor) -> None:
