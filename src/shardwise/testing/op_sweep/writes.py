@@ -79,6 +79,8 @@ def written(
     results = tensors_of(op(*args, **kwargs))
     if apart:
         results = [t.clone() for t in results]
+        for operand, copy in zip(operands, tensors_of((args, kwargs)), strict=True):
+            operand.detach().copy_(copy.detach())  # some ops write to operands themselves
     _write((operands if write.to == "operand" else results)[write.number])
     tensors = [*operands, *results]
     grads = _gradients(tensors, leaves, like) if leaves else []
