@@ -46,6 +46,7 @@ def check_doors(
     An op that a program does not call on tensors (a function of a rule file, a form that writes)
     is not played.
 
+    >>> import torch
     >>> check_doors(Sample(torch.ops.aten.t.default, (torch.randn(4, 5),)))
     []
     """
