@@ -14,13 +14,14 @@ from samples import (
     samples,
 )
 
-from shardwise import Partial, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.rules import gathered, random
 from shardwise.rules.catalog import CATALOG, find_rule, functional_twin
 from shardwise.rules.pointwise import pointwise_rule
 from shardwise.rules.positional import plain_op
 from shardwise.rules.rule import Choice, Rule, merge, table
-from shardwise.testing import Sample, check_rule, missing_choices
+from shardwise.testing import Sample, check_doors, check_rule, missing_choices
+from shardwise.testing.rule_doors import DOOR_MESHES
 
 aten = torch.ops.aten
 SAMPLES = samples()
@@ -39,6 +40,12 @@ def test_every_choice_gives_the_result_of_one_device(sample):
     report = check_rule(sample)
     assert report.num_played
     assert not report.mistakes, "\n".join(map(str, report.mistakes))
+
+
+@pytest.mark.parametrize("number", range(len(SAMPLES)), ids=lambda n: name(SAMPLES[n]))
+def test_results_are_right_through_doors(number):
+    """Each op on a mesh of one, two or three axes, by turns."""
+    assert not check_doors(SAMPLES[number], meshes=[DOOR_MESHES[number % len(DOOR_MESHES)]])
 
 
 @pytest.mark.filterwarnings("ignore:.*reduce")
@@ -70,6 +77,16 @@ def test_a_wrong_choice_is_found():
     wrong = Rule(lambda call: [Choice((Partial(),), (Partial(),))], "wrong")
     report = check_rule(Sample(aten.exp.default, (torch.randn(4),)), wrong)
     assert report.mistakes
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    """Doors are what only programs go through: the choices of the rule are right."""
+    sample = Sample(aten.neg.default, (torch.randn(4),))
+    assert not check_doors(sample, num=4)
+    read = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", lambda x, **o: read(x.detach() + 0 * x, **o))
+    assert check_rule(sample).ok
+    assert check_doors(sample, num=4)
 
 
 def test_a_missing_choice_is_found():

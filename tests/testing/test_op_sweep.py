@@ -7,17 +7,20 @@ import torch
 from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 
-from shardwise import DTensor, Partial, Replicate, Shard, simulate
+from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.rules import catalog
 from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.op_sweep import report
 from shardwise.testing.op_sweep.__main__ import main
+from shardwise.testing.op_sweep.alone import Alone
+from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
+from shardwise.testing.op_sweep.doors import reading
 from shardwise.testing.op_sweep.lay_out import laid_out
-from shardwise.testing.op_sweep.play import play_operator
+from shardwise.testing.op_sweep.play import outcome_of, play_operator
 from shardwise.testing.op_sweep.result import OpResult
-from shardwise.testing.op_sweep.table import operators, samples
-from shardwise.testing.op_sweep.ways import ways
+from shardwise.testing.op_sweep.table import Sample, operators, samples
+from shardwise.testing.op_sweep.ways import Way, further_ways, ways
 
 # One or two of each family, small and quick; the whole table is a command (docs/operators.md).
 FAST = (
@@ -29,6 +32,7 @@ FAST = (
     "amax",
     "var_mean",
     "view_as",
+    "expand",
     "cat",
     "sort",
     "cumsum",
@@ -37,6 +41,7 @@ FAST = (
     "fft.rfft",
     "linalg.solve",
     "linalg.eigvalsh",
+    "nn.functional.dropout",
     "nn.functional.mse_loss",
     "nn.functional.cross_entropy",
     "nn.functional.huber_loss",
@@ -54,8 +59,9 @@ def test_an_operator_is_right_in_every_layout(name):
     result = play_operator(entry, num_samples=2, num_ways=5)
     assert result.worst("forward") == "ok", result.notes
     assert result.worst("backward") in ("ok", ""), result.notes
-    for kind in ("inplace", "out"):
+    for kind in ("doors", "inplace", "out"):
         assert result.worst(kind) in ("ok", ""), result.notes
+    assert result.worst("writes") in ("ok", "raises"), result.notes  # writes to copies are refused
 
 
 def test_a_wrong_number_is_found(monkeypatch):
@@ -70,6 +76,131 @@ def test_a_wrong_number_is_found(monkeypatch):
         monkeypatch.undo()
         catalog.find_rule.cache_clear()
     assert result.worst("forward") == "wrong"
+
+
+def _outcomes(op, *tensors, num=12):
+    """kind -> outcomes of an op that is not in torch's table, over many readings and writes."""
+    sample = Sample(tensors, {}, (True,) * len(tensors), lambda result: result)
+    found = {}
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        way = Way((2, 2), ((Shard(0), Shard(0)),) * len(tensors), (1, 0))
+        for kind, case in Cases(Alone(Op(op), sample), way, mesh, 0, num_doors=num).each():
+            found.setdefault(kind, set()).add(outcome_of(case)[0])
+    return found
+
+
+class Op:
+    name, variant_test_name = "op", ""
+    supports_autograd, supports_out = True, False
+
+    def __init__(self, op):
+        self.op = op
+
+    def __call__(self, *args):
+        return self.op(*args)
+
+    def get_inplace(self):
+        return None
+
+
+def on_ranks(one, there):
+    """An op that is `one` on one device and `there` on DTensors."""
+    return lambda x, *rest: (there if isinstance(x, DTensor) else one)(x, *rest)
+
+
+def test_readings_and_writes_of_a_right_op_are_right():
+    found = _outcomes(lambda x: (x * 2, x.t()), torch.randn(5, 4))
+    assert found == {kind: {"ok"} for kind in ("forward", "backward", "doors", "writes")}
+
+
+def test_a_wrong_gradient_of_a_door_is_found(monkeypatch):
+    def twice(self, **options):
+        whole = read(self, **options)
+        return whole * 2 - whole.detach()
+
+    read = DTensor.full_tensor
+    monkeypatch.setattr(DTensor, "full_tensor", twice)
+    found = _outcomes(torch.neg, torch.randn(5, 4))
+    assert found["backward"] == {"ok"}
+    assert found["doors"] == {"ok", "wrong"}
+
+
+def test_memory_that_is_shared_on_one_side_alone_is_found():
+    copied = _outcomes(on_ranks(torch.t, lambda x: x.t().clone()), torch.randn(5, 4))
+    assert copied["doors"] == {"ok"}
+    assert "wrong" in copied["writes"]
+    shared = _outcomes(on_ranks(lambda x: x.t().clone(), torch.t), torch.randn(5, 4))
+    assert "wrong" in shared["writes"]
+
+
+def test_a_write_that_one_device_refuses_and_ranks_do_not_is_found():
+    parts = on_ranks(lambda x: x.unbind(), lambda x: tuple(x.clone()[i] for i in range(2)))
+    assert "wrong" in _outcomes(parts, torch.randn(2, 4), num=30)["writes"]
+
+
+def test_what_backward_needs_may_be_refused_or_kept():
+    class Kept(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            ctx.x = x.clone()
+            return x.exp()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad * ctx.x.exp()
+
+    assert _outcomes(on_ranks(torch.exp, Kept.apply), torch.randn(5, 4))["writes"] == {"ok"}
+    assert _outcomes(on_ranks(Kept.apply, torch.exp), torch.randn(5, 4))["writes"] == {"ok"}
+
+
+def test_a_generator_in_another_state_is_found():
+    def draw_more(x):
+        torch.rand(1)
+        return x + 1
+
+    assert _outcomes(on_ranks(lambda x: x + 1, draw_more), torch.randn(5, 4)) == {
+        "forward": {"wrong"},
+        "backward": {"ok"},
+        "doors": {"ok"},
+        "writes": {"ok"},
+    }
+
+
+def test_further_ways_have_axes_in_any_order_and_are_the_same_every_time():
+    tensors = [torch.zeros(5, 8), torch.zeros(8)]
+    found = further_ways(tensors, 40, "key")
+    assert found == further_ways(tensors, 40, "key") != further_ways(tensors, 40, "other")
+    assert {way.mesh for way in found} == {(2, 2), (2, 2, 2)}
+    assert len({way.order for way in found if way.mesh == (2, 2, 2)}) == 6
+
+
+def test_readings_cover_every_door():
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        layout = laid_out(torch.randn(4, 5), mesh, [Shard(0), Replicate()])._layout
+        found = [reading(layout, str(number)) for number in range(200)]
+    assert {each.end for each in found} == {
+        "placed",
+        "whole",
+        "whole, terms",
+        "local",
+        "local, terms",
+    }
+    targets = {p for each in found for p in each.target or ()}
+    assert {Replicate(), Shard(0), Shard(1), Partial()} <= targets
+    assert {each.order for each in found} == {None, (0, 1), (1, 0)}
+
+
+def test_a_tensor_is_laid_out_with_its_axes_in_any_order():
+    value = torch.arange(8.0)
+    with simulate(4):
+        mesh = init_device_mesh("cpu", (2, 2))
+        local = laid_out(value, mesh, [Shard(0), Shard(0)], (1, 0)).to_local()
+        assert local.on_rank(1).tolist() == [4.0, 5.0]
+        assert local.on_rank(2).tolist() == [2.0, 3.0]
+        summed = laid_out(value, mesh, [Partial(), Shard(0)], (1, 0))
+        assert torch.equal(summed.full_tensor().agreed(), value)
 
 
 def _played_compiled(name, num_ways=2, kinds=("forward", "backward"), dynamic=False):
@@ -117,8 +248,6 @@ def test_ways_shard_every_dim_evenly_and_unevenly_and_leave_sums():
 
 
 def test_terms_of_a_sum_add_up_exactly():
-    from shardwise import init_device_mesh
-
     value = torch.randn(7) * 1e-30
     with simulate(4):
         mesh = init_device_mesh("cpu", (4,))

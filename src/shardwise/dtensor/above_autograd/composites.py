@@ -67,10 +67,10 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     A traced graph reads no values: it picks the entries by their numbers, and gives a copy, which
     must not be written to.
     """
+    (hollow,), _ = hollowed([x._layout], {})
+    hollow.narrow(dim, torch.zeros(start.shape, dtype=start.dtype), length)  # torch's checks
     if has_values(getattr(start, "_local", start)):
         return x.narrow(dim, int(start), length)
-    (hollow,), _ = hollowed([x._layout], {})
-    hollow.narrow(dim, 0, length)  # torch's checks
     first = torch.where(start < 0, start + x.shape[dim], start)
     with implicit_replication():
         return _snapshot(x.index_select(dim, first + torch.arange(length, device=x.device)))

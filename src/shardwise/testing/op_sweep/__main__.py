@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
     names = names[part - 1 :: num_parts]
     _fill_in(options)
     passed_on = [f"--samples={options.samples}", f"--ways={options.ways}"]
-    passed_on.append(f"--kinds={','.join(options.kinds)}")
+    passed_on += [f"--doors={options.doors}", f"--kinds={','.join(options.kinds)}"]
     if options.compiled:
         passed_on += ["--compiled", f"--backend={options.backend}"]
         passed_on += ["--dynamic"] * options.dynamic
@@ -44,6 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     # An entry without tensor arguments has nothing to lay out.
     results = [r for r in results if r.counts.get("forward")]
     settings = {"samples": options.samples, "ways": options.ways, "ranks": 4}
+    settings["doors"] = options.doors
     if options.compiled:
         settings |= {"backend": options.backend, "dynamic": options.dynamic}
     if options.json:
@@ -65,7 +66,7 @@ def _work(options: argparse.Namespace) -> int:
         if options.compiled:
             result = play_compiled(*given, Compiler(options.backend, options.dynamic))
         else:
-            result = play_operator(*given)
+            result = play_operator(*given, options.doors)
         print(json.dumps(asdict(result)), file=answers, flush=True)
     return 0
 
@@ -104,6 +105,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("patterns", nargs="*", help="names of operators, with * and ?; else all")
     parser.add_argument("--samples", type=int, help="of each operator; else 4, compiled 1")
     parser.add_argument("--ways", type=int, help="layouts of each sample; else 16, compiled 2")
+    parser.add_argument(
+        "--doors",
+        type=int,
+        default=1,
+        help="further meshes of each sample, readings and writes of each case, drawn by lot",
+    )
     parser.add_argument(
         "--kinds",
         type=_kinds,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,36 +15,60 @@ from shardwise.testing.op_sweep.compare import same
 from shardwise.testing.op_sweep.table import Sample, tensors_of
 
 
+@dataclass
+class Run:
+    """What a call gives: its tensors detached, in order."""
+
+    result: list[Any]
+    #: The tensors that are read before a loss: those to differentiate, or else all.
+    read: list[torch.Tensor]
+    grads: list[Any] | None
+    #: The generator's state after the call.
+    state: torch.Tensor
+    #: The result as the op returns it, in its tuples and lists.
+    whole: Any
+
+
 class Alone:
     """A sample on one device: the result, the gradients, and the same in double precision."""
 
     def __init__(self, entry: Any, sample: Sample) -> None:
         self.entry, self.sample = entry, sample
-        self.result, self.grads = self._run(sample, seed=0)
+        run = self._run(sample, seed=0)
+        self.result, self.grads, self.whole = run.result, run.grads, run.whole
+        self.read, self.state = run.read, run.state
         if self.without_values:
             self.result = [torch.zeros_like(x) for x in self.result]
-        again, _ = self._run(sample, seed=1)
-        self.random = not self.without_values and not same(self.result, again)
-        #: The tensor that the form in place has written to.
+        again = self._run(sample, seed=1)
+        self.random = not self.without_values and not same(self.result, again.result)
+        #: The tensor that the form in place has written to, and the state of the generator then.
         self.written: torch.Tensor | None = None
-        self._double: tuple[Any, Any] | None = None
+        self.written_state: torch.Tensor | None = None
+        self._others: dict[tuple[bool, bool], Run] = {}
 
-    def _run(self, sample: Sample, seed: int) -> tuple[list[Any], list[Any] | None]:
+    def _run(self, sample: Sample, seed: int, flat: bool = False) -> Run:
         args, kwargs, leaves = placed(sample, copied)
         torch.default_generator.manual_seed(seed)
         result = self.entry(*args, **kwargs)
-        #: The result as the op returns it, in its tuples and lists.
-        self.whole = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        grads = None
+        state = torch.default_generator.get_state()
+        whole = tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        read, grads = tensors_of(result), None
         if self.entry.supports_autograd and leaves:
             with contextlib.suppress(Exception):
-                grads = gradients(sample.differentiable(result), leaves, lambda t, _: t)
-        return _detached(result), grads
+                differentiable = sample.differentiable(result)
+                grads = gradients(differentiable, leaves, lambda t, _: t, flat)
+                read = [t for t in tensors_of(differentiable) if t.requires_grad]
+        return Run(_detached(result), [t.detach() for t in read], grads, state, whole)
 
-    def double(self) -> tuple[list[Any], list[Any] | None]:
-        if self._double is None:
-            self._double = self._run(doubled(self.sample), seed=0)
-        return self._double
+    def double(self) -> Run:
+        return self.other(double=True)
+
+    def other(self, *, double: bool = False, flat: bool = False) -> Run:
+        """The run in double precision, or with a gradient of ones that have no memory."""
+        if (double, flat) not in self._others:
+            sample = doubled(self.sample) if double else self.sample
+            self._others[double, flat] = self._run(sample, seed=0, flat=flat)
+        return self._others[double, flat]
 
     def without_gradients(self) -> Alone:
         """The same, of a sample that wants no gradient."""
@@ -52,6 +76,10 @@ class Alone:
         nothing = (False,) * len(self.sample.wants_grad)
         other.sample, other.grads = replace(self.sample, wants_grad=nothing), None
         return other
+
+    def read_as_it_is(self) -> bool:
+        """Whether every result may be differentiated (a singular vector has no sign)."""
+        return self.grads is not None and same(self.read, tensors_of(self.whole))
 
     @property
     def without_values(self) -> bool:
@@ -80,6 +108,7 @@ class Alone:
         except Exception:
             return False
         self.written = args[0]
+        self.written_state = torch.default_generator.get_state()
         return True
 
 
@@ -110,13 +139,23 @@ def placed(
 
 
 def gradients(
-    result: Any, leaves: Sequence[torch.Tensor], like: Callable[[torch.Tensor, Any], torch.Tensor]
+    result: Any,
+    leaves: Sequence[torch.Tensor],
+    like: Callable[[torch.Tensor, Any], torch.Tensor],
+    flat: bool = False,
 ) -> list[Any]:
     """The gradients of the leaves for fixed gradients of the results, laid out by `like`."""
     results = [t for t in tensors_of(result) if t.requires_grad]
-    generator = torch.Generator().manual_seed(7)
-    given = [like(torch.randn(t.shape, dtype=t.dtype, generator=generator), t) for t in results]
+    given = [like(g, t) for g, t in zip(fixed_gradients(results, flat), results, strict=True)]
     return list(torch.autograd.grad(results, leaves, given, allow_unused=True))
+
+
+def fixed_gradients(results: Sequence[torch.Tensor], flat: bool = False) -> list[torch.Tensor]:
+    """A gradient of each result; `flat`, that of its sum: a single one, expanded."""
+    if flat:
+        return [torch.ones((), dtype=t.dtype).expand(t.shape) for t in results]
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in results]
 
 
 def doubled(sample: Sample) -> Sample:

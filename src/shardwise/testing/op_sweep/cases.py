@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,15 +12,25 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_map
 
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE
+from shardwise.core.placements import REPLICATE, Placement
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.testing.op_sweep.alone import Alone, doubled, gradients, placed
-from shardwise.testing.op_sweep.compare import compare, gathered
+from shardwise.testing.op_sweep.alone import (
+    Alone,
+    copied,
+    doubled,
+    fixed_gradients,
+    gradients,
+    placed,
+)
+from shardwise.testing.op_sweep.compare import Different, compare, gathered
+from shardwise.testing.op_sweep.doors import Reading, reading
 from shardwise.testing.op_sweep.lay_out import laid_out
-from shardwise.testing.op_sweep.table import Sample
+from shardwise.testing.op_sweep.pick import lots_of
+from shardwise.testing.op_sweep.table import Sample, full_name, tensors_of
 from shardwise.testing.op_sweep.ways import Way
+from shardwise.testing.op_sweep.writes import Written, drawn_write, is_overwritten, written
 
 
 class Cases:
@@ -31,10 +43,14 @@ class Cases:
         mesh: DeviceMesh,
         number: int,
         through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
+        num_doors: int = 0,
     ) -> None:
-        """`number` is that of the way; what is run is what `through` makes of the op."""
+        """`number` is that of the way; what is run is what `through` makes of the op.
+
+        `num_doors` is how many readings and how many writes are played.
+        """
         self._alone, self._way, self._mesh, self._number = alone, way, mesh, number
-        self._through = through
+        self._through, self._num_doors = through, num_doors
         #: What `forward` got, and the leaves that want a gradient.
         self._result: Any = None
         self._leaves: list[torch.Tensor] = []
@@ -43,10 +59,16 @@ class Cases:
 
     def each(self) -> Iterator[tuple[str, Callable[[], None]]]:
         """The kinds of cases that one device runs, and what plays them, `forward` first."""
-        alone = self._alone
+        alone, way, doors = self._alone, self._way, self._num_doors
         yield "forward", self.forward
         if alone.grads is not None:
             yield "backward", self.backward
+        if not alone.without_values:
+            keys = [f"{full_name(alone.entry)} {alone.sample} {way} {i}" for i in range(doors)]
+            for key in keys:
+                yield "doors", functools.partial(self.doors, key)
+            for key in keys:
+                yield "writes", functools.partial(self.writes, key)
         if alone.entry.get_inplace() is not None and alone.can_write():
             yield "inplace", self.inplace
         if alone.entry.supports_out and not alone.random and alone.takes_out():
@@ -55,6 +77,7 @@ class Cases:
     def forward(self) -> None:
         alone = self._alone
         self._result, self._leaves = self._run(alone.sample)
+        _compare_states(alone.state)
         if alone.without_values:
             self._result = torch.zeros_like(self._result)
 
@@ -62,7 +85,7 @@ class Cases:
         compare(
             self.found["forward"],
             alone.result,
-            lambda: (self.in_double("forward"), alone.double()[0]),
+            lambda: (self.in_double("forward"), alone.double().result),
         )
 
     def backward(self) -> None:
@@ -71,7 +94,8 @@ class Cases:
         compare(
             self.found["backward"],
             alone.grads or [],
-            lambda: (self.in_double("backward"), alone.double()[1] or []),
+            lambda: (self.in_double("backward"), alone.double().grads or []),
+            "gradient",
         )
 
     def in_double(self, kind: str) -> list[Any]:
@@ -79,12 +103,113 @@ class Cases:
         result, leaves = self._run(doubled(self._alone.sample))
         return gathered(result) if kind == "forward" else self._grads(result, leaves)
 
+    def doors(self, key: str) -> None:
+        """Read the results through doors that `key` draws, and bring gradients back there."""
+        alone, flat = self._alone, lots_of(key).random() < 0.3
+        read: list[Reading | None] = []
+        with _noted(read):
+            values, grads = self._through_doors(alone.sample, key, flat, read)
+            compare(
+                values,
+                alone.read,
+                lambda: (
+                    self._through_doors(doubled(alone.sample), key, flat, [])[0],
+                    alone.double().read,
+                ),
+            )
+            expected = alone.other(flat=True) if flat else alone
+            compare(
+                grads,
+                expected.grads or [],
+                lambda: (
+                    self._through_doors(doubled(alone.sample), key, flat, [])[1],
+                    alone.other(double=True, flat=flat).grads or [],
+                ),
+                "gradient",
+            )
+
+    def _through_doors(
+        self, sample: Sample, key: str, flat: bool, read: list[Reading | None]
+    ) -> tuple[list[Any], list[Any]]:
+        """The values and the gradients; the readings are added to `read`."""
+        result, leaves = self._run(sample)
+        grads: Sequence[torch.Tensor | None]
+        if self._alone.grads is None:
+            results, leaves = tensors_of(result), []
+            grads = [None] * len(results)
+        else:
+            results = [t for t in tensors_of(sample.differentiable(result)) if t.requires_grad]
+            grads = fixed_gradients(results, flat)
+        through: list[tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]] = []
+        for number, grad in enumerate(grads):
+            tensor, door = results[number], None
+            if isinstance(tensor, DTensor):
+                door = reading(tensor._layout, f"{key} {number}")
+                through.append(door.read(tensor, grad))
+            else:
+                through.append((tensor, grad, tensor))
+            read.append(door)
+        found: Sequence[Any] = ()
+        if leaves:
+            outs, given = [out for out, _, _ in through], [grad for _, grad, _ in through]
+            found = torch.autograd.grad(outs, leaves, given, allow_unused=True)
+        return gathered([value.detach() for _, _, value in through]), gathered(list(found))
+
+    def writes(self, key: str) -> None:
+        """Write to the operand or the result that `key` draws, and read everything."""
+        alone = self._alone
+        plain = tensors_of(alone.whole)
+        write = drawn_write(alone.sample, len(plain), alone.read_as_it_is(), key)
+
+        def there(sample: Sample) -> tuple[list[Any], list[Any], list[bool]]:
+            placements, op = iter(self._way.placements), self._through(alone.entry.op)
+            found = written(write, sample, op, lambda t: self._lay(t, next(placements)), self._like)
+            return gathered(found.values), gathered(found.grads), found.requires_grad
+
+        apart = False
+
+        def on_one_device(sample: Sample) -> Written:
+            op, like = alone.entry.op, lambda grad, _: grad
+            return written(write, sample, op, copied, like, apart=apart)
+
+        with _noted([write]):
+            try:
+                expected = on_one_device(alone.sample)
+            except Exception as refusal:
+                if not is_overwritten(refusal):
+                    _must_refuse(lambda: there(alone.sample), refusal)
+                    return
+                apart = True
+                expected = on_one_device(alone.sample)
+            try:
+                values, grads, requires_grad = there(alone.sample)
+            except RuntimeError as error:
+                if is_overwritten(error):
+                    return
+                raise
+            double = doubled(alone.sample)
+            compare(
+                values,
+                expected.values,
+                lambda: (there(double)[0], on_one_device(double).values),
+                "operand or result",
+            )
+            if requires_grad != expected.requires_grad:
+                raise Different(f"requires_grad is {requires_grad}, not {expected.requires_grad}")
+            compare(
+                grads,
+                expected.grads,
+                lambda: (there(double)[1], on_one_device(double).grads),
+                "gradient",
+            )
+
     def inplace(self) -> None:
         alone = self._alone
         with torch.no_grad():
             args, kwargs, _ = self._spread(alone.sample)
             torch.default_generator.manual_seed(0)
             result = self._through(alone.entry.get_inplace())(*args, **kwargs)
+        _compare_states(alone.written_state)
         self.found["inplace"] = gathered(result)
         compare(self.found["inplace"], [alone.written], None)
         compare(gathered(args[0]), [alone.written], None)
@@ -101,7 +226,10 @@ class Cases:
 
     def _spread(self, sample: Sample) -> tuple[Any, Any, list[torch.Tensor]]:
         placements = iter(self._way.placements)
-        return placed(sample, lambda t: laid_out(t, self._mesh, next(placements)))
+        return placed(sample, lambda t: self._lay(t, next(placements)))
+
+    def _lay(self, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
+        return laid_out(tensor, self._mesh, placements, self._way.order)
 
     def _run(self, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
         args, kwargs, leaves = self._spread(sample)
@@ -126,3 +254,27 @@ def _blank(leaf: Any) -> Any:
     layout = gradient_layout(leaf._layout)
     blank = torch.zeros(leaf.shape, dtype=leaf.dtype)
     return distribute_tensor(blank, layout.grid.mesh, layout.placements, src_data_rank=None)
+
+
+def _compare_states(expected: torch.Tensor | None) -> None:
+    assert expected is not None, "the state is known once one device has run"
+    if not torch.equal(torch.default_generator.get_state(), expected):
+        raise Different("the generator is left in another state")
+
+
+def _must_refuse(case: Callable[[], Any], refusal: Exception) -> None:
+    try:
+        case()
+    except Exception:
+        return
+    raise Different(f"accepted, where one device raises {type(refusal).__name__}: {refusal}")
+
+
+@contextlib.contextmanager
+def _noted(notes: Sequence[Any]) -> Iterator[None]:
+    """Errors inside carry the notes, as they are by then."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note("; ".join(map(str, notes)))
+        raise

@@ -54,10 +54,11 @@ def compare(
     found: list[Any],
     expected: list[Any],
     in_double: Callable[[], tuple[list[Any], list[Any]]] | None,
+    what: str = "result",
 ) -> None:
-    """Raise `Different` where the two differ by more than rounding."""
+    """Raise `Different`, with `what` was compared, where the two differ by more than rounding."""
     if len(found) != len(expected):
-        raise Different(f"{len(found)} results instead of {len(expected)}")
+        raise Different(f"{len(found)} {what}s instead of {len(expected)}")
     for number, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         why = _difference(ours, theirs, CLOSE)
         if not why:
@@ -67,7 +68,7 @@ def compare(
             wide_found, wide_expected = in_double()
             if not _difference(wide_found[number], wide_expected[number], CLOSE_DOUBLE):
                 continue
-        raise Different(f"result {number} {why}")
+        raise Different(f"{what} {number} {why}")
 
 
 def _difference(ours: Any, theirs: Any, close: dict[str, float]) -> str:

@@ -12,20 +12,35 @@ from shardwise.comm.ranks import each_rank
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.testing.parts import scattered
 
 #: What each coordinate of an axis holds of a Partial tensor, in multiples of it. Any two neighbours
 #: add up without rounding, and no function that is not linear gives the same sum.
 _SHARES = {2: (2, -1), 4: (-1, 2, 1, -1)}
 
 
-def laid_out(tensor: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The tensor in these placements, Partial ones included."""
+def laid_out(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    order: tuple[int, ...] | None = None,
+) -> DTensor:
+    """The tensor in these placements, Partial ones included, with its axes in any order."""
     whole = tensor.detach().clone().resolve_conj().resolve_neg()
     reduced = [REPLICATE if isinstance(p, Partial) else p for p in placements]
     sharded = distribute_tensor(whole, mesh, reduced, src_data_rank=None)
+    if order is not None:
+        layout = sharded._layout.with_placements(sharded.placements, order)
+        # Cut here, not moved: a move may itself be wrong.
+        blocks = scattered(whole, layout)
+        local = each_rank(layout.grid, lambda _, part: part.clone(), blocks, axes=())
+        sharded = DTensor.wrap(local, layout)
     partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return sharded
+    if not all(placements[axis].is_partial("sum") for axis in partial):
+        layout = sharded._layout.with_placements(tuple(placements))
+        return DTensor.wrap(scattered(whole, layout), layout)
 
     def term(coordinate: Any, part: torch.Tensor) -> torch.Tensor:
         shares = [_SHARES[mesh.shape[axis]][coordinate[axis]] for axis in partial]

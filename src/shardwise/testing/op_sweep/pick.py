@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import zlib
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
@@ -21,3 +23,12 @@ def middles(every: Sequence[T], limit: int) -> list[T]:
     if len(every) <= limit:
         return list(every)
     return [every[(2 * i + 1) * len(every) // (2 * limit)] for i in range(limit)]
+
+
+def by_lot(every: Sequence[T], limit: int, key: str) -> list[T]:
+    """At most `limit`, drawn by lot; the same key draws the same, in every process."""
+    return list(every) if limit >= len(every) else lots_of(key).sample(every, limit)
+
+
+def lots_of(key: str) -> random.Random:
+    return random.Random(zlib.crc32(key.encode()))

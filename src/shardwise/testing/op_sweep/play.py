@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -17,19 +19,27 @@ from shardwise.testing.op_sweep.compare import Different
 from shardwise.testing.op_sweep.refused import play_errors
 from shardwise.testing.op_sweep.result import KINDS, OpResult, brief
 from shardwise.testing.op_sweep.table import Sample, full_name, samples
-from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, TWO_AXES, Way, ways
+from shardwise.testing.op_sweep.ways import Way, further_ways, ways
 
 
 def play_operator(
-    entry: Any, num_samples: int, num_ways: int, kinds: Sequence[str] = KINDS
+    entry: Any,
+    num_samples: int,
+    num_ways: int,
+    kinds: Sequence[str] = KINDS,
+    num_doors: int = 1,
 ) -> OpResult:
-    """The cases of one entry of torch's table, of the given kinds."""
+    """The cases of one entry of torch's table, of the given kinds.
+
+    `num_doors` is how many further meshes a sample is laid out on, and how many readings and
+    writes are played of each case.
+    """
     result = OpResult(full_name(entry))
     started = time.monotonic()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for number, sample in enumerate(samples(entry, num_samples)):
-            _play_sample(entry, sample, number, num_ways, kinds, result)
+            _play_sample(entry, sample, number, num_ways, kinds, result, num_doors)
         if "refused" in kinds:
             play_errors(entry, result)
     result.seconds = round(time.monotonic() - started, 2)
@@ -43,15 +53,18 @@ def _play_sample(
     num_ways: int,
     kinds: Sequence[str],
     result: OpResult,
+    num_doors: int,
 ) -> None:
     try:
         alone = Alone(entry, sample)
     except Exception:
         return  # one device does not run it either
     result.random = result.random or alone.random
-    for way_number, way, mesh in each_way(ways(sample.tensors, num_ways)):
+    chosen = ways(sample.tensors, num_ways)
+    chosen += further_ways(sample.tensors, num_doors, f"{full_name(entry)} {number}")
+    for way_number, way, mesh in each_way(list(dict.fromkeys(chosen))):
         where = f"sample {number} {sample} on {way}"
-        for kind, case in Cases(alone, way, mesh, way_number).each():
+        for kind, case in Cases(alone, way, mesh, way_number, num_doors=num_doors).each():
             if kind not in kinds:
                 continue
             outcome, note = outcome_of(case)
@@ -62,12 +75,14 @@ def _play_sample(
 
 def each_way(chosen: Sequence[Way]) -> Iterator[tuple[int, Way, DeviceMesh]]:
     """The ways, numbered, each with its mesh; what runs meanwhile runs in a simulated world."""
-    with simulate(RANKS):
-        meshes: dict[tuple[int, ...], DeviceMesh] = {
-            shape: init_device_mesh("cpu", shape) for shape in (ONE_AXIS, TWO_AXES)
-        }
-        for number, way in enumerate(chosen):
-            yield number, way, meshes[way.mesh]
+    numbered = sorted(enumerate(chosen), key=lambda pair: math.prod(pair[1].mesh))
+    for ranks, some in itertools.groupby(numbered, lambda pair: math.prod(pair[1].mesh)):
+        with simulate(ranks):
+            meshes: dict[tuple[int, ...], DeviceMesh] = {}
+            for number, way in some:
+                if way.mesh not in meshes:
+                    meshes[way.mesh] = init_device_mesh("cpu", way.mesh)
+                yield number, way, meshes[way.mesh]
 
 
 def outcome_of(case: Callable[[], None]) -> tuple[str, str]:
@@ -75,7 +90,7 @@ def outcome_of(case: Callable[[], None]) -> tuple[str, str]:
     try:
         case()
     except Different as error:
-        return "wrong", str(error)
+        return "wrong", brief(error)
     except (UnsupportedError, MixedTensorsError) as error:
         return "raises", brief(error)
     except Exception as error:

@@ -10,8 +10,9 @@ from typing import Any
 #: How a case can end, the worst first; an op has the worst of its cases. In compiled code, `torch`
 #: is what torch does not compile on one device, and `eager` what eager code does not run.
 OUTCOMES = ("wrong", "crash", "timeout", "error", "raises", "eager", "torch", "ok")
-#: What is compared: the result, the gradients, the variants that write, and what must be refused.
-KINDS = ("forward", "backward", "inplace", "out", "refused")
+#: What is compared: the result, the gradients, the result read through doors, what shares memory,
+#: the variants that write, and what must be refused.
+KINDS = ("forward", "backward", "doors", "writes", "inplace", "out", "refused")
 _NOTES_KEPT = 3
 
 
@@ -50,4 +51,5 @@ def brief(error: BaseException) -> str:
     """What an error says, and what it was raised from, on one line."""
     cause = error.__cause__
     text = " ".join(str(error).split())[:300]
+    text += "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
     return f"{text} <- {brief(cause)}" if cause is not None else text

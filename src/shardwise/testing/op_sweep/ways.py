@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard, short
-from shardwise.testing.op_sweep.pick import Pick, evenly
+from shardwise.testing.op_sweep.pick import Pick, by_lot, evenly
 
 RANKS = 4
-ONE_AXIS, TWO_AXES = (4,), (2, 2)
+ONE_AXIS, TWO_AXES, THREE_AXES = (4,), (2, 2), (2, 2, 2)
 
 
 @dataclass(frozen=True)
@@ -20,14 +21,51 @@ class Way:
 
     mesh: tuple[int, ...]
     placements: tuple[tuple[Placement, ...], ...]
+    #: The axes from the outermost split to the innermost, where that is not their own order.
+    order: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
-        return f"mesh {self.mesh}: {', '.join(map(short, self.placements))}"
+        order = "" if self.order is None else f" in order {self.order}"
+        return f"mesh {self.mesh}{order}: {', '.join(map(short, self.placements))}"
 
 
 def ways(tensors: Sequence[torch.Tensor], limit: int, pick: Pick[Way] = evenly) -> list[Way]:
     """At most `limit` ways: replicated, sharded alike, apart, unevenly, Partial, on two axes."""
     return pick(list(dict.fromkeys(w for w in _every(tensors) if _fits(w, tensors))), limit)
+
+
+def further_ways(tensors: Sequence[torch.Tensor], num: int, key: str) -> list[Way]:
+    """`num` ways on two and three axes in any order, drawn by lot: the same for the same key."""
+    every = dict.fromkeys(w for w in _in_any_order(tensors) if _fits(w, tensors))
+    return by_lot(list(every), num, key)
+
+
+def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
+    last = max(t.dim() for t in tensors) - 1
+    for mesh in (TWO_AXES, THREE_AXES):
+        num_axes = len(mesh)
+        patterns = itertools.product(("first", "last", "sum", "whole"), repeat=num_axes)
+        orders = list(itertools.permutations(range(num_axes)))
+        for pattern, order, apart in itertools.product(patterns, orders, (False, True)):
+            if pattern.count("whole") == num_axes:
+                continue
+            placements = []
+            for number, tensor in enumerate(tensors):
+                turn = number % num_axes if apart else 0
+                turned = pattern[turn:] + pattern[:turn]
+                placements.append(tuple(_as_said(tensor, word, last) for word in turned))
+            yield Way(mesh, tuple(placements), None if order == orders[0] else order)
+
+
+def _as_said(tensor: torch.Tensor, word: str, last: int) -> Placement:
+    match word:
+        case "first":
+            return _shard(tensor, 0)
+        case "last":
+            return _shard(tensor, last)
+        case "sum":
+            return _sum(tensor)
+    return REPLICATE
 
 
 def _fits(way: Way, tensors: Sequence[torch.Tensor]) -> bool:
