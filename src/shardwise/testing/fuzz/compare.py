@@ -47,8 +47,9 @@ def difference(found: Any, expected: Any, allowed: float) -> str:
     ours, theirs = _wide(found), _wide(expected)
     if not torch.equal(ours.isnan(), theirs.isnan()):
         return f"is {_short(found)}, not {_short(expected)}"
-    ours, theirs = ours.nan_to_num(posinf=1e30, neginf=-1e30), theirs.nan_to_num(
-        posinf=1e30, neginf=-1e30
+    ours, theirs = (
+        ours.nan_to_num(posinf=1e30, neginf=-1e30),
+        theirs.nan_to_num(posinf=1e30, neginf=-1e30),
     )
     if not ours.numel():
         return ""

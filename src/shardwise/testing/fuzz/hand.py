@@ -29,8 +29,8 @@ class NoFit(Exception):
 class Draft:
     """What a row proposes: an expression, or a statement that makes no slot.
 
-    `before` opens a block around it. `local` says that what comes out is held by every rank whole; `frozen` names slots that must not
-    be written to from now on, with what comes out.
+    `before` opens a block around it. `local` says that every rank holds what comes out whole;
+    `frozen` names slots that must not be written to from now on, nor what comes out.
     """
 
     code: str
@@ -44,7 +44,7 @@ Row = Callable[["Hand"], "str | Draft"]
 
 
 class Hand:
-    """Picks values that fit, or makes leaves that do. Slots are named, `hand[name]` is the value."""
+    """Picks slots that fit, or makes leaves that do; `hand[name]` is the value of a slot."""
 
     def __init__(self, random: Random, mesh: tuple[int, ...], main: torch.dtype) -> None:
         self.random, self.mesh, self.main = random, mesh, main
@@ -76,7 +76,7 @@ class Hand:
     def chance(self, probability: float) -> bool:
         return self.random.random() < probability
 
-    def int(self, low: int, high: int) -> int:
+    def between(self, low: int, high: int) -> int:
         """An integer from `low` to `high`, both included."""
         if high < low:
             raise NoFit
@@ -171,7 +171,7 @@ class Hand:
         shape = list(value.shape)
         if not exact and self.chance(0.4):
             shape = [1 if self.chance(0.4) else size for size in shape]
-            shape = shape[self.int(0, len(shape)) :]
+            shape = shape[self.between(0, len(shape)) :]
         return self.new(tuple(shape), dtype)
 
     @property

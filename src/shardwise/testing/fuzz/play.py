@@ -140,6 +140,11 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
         # An op that returns its operand has made no other tensor.
         distinct = {id(value): name for name, value in reversed(theirs.items())}
         for name in reversed(distinct.values()):
+            if _tracked(ours[name]) != _tracked(theirs[name]):
+                note = (
+                    f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
+                )
+                return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
             if why := _grad_difference(ours[name], theirs[name], allowed):
                 aspect = f"gradient {_aspect(why)}"
                 return Outcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
@@ -148,11 +153,13 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
     return None
 
 
+def _tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
 def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
     if not isinstance(theirs, torch.Tensor):
         return ""
-    if ours.requires_grad != theirs.requires_grad:
-        return f"requires_grad={ours.requires_grad} instead of {theirs.requires_grad}"
     expected, found = grad_of(theirs), grad_of(ours)
     if found is None or expected is None:
         return "" if found is expected else f"{_word(found)} instead of {_word(expected)}"

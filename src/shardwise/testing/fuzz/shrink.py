@@ -1,12 +1,14 @@
-"""Making a failing program smaller: fewer steps, simpler layouts, a smaller mesh, smaller shapes."""
+"""Making a failing program smaller: fewer steps, simpler layouts, smaller meshes and shapes."""
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import torch
 
@@ -29,7 +31,30 @@ def play_alone(program: Program) -> Outcome:
         return play(program, Sharded(program.mesh))
 
 
-def shrink(program: Program, outcome: Outcome, limit_s: float = LIMIT_S) -> tuple[Program, Outcome]:
+def play_forked(program: Program) -> Outcome:
+    """As `play_alone`, in a copy of the process: what ends that one is an outcome."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reading)
+        with os.fdopen(writing, "w") as answer:
+            json.dump(asdict(play_alone(program)), answer)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as answer:
+        text = answer.read()
+    _, status = os.waitpid(child, 0)
+    if text:
+        return Outcome(**json.loads(text))
+    return Outcome("crash", "process", f"the process ended with status {status}")
+
+
+def shrink(
+    program: Program,
+    outcome: Outcome,
+    play_one: Callable[[Program], Outcome] = play_alone,
+    limit_s: float = LIMIT_S,
+) -> tuple[Program, Outcome]:
     """The smallest program found that fails in the same way, and how it does."""
     until = time.monotonic() + limit_s
     improved = True
@@ -38,7 +63,7 @@ def shrink(program: Program, outcome: Outcome, limit_s: float = LIMIT_S) -> tupl
         for candidates in _WAYS:
             # What a way leaves is tried by the same way again, until it gives nothing more.
             while time.monotonic() < until:
-                better = _first_failing(program, outcome, candidates, until)
+                better = _first_failing(program, outcome, candidates(program), play_one, until)
                 if better is None:
                     break
                 program, outcome = better
@@ -49,14 +74,15 @@ def shrink(program: Program, outcome: Outcome, limit_s: float = LIMIT_S) -> tupl
 def _first_failing(
     program: Program,
     outcome: Outcome,
-    candidates: Callable[[Program], Iterator[Program]],
+    candidates: Iterator[Program],
+    play_one: Callable[[Program], Outcome],
     until: float,
 ) -> tuple[Program, Outcome] | None:
-    for candidate in candidates(program):
+    for candidate in candidates:
         if time.monotonic() > until:
             return None
         try:
-            found = play_alone(candidate)
+            found = play_one(candidate)
         except Exception:  # a candidate that is no program, such as a Shard of a dim that is gone
             continue
         if found.kind == outcome.kind and found.aspect == outcome.aspect and steady(candidate):
@@ -86,8 +112,14 @@ def _cut(program: Program) -> Iterator[Program]:
         shape = tuple(value.shape)
         grad = value.requires_grad
         leaf = Leaf(item.makes[0], shape, value.dtype, whole, None, grad)
-        choices = [whole, *(_along(whole, axis, Shard(d)) for axis in range(len(whole))
-                            for d in range(len(shape)))]
+        choices = [
+            whole,
+            *(
+                _along(whole, axis, Shard(d))
+                for axis in range(len(whole))
+                for d in range(len(shape))
+            ),
+        ]
         choices += [_along(whole, axis, Partial()) for axis in range(len(whole))]
         for placements in choices:
             cut = program.with_item(index, replace(leaf, placements=placements))

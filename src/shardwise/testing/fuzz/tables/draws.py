@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 from shardwise.testing.fuzz.hand import FLOATS, Draft, Hand, Row
 
 _IN_PLACE = (
@@ -42,5 +41,3 @@ DRAWS: tuple[Row, ...] = (
     _drawn,
     _drawn,
 )
-
-

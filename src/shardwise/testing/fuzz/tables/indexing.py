@@ -10,20 +10,20 @@ from shardwise.testing.fuzz.hand import Hand, Row
 def index_of(h: Hand, x: str) -> str:
     """What stands between the brackets: slices, numbers, None, an ellipsis."""
     words = []
-    for size in h[x].shape[: h.int(1, max(h[x].dim(), 1))]:
-        kind = h.int(0, 5)
+    for size in h[x].shape[: h.between(1, max(h[x].dim(), 1))]:
+        kind = h.between(0, 5)
         if kind == 0 and size:
-            words.append(str(h.int(-size, size - 1)))
+            words.append(str(h.between(-size, size - 1)))
         elif kind == 1:
-            words.append(f"{h.int(0, size)}:")
+            words.append(f"{h.between(0, size)}:")
         elif kind == 2:
-            words.append(f":{h.int(-size, size)}" if size else ":")
+            words.append(f":{h.between(-size, size)}" if size else ":")
         elif kind == 3:
             words.append("::2")
         else:
             words.append(":")
     if h.chance(0.1):
-        words.insert(h.int(0, len(words)), "None")
+        words.insert(h.between(0, len(words)), "None")
     elif h.chance(0.15):
         words.append("...")
     return ", ".join(words) if words else "..."

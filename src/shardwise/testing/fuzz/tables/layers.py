@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwise.testing.fuzz.hand import FLOATS, Hand, Row
 
 
@@ -14,7 +16,7 @@ def _affine(h: Hand, x: str, shape: tuple[int, ...]) -> str:
 
 def _layer_norm(h: Hand) -> str:
     x = h.floats(1, nonempty=True)
-    shape = tuple(h[x].shape[h.int(0, h[x].dim() - 1) :])
+    shape = tuple(h[x].shape[h.between(0, h[x].dim() - 1) :])
     return f"F.layer_norm({x}, {shape}, {_affine(h, x, shape)})"
 
 
@@ -44,8 +46,6 @@ def _classes(h: Hand, x: str) -> str:
     classes = shape[1] if len(shape) > 1 else shape[0]
     if not classes:
         return h.new((0,), grad=False)  # refused by both
-    import torch
-
     rest = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
     return h.new(rest, torch.int64, high=classes)
 
@@ -59,8 +59,6 @@ def _against(name: str) -> Row:
 
 
 def _embedding(h: Hand) -> str:
-    import torch
-
     table = h.tensor(FLOATS, (2, 2), nonempty=True)
     ids = h.new(h.shape(1, 2), torch.int64, high=h[table].shape[0])
     if h.chance(0.4) and h[ids].dim() == 2:
@@ -91,9 +89,7 @@ LAYERS: tuple[Row, ...] = (
         f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
     ),
     lambda h: f"F.cross_entropy({(x := h.floats(1, 3))}, {_classes(h, x)}, {_reduction(h)})",
-    lambda h: (
-        f"F.cross_entropy({(x := h.floats(2, 2))}, {_classes(h, x)}, label_smoothing=0.1)"
-    ),
+    lambda h: f"F.cross_entropy({(x := h.floats(2, 2))}, {_classes(h, x)}, label_smoothing=0.1)",
     lambda h: (
         f"F.cross_entropy({(x := h.floats(2, 2))}, "
         f"F.softmax({h.like(x, exact=True)}, 1), {_reduction(h)})"
@@ -112,7 +108,7 @@ LAYERS: tuple[Row, ...] = (
     lambda h: f"F.adaptive_avg_pool1d({h.floats(2, 3, nonempty=True)}, 2)",
     lambda h: f"F.max_pool2d({h.floats(3, 4, nonempty=True)}, 1, 2)",
     lambda h: f"F.interpolate({h.tensor(FLOATS[:2], (3, 3), True)}, scale_factor=2)",
-    lambda h: f"F.pad({h.inexact(1)}, ({h.int(0, 2)}, {h.int(0, 2)}), value={h.number()})",
+    lambda h: f"F.pad({h.inexact(1)}, ({h.between(0, 2)}, {h.between(0, 2)}), value={h.number()})",
     lambda h: f"F.pad({h.floats(2, 3)}, (1, 0), mode={h.pick(('replicate', 'circular'))!r})",
     lambda h: f"F.pixel_unshuffle({h.tensor(FLOATS, (3, 4), True)}, 1)",
 )

@@ -5,7 +5,15 @@ from __future__ import annotations
 from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, Hand, Row
 
 _EINSUMS_ONE = ("ij->ji", "ij->i", "ij->j", "ij->", "ij->ij")
-_EINSUMS_TWO = ("ij,jk->ik", "ij,ij->i", "ij,ij->ij", "ij,kj->ki", "ij,jk->k", "ij,j->i", "ij,k->kj")
+_EINSUMS_TWO = (
+    "ij,jk->ik",
+    "ij,ij->i",
+    "ij,ij->ij",
+    "ij,kj->ki",
+    "ij,jk->k",
+    "ij,j->i",
+    "ij,k->kj",
+)
 _WIDE = (*FLOATS, *COMPLEX)
 
 
@@ -50,7 +58,7 @@ def _linear(h: Hand) -> str:
 def _matmul(h: Hand) -> str:
     x = h.tensor(_WIDE, (1, 3))
     inner = h[x].shape[-1]
-    kind = h.int(0, 3)
+    kind = h.between(0, 3)
     if kind == 0:
         return f"torch.matmul({x}, {_operand(h, x, inner)})"
     if kind == 1 and h[x].dim() == 3:
@@ -76,16 +84,16 @@ def _conv1d(h: Hand) -> str:
     x = h.tensor(FLOATS[:2], (3, 3), nonempty=True)
     channels, length = h[x].shape[1:]
     groups = h.pick((1, channels))
-    kernel = h.int(1, min(3, length))
-    weight = h.new((groups * h.int(1, 2), channels // groups, kernel), h[x].dtype)
-    options = f", stride={h.int(1, 2)}, padding={h.int(0, 1)}, groups={groups}"
+    kernel = h.between(1, min(3, length))
+    weight = h.new((groups * h.between(1, 2), channels // groups, kernel), h[x].dtype)
+    options = f", stride={h.between(1, 2)}, padding={h.between(0, 1)}, groups={groups}"
     return f"F.conv1d({x}, {weight}{options})"
 
 
 def _conv2d(h: Hand) -> str:
     x = h.tensor(FLOATS[:2], (4, 4), nonempty=True)
     channels = h[x].shape[1]
-    weight = h.new((h.int(1, 3), channels, 1, h.int(1, min(2, h[x].shape[3]))), h[x].dtype)
+    weight = h.new((h.between(1, 3), channels, 1, h.between(1, min(2, h[x].shape[3]))), h[x].dtype)
     return f"F.conv2d({x}, {weight}, {h.new((h[weight].shape[0],), h[x].dtype)}, padding=1)"
 
 
