@@ -16,7 +16,7 @@ from shardwise.testing.children import Lost, ask, serve_all
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
 from shardwise.testing.fuzz.result import Result, as_json, failures, summary, told
 from shardwise.testing.fuzz.session import MOST_SHRUNK, Meshes, by_mesh, play_seeds, replay
-from shardwise.testing.op_sweep.__main__ import _part
+from shardwise.testing.op_sweep.__main__ import part_of_several
 
 #: Seeds of `--seed S` start at S times this, so that two runs share none.
 SEEDS = 1_000_000
@@ -118,7 +118,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=0, help="other seeds, other programs")
     parser.add_argument("--replay", type=int, metavar="SEED", help="the one program with this seed")
     parser.add_argument("--workers", type=int, default=1, help="processes; else all in this one")
-    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 3/16: some programs")
+    parser.add_argument(
+        "--part", type=part_of_several, default=(1, 1), help="such as 3/16: some programs"
+    )
     parser.add_argument(
         "--mesh", type=_mesh, action="append", help="such as 2x2, several times; else 1 to 3 axes"
     )

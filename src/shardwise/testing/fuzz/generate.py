@@ -8,6 +8,7 @@ that no tolerance has to allow for them.
 from __future__ import annotations
 
 import contextlib
+import warnings
 from random import Random
 from typing import Any
 
@@ -49,7 +50,9 @@ def mesh_of(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> tuple[in
 
 def generate(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> Program:
     """The program with this seed: the same every time."""
-    return Growth(seed, mesh_of(seed, meshes)).grown()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Growth(seed, mesh_of(seed, meshes)).grown()
 
 
 class Growth:

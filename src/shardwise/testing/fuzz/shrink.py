@@ -126,6 +126,31 @@ def _cut(program: Program) -> Iterator[Program]:
             yield _only_needed(cut)
 
 
+def _skip(program: Program) -> Iterator[Program]:
+    """What a step reads in place of what it makes, where both have the same shape."""
+    values = run(program, OneDevice()).slots()
+    for index in reversed(range(len(program.items))):
+        item = program.items[index]
+        if not isinstance(item, Step) or len(item.makes) != 1 or item.makes[0] not in values:
+            continue
+        for name in sorted(item.reads):
+            if _alike(values[name], values[item.makes[0]]):
+                later = [_renamed(i, item.makes[0], name) for i in program.items[index + 1 :]]
+                yield replace(program, items=(*program.items[:index], *later))
+
+
+def _alike(one: object, other: object) -> bool:
+    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
+        return False
+    return one.shape == other.shape and one.dtype == other.dtype
+
+
+def _renamed(item: Item, old: str, new: str) -> Item:
+    if isinstance(item, Leaf):
+        return item
+    return replace(item, code=re.sub(rf"\b{old}\b", new, item.code))
+
+
 def _only_needed(program: Program) -> Program:
     """Without leaves that nothing reads."""
     read = {name for item in program.items for name in item.reads}
@@ -223,4 +248,4 @@ def _read(found: re.Match[str]) -> tuple[Placement, ...]:
     return tuple(eval(f"[{found[1]}]", names))
 
 
-_WAYS = (_fewer_items, _cut, _smaller_mesh, _simpler_leaves, _simpler_doors, _smaller_shapes)
+_WAYS = (_fewer_items, _skip, _cut, _smaller_mesh, _simpler_leaves, _simpler_doors, _smaller_shapes)

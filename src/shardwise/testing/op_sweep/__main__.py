@@ -80,7 +80,8 @@ def _fill_in(options: argparse.Namespace) -> None:
         options.kinds = ("forward", "backward") if options.compiled else KINDS
 
 
-def _part(text: str) -> tuple[int, int]:
+def part_of_several(text: str) -> tuple[int, int]:
+    """What `3/16` says."""
     part, slash, num_parts = text.partition("/")
     if not (slash and part.isdigit() and num_parts.isdigit() and 1 <= int(part) <= int(num_parts)):
         raise argparse.ArgumentTypeError(f"a part of several, such as 3/16; got {text!r}")
@@ -112,7 +113,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--compiled", action="store_true", help="compile each call, as one graph")
     parser.add_argument("--dynamic", action="store_true", help="compile with sizes as symbols")
     parser.add_argument("--backend", default="aot_eager", help="of the compiler")
-    parser.add_argument("--part", type=_part, default=(1, 1), help="such as 3/16: some operators")
+    parser.add_argument(
+        "--part", type=part_of_several, default=(1, 1), help="such as 3/16: some operators"
+    )
     parser.add_argument("--processes", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one operator")
     parser.add_argument("--json", type=Path, help="write the results here")

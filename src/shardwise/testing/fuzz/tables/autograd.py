@@ -41,6 +41,13 @@ def _grad(h: Hand) -> str:
     return f"torch.autograd.grad({scalar(h, x)}, {leaf}, {graph})[0]"
 
 
+def _penalty(h: Hand) -> Draft:
+    """Backward through a gradient."""
+    x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
+    grad = f"torch.autograd.grad({scalar(h, x)}, {leaf}, create_graph=True)[0]"
+    return Draft(f"{grad}.abs().square().sum().backward(retain_graph=True)", statement=True)
+
+
 def _recomputed(h: Hand) -> str:
     x = h.inexact()
     body = h.pick(("t.sin() * t", "t.sum() * t", "F.dropout(t, 0.5) * 2", "t.tanh()[:1]"))
@@ -53,6 +60,8 @@ AUTOGRAD: tuple[Row, ...] = (
     _given,
     _grad,
     _grad,
+    _penalty,
+    _penalty,
     _recomputed,
     lambda h: f"{h.inexact()}.detach()",
     lambda h: f"{h.inexact()}.detach()",

@@ -79,7 +79,9 @@ LAYERS: tuple[Row, ...] = (
     _batch_norm,
     lambda h: f"F.instance_norm({h.floats(3, nonempty=True)}, eps=0.1)",
     *map(_against, ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")),
-    lambda h: f"F.kl_div({(x := h.floats())}, {h.like(x, exact=True)}, log_target=True)",
+    lambda h: (
+        f"F.kl_div({(x := h.floats())}, {h.like(x, exact=True)}, reduction='sum', log_target=True)"
+    ),
     lambda h: (
         f"F.binary_cross_entropy_with_logits({(x := h.floats())}, "
         f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
