@@ -82,6 +82,7 @@ def _fill_in(options: argparse.Namespace) -> None:
 
 
 def part_of_several(text: str) -> tuple[int, int]:
+    """What `3/16` says."""
     part, slash, num_parts = text.partition("/")
     if not (slash and part.isdigit() and num_parts.isdigit() and 1 <= int(part) <= int(num_parts)):
         raise argparse.ArgumentTypeError(f"a part of several, such as 3/16; got {text!r}")

@@ -1,0 +1,280 @@
+"""Growing a program: each step runs on one device before it is kept.
+
+A second run of the same program, with rounding errors added to every result, says which steps hang
+on the last bit: ties, comparisons of what should be equal, cancellation. Those are not kept, so
+that no tolerance has to allow for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from random import Random
+from typing import Any
+
+import torch
+
+from shardwise.testing.fuzz.compare import difference, grad_of, tolerance
+from shardwise.testing.fuzz.hand import MOST, Draft, Hand, NoFit
+from shardwise.testing.fuzz.program import Item, Program, Step, compiled
+from shardwise.testing.fuzz.run import Run
+from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.tables.autograd import scalar
+from shardwise.testing.fuzz.worlds import OneDevice
+
+MESHES: tuple[tuple[int, ...], ...] = (
+    (2,),
+    (2,),
+    (2,),
+    (3,),
+    (4,),
+    (2, 2),
+    (2, 2),
+    (2, 3),
+    (1, 2),
+    (8,),
+    (4, 2),
+    (2, 2, 2),
+    (2, 1, 2),
+)
+#: The largest number that a program may hold.
+LARGEST = 100.0
+#: The part of the tolerance that rounding errors may reach on one device.
+SHARE = 0.1
+
+
+def mesh_of(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> tuple[int, ...]:
+    """The mesh of the program with this seed."""
+    return Random(seed).choice(meshes)
+
+
+def generate(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> Program:
+    """The program with this seed: the same every time."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return Growth(seed, mesh_of(seed, meshes)).grown()
+
+
+class Growth:
+    """A program that grows, with its two runs on one device."""
+
+    def __init__(self, seed: int, mesh: tuple[int, ...]) -> None:
+        self.random = Random(seed)
+        self.seed, self.mesh = seed, mesh
+        main = self.random.choices(
+            (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex128),
+            (50, 28, 7, 7, 8),
+        )[0]
+        self.hand = Hand(self.random, mesh, main)
+        self.items: list[Item] = []
+        self.refused = False
+        self._restart()
+
+    def grown(self) -> Program:
+        """A program of some steps, ended by a backward where there is something to go back to."""
+        for _ in range(self.random.choice((1, 1, 2))):
+            self._add_leaves([self.hand.new(self.hand.shape())])
+        wanted, tries = self.random.randint(3, 10), 0
+        while wanted > 0 and tries < 60 and not self.refused:
+            tries += 1
+            wanted -= self._try_row()
+        if not self.refused:
+            self._end()
+        return Program(self.seed, self.mesh, tuple(self.items))
+
+    # -- one step ----------------------------------------------------------------------------
+
+    def _try_row(self) -> bool:
+        weights, tables = zip(*FAMILIES.values(), strict=True)
+        row = self.random.choice(self.random.choices(tables, weights)[0])
+        hand = self.hand
+        hand.made.clear()
+        number = hand.next_number
+        try:
+            draft = row(hand)
+        except NoFit:
+            hand.next_number = number
+            return False
+        return self._try(Draft(draft) if isinstance(draft, str) else draft)
+
+    def _end(self) -> None:
+        """Backward from what nobody has gone back from yet."""
+        hand = self.hand
+        tracked = [
+            name
+            for name, v in self.exact.slots().items()
+            if isinstance(v, torch.Tensor) and v.requires_grad and not v.is_leaf
+        ]
+        for name in self.random.sample(tracked, min(2, len(tracked))):
+            if not self.refused:
+                code = f"{scalar(hand, name)}.backward(retain_graph=True)"
+                self._try(Draft(code, statement=True))
+
+    def _try(self, draft: Draft) -> bool:
+        """Keep the draft as a step, or leave everything as it was."""
+        leaves, size = list(self.hand.made), len(self.items)
+        self.hand.made.clear()
+        self._add_leaves([leaf.name for leaf in leaves], leaves)
+        step: Step | None = None
+        try:
+            step = self._step(draft)
+            self.exact.execute(step)
+        except Exception as error:
+            if step is not None and self._worth_refusing(error):
+                self.items.append(step)
+                self.refused = True
+                return True
+            self._take_back(size)
+            return False
+        if not self._sound(step):
+            self._take_back(size)
+            return False
+        self.items.append(step)
+        self.hand.frozen.update(draft.frozen, step.makes if draft.frozen else ())
+        if draft.local:
+            self.hand.local.update(step.makes)
+        self.hand.values = self.exact.slots()
+        return True
+
+    def _step(self, draft: Draft) -> Step:
+        """The draft with names for what it makes: as many as there are results."""
+        if draft.statement:
+            return Step(draft.before + draft.code)
+        made = self._result(draft)
+        if isinstance(made, tuple | list):
+            if not 1 <= len(made) <= 6 or not all(isinstance(m, torch.Tensor) for m in made):
+                raise NoFit
+            names = tuple(self._new_name() for _ in made)
+            # A comma makes one result of a tuple its only entry.
+            targets = ", ".join(names) + ("," if len(names) == 1 else "")
+        else:
+            if not isinstance(made, torch.Tensor | bool | int | float):
+                raise NoFit
+            names = (self._new_name(),)
+            targets = names[0]
+        return Step(f"{draft.before}{targets} = {draft.code}", names)
+
+    def _result(self, draft: Draft) -> Any:
+        """What an expression gives; an error is the step's own and comes again when it runs."""
+        scope = self.exact.scope
+        torch.set_rng_state(self.exact.rng)
+        try:
+            exec(compiled(f"{draft.before}_result = {draft.code}"), scope)
+        except Exception:
+            return torch.empty(0)
+        return scope.pop("_result")
+
+    def _new_name(self) -> str:
+        self.hand.next_number += 1
+        return f"v{self.hand.next_number - 1}"
+
+    # -- what is worth keeping ---------------------------------------------------------------
+
+    def _worth_refusing(self, error: Exception) -> bool:
+        """Whether the program may end with an error: some do, to see that ours raises too."""
+        text = str(error)
+        # A kernel that torch lacks for a dtype, and mistakes of the program's text.
+        mine = isinstance(error, (NoFit, NameError, AttributeError, SyntaxError))
+        if mine or "not implemented for" in text or "requires_grad" in text:
+            return False
+        return self.random.random() < 0.08 and len(self.items) > 2
+
+    def _sound(self, step: Step) -> bool:
+        """Whether all is bounded, and the same in spite of rounding errors."""
+        if not all(map(_bounded, self.exact.slots().values())):
+            return False
+        try:
+            self.noisy.execute(step)
+        except Exception:
+            return False
+        _disturb(self.noisy, step)
+        return _alike(self.exact, self.noisy)
+
+    # -- the two runs ------------------------------------------------------------------------
+
+    def _restart(self) -> None:
+        self.exact = Run(OneDevice(), self.seed)
+        self.noisy = Run(OneDevice(), self.seed)
+        for item in self.items:
+            self._execute(item)
+        self.hand.values = self.exact.slots()
+
+    def _execute(self, item: Item) -> None:
+        for each in (self.exact, self.noisy):
+            each.execute(item)
+        _disturb(self.noisy, item)
+
+    def _take_back(self, size: int) -> None:
+        del self.items[size:]
+        self._restart()
+
+    def _add_leaves(self, names: list[str], leaves: list[Any] | None = None) -> None:
+        for leaf in leaves if leaves is not None else list(self.hand.made):
+            assert leaf.name in names, "only what a row has asked for is added"
+            self.items.append(leaf)
+            self._execute(leaf)
+        self.hand.made.clear()
+        self.hand.values = self.exact.slots()
+
+
+def steady(program: Program) -> bool:
+    """Whether the program gives the same on one device in spite of rounding errors."""
+    exact, noisy = Run(OneDevice(), program.seed), Run(OneDevice(), program.seed)
+    with contextlib.suppress(Exception):
+        for item in program.items:
+            exact.execute(item)
+            noisy.execute(item)
+            _disturb(noisy, item)
+    return exact.done == noisy.done and _alike(exact, noisy)
+
+
+def _alike(exact: Run, noisy: Run) -> bool:
+    """Whether two runs hold the same, up to a share of the tolerance."""
+    slots, others = exact.slots(), noisy.slots()
+    allowed = tolerance(slots.values()) * SHARE
+    try:
+        for name, value in slots.items():
+            pairs = ((others[name], value), (grad_of(others[name]), grad_of(value)))
+            if any(not _bounded(ours) or difference(other, ours, allowed) for other, ours in pairs):
+                return False
+    except RuntimeError:  # one of several views of a tensor that was written to is not to be read
+        return False
+    return True
+
+
+def _bounded(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.numel() > 2 * MOST or value.dim() > 5:
+        return False
+    value = value.detach()
+    if value.is_floating_point() or value.is_complex():
+        size = value.abs()
+        return bool((size <= LARGEST).all())
+    return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
+
+
+def _disturb(state: Run, item: Item) -> None:
+    """Add rounding errors to what the item has made, where it holds memory of its own."""
+    if not isinstance(item, Step):
+        return
+    slots = state.slots()
+    taken = {
+        v.untyped_storage()._cdata
+        for name, v in slots.items()
+        if name not in item.makes and isinstance(v, torch.Tensor)
+    }
+    for name in item.makes:
+        value = slots[name]
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in taken:
+            continue
+        if not (value.is_floating_point() or value.is_complex()) or 0 in value.stride():
+            continue
+        generator = torch.Generator().manual_seed(value.numel())
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5
+        eps = torch.finfo(value.dtype).eps
+        data = value.data  # whose version autograd does not watch
+        data.copy_(data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise))
+
+
+_WIDE = (torch.float64, torch.complex128)

@@ -1,0 +1,186 @@
+"""One program on one device and sharded, and how the two differ."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    LeafError,
+    MixedTensorsError,
+    UnsupportedError,
+)
+from shardwise.testing.fuzz.compare import (
+    Different,
+    difference,
+    grad_of,
+    misplaced,
+    tolerance,
+    whole,
+)
+from shardwise.testing.fuzz.program import Program
+from shardwise.testing.fuzz.run import Run, run
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded
+from shardwise.testing.op_sweep.result import brief
+
+#: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
+#: an error that is no refusal, `refused` what shardwise says it does not do, `torch-refused` what
+#: raises on one device as well.
+OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "ok")
+FAILURES = OUTCOMES[:3]
+#: The errors by which shardwise says that it does not do something.
+REFUSALS = (UnsupportedError, LayoutError, MixedTensorsError, LeafError, ArgumentError)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended: `aspect` is what differs, in `slot`, and `note` says it in words."""
+
+    kind: str
+    aspect: str = ""
+    note: str = ""
+    slot: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+@dataclass
+class Reference:
+    """The program on one device, with what each slot held after each step."""
+
+    program: Program
+    run: Run = field(init=False)
+    history: dict[str, list[Any]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.run = Run(OneDevice(), self.program.seed)
+        for item in self.program.items:
+            if not item.makes:  # it may write to what slots hold
+                self._note()
+            try:
+                self.run.execute(item)
+            except Exception as error:
+                self.run.error = error
+                break
+
+    def _note(self) -> None:
+        for name, value in self.run.slots().items():
+            if isinstance(value, torch.Tensor):
+                self.history.setdefault(name, []).append(value.detach().clone())
+
+
+def play(program: Program, world: Sharded) -> Outcome:
+    """Play in the simulated world that is entered."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _play(program, world)
+
+
+def _play(program: Program, world: Sharded) -> Outcome:
+    expected = Reference(program)
+    found = run(program, world)
+    if found.error is None or expected.run.error is None or found.done != expected.run.done:
+        if found.error is not None:
+            return _raised(program, world, found)
+        if expected.run.error is not None:
+            error = expected.run.error
+            code = program.items[expected.run.done].code
+            note = f"accepted {code!r}, where one device raises {type(error).__name__}: "
+            return Outcome("wrong", "accepted", note + brief(error))
+    outcome = _compare(expected, found)
+    if outcome is None and expected.run.error is not None:
+        return Outcome("torch-refused", note=brief(expected.run.error))
+    return outcome or Outcome("ok")
+
+
+def _raised(program: Program, world: Sharded, found: Run) -> Outcome:
+    """Ours raises where one device does not; what came before must be right all the same."""
+    error = found.error
+    assert error is not None, "an error is told about"
+    before = play(program.upto(found.done), world)
+    if before.failed:
+        return before
+    note = f"{program.items[found.done].code!r}: {type(error).__name__}: {brief(error)}"
+    if isinstance(error, REFUSALS):
+        return Outcome("refused", _plain(error), note)
+    return Outcome("crash", f"{type(error).__name__} {_plain(error)}", note)
+
+
+def _plain(error: BaseException) -> str:
+    """The text of an error without what changes with shapes and layouts."""
+    return " ".join(word for word in str(error).split()[:14] if word.isalpha())
+
+
+def _compare(expected: Reference, found: Run) -> Outcome | None:
+    ours, theirs = found.slots(), expected.run.slots()
+    allowed = tolerance(theirs.values())
+    for name, value in theirs.items():
+        try:
+            why = difference(whole(ours[name]), value, allowed)
+        except Different as error:
+            return Outcome("wrong", "parts", f"{name}: {error}", name)
+        except REFUSALS as error:
+            return Outcome("refused", _plain(error), f"reading {name}: {brief(error)}", name)
+        except Exception as error:
+            aspect = f"{type(error).__name__} {_plain(error)}"
+            return Outcome("crash", aspect, f"reading {name}: {brief(error)}", name)
+        if why:
+            if _held_before(whole(ours[name]), expected.history.get(name, []), allowed):
+                return Outcome("stale", "value", f"{name} {why}, as it was before a write", name)
+            return Outcome("wrong", _aspect(why), f"{name} {why}", name)
+    # Where both raised, backward may have come to any point.
+    if expected.run.error is None:
+        # An op that returns its operand has made no other tensor.
+        distinct = {id(value): name for name, value in reversed(theirs.items())}
+        for name in reversed(distinct.values()):
+            if _tracked(ours[name]) != _tracked(theirs[name]):
+                note = (
+                    f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
+                )
+                return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
+            if why := _grad_difference(ours[name], theirs[name], allowed):
+                aspect = f"gradient {_aspect(why)}"
+                return Outcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
+        if not torch.equal(found.rng, expected.run.rng):
+            return Outcome("wrong", "generator", "the generator is left in another state")
+    return None
+
+
+def _tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
+    if not isinstance(theirs, torch.Tensor):
+        return ""
+    expected, found = grad_of(theirs), grad_of(ours)
+    if found is None and expected is not None and not expected.any():
+        return ""  # nothing stands for zeros
+    if found is None or expected is None:
+        return "" if found is expected else f"{_word(found)} instead of {_word(expected)}"
+    try:
+        return difference(whole(found), expected, allowed) or misplaced(ours, found)
+    except Different as error:
+        return str(error)
+
+
+def _word(grad: Any) -> str:
+    return "nothing" if grad is None else "a gradient"
+
+
+def _held_before(found: Any, history: list[Any], allowed: float) -> bool:
+    return any(not difference(found, value, allowed) for value in history)
+
+
+def _aspect(why: str) -> str:
+    for word, aspect in (("instead of torch", "dtype"), ("has shape", "shape"), ("lies", "place")):
+        if word in why:
+            return aspect
+    return "value" if "differs" in why or why.startswith("is [") else why.split()[0]

@@ -1,0 +1,68 @@
+"""A program run in one world, statement by statement."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.core.placements import Partial, Replicate, Shard
+from shardwise.testing.fuzz.program import Item, Program, compiled
+from shardwise.testing.fuzz.worlds import OneDevice
+
+_NAMES = {
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "copy": copy,
+    "checkpoint": checkpoint,
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+}
+
+
+@dataclass
+class Run:
+    """What a world holds after some items: the slots, and the generator of its own."""
+
+    world: OneDevice
+    seed: int
+    scope: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    #: How many items ran; with an error, the number of the one that raised.
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.scope = dict(_NAMES) | {"w": self.world}
+        self.rng = torch.Generator().manual_seed(self.seed).get_state()
+
+    def execute(self, item: Item) -> None:
+        """Run one item; what it raises is what one would see."""
+        torch.set_rng_state(self.rng)
+        try:
+            exec(compiled(item.code), self.scope)
+        finally:
+            self.rng = torch.get_rng_state()
+        self.done += 1
+
+    def slots(self) -> dict[str, Any]:
+        """The values by name, in the order in which they were made."""
+        return {name: v for name, v in self.scope.items() if name[0] == "v" and name[1:].isdigit()}
+
+
+def run(program: Program, world: OneDevice) -> Run:
+    """Run until the end or an error."""
+    state = Run(world, program.seed)
+    for item in program.items:
+        try:
+            state.execute(item)
+        except Exception as error:
+            state.error = error
+            break
+    return state

@@ -1,0 +1,37 @@
+"""The tables of what a program can do. A row makes the text of a step from the values at hand.
+
+To add an op, add a row to the table of its family; a row raises `NoFit` where nothing at hand
+serves it.
+"""
+
+from __future__ import annotations
+
+from shardwise.testing.fuzz.hand import Row
+from shardwise.testing.fuzz.tables.autocast import AUTOCAST
+from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
+from shardwise.testing.fuzz.tables.doors import DOORS
+from shardwise.testing.fuzz.tables.draws import DRAWS
+from shardwise.testing.fuzz.tables.indexing import INDEXING
+from shardwise.testing.fuzz.tables.layers import LAYERS
+from shardwise.testing.fuzz.tables.pointwise import POINTWISE
+from shardwise.testing.fuzz.tables.products import PRODUCTS
+from shardwise.testing.fuzz.tables.reductions import ORDERINGS, REDUCTIONS
+from shardwise.testing.fuzz.tables.views import JOINS, VIEWS
+from shardwise.testing.fuzz.tables.writes import WRITES
+
+#: Each family with its share of the steps.
+FAMILIES: dict[str, tuple[int, tuple[Row, ...]]] = {
+    "pointwise": (18, POINTWISE),
+    "reductions": (9, REDUCTIONS),
+    "orderings": (5, ORDERINGS),
+    "products": (9, PRODUCTS),
+    "layers": (8, LAYERS),
+    "views": (16, VIEWS),
+    "joins": (6, JOINS),
+    "indexing": (9, INDEXING),
+    "writes": (13, WRITES),
+    "doors": (9, DOORS),
+    "autograd": (8, AUTOGRAD),
+    "draws": (4, DRAWS),
+    "autocast": (3, AUTOCAST),
+}

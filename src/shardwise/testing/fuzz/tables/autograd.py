@@ -1,0 +1,75 @@
+"""What autograd offers: backward from anywhere, gradients of gradients, hooks, recomputation."""
+
+from __future__ import annotations
+
+import torch
+
+from shardwise.testing.fuzz.hand import Draft, Hand, Row
+
+
+def _tracked(t: torch.Tensor) -> bool:
+    return t.requires_grad
+
+
+def _inner(t: torch.Tensor) -> bool:
+    return t.requires_grad and not t.is_leaf
+
+
+def scalar(h: Hand, x: str) -> str:
+    """A number whose gradient is bounded and differs from entry to entry."""
+    real = f"torch.view_as_real({x}.resolve_conj())" if h[x].is_complex() else x
+    if x in h.local or h.chance(0.5):
+        return f"{real}.sin().sum()"
+    return h.pick((f"w.full_tensor({real}).sin().sum()", f"{real}.tanh().sum()"))
+
+
+def _backward(h: Hand) -> Draft:
+    x = h.pick(h.names(_inner))
+    keep = h.pick(("retain_graph=True", "retain_graph=True", "retain_graph=True", ""))
+    return Draft(f"{scalar(h, x)}.backward({keep})", statement=True)
+
+
+def _given(h: Hand) -> Draft:
+    """Backward with a gradient of one's own."""
+    x = h.pick(h.names(_inner))
+    return Draft(f"{x}.backward(torch.ones_like({x}), retain_graph=True)", statement=True)
+
+
+def _grad(h: Hand) -> str:
+    x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
+    graph = h.pick(("create_graph=True", "create_graph=True", "retain_graph=True"))
+    return f"torch.autograd.grad({scalar(h, x)}, {leaf}, {graph})[0]"
+
+
+def _penalty(h: Hand) -> Draft:
+    """Backward through a gradient."""
+    x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
+    grad = f"torch.autograd.grad({scalar(h, x)}, {leaf}, create_graph=True)[0]"
+    return Draft(f"{grad}.abs().square().sum().backward(retain_graph=True)", statement=True)
+
+
+def _recomputed(h: Hand) -> str:
+    x = h.inexact()
+    body = h.pick(("t.sin() * t", "t.sum() * t", "F.dropout(t, 0.5) * 2", "t.tanh()[:1]"))
+    return f"checkpoint(lambda t: {body}, {x}, use_reentrant=False)"
+
+
+AUTOGRAD: tuple[Row, ...] = (
+    _backward,
+    _backward,
+    _given,
+    _grad,
+    _grad,
+    _penalty,
+    _penalty,
+    _recomputed,
+    lambda h: f"{h.inexact()}.detach()",
+    lambda h: f"{h.inexact()}.detach()",
+    lambda h: f"{h.inexact()}.detach().requires_grad_()",
+    lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
+    lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
+    lambda h: Draft(
+        f"_ = {h.pick(h.names(_tracked))}.register_hook(lambda g: g * {h.number()})", statement=True
+    ),
+    lambda h: f"torch.utils.checkpoint.checkpoint(torch.sin, {h.floats()}, use_reentrant=False)",
+)

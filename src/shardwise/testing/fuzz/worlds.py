@@ -1,0 +1,122 @@
+"""The two worlds that a program is played in: how each makes leaves and passes doors.
+
+On one device a door is a copy. What a program writes to after a door is therefore left open: the
+generator writes to neither side of one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.core.grid import grid_of
+from shardwise.core.layout import canonical_order, contiguous_stride, make_layout, normalize
+from shardwise.core.placements import REPLICATE, Partial, Placement
+from shardwise.dtensor.create import distribute_tensor
+from shardwise.dtensor.tensor import DTensor
+from shardwise.testing.fuzz.values import values
+from shardwise.testing.op_sweep.compare import gathered
+from shardwise.testing.parts import scattered
+
+Placements = Sequence[Placement]
+
+
+class OneDevice:
+    """Plain torch."""
+
+    def leaf(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        placements: Placements,
+        seed: int = 0,
+        *,
+        order: tuple[int, ...] | None = None,
+        grad: bool = False,
+        high: int = 5,
+    ) -> Any:
+        # Not the view that `values` may give: a view of a tensor without grad is no usual leaf.
+        return values(shape, dtype, seed, high).clone().requires_grad_(grad)
+
+    def redistribute(self, x: Any, placements: Placements, order: Any = None) -> Any:
+        return x.clone()
+
+    def full_tensor(self, x: Any) -> Any:
+        return x.clone()
+
+    def round_trip(self, x: Any) -> Any:
+        return x.clone()
+
+    def from_whole(self, x: Any) -> Any:
+        return x.clone()
+
+    def distribute(self, x: Any, placements: Placements) -> Any:
+        return x.detach().clone()
+
+    def read(self, x: Any) -> Any:
+        """What one device would hold."""
+        return x
+
+
+class Sharded(OneDevice):
+    """DTensors on a mesh of the given shape, in the simulated world that is entered."""
+
+    def __init__(self, mesh: tuple[int, ...]) -> None:
+        self.mesh = init_device_mesh("cpu", mesh)
+        self.grid = grid_of(self.mesh)
+
+    def leaf(
+        self,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        placements: Placements,
+        seed: int = 0,
+        *,
+        order: tuple[int, ...] | None = None,
+        grad: bool = False,
+        high: int = 5,
+    ) -> DTensor:
+        """A new leaf, Partial ones included; no redistribution takes part."""
+        normal = normalize(placements, shape, self.grid, order)
+        stride = contiguous_stride(shape)
+        layout = make_layout(self.grid, normal, shape, stride, dtype, order)
+        local = scattered(values(shape, dtype, seed, high), layout)
+        return DTensor.wrap(local, layout).requires_grad_(grad)
+
+    def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
+        """In other placements; never the tensor itself."""
+        moved = x.redistribute(placements=placements, order=order)
+        return cast(DTensor, moved.clone()) if moved is x else moved
+
+    def full_tensor(self, x: DTensor) -> torch.Tensor:
+        """The whole on every rank."""
+        return x.full_tensor()
+
+    def round_trip(self, x: DTensor) -> DTensor:
+        """`to_local` and `from_local`, where that is the same tensor again."""
+        layout = x._layout
+        terms = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
+        if terms - {"sum"} or layout.order != canonical_order(layout.placements, None):
+            x = x.redistribute(placements=[REPLICATE] * len(layout.placements))
+        local = x.to_local()
+        return DTensor.from_local(
+            local, self.mesh, x.placements, shape=tuple(x.shape), stride=x.stride()
+        )
+
+    def from_whole(self, x: torch.Tensor) -> DTensor:
+        """What `full_tensor` gave, or was computed from it, as a replicated DTensor."""
+        return DTensor.from_local(x, self.mesh, [REPLICATE] * self.mesh.ndim)
+
+    def distribute(self, x: torch.Tensor, placements: Placements) -> DTensor:
+        """A new tensor of what every rank holds whole."""
+        whole = x.detach()
+        assert isinstance(whole, LocalTensor), "full_tensor() in a simulated world is local"
+        return distribute_tensor(whole, self.mesh, placements)
+
+    def read(self, x: Any) -> Any:
+        """What one device would hold."""
+        return gathered([x])[0]

@@ -1,0 +1,276 @@
+"""The fuzzer: a few hundred programs, and that it finds, names and shrinks what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
+from shardwise.rules import catalog
+from shardwise.rules.rule import Choice, Rule
+from shardwise.testing.fuzz.__main__ import main
+from shardwise.testing.fuzz.generate import Growth, generate
+from shardwise.testing.fuzz.hand import Draft, NoFit
+from shardwise.testing.fuzz.play import play
+from shardwise.testing.fuzz.program import Leaf, Program, Step
+from shardwise.testing.fuzz.result import told
+from shardwise.testing.fuzz.script import script
+from shardwise.testing.fuzz.session import by_mesh, play_seeds
+from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
+from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.values import values
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded
+
+SEEDS = range(300)
+
+
+@pytest.mark.parametrize("part", range(10))
+def test_programs_hold_what_one_device_holds(part):
+    results = list(play_seeds(by_mesh(SEEDS[part::10])))
+    failed = [told(result) for result in results if result.kind in ("wrong", "stale", "crash")]
+    assert not failed, "\n\n".join(failed)
+    done = [result for result in results if result.kind == "ok"]
+    assert len(done) > 0.8 * len(results)
+
+
+def test_a_seed_gives_the_same_program_every_time():
+    assert generate(7) == generate(7)
+    assert generate(7) != generate(8)
+
+
+@pytest.mark.parametrize(
+    ("family", "number"),
+    [(family, n) for family, (_, table) in FAMILIES.items() for n in range(len(table))],
+)
+def test_every_row_of_the_tables_makes_a_step(family, number):
+    row = FAMILIES[family][1][number]
+    assert any(_makes_a_step(row, seed) for seed in range(60))
+
+
+def _makes_a_step(row, seed):
+    growth = Growth(seed, (2, 2))
+    hand = growth.hand
+    growth._add_leaves([hand.new((3, 4), torch.float64, grad=True)])
+    growth._add_leaves([hand.new((2, 2, 3), torch.float32, grad=False)])
+    growth._add_leaves([hand.new((3,), torch.int64)])
+    growth._try(Draft("v0.t()"))
+    growth._try(Draft("w.full_tensor(v0)", local=True))
+    try:
+        draft = row(hand)
+    except NoFit:
+        return False
+    return growth._try(Draft(draft) if isinstance(draft, str) else draft) and not growth.refused
+
+
+def test_leaves_are_exact_distinct_and_bounded():
+    value = values((4, 5), torch.bfloat16, 3)
+    assert torch.equal(value.double(), values((4, 5), torch.float64, 3))
+    assert value.unique().numel() == 20
+    assert value.abs().max() <= 2
+    assert values((9,), torch.int64, 0, high=2).max() < 2
+
+
+def test_a_leaf_in_any_placements_is_one_device_s():
+    placements = [Shard(0), Partial("avg"), Shard(0)]
+    with simulate(8):
+        leaf = Sharded((2, 2, 2)).leaf((5, 3), torch.float64, placements, 4, order=(2, 0, 1))
+        assert leaf.placements == tuple(placements)
+        assert leaf._layout.order == (2, 0, 1)
+        assert torch.equal(leaf.full_tensor().agreed(), values((5, 3), torch.float64, 4))
+
+
+# -- what it finds ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def wrong_rule(monkeypatch):
+    """Sets a rule that is wrong until the test ends."""
+
+    def replace(op, *choices):
+        monkeypatch.setitem(catalog.CATALOG, op, Rule(lambda call: choices, "wrong"))
+        catalog.find_rule.cache_clear()
+
+    yield replace
+    monkeypatch.undo()
+    catalog.find_rule.cache_clear()
+
+
+@pytest.fixture
+def wrong_sine(wrong_rule):
+    """A sum goes through a function that is not linear."""
+    wrong_rule(torch.ops.aten.sin.default, *(Choice((p,), (p,)) for p in (Replicate(), Partial())))
+
+
+@pytest.fixture
+def wrong_cosine(wrong_rule):
+    """What every rank holds is called a term: gradients of sines are too large."""
+    wrong_rule(torch.ops.aten.cos.default, Choice((Replicate(),), (Partial(),)))
+
+
+def _leaf(name, *placements, shape=(4, 3), grad=False):
+    return Leaf(name, shape, torch.float64, placements, None, grad)
+
+
+LONG = Program(
+    5,
+    (2, 2),
+    (
+        _leaf("v0", Shard(1), Partial("avg"), grad=True),
+        _leaf("v1", Shard(0), Partial()),
+        Step("v2 = v0.tanh()", ("v2",)),
+        Step("v3 = torch.sin(v1)", ("v3",)),
+        Step("v4, v5 = v2.split([1, 3])", ("v4", "v5")),
+        Step("v6 = v3 + v2", ("v6",)),
+        Step("v5.sum().backward()"),
+    ),
+)
+
+
+def test_a_wrong_rule_is_found_among_random_programs(wrong_cosine):
+    results = list(play_seeds(by_mesh(range(40)), most_shrunk=0))
+    assert sum(result.kind == "wrong" for result in results) > 3
+
+
+def test_a_failure_is_shrunk_to_what_is_needed(wrong_sine):
+    outcome = play_alone(LONG)
+    assert (outcome.kind, outcome.aspect, outcome.slot) == ("wrong", "value", "v3")
+    small, why = shrink(LONG, outcome)
+    assert [type(item) for item in small.items] == [Leaf, Step]
+    assert small.mesh == (2,)
+    assert small.items[0].placements == (Partial(),)
+    assert small.items[0].shape == (1, 1)
+    assert small.items[1].code == "v3 = torch.sin(v1)"
+    text = script(small, why)
+    assert text.startswith("# wrong: v3 differs by")
+
+
+def test_the_script_of_a_failure_runs_on_its_own(tmp_path):
+    outcome = play_alone(LONG)
+    file = tmp_path / "failure.py"
+    file.write_text(script(LONG, outcome).replace('"no error"', "w.read(v0.grad)"))
+    shown = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
+    one, sharded = shown.stdout.split("sharded:   ")
+    assert one.startswith("one device: tensor(")
+    assert one.removeprefix("one device: ").split() == sharded.split()
+
+
+PATCHED = Program(
+    0,
+    (2,),
+    (_leaf("v0", Shard(0)), Step("v1 = w.round_trip(v0)", ("v1",)), Step("v0.add_(1)")),
+)
+
+
+def _fail(error):
+    def door(self, x):
+        raise error
+
+    return door
+
+
+def _twice(self, x):
+    return x * 2
+
+
+@pytest.mark.parametrize(
+    ("world", "door", "kind", "aspect"),
+    [
+        (None, None, "ok", ""),
+        (OneDevice, lambda self, x: x, "stale", "value"),
+        (OneDevice, lambda self, x: x.float(), "wrong", "dtype"),
+        (OneDevice, lambda self, x: x.flatten(), "wrong", "shape"),
+        (OneDevice, lambda self, x: torch.rand_like(x) * 0 + x, "wrong", "generator"),
+        (OneDevice, lambda self, x: x.clone().requires_grad_(), "wrong", "requires_grad"),
+        (OneDevice, _fail(ValueError("no")), "wrong", "accepted"),
+        (Sharded, _twice, "wrong", "value"),
+        (Sharded, _fail(UnsupportedError("no rule")), "refused", "no rule"),
+        (Sharded, _fail(ZeroDivisionError("oh")), "crash", "ZeroDivisionError oh"),
+    ],
+)
+def test_outcomes(monkeypatch, world, door, kind, aspect):
+    monkeypatch.setattr(Sharded, "round_trip", lambda self, x: x.clone())
+    if world is not None:
+        monkeypatch.setattr(world, "round_trip", door)
+    outcome = play_alone(PATCHED)
+    assert (outcome.kind, outcome.aspect) == (kind, aspect), outcome
+
+
+def test_what_both_refuse_is_no_failure():
+    program = Program(0, (2,), (_leaf("v0", Shard(0)), Step("v1 = v0.view(7)", ("v1",))))
+    assert play_alone(program).kind == "torch-refused"
+
+
+def test_a_wrong_gradient_is_found(monkeypatch):
+    monkeypatch.setattr(Sharded, "round_trip", lambda self, x: x.detach() * 0.5 + x * 0.5)
+    program = Program(
+        0,
+        (2,),
+        (
+            _leaf("v0", Shard(0), grad=True),
+            Step("v1 = w.round_trip(v0)", ("v1",)),
+            Step("v1.sin().sum().backward()"),
+        ),
+    )
+    outcome = play_alone(program)
+    assert (outcome.kind, outcome.aspect) == ("wrong", "gradient value")
+
+
+def test_what_comes_before_a_refusal_is_compared(monkeypatch):
+    monkeypatch.setattr(Sharded, "round_trip", _twice)
+    monkeypatch.setattr(Sharded, "full_tensor", _fail(UnsupportedError("no")))
+    program = Program(0, (2,), (*PATCHED.items, Step("v2 = w.full_tensor(v0)", ("v2",))))
+    assert play_alone(program).kind == "wrong"
+
+
+def test_a_process_that_dies_is_an_outcome(monkeypatch):
+    monkeypatch.setattr(Sharded, "round_trip", lambda self, x: os._exit(3))
+    outcome = play_forked(PATCHED)
+    assert (outcome.kind, outcome.aspect) == ("crash", "process")
+    small, _ = shrink(PATCHED, outcome, play_forked)
+    assert len(small.items) == 2
+
+
+def test_programs_of_one_mesh_share_a_world():
+    with simulate(4):
+        world = Sharded((4,))
+        first, second = (generate(seed, ((4,),)) for seed in (1, 2))
+        assert first.mesh == second.mesh == (4,)
+        assert {play(first, world).kind, play(second, world).kind} <= {"ok", "refused"}
+
+
+# -- the command -----------------------------------------------------------------------------
+
+
+def test_the_command_plays_and_writes_what_it_found(wrong_cosine, tmp_path, capsys):
+    found = tmp_path / "found.json"
+    options = ["--programs=6", "--seed=2", "--mesh=2", "--mesh=2x2", "--shrink=1"]
+    assert main([*options, f"--out={found}"]) == 1
+    saved = json.loads(found.read_text())
+    assert sum(saved["counts"].values()) == 6
+    assert saved["counts"]["wrong"] == len(saved["failures"]) > 0
+    assert {tuple(f["mesh"]) for f in saved["failures"]} <= {(2,), (2, 2)}
+    printed = capsys.readouterr().out
+    assert "def program(w):" in printed
+    assert "6 programs" in printed
+
+
+def test_the_command_shares_programs_out(capsys):
+    assert main(["--programs=6", "--seed=3", "--part=2/2", "--workers=2"]) == 0
+    assert "3 programs" in capsys.readouterr().out
+
+
+def test_the_command_replays_one_program(capsys):
+    assert main(["--replay=3000001"]) == 0
+    printed = capsys.readouterr().out
+    assert generate(3000001).text in printed
+    assert printed.rstrip().splitlines()[-1].split(":")[0] in ("ok", "refused", "torch-refused")
+
+
+@pytest.mark.parametrize("option", ["--mesh=2y2", "--part=3/2"])
+def test_the_command_says_what_it_cannot_read(option, capsys):
+    with pytest.raises(SystemExit):
+        main([option])
+    assert option.split("=")[1] in capsys.readouterr().err
