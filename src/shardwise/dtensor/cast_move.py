@@ -9,6 +9,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
+from shardwise.dtensor.snapshots import current
 from shardwise.errors import ArgumentError
 
 
@@ -18,7 +19,7 @@ class CastParts(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
         ctx.dtype = x.dtype
-        return type(x).wrap(x._local.to(dtype), autograd.with_dtype(x._layout, dtype))
+        return type(x).wrap(current(x).to(dtype), autograd.with_dtype(x._layout, dtype))
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -67,7 +67,7 @@ def make_entry(
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _returns_argument(written[0]) if op._schema.returns else _returns_nothing
+        entry.finish = _counts_write(layouts[0].grid, written[0] if op._schema.returns else None)
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -189,12 +189,14 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
     return write
 
 
-def _returns_argument(position: int) -> Callable[..., Any]:
-    return lambda result, args, wrap: args[position]
+def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
+    """Returns the argument at `position`, or nothing."""
 
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        grid.num_writes += 1
+        return None if position is None else args[position]
 
-def _returns_nothing(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> None:
-    return None
+    return finish
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
