@@ -26,7 +26,7 @@ from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shap
 from shardwise.dtensor.local_call import apart, is_memory_of, lies_otherwise, relaid
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
-from shardwise.dtensor.snapshots import follow, take_over
+from shardwise.dtensor.snapshots import follow, take_over, write_for_autograd
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
@@ -91,6 +91,8 @@ class Miss:
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.wish)
             except UnsupportedError:
+                if write_for_autograd(op, args):
+                    return args[0]
                 if twin is None or not isinstance(args[0], Wrapped) or args[0]._layout.snapshot:
                     raise
                 add_write_back(key)

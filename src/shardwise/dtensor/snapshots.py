@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,8 +30,56 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import Path, at_path, tensor_paths
 
+aten = torch.ops.aten
+
 #: The attribute of a snapshot that holds its source, and which of the view's results it is.
 SOURCE = "_source"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view op with its arguments, to be taken of a tensor."""
+
+    kind: Any
+    op: Any
+    kwargs: dict[str, Any]
+    rest: Sequence[Any]
+
+    def __call__(self, base: Any) -> Any:
+        return self.kind.__torch_dispatch__(self.op, None, (base, *self.rest), self.kwargs)
+
+    def undo(self, base: Any, value: Any) -> Any:
+        """`base` with `value` where the view is; None where no op does that."""
+        if self.op in _OVERWRITES:
+            return _OVERWRITES[self.op](base, value, *self.rest)
+        if self.op in _REGROUPS:
+            return value.reshape(base.shape)
+        if self.op is aten.permute.default:
+            order = [dim % base.dim() for dim in self.rest[0]]
+            return value.permute([order.index(dim) for dim in range(base.dim())])
+        if self.op in (aten.t.default, aten.transpose.int):
+            return self.op(value, *self.rest)
+        if self.op is aten.unfold.default and self.rest[2] >= self.rest[1]:  # no entry stands twice
+            spread, ones = aten.unfold_backward.default, torch.ones_like(value)
+            there = spread(ones, base.shape, *self.rest) > 0
+            return torch.where(there, spread(value, base.shape, *self.rest), base)
+        return value if self.op in (aten.detach.default, aten.alias.default) else None
+
+
+_OVERWRITES = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+_REGROUPS = frozenset(
+    {
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
 
 
 class Source:
@@ -114,6 +163,18 @@ class Source:
         self.held = [result._local for result in results]
         self._seen = now
 
+    def write(self, value: Any) -> bool:
+        """Write what a snapshot should hold to the memory; whether the view can be undone."""
+        base = self._base if self._above is None else self._above[0].held[self._above[1]]
+        there = type(value).wrap(base, self._layout)
+        whole = self._take.undo(there, value) if isinstance(self._take, View) else None
+        if whole is None:
+            return False
+        if self._above is not None:
+            return self._above[0].write(whole)
+        aten.copy_.default(there, whole)
+        return True
+
     def seen_from(self, x: Any) -> None:
         """The memory is that of `x`, which counts the writes to it."""
         self._seen = self._now(x)
@@ -146,6 +207,22 @@ def current(x: Any) -> torch.Tensor:
     return x._local
 
 
+def write_for_autograd(op: Any, args: Sequence[Any]) -> bool:
+    """Write to a snapshot where torch's autograd does; whether this is such a write.
+
+    The gradient of a write to a view is a copy of the tensor's gradient, which lies where it lies,
+    with the same view of it overwritten. Nobody else knows that view.
+    """
+    node = torch._C._current_autograd_node() if op is aten.copy_.default else None
+    if node is None or not node.name().endswith("CopySlices"):
+        return False
+    known = args[0].__dict__.get(SOURCE)
+    if known is None or len(known[0].held) > 1:
+        return False
+    current(args[0])
+    return bool(known[0].write(args[1]))
+
+
 def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entry: Entry) -> None:
     """Let the snapshots that a planned call reads be current, and those it makes know their source.
 
@@ -154,15 +231,10 @@ def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entr
     read_current(args, entry)
     if any(layout.snapshot for layout in entry.plan.outputs):
         finish = entry.finish or _wraps_one(entry.out)
-        take = functools.partial(_taken, kind, op, kwargs)
         # What is detached is no view, as torch has it, and shares the count.
-        shares = op is torch.ops.aten.detach.default
-        entry.finish = _noting_source(take, finish, shares)
+        shares = op is aten.detach.default
+        entry.finish = _noting_source(functools.partial(View, kind, op, kwargs), finish, shares)
         entry.out = None
-
-
-def _taken(kind: Any, op: Any, kwargs: dict[str, Any], rest: Sequence[Any], base: Any) -> Any:
-    return kind.__torch_dispatch__(op, None, (base, *rest), kwargs)
 
 
 def read_current(args: Sequence[Any], entry: Entry) -> None:
@@ -190,11 +262,11 @@ def _wraps_one(layout: Layout | None) -> Callable[..., Any]:
 
 
 def _noting_source(
-    take: Callable[..., Any], finish: Callable[..., Any], shares: bool
+    view: Callable[[Sequence[Any]], View], finish: Callable[..., Any], shares: bool
 ) -> Callable[..., Any]:
     def noted(local: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         result = finish(local, args, wrap)
-        add_source(result, args[0], functools.partial(take, args[1:]), shares=shares)
+        add_source(result, args[0], view(args[1:]), shares=shares)
         return result
 
     return noted
@@ -207,13 +279,8 @@ def add_source(
     *,
     shares: bool = False,
     counted: bool = False,
-) -> Source | None:
-    """Note that `result`, one snapshot or several, is what `take` makes of `base`.
-
-    What a compiler traces is left alone: it takes views again itself.
-    """
-    if type(getattr(base._local, "_parts", (base._local,))[0]) is not torch.Tensor:
-        return None
+) -> Source:
+    """Note that `result`, one snapshot or several, is what `take` makes of `base`."""
     results = result if isinstance(result, (list, tuple)) else [result]
     source = Source(base, take, [each._local for each in results], shares=shares, counted=counted)
     for number, each in enumerate(results):

@@ -193,9 +193,7 @@ def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
     picked._layout = make_layout(
         lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
     )
-    source = add_source(picked, x, pick)
-    if source is not None:
-        source.counted_by(x.detach())
+    add_source(picked, x, pick).counted_by(x.detach())
     return picked
 
 
