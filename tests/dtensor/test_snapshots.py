@@ -90,7 +90,8 @@ def test_only_a_write_makes_it_communicate_again(mesh):
         row + 1
     assert comm.get_total_counts() == 1
     (event,) = comm.events
-    assert event.implicit and "select" in event.op
+    assert event.implicit
+    assert "select" in event.op
 
 
 def test_several_results_of_one_view_are_current_together(mesh):
