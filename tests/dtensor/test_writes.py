@@ -238,3 +238,105 @@ def test_binary_cross_entropy_is_that_of_one_device(mesh, reduction, weighted):
         found.append((loss.detach(), x.grad))
     for one, many in zip(*found, strict=True):
         torch.testing.assert_close(whole(many), one)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("equation", ["ij->ji", "ij->ij", "...i->...i"])
+def test_an_einsum_that_only_turns_its_operand_is_a_view(mesh, equation, placement):
+    x = lay(torch.zeros(6, 5), mesh, placement)
+    torch.einsum(equation, x).add_(1)
+    assert torch.equal(whole(x), torch.ones(6, 5))
+
+
+@pytest.mark.parametrize(
+    "copied",
+    [
+        lambda x: torch.diag(x.squeeze(-1)),
+        lambda x: torch.diagonal_copy(x, dim1=0, dim2=1),
+        torch.squeeze_copy,
+        lambda x: torch.unsqueeze_copy(x, 0),
+        lambda x: torch.split_copy(x, 1),
+        lambda x: torch.unbind_copy(x),
+        lambda x: torch.select_copy(x, 1, 0),
+        lambda x: torch.slice_copy(x, 0, 0, 9),
+        lambda x: torch.channel_shuffle(x.unsqueeze(1).unsqueeze(1), 1),
+        lambda x: torch.permute_copy(x, (0, 2, 1)),
+    ],
+)
+@pytest.mark.parametrize("rows", [4, 3, 1], ids="{} rows".format)
+def test_a_copy_is_a_copy_where_a_rank_holds_one_entry_too(mesh, copied, rows):
+    x = lay(torch.zeros(rows, 1, 1), mesh, Shard(0))
+    results = copied(x)
+    for result in [results] if isinstance(results, torch.Tensor) else results:
+        result.add_(1)
+        assert (whole(result) != 0).any() or not result.numel()
+    assert not whole(x).any()
+
+
+TURNS = {
+    "transpose_": lambda t: t.transpose_(0, 1),
+    "t_": lambda t: t.t_(),
+    "swapaxes_": lambda t: t.swapaxes_(0, 1),
+    "swapdims_": lambda t: t.swapdims_(0, 1),
+    "unsqueeze_": lambda t: t.unsqueeze_(1),
+    "squeeze_": lambda t: t.unsqueeze_(0).squeeze_(),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("turn", TURNS)
+def test_a_tensor_that_becomes_its_own_view_has_views(mesh, turn, placement):
+    """Gradients and values of views that were taken before, and of the tensor."""
+
+    def run(leaf):
+        x = leaf * 2
+        part, row = x[1:, :2], x[0]
+        TURNS[turn](x)
+        part.mul_(3)
+        x.add_(1)
+        result = (part * part).sum() + (row * row).sum() + (x * x.detach().sin()).sum()
+        result.backward()
+        return [t.detach() for t in (x, part, row, leaf.grad)]
+
+    start = torch.randn(4, 3)
+    expected = run(start.clone().requires_grad_())
+    found = run(lay(start, mesh, placement).requires_grad_())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+def test_a_view_that_becomes_another_view(mesh):
+    def run(leaf, factor):
+        x = leaf * 2
+        part = x[1:]
+        part.t_()
+        part.mul_(factor)
+        (x * x).sum().backward()
+        return x.detach(), leaf.grad
+
+    start, factor = torch.randn(4, 3), torch.randn(3, 3)
+    expected = run(start.clone().requires_grad_(), factor)
+    found = run(lay(start, mesh, Shard(0)).requires_grad_(), lay(factor, mesh, Replicate()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(one), other)
+
+
+def test_turning_a_tensor_is_refused_where_one_device_refuses_it(mesh):
+    leaf = lay(torch.randn(4, 3), mesh, Shard(0)).requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf"):
+        leaf.t_()
+    with pytest.raises(RuntimeError, match="view of a leaf"):
+        leaf[1:].t_()
+
+
+@pytest.mark.parametrize(
+    "placement", [Shard(0), Shard(0, (3, 1, 0, 0)), Shard(1, (0, 2, 0, 1))], ids=repr
+)
+def test_the_gradient_of_a_leaf_that_was_turned_lies_as_it_does(mesh, placement):
+    start, weight = torch.randn(4, 3), torch.randn(3, 4)
+    leaf = lay(start, mesh, placement).requires_grad_()
+    with torch.no_grad():
+        leaf.t_()
+    (leaf * lay(weight, mesh, Replicate())).sum().backward()
+    torch.testing.assert_close(whole(leaf.grad), weight)
+    assert leaf.grad.placements == leaf.placements

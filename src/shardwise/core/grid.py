@@ -30,7 +30,9 @@ class Grid:
         "coordinates",
         "device_type",
         "group_names",
+        "hides_writes",
         "mesh",
+        "num_writes",
         "ranks",
         "shape",
         "world",
@@ -50,6 +52,10 @@ class Grid:
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
+        #: How often tensors of the mesh were written to, and whether some of them share memory but
+        #: not torch's count of writes; the same on every rank. See Note [Snapshots follow].
+        self.num_writes = 0
+        self.hides_writes = False
 
     @property
     def num_axes(self) -> int:

@@ -6,7 +6,8 @@ Layouts whose shape is symbolic (inside torch.compile) are not interned: they ne
 
 Note [Snapshots]
 A view whose input had to move first is a copy, and what is written to it would be lost. Its layout
-is marked as a snapshot, and ops that write refuse it. Nothing else looks at the mark.
+is marked as a snapshot, and ops that write refuse it; ops that read one first ask whether what it
+was copied from has changed (Note [Snapshots follow] in dtensor.snapshots).
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout, normal
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
+from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.strict import forbid_leaf_move
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import UnsupportedError
@@ -95,6 +96,8 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
 
     With `async_op`, the last collective may still run; see comm.pending.
     """
+    if x._layout.snapshot:
+        current(x)
     if async_op and type(x._local) is torch.Tensor:
         return _move_apart(x, target, own=own)
     symbolic = target.symbolic or x._layout.symbolic
@@ -227,7 +230,8 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         for found, own in zip(grad.placements, layout.placements, strict=True)
     )
     if grad.placements == target and grad._layout.order == layout.order:
-        return None
+        # Nobody writes to what a formula took a view of; but someone may write to the gradient.
+        return grad.clone() if grad._layout.snapshot else None
     wanted = grad._layout.with_placements(target, layout.order)
     if watch.strict:
         forbid_leaf_move(grad._layout, wanted)

@@ -9,6 +9,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor import autograd
+from shardwise.dtensor.snapshots import current
 from shardwise.errors import ArgumentError
 
 
@@ -19,7 +20,7 @@ class CastParts(UntracedFunction):
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
         ctx.dtype = x.dtype
         layout = autograd.with_dtype(autograd.own_entries(x._layout), dtype)
-        return type(x).wrap(x._local.to(dtype), layout)
+        return type(x).wrap(current(x).to(dtype), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

@@ -11,6 +11,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import wraps_all
+from shardwise.dtensor.wrapped import Wrapped
 from shardwise.rules.propagate import CallPlan
 
 aten = torch.ops.aten
@@ -86,5 +87,8 @@ def _written(result: Any, args: Any, wrap: Any) -> None:
 
 def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Count a write to each: torch does so only for the plain tensors that a foreach op reaches."""
+    for tensor in tensors:
+        if isinstance(tensor, Wrapped):
+            tensor._layout.grid.num_writes += 1
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(tensors)

@@ -19,6 +19,7 @@ from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import at_path, mover, on_one_mesh, tensor_paths
+from shardwise.dtensor.snapshots import read_current
 from shardwise.errors import ArgumentError, ReplicationWarning
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
@@ -136,6 +137,7 @@ def run_gathered(
 ) -> Any:
     """Run a call that no rule covers on whole tensors. Nothing is remembered of it."""
     entry = whole_entry(op, layouts)
+    read_current(layouts, entry)
     _tell(op, entry)
     written = written_inputs(plain_op(op))
     if entry.move is not None:

@@ -15,6 +15,7 @@ from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.dtensor.strict import forbid_sent
 from shardwise.redistribute.execute import in_memory_order
+from shardwise.rules.catalog import copies_view
 from shardwise.rules.positional import Positional
 from shardwise.rules.propagate import CallPlan
 from shardwise.rules.refused import refused_alike
@@ -37,7 +38,10 @@ def local_call(
     if _runs_other_ops(op, plan):
         call = without_autocast(call)
     call = refused_alike(op, plan.inputs, call)
-    return relaid(call, plan.outputs) if op in _LAID_OTHERWISE else call
+    if op in _LAID_OTHERWISE:
+        return relaid(call, plan.outputs)
+    # What runs in place of an op that copies a view may be a view.
+    return apart(call) if plan.local is not None and copies_view(op) else call
 
 
 def lies_otherwise(result: Any, outputs: Sequence[Layout]) -> bool:
@@ -86,6 +90,39 @@ def relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[...,
             else part
             for part in result
         )
+
+    return run
+
+
+def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
+    """Whether a result is memory of an operand: a kernel may skip a copy where a part is small.
+
+    What is traced is not asked: a graph returns what it was told to return.
+    """
+    held = {part.untyped_storage()._cdata for part in _plain_parts(operands)}
+    found = [result] if isinstance(result, torch.Tensor) else result
+    return any(part.untyped_storage()._cdata in held for part in _plain_parts(found))
+
+
+def _plain_parts(values: Any) -> Iterator[torch.Tensor]:
+    for value in values if isinstance(values, (list, tuple)) else ():
+        if isinstance(value, torch.Tensor):
+            for part in getattr(value, "_parts", (value,)):
+                if type(part) is torch.Tensor and part.layout is torch.strided:
+                    yield part
+        else:
+            yield from _plain_parts(value)
+
+
+def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with results in memory of their own."""
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        result = call(*operands, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.clone()
+        found = [x.clone() if isinstance(x, torch.Tensor) else x for x in result]
+        return found if isinstance(result, list) else tuple(found)
 
     return run
 

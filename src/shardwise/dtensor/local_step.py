@@ -30,6 +30,7 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout, make_layout
+from shardwise.dtensor.foreach import count_writes
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.reduced import is_partial
 from shardwise.dtensor.tensor import DTensor
@@ -207,7 +208,7 @@ class _Lending:
             share = loan.shares[0]
             if len(share) != len(loan.lent) or not all(map(is_, share.values(), loan.lent)):
                 _adopt(loan, optimizer.state[loan.parameter])
-        torch.autograd.graph.increment_version([loan.parameter for loan in self.current])
+        count_writes([loan.parameter for loan in self.current])
         own = {"state", "param_groups"}
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         if len(self.loans) > len(self.current):

@@ -23,9 +23,10 @@ from shardwise.dtensor.fallback import kernels_above, parts_of
 from shardwise.dtensor.fixed_sizes import fix_sizes
 from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
-from shardwise.dtensor.local_call import lies_otherwise, relaid
+from shardwise.dtensor.local_call import apart, is_memory_of, lies_otherwise, relaid
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.snapshots import follow, take_over, write_for_autograd
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
@@ -90,10 +91,13 @@ class Miss:
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.wish)
             except UnsupportedError:
+                if write_for_autograd(op, args):
+                    return args[0]
                 if twin is None or not _may_write_back(args[0]):
                     raise
                 add_write_back(key)
                 return _write_back(twin, args, kwargs)
+        follow(self.kind, op, layouts, kwargs, entry)
         add_entry(key, entry)
         return self._run(entry, first=True)
 
@@ -106,9 +110,13 @@ class Miss:
         for layout in entry.plan.outputs:
             if layout.symbolic:
                 settle_ones(layout.shape)
-        if first and not _shares_memory(self.op) and lies_otherwise(local, entry.plan.outputs):
-            entry.call = relaid(entry.call, entry.plan.outputs)
-            local = relaid(lambda: local, entry.plan.outputs)()
+        if first and not _shares_memory(self.op):
+            if lies_otherwise(local, entry.plan.outputs):
+                entry.call = relaid(entry.call, entry.plan.outputs)
+                local = relaid(lambda: local, entry.plan.outputs)()
+            if is_memory_of(local, self.operands):
+                entry.call = apart(entry.call)
+                local = apart(lambda: local)()
         if entry.out is not None:
             return self.kind.wrap(local, entry.out)
         assert entry.finish is not None, "an entry either has one output or knows how to finish"
@@ -126,7 +134,7 @@ def _noted(operand: Any) -> Any:
 
 def _shares_memory(op: Any) -> bool:
     """Whether what the op returns is, or may be, memory of its arguments."""
-    return is_view(op) or bool(written_inputs(op))
+    return is_view(op) or bool(written_inputs(op)) or op is aten._unsafe_view.default
 
 
 def _is_by_value(op: Any) -> bool:
@@ -145,7 +153,7 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         raise UnsupportedError(unsupported(op, [x._layout], [0]))
     with torch._C._DisableTorchDispatch():
         op(*args, **kwargs)  # the wrapper's own shape
-    x._local, x._layout = view._local, view._layout
+    take_over(x, view)
     return x
 
 
@@ -178,7 +186,7 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
     try:
         result = parts(*args, **kwargs)
         if result is not NotImplemented:
-            return result
+            return result if _may_return_views(plain_op(op)) else _apart(result, args)
     except NotImplementedError as error:
         if op in FUSED_STEPS or (
             isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
@@ -187,6 +195,26 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         cause = error
     layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause
+
+
+def _may_return_views(op: Any) -> bool:
+    """Whether views are what one device returns; a composite op, whatever its schema says."""
+    if _shares_memory(op) or not isinstance(op, torch._ops.OpOverload):
+        return True
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd.name
+    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+
+
+def _apart(result: Any, args: Sequence[Any]) -> Any:
+    """What an op returns that returns no views: its parts may be views, on some ranks or on all."""
+    if isinstance(result, (list, tuple)):
+        found = [_apart(each, args) for each in result]
+        return found if isinstance(result, list) else tuple(found)
+    if isinstance(result, Wrapped) and not any(result is arg for arg in args):
+        held = [x._local for a in args for x in _listed(a) if isinstance(x, Wrapped)]
+        if result._layout.snapshot or is_memory_of(result._local, held):
+            return result.clone()
+    return result
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -49,6 +49,7 @@ def _reduction_follows(op: Any, position: int) -> Callable[..., Any]:
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         tensor = args[position]
+        tensor._layout.grid.num_writes += 1
         known = recall(tensor)
         if known is not None:
             reduced = wrap(known[0].clone(), known[1])
@@ -79,6 +80,7 @@ def _through_reduction(
 
     def finish(result: torch.Tensor, tensors: Sequence[Any], wrap: Any) -> Any:
         tensor = tensors[position]
+        tensor._layout.grid.num_writes += 1
         tensor._local.copy_(back(result))
         remember(tensor, result, whole, writing=True)
         return tensor

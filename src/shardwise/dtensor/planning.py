@@ -67,11 +67,13 @@ def make_entry(
     runs_op = binding is None and plan.local is None and isinstance(op, torch._ops.OpOverload)
     if runs_op and not symbolic:
         binding = fastest(op, args, kwargs)
+    if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
+        binding = torch.Tensor.reshape  # what was copied may lie otherwise than the global strides
     entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
     if written and plan.local is not None:
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _returns_argument(written[0]) if op._schema.returns else _returns_nothing
+        entry.finish = _counts_write(layouts[0].grid, written[0] if op._schema.returns else None)
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -211,12 +213,14 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
     return write
 
 
-def _returns_argument(position: int) -> Callable[..., Any]:
-    return lambda result, args, wrap: args[position]
+def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
+    """Returns the argument at `position`, or nothing."""
 
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        grid.num_writes += 1
+        return None if position is None else args[position]
 
-def _returns_nothing(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> None:
-    return None
+    return finish
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:

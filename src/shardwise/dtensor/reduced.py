@@ -58,6 +58,10 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
 
 
 def _versions(tensor: Any) -> list[int]:
-    """Ops on the DTensor or its views count on the wrapper, those on its local tensor on that."""
-    local = tensor._local
-    return [tensor._version, *(part._version for part in getattr(local, "_parts", (local,)))]
+    """Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
+
+    Those on another DTensor of the same memory, such as `x.data`, count for the mesh.
+    """
+    local, grid = tensor._local, tensor._layout.grid
+    parts = (part._version for part in getattr(local, "_parts", (local,)))
+    return [tensor._version, grid.num_writes if grid.hides_writes else 0, *parts]

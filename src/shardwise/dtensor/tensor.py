@@ -30,7 +30,7 @@ from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.symbols import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dtensor import autograd, doors, torch_checkpoint, traced_views
+from shardwise.dtensor import autograd, doors, snapshots, torch_checkpoint, traced_views
 from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.cast_move import redistribute_as
 from shardwise.dtensor.entries import Entry, entries
@@ -207,6 +207,14 @@ class DTensor(Wrapped):
             self.__dict__["_hooked"] = self.register_hook(hook)
         return self
 
+    @untraced
+    def _get_data(self) -> Any:
+        """`x.data`: the same memory; writes to it are counted apart."""
+        found = _data.__get__(self)
+        if isinstance(found, DTensor):
+            snapshots.counts_apart(found, self)
+        return found
+
     @breaks_graph
     def _set_data(self, value: Any) -> None:
         """`x.data = value`: this tensor holds what `value` holds, and lies as it does."""
@@ -216,7 +224,7 @@ class DTensor(Wrapped):
                 "distribute_tensor(x, mesh, placements)."
             )
         _data.__set__(self, value)  # the wrapper's own shape and dtype
-        self._local, self._layout = value._local, value._layout
+        snapshots.hold_same(self, value)
         hook = self.__dict__.pop("_hooked", None)
         if hook is not None:  # it knows how the gradient lay before
             hook.remove()
@@ -226,7 +234,7 @@ class DTensor(Wrapped):
     def _set_requires_grad(self, mode: bool) -> None:
         self.requires_grad_(mode)
 
-    data = property(_data.__get__, _set_data)
+    data = property(_get_data, _set_data)
     requires_grad = property(_requires_grad.__get__, _set_requires_grad)
 
     # -- what it is --------------------------------------------------------------------------
@@ -290,7 +298,7 @@ class DTensor(Wrapped):
             f"DTensor(shape={tuple(self.shape)}, dtype={self.dtype}, "
             f"placements={short(layout.placements)}{layout.other_order()} on {layout.grid!r}"
             f"{grad},\n"
-            f"local={self._local!r})"
+            f"local={snapshots.current(self)!r})"
         )
 
     def __format__(self, spec: str) -> str:
@@ -374,6 +382,8 @@ class DTensor(Wrapped):
         if is_exported():
             return exported_to_local(self, grad_placements)
         layout = self._layout
+        if layout.snapshot:
+            snapshots.current(self)
         if not (torch.is_grad_enabled() and self.requires_grad):
             return sized_copy(self._local, True)
         if grad_placements is None:
@@ -432,7 +442,9 @@ class DTensor(Wrapped):
     @untraced
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         local = self._local
-        if type(local) is _Tensor:
+        if self._layout.snapshot:
+            snapshots.current(self)
+        elif type(local) is _Tensor:
             # Guards ask twice for each input of each call.
             parts = plain_parts.get(self._layout)
             if parts is not None:
@@ -510,7 +522,7 @@ class DTensor(Wrapped):
     # -- torch.distributed.checkpoint --------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return torch_checkpoint.write_items(fqn, self._local.detach(), self._layout)
+        return torch_checkpoint.write_items(fqn, snapshots.current(self).detach(), self._layout)
 
     def __create_chunk_list__(self) -> list[Any]:
         return torch_checkpoint.chunk_list(self._local.detach(), self._layout)
@@ -527,8 +539,7 @@ class DTensor(Wrapped):
             raise LeafError(
                 "Only leaf tensors can be deep-copied (as with torch.Tensor): detach() it first."
             )
-        layout = autograd.own_entries(self._layout)
-        copied = DTensor.wrap(self._local.detach().clone(), layout)
+        copied = snapshots.deep_copied(self, memo)
         copied.__dict__.update(copy.deepcopy(_lasting(self.__dict__), memo))
         copied.requires_grad_(self.requires_grad)
         if self.grad is not None:
@@ -537,7 +548,7 @@ class DTensor(Wrapped):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        state = packed(self._local.detach(), self._layout)
+        state = packed(snapshots.current(self).detach(), self._layout)
         return _unpickle, (*state, self.requires_grad, _lasting(self.__dict__))
 
 
@@ -546,7 +557,8 @@ install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
     """The attributes that belong to a copy too: not hooks, not what is remembered of a value."""
-    return {k: v for k, v in attributes.items() if k not in ("_hooked", "_reduced")}
+    passing = ("_hooked", "_reduced", snapshots.SOURCE)
+    return {k: v for k, v in attributes.items() if k not in passing}
 
 
 def _unpickle(

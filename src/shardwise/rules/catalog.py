@@ -160,6 +160,11 @@ def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return getattr(packet, op._schema.overload_name or "default", None)
 
 
+def copies_view(op: Any) -> bool:
+    """Whether the op returns a copy of a view."""
+    return isinstance(op, torch._ops.OpOverload) and view_twin(op) is not None
+
+
 def written_inputs(op: Any) -> tuple[int, ...]:
     """The positions of the arguments that the op writes to."""
     if not isinstance(op, torch._ops.OpOverload):

@@ -12,7 +12,7 @@ from shardwise.core.chunks import lengths
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Shard
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.rules.views import Cut, Link, link_choices, unchanged, view
+from shardwise.rules.views import Cut, Link, link_choices, reordered_choices, unchanged, view
 
 aten = torch.ops.aten
 
@@ -46,7 +46,7 @@ def _diagonal_choices(call: Call) -> Iterator[Choice]:
     """Each rank keeps what lies in its rows or columns, so that a diagonal never communicates."""
     ndim = call.inputs[0].ndim
     around = _around_diagonal(call, ndim)
-    yield from link_choices(call, [Link(d, i) for i, d in enumerate(around)])
+    yield from reordered_choices(call, [Link(d, i) for i, d in enumerate(around)])
     rows, columns = _diagonal_dims(call, ndim)
     offset, count = call.argument("offset"), call.outputs[0].shape[-1]
     for cut, first, sign in ((rows, max(0, -offset), 1), (columns, max(0, offset), -1)):
@@ -130,17 +130,26 @@ RULES: Table = table(
         links=_embedded,
         text="... [k] -> [m] [n] ...",
         shape="input_sizes",
+        choices=link_choices,
     ),
-    view(aten.diag_embed.default, links=_embedded, text="... [k] -> [m] [n] ..."),
+    view(
+        aten.diag_embed.default,
+        links=_embedded,
+        text="... [k] -> [m] [n] ...",
+        choices=link_choices,
+    ),
     view(aten.unfold.default, links=_windows, text="... [n] -> ... [w] [k]"),
     view(
         aten.unfold_backward.default,
         links=_windows_back,
         text="... [w] [k] -> ... [n]",
         shape="input_sizes",
+        choices=link_choices,
     ),
-    view(aten.view_as_real.default, links=unchanged, text="... -> ... [2]"),
-    view(aten.view_as_complex.default, links=_but_last, text="... [2] -> ..."),
+    view(aten.view_as_real.default, links=unchanged, text="... -> ... [2]", choices=link_choices),
+    view(
+        aten.view_as_complex.default, links=_but_last, text="... [2] -> ...", choices=link_choices
+    ),
     ((aten._conj.default,), Rule(_conjugate_choices, "... -> ...")),
     ((aten._neg_view.default,), Rule(_negative_choices, "... -> ...")),
 )

@@ -15,8 +15,8 @@ import torch
 
 from shardwise.core.chunks import Size, divides, equal, lengths, smaller, surely_equal
 from shardwise.core.layout import shard_with
-from shardwise.core.placements import Shard
-from shardwise.rules.notation import linear_choices
+from shardwise.core.placements import Partial, Shard
+from shardwise.rules.notation import averages_too, linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 
 aten = torch.ops.aten
@@ -49,6 +49,14 @@ def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
         else:
             yield from _run_choices(call, links, link)
     yield from linear_choices(call, ((0,),))
+
+
+def reordered_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    """`link_choices` of an op that only says where entries stand: every reduction passes it."""
+    yield from link_choices(call, links)
+    placed = call.placed[0] if call.placed else None
+    if isinstance(placed, Partial) and placed.reduce_op not in averages_too(call.inputs[0]):
+        yield Choice((placed,), (placed,) * len(call.outputs))
 
 
 def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choice]:
@@ -196,7 +204,7 @@ def _squeeze_choices(call: Call) -> Iterator[Choice]:
     dropped = [d for d in sorted(chosen) if equal(shape[d], 1)]
     kept = [d for d in range(ndim) if d not in dropped]
     local = LocalCall(Squeeze(tuple(dropped)))
-    for choice in link_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
+    for choice in reordered_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
         yield replace(choice, local=local)
 
 
@@ -286,10 +294,10 @@ def _slice_choices(call: Call) -> Iterator[Choice]:
     at = call.argument("dim") % call.inputs[0].ndim
     size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
     if surely_equal(size, count):
-        for choice in link_choices(call, unchanged(call)):
+        for choice in reordered_choices(call, unchanged(call)):
             yield replace(choice, local=_WHOLE_VIEW)
         return
-    yield from link_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
+    yield from reordered_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
     cut = slice_cut(call, at, size, count)
     if cut is None:
         return
@@ -305,12 +313,14 @@ def unchanged(call: Call) -> list[Link]:
 
 
 def view(
-    *ops: Any, links: Callable[[Call], Sequence[Link]], text: str, shape: str | None = None
+    *ops: Any,
+    links: Callable[[Call], Sequence[Link]],
+    text: str,
+    shape: str | None = None,
+    choices: Callable[[Call, Sequence[Link]], Iterator[Choice]] = reordered_choices,
 ) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table. `shape` names the argument that holds the output's shape."""
-    return ops, Rule(
-        lambda call: link_choices(call, links(call)), text, {shape: 0} if shape else {}
-    )
+    return ops, Rule(lambda call: choices(call, links(call)), text, {shape: 0} if shape else {})
 
 
 RULES: Table = table(

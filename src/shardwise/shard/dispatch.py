@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from shardwise.comm.ranks import one_for_all
+from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.rules.catalog import find_rule
@@ -44,10 +45,12 @@ def dispatch(
     plain: dict[int, ShardedTensor] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, kind):
-            leaves[place] = DTensor.wrap(leaf._local, leaf._layout)
+            leaves[place] = DTensor.wrap(snapshots.current(leaf), leaf._layout)
             plain[id(leaves[place])] = leaf
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     results, shape = tree_flatten(func(*new_args, **new_kwargs))
+    for result in results:
+        snapshots.belongs_to(result, first)
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
 
 
@@ -103,7 +106,9 @@ def _rewrapped(result: Any, first: ShardedTensor, plain: dict[int, ShardedTensor
         and layout.placements == model.placements
         and layout.shape == model.shape
     ):
-        return type(first).over(result._local, first._tiling, layout, like=first)
+        found = type(first).over(result._local, first._tiling, layout, like=first)
+        snapshots.take_over(found, result)
+        return found
     return result
 
 
@@ -138,4 +143,5 @@ def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]
     whole = torch.empty(x._tiling.shape, dtype=x.dtype, device=x._tiling.grid.device_type)
     op(whole, *args[1:], **kwargs)
     x._local.copy_(cut_whole(whole, x._tiling))
+    x._layout.grid.num_writes += 1
     return x

@@ -6,7 +6,7 @@ They are the same on every rank, so they count as replicated inside; see Note [A
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.reduced import reduced_layout
+from shardwise.dtensor.snapshots import add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.wrapped import as_layouts
 from shardwise.errors import UnsupportedError
@@ -73,7 +74,8 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
         return x.narrow(dim, int(start), length)
     first = torch.where(start < 0, start + x.shape[dim], start)
     with implicit_replication():
-        return _snapshot(x.index_select(dim, first + torch.arange(length, device=x.device)))
+        places = first + torch.arange(length, device=x.device)
+        return _snapshot(x, lambda whole: whole.index_select(dim, places))
 
 
 def broadcast_tensors(tensors: Any) -> Any:
@@ -182,15 +184,17 @@ def stft(
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
-    return _snapshot(as_strided_copy(x, size, stride, storage_offset))
+    return _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
 
 
-def _snapshot(picked: Any) -> Any:
-    """What stands for a view and is a copy: a write to it is refused."""
+def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
+    """What stands for a view and is a copy: it follows `x`, and a write to it is refused."""
+    picked = pick(x)
     lo = picked._layout
     picked._layout = make_layout(
         lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
     )
+    add_source(picked, x, pick).counted_by(x.detach())
     return picked
 
 

@@ -98,6 +98,9 @@ def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     letters = spelled(equation, [t.shape for t in tensors]) if distributed else None
     if letters is None:
         return aten.einsum.default.decompose(equation, tensors, path=path)
+    inputs, output = split_equation(letters)
+    if len(inputs) == 1 and len(inputs[0]) == len(output):
+        return tensors[0].permute([inputs[0].index(letter) for letter in output])  # a view
     return contracted(letters, *tensors)
 
 

@@ -17,6 +17,7 @@ from shardwise.dtensor.above_autograd import (
     composites,
     einsum,
     embedding,
+    in_place_views,
     linear,
     losses,
     matmul,
@@ -50,7 +51,7 @@ def register_kernels() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
     for _, kernel in _KERNELS:
         untraced(kernel)
-    for name, kernel in (*_KERNELS, *composites.kernels()):
+    for name, kernel in (*_KERNELS, *composites.kernels(), *in_place_views.KERNELS):
         packet, _, overload = name.partition(".")
         kernels_above[getattr(getattr(torch.ops.aten, packet), overload or "default")] = kernel
         _library.impl(name, kernel, "AutogradPrivateUse3")

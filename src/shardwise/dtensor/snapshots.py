@@ -1,0 +1,349 @@
+"""What a snapshot is a copy of, and how it follows what is written there.
+
+Note [Snapshots follow]
+A view whose input had to move is a copy. One device would have a view: what is written to the
+tensor later is read in it. So a snapshot keeps a `Source`: the memory it was copied from and the
+view. An op that reads a snapshot first asks whether the memory was written to since, and takes the
+view again if so; that moves what the view moved, and is counted and forbidden like it.
+
+All ranks must give the same answer, or some would wait for the others. So nobody looks at local
+tensors: torch counts the writes to a tensor and all its views, a count that a snapshot shares.
+Where torch shares no count (`x.data`, deep copies, inference mode), every write to any tensor of
+the mesh counts. What is written to the tensor that `to_local` gave out is not seen here.
+
+Plans of calls without snapshots know nothing of this: the mark is in the layout, so others are
+planned with the question in front (`follow`).
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm.local_tensor import LocalTensor
+from shardwise.core.layout import Layout
+from shardwise.dtensor.entries import Entry
+from shardwise.dtensor.planning import Path, at_path, tensor_paths
+
+aten = torch.ops.aten
+
+#: The attribute of a snapshot that holds its source, and which of the view's results it is.
+SOURCE = "_source"
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A view op with its arguments, to be taken of a tensor."""
+
+    kind: Any
+    op: Any
+    kwargs: dict[str, Any]
+    rest: Sequence[Any]
+
+    def __call__(self, base: Any) -> Any:
+        return self.kind.__torch_dispatch__(self.op, None, (base, *self.rest), self.kwargs)
+
+    def undo(self, base: Any, value: Any) -> Any:
+        """`base` with `value` where the view is; None where no op does that."""
+        if self.op in _OVERWRITES:
+            return _OVERWRITES[self.op](base, value, *self.rest)
+        if self.op in _REGROUPS:
+            return value.reshape(base.shape)
+        if self.op is aten.permute.default:
+            order = [dim % base.dim() for dim in self.rest[0]]
+            return value.permute([order.index(dim) for dim in range(base.dim())])
+        if self.op in (aten.t.default, aten.transpose.int):
+            return self.op(value, *self.rest)
+        if self.op is aten.unfold.default and self.rest[2] >= self.rest[1]:  # no entry stands twice
+            spread, ones = aten.unfold_backward.default, torch.ones_like(value)
+            there = spread(ones, base.shape, *self.rest) > 0
+            return torch.where(there, spread(value, base.shape, *self.rest), base)
+        return value if self.op in (aten.detach.default, aten.alias.default) else None
+
+
+_OVERWRITES = {
+    aten.select.int: aten.select_scatter.default,
+    aten.slice.Tensor: aten.slice_scatter.default,
+    aten.diagonal.default: aten.diagonal_scatter.default,
+}
+_REGROUPS = frozenset(
+    {
+        aten.view.default,
+        aten.unsqueeze.default,
+        aten.squeeze.default,
+        aten.squeeze.dim,
+        aten.squeeze.dims,
+    }
+)
+
+
+class Source:
+    """The memory that snapshots were copied from, the view, and its results as they are known."""
+
+    __slots__ = (
+        "_above",
+        "_base",
+        "_clock",
+        "_counted",
+        "_layout",
+        "_seen",
+        "_shares",
+        "_take",
+        "held",
+    )
+
+    #: The local tensor that was copied; None where that is itself a snapshot's.
+    _base: torch.Tensor | None
+    #: Of a view of a snapshot: the source of that one, and its number there.
+    _above: tuple[Source, int] | None
+    #: A tensor that shares its count of writes with the memory, where a snapshot may not.
+    _clock: torch.Tensor | None
+    #: Whether that, or each snapshot, surely shares it; a view does.
+    _shares: bool
+    #: Whether only the writes to all tensors of the mesh tell.
+    _counted: bool
+    #: What `_now` said when the view was taken.
+    _seen: tuple[int, int]
+    #: The local tensors of the results.
+    held: list[torch.Tensor]
+
+    def __init__(
+        self,
+        base: Any,
+        take: Callable[[Any], Any],
+        held: Sequence[torch.Tensor],
+        *,
+        shares: bool = False,
+        counted: bool = False,
+    ) -> None:
+        self._layout: Layout = base._layout
+        # Not the tensor itself, whose history would live as long as its snapshots.
+        self._above = base.__dict__.get(SOURCE)
+        self._base = base._local if self._above is None else None
+        self._take, self.held = take, list(held)
+        self._clock, self._shares = None, shares
+        self._counted = counted or base.is_inference()
+        self._seen = self._now(base)
+
+    def _now(self, x: Any) -> tuple[int, int]:
+        """How often the memory was written to, and all tensors of the mesh, as `x` knows it."""
+        x = self._clock if self._clock is not None else x
+        return 0 if self._counted else x._version, self._layout.grid.num_writes
+
+    def refresh(self, x: Any) -> None:
+        """Take the view again if the memory was written to; `x` is one of the snapshots."""
+        now = self._now(x)
+        if now == self._seen:
+            return
+        # A view that was taken inside of another op has a count of its own.
+        shares = self._shares or x._is_view()
+        hidden = not shares or self._counted or self._layout.grid.hides_writes
+        if self._is_stale(now, shares, hidden):
+            self._refresh(now, shares, hidden, type(x).wrap)
+
+    def _is_stale(self, now: tuple[int, int], shares: bool, hidden: bool) -> bool:
+        return (shares and now[0] != self._seen[0]) or (hidden and now[1] != self._seen[1])
+
+    def _refresh(
+        self, now: tuple[int, int], shares: bool, hidden: bool, wrap: Callable[..., Any]
+    ) -> None:
+        base = self._base
+        if self._above is not None:
+            source, number = self._above
+            if source._is_stale(now, shares, hidden):
+                source._refresh(now, shares, hidden, wrap)
+            base = source.held[number]
+        taken = self._take(wrap(base, self._layout))
+        results = taken if isinstance(taken, (list, tuple)) else [taken]
+        self.held = [result._local for result in results]
+        self._seen = now
+
+    def write(self, value: Any) -> bool:
+        """Write what a snapshot should hold to the memory; whether the view can be undone."""
+        base = self._base if self._above is None else self._above[0].held[self._above[1]]
+        there = type(value).wrap(base, self._layout)
+        whole = self._take.undo(there, value) if isinstance(self._take, View) else None
+        if whole is None:
+            return False
+        if self._above is not None:
+            return self._above[0].write(whole)
+        aten.copy_.default(there, whole)
+        return True
+
+    def seen_from(self, x: Any) -> None:
+        """The memory is that of `x`, which counts the writes to it."""
+        self._seen = self._now(x)
+
+    def counted_by(self, clock: torch.Tensor) -> None:
+        """Writes to the memory are counted by `clock`, and not by the snapshot."""
+        self._clock, self._shares = clock, True
+        self._seen = self._now(clock)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Source:
+        """The same of copied memory, to which torch counts no writes for copies of views."""
+        copied = object.__new__(Source)
+        memo[id(self)] = copied
+        copied._layout, copied._take = self._layout, self._take
+        copied._base = None if self._base is None else copied_parts(self._base, memo)
+        copied._above = copy.deepcopy(self._above, memo)
+        copied._clock, copied._shares, copied._counted = None, False, True
+        copied._seen = (0, self._layout.grid.num_writes)
+        copied.held = [copied_parts(local, memo) for local in self.held]
+        return copied
+
+
+def current(x: Any) -> torch.Tensor:
+    """The local tensor of `x`, which holds what its source holds now."""
+    known = x.__dict__.get(SOURCE)
+    if known is not None:
+        source, number = known
+        source.refresh(x)
+        x._local = source.held[number]
+    return x._local
+
+
+def write_for_autograd(op: Any, args: Sequence[Any]) -> bool:
+    """Write to a snapshot where torch's autograd does; whether this is such a write.
+
+    The gradient of a write to a view is a copy of the tensor's gradient, which lies where it lies,
+    with the same view of it overwritten. Nobody else knows that view.
+    """
+    node = torch._C._current_autograd_node() if op is aten.copy_.default else None
+    if node is None or not node.name().endswith("CopySlices"):
+        return False
+    known = args[0].__dict__.get(SOURCE)
+    if known is None or len(known[0].held) > 1:
+        return False
+    current(args[0])
+    return bool(known[0].write(args[1]))
+
+
+def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entry: Entry) -> None:
+    """Let the snapshots that a planned call reads be current, and those it makes know their source.
+
+    `args` has layouts in place of tensors.
+    """
+    read_current(args, entry)
+    if any(layout.snapshot for layout in entry.plan.outputs):
+        finish = entry.finish or _wraps_one(entry.out)
+        # What is detached is no view, as torch has it, and shares the count.
+        shares = op is aten.detach.default
+        entry.finish = _noting_source(functools.partial(View, kind, op, kwargs), finish, shares)
+        entry.out = None
+
+
+def read_current(args: Sequence[Any], entry: Entry) -> None:
+    """Let the snapshots that a planned call reads be current."""
+    paths = [p for p in tensor_paths(args) if getattr(at_path(args, p), "snapshot", False)]
+    if paths:
+        entry.move = _current_first(paths, entry.move)
+
+
+def _current_first(
+    paths: Sequence[Path], move: Callable[[list[Any], Sequence[Any]], None] | None
+) -> Callable[[list[Any], Sequence[Any]], None]:
+    def moved(operands: list[Any], args: Sequence[Any]) -> None:
+        for path in paths:
+            place = operands if len(path) == 1 else operands[path[0]]
+            place[path[-1]] = current(at_path(args, path))
+        if move is not None:
+            move(operands, args)
+
+    return moved
+
+
+def _wraps_one(layout: Layout | None) -> Callable[..., Any]:
+    return lambda local, args, wrap: wrap(local, layout)
+
+
+def _noting_source(
+    view: Callable[[Sequence[Any]], View], finish: Callable[..., Any], shares: bool
+) -> Callable[..., Any]:
+    def noted(local: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        result = finish(local, args, wrap)
+        add_source(result, args[0], view(args[1:]), shares=shares)
+        return result
+
+    return noted
+
+
+def add_source(
+    result: Any,
+    base: Any,
+    take: Callable[[Any], Any],
+    *,
+    shares: bool = False,
+    counted: bool = False,
+) -> Source:
+    """Note that `result`, one snapshot or several, is what `take` makes of `base`."""
+    results = result if isinstance(result, (list, tuple)) else [result]
+    source = Source(base, take, [each._local for each in results], shares=shares, counted=counted)
+    for number, each in enumerate(results):
+        each.__dict__[SOURCE] = source, number
+    return source
+
+
+def belongs_to(result: Any, base: Any) -> None:
+    """`result` was taken of a stand-in for `base`."""
+    known = getattr(result, "__dict__", {}).get(SOURCE)
+    if known is not None:
+        known[0].seen_from(base)
+
+
+def take_over(x: Any, other: Any) -> None:
+    """`x` is what `other` is from now on."""
+    x._local, x._layout = other._local, other._layout
+    known = other.__dict__.get(SOURCE)
+    if known is not None:
+        x.__dict__[SOURCE] = known
+    else:
+        x.__dict__.pop(SOURCE, None)
+
+
+def hold_same(x: Any, value: Any) -> None:
+    """`x` gets the memory of `value`; each counts the writes to its own."""
+    if SOURCE in value.__dict__:
+        held = value.detach()
+        add_source(held, value, _itself, counted=True)
+        value = held
+    value._layout.grid.hides_writes = True
+    take_over(x, value)
+
+
+def counts_apart(data: Any, x: Any) -> None:
+    """`data` has the memory of `x`, and counts the writes to its own."""
+    x._layout.grid.hides_writes = True
+    known = data.__dict__.get(SOURCE)
+    if known is not None:
+        known[0].counted_by(x.detach())
+
+
+def _itself(x: Any) -> Any:
+    return x
+
+
+def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
+    """`x` in memory of its own, which copies of its views share if they are copied with it."""
+    local, known = current(x), x.__dict__.get(SOURCE)
+    copied = type(x).wrap(copied_parts(local, memo), x._layout)
+    if known is not None:
+        source, number = copied.__dict__[SOURCE] = copy.deepcopy(known, memo)
+        copied._local = source.held[number]
+    if x._is_view():
+        x._layout.grid.hides_writes = True
+    return copied
+
+
+def copied_parts(local: Any, memo: dict[int, Any]) -> Any:
+    """A deep copy of a local tensor: what shared memory before shares it after."""
+    if isinstance(local, LocalTensor):
+        parts = [copied_parts(part, memo) for part in local._parts]
+        return LocalTensor(parts, local._roster)
+    if type(local) is not torch.Tensor:
+        return local.detach().clone()
+    return copy.deepcopy(local.detach(), memo)
