@@ -11,7 +11,7 @@ import shardwise
 from shardwise import LayoutError, LocalTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import SGD, EmbeddingBagCollection, Table
-from shardwise.errors import BatchError
+from shardwise.errors import BatchError, UnsupportedError
 from shardwise.parallel import (
     data_parallel,
     parallelize_module,
@@ -290,3 +290,11 @@ def test_a_collection_that_is_not_sharded_takes_one_batch():
         batch = shardwise.embedding.Jagged(["f"], ids, lengths=lengths)
         with pytest.raises(BatchError, match=r"not sharded .*'data_parallel'"):
             tables(batch)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_reduced_gradients_have_no_history():
+    with shardwise.simulate(2):
+        model = data_parallel(Net(), mesh_of(dp=2))
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            model(per_rank(X, lambda rank: rank)).sum().backward(create_graph=True)

@@ -31,7 +31,9 @@ def bounded(
     call: Callable[..., Any], plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """`call`, which reduces its operands first where a number among them is not finite."""
-    if plan.local is not None or len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
+    if not isinstance(plan.op, torch._ops.OpOverload) or plan.local is not None:
+        return call
+    if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
         return call
     fits = _fits(plan.op, plan.outputs[0].dtype)
     if fits is None or any(isinstance(arg, (list, tuple)) and _has_layouts(arg) for arg in args):

@@ -31,6 +31,7 @@ from shardwise.comm.watch import because
 from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import UnsupportedError
 from shardwise.training.buckets import (
     Bucket,
     Collective,
@@ -261,6 +262,14 @@ class Reducer:
 
     @untraced
     def _arrived(self, parameter: torch.Tensor) -> None:
+        grad = parameter.grad
+        if grad is not None and grad.requires_grad and id(parameter) in self.reductions:
+            raise UnsupportedError(
+                "backward(create_graph=True) of a data-parallel module: gradients that are reduced "
+                "have no history, so that they cannot be differentiated again. Use "
+                "torch.autograd.grad(loss, tensors, create_graph=True) for what a penalty needs, "
+                "and call backward() on the sum of loss and penalty."
+            )
         if not self.queued:
             self._begin()
         place = self.number.get(id(parameter))
