@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -47,7 +47,8 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
             return Judgement("wrong", f"loading by one device: {type(error).__name__}: {error}")
     if "autocast" in training.options:
         rounding = _rounding(training, alone[0])
-        found = [(where, _less(each, rounding)) for where, each in found]
+        every = [each for _, each in found]
+        found = [(where, _roughly(each, every, rounding)) for where, each in found]
     faults = [f"{where}{_said(each)}" for where, each in found if not each.within(training.bound)]
     compared = tuple(each for _, each in found)
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
@@ -62,8 +63,14 @@ def _rounding(training: Training, alone: Outcome) -> dict[str, float]:
     }
 
 
-def _less(each: Difference, rounding: Mapping[str, float]) -> Difference:
-    return replace(each, largest=max(0.0, each.largest - rounding.get(each.name, 0.0)))
+def _roughly(
+    each: Difference, found: Sequence[Difference], rounding: Mapping[str, float]
+) -> Difference:
+    """Less the rounding, and counted against a tenth of the largest: terms of a sum in bfloat16
+    may be much larger than the sum."""
+    largest = max(other.scale for other in found if other.what == each.what)
+    gap = max(0.0, each.largest - rounding.get(each.name, 0.0))
+    return replace(each, largest=gap, scale=max(each.scale, largest / 10))
 
 
 def _first(outcomes: list[Outcome], what: str) -> str:
