@@ -21,6 +21,7 @@ from shardwise.testing.op_sweep.play import outcome_of, play_operator
 from shardwise.testing.op_sweep.result import OpResult
 from shardwise.testing.op_sweep.table import Sample, operators, samples
 from shardwise.testing.op_sweep.ways import Way, further_ways, ways
+from shardwise.testing.op_sweep.writes import repeats_memory
 
 # One or two of each family, small and quick; the whole table is a command (docs/operators.md).
 FAST = (
@@ -152,6 +153,13 @@ def test_what_backward_needs_may_be_refused_or_kept():
 
     assert _outcomes(on_ranks(torch.exp, Kept.apply), torch.randn(5, 4))["writes"] == {"ok"}
     assert _outcomes(on_ranks(Kept.apply, torch.exp), torch.randn(5, 4))["writes"] == {"ok"}
+
+
+def test_windows_that_overlap_repeat_memory():
+    x = torch.zeros(5, 4)
+    assert repeats_memory(x.unfold(0, 3, 1))
+    assert repeats_memory(x[:1].expand(5, 4))
+    assert not any(map(repeats_memory, (x, x.t(), x[:, 1], x.unfold(0, 2, 2), x[:0])))
 
 
 def test_a_generator_in_another_state_is_found():

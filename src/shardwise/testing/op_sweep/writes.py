@@ -88,6 +88,15 @@ def written(
     return Written([t.detach() for t in tensors], requires_grad, grads)
 
 
+def repeats_memory(tensor: torch.Tensor) -> bool:
+    """Whether entries share memory, as those of overlapping windows: a write is then undefined."""
+    if not tensor.numel():
+        return False
+    reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    places = torch.arange(reach + 1).as_strided(tensor.shape, tensor.stride())
+    return places.unique().numel() < tensor.numel()
+
+
 def is_overwritten(error: BaseException) -> bool:
     """Whether autograd refuses since a write has changed what a backward pass needs."""
     return "modified by an inplace operation" in str(error)
