@@ -74,7 +74,7 @@ class Growth:
         """A program of some steps, ended by a backward where there is something to go back to."""
         for _ in range(self.random.choice((1, 1, 2))):
             self._add_leaves([self.hand.new(self.hand.shape())])
-        wanted, tries = self.random.randint(3, 10), 0
+        wanted, tries = self.random.randint(3, 12), 0
         while wanted > 0 and tries < 60 and not self.refused:
             tries += 1
             wanted -= self._try_row()

@@ -18,9 +18,20 @@ def _inner(t: torch.Tensor) -> bool:
 def scalar(h: Hand, x: str) -> str:
     """A number whose gradient is bounded and differs from entry to entry."""
     real = f"torch.view_as_real({x}.resolve_conj())" if h[x].is_complex() else x
-    if x in h.local or h.chance(0.5):
-        return f"{real}.sin().sum()"
-    return h.pick((f"w.full_tensor({real}).sin().sum()", f"{real}.tanh().sum()"))
+    if x in h.local:
+        return f"w.weighted({real}.sin())"
+    return h.pick(
+        (
+            f"{real}.sin().sum()",
+            f"w.weighted({real}.tanh())",
+            f"w.weighted({real}.sin())",
+            f"w.weighted(w.full_tensor({real}))",
+            f"w.weighted(w.full_tensor({real}).sin())",
+            f"w.weighted(w.redistribute({real}, {h.anywhere(x)}))"
+            if real == x
+            else f"{real}.sum()",
+        )
+    )
 
 
 def _backward(h: Hand) -> Draft:
