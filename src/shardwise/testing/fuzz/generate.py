@@ -74,7 +74,7 @@ class Growth:
         """A program of some steps, ended by a backward where there is something to go back to."""
         for _ in range(self.random.choice((1, 1, 2))):
             self._add_leaves([self.hand.new(self.hand.shape())])
-        wanted, tries = self.random.randint(3, 10), 0
+        wanted, tries = self.random.randint(3, 12), 0
         while wanted > 0 and tries < 60 and not self.refused:
             tries += 1
             wanted -= self._try_row()
@@ -181,7 +181,13 @@ class Growth:
 
     def _sound(self, step: Step) -> bool:
         """Whether all is bounded, and the same in spite of rounding errors."""
-        if not all(map(_bounded, self.exact.slots().values())):
+        slots = self.exact.slots()
+        if not all(map(_bounded, slots.values())):
+            return False
+        # An op may return its operand or another tensor like it: which, is nobody's business.
+        if len({id(v) for v in slots.values() if isinstance(v, torch.Tensor)}) < sum(
+            isinstance(v, torch.Tensor) for v in slots.values()
+        ):
             return False
         try:
             self.noisy.execute(step)
@@ -274,7 +280,8 @@ def _disturb(state: Run, item: Item) -> None:
         noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5
         eps = torch.finfo(value.dtype).eps
         data = value.data  # whose version autograd does not watch
-        data.copy_(data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise))
+        with contextlib.suppress(RuntimeError):  # entries that share memory are left alone
+            data.copy_(data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise))
 
 
 _WIDE = (torch.float64, torch.complex128)

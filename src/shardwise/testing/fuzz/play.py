@@ -145,7 +145,13 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
                     f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
                 )
                 return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
-            if why := _grad_difference(ours[name], theirs[name], allowed):
+            try:
+                why = _grad_difference(ours[name], theirs[name], allowed)
+            except Exception as error:
+                aspect = f"{type(error).__name__} {_plain(error)}"
+                note = f"reading the gradient of {name}: {brief(error)}"
+                return Outcome("crash", aspect, note, f"{name}.grad")
+            if why:
                 aspect = f"gradient {_aspect(why)}"
                 return Outcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
         if not torch.equal(found.rng, expected.run.rng):
@@ -166,7 +172,8 @@ def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
     if found is None or expected is None:
         return "" if found is expected else f"{_word(found)} instead of {_word(expected)}"
     try:
-        return difference(whole(found), expected, allowed) or misplaced(ours, found)
+        # As an optimizer reads it, by an op.
+        return difference(whole(found.detach() * 1), expected, allowed) or misplaced(ours, found)
     except Different as error:
         return str(error)
 

@@ -54,10 +54,9 @@ def told(result: Result) -> str:
 
 
 def as_json(results: Sequence[Result], settings: dict[str, Any]) -> dict[str, Any]:
-    refused = Counter(result.note for result in results if result.kind == "refused")
     return {
         "settings": settings,
         "counts": counts(results),
         "failures": [asdict(result) for result in failures(results)],
-        "refused": dict(refused.most_common()),
+        "refused": [asdict(result) for result in results if result.kind == "refused"],
     }

@@ -15,12 +15,28 @@ def _inner(t: torch.Tensor) -> bool:
     return t.requires_grad and not t.is_leaf
 
 
+def _hookable(t: torch.Tensor) -> bool:
+    """Not a view: torch ends the process where the base of one was written to without grad."""
+    return t.requires_grad and not t._is_view()
+
+
 def scalar(h: Hand, x: str) -> str:
     """A number whose gradient is bounded and differs from entry to entry."""
     real = f"torch.view_as_real({x}.resolve_conj())" if h[x].is_complex() else x
-    if x in h.local or h.chance(0.5):
-        return f"{real}.sin().sum()"
-    return h.pick((f"w.full_tensor({real}).sin().sum()", f"{real}.tanh().sum()"))
+    if x in h.local:
+        return f"w.weighted({real}.sin())"
+    return h.pick(
+        (
+            f"{real}.sin().sum()",
+            f"w.weighted({real}.tanh())",
+            f"w.weighted({real}.sin())",
+            f"w.weighted(w.full_tensor({real}))",
+            f"w.weighted(w.full_tensor({real}).sin())",
+            f"w.weighted(w.redistribute({real}, {h.anywhere(x)}))"
+            if real == x
+            else f"{real}.sum()",
+        )
+    )
 
 
 def _backward(h: Hand) -> Draft:
@@ -69,7 +85,8 @@ AUTOGRAD: tuple[Row, ...] = (
     lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
     lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
     lambda h: Draft(
-        f"_ = {h.pick(h.names(_tracked))}.register_hook(lambda g: g * {h.number()})", statement=True
+        f"_ = {h.pick(h.names(_hookable))}.register_hook(lambda g: g * {h.number()})",
+        statement=True,
     ),
     lambda h: f"torch.utils.checkpoint.checkpoint(torch.sin, {h.floats()}, use_reentrant=False)",
 )

@@ -25,7 +25,7 @@ def _drawn(h: Hand) -> Draft:
 DRAWS: tuple[Row, ...] = (
     lambda h: f"F.dropout({h.floats()}, 0.5)",
     lambda h: f"F.dropout({h.floats()}, {h.pick((0.25, 0.75))})",
-    lambda h: f"F.alpha_dropout({h.floats()}, 0.5)",
+    lambda h: f"F.alpha_dropout({h.floats()}, 0.5, training=True)",
     lambda h: f"F.dropout1d({h.floats(2, 3)}, 0.5)",
     lambda h: f"torch.rand_like({h.floats()})",
     lambda h: f"torch.randn_like({h.tensor(_WIDE)})",

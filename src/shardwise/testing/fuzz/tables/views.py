@@ -136,7 +136,9 @@ VIEWS: tuple[Row, ...] = (
     lambda h: f"torch.atleast_{h.between(1, 3)}d({h.any()})",
     lambda h: f"torch.swapaxes({(x := h.any(2))}, 0, {h.dim(x, 0)})",
     lambda h: f"torch.squeeze_copy({h.any()})",
-    lambda h: f"torch.broadcast_tensors({(x := h.any())}, {h.like(x)})",
+    lambda h: (
+        f"torch.broadcast_tensors({(x := h.any(1, 3))}.unsqueeze(-1), {h.new((2,), h[x].dtype)})"
+    ),
     lambda h: (
         f"torch.meshgrid({(x := h.floats(1, 1))}, {h.new((h.size(),), h[x].dtype)}, indexing='ij')"
     ),
