@@ -612,3 +612,17 @@ def test_the_gradient_of_a_table_is_not_differentiated_again(mesh, sharded):
     (grad,) = torch.autograd.grad(loss, bags.parameter("t"), create_graph=True)
     with pytest.raises(UnsupportedError, match="not differentiated again"):
         grad.to_dense().pow(2).sum().backward()
+
+
+def test_a_row_of_a_table_follows_updates_in_backward():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        tables = [Table("t", 6, 4, features=("f",))]
+        collection = EmbeddingBagCollection(tables, optimizer=SGD(lr=1.0))
+        collection.shard(mesh, "row_wise")
+        table = collection.parameter("t").detach()
+        row = table[0]  # it took communication, so it is a copy
+        before = row.full_tensor().agreed().clone()
+        batch = Jagged(["f"], torch.tensor([0]), lengths=torch.tensor([1]))
+        collection(batch)["f"].sum().backward()
+        torch.testing.assert_close(row.full_tensor().agreed(), before - 1)

@@ -53,6 +53,7 @@ def test_what_a_layer_sends(name):
         ids = torch.randint(1, 61, (2, 10))
         with shardwise.simulate(4):
             parallelize_module(model, shardwise.init_device_mesh("cpu", (4,)), plan, strict=True)
+            model(input_ids=ids, labels=ids).loss.backward()  # the first checks plain gradients
             with CommDebugMode() as comm:
                 loss = model(input_ids=ids, labels=ids).loss
                 forward = len(comm.events)

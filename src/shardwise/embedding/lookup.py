@@ -10,6 +10,7 @@ import torch
 from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dtensor.foreach import count_writes
 from shardwise.embedding.ahead import Ahead, Queue
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.gradients import (
@@ -28,7 +29,6 @@ from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.step import Visit, exchange_rows, gradients_per_stack, look_up
 from shardwise.embedding.weight_gradients import weight_gradients, weights_train
 from shardwise.exchange.between import one_tensor, part_per_rank
-from shardwise.training.contract import Reduction
 from shardwise.training.reducer import reduction_for
 
 
@@ -50,6 +50,14 @@ class Engine:
     queue: Queue
 
 
+@dataclass(frozen=True, slots=True)
+class Updated:
+    """Which tables backward updates, and their parameters, which are views of the stacks."""
+
+    trained: list[bool]
+    parameters: list[torch.Tensor]
+
+
 def run_lookup(
     engine: Engine, ahead: Ahead, parameters: list[torch.Tensor], *, joined: bool
 ) -> tuple[torch.Tensor, ...]:
@@ -59,8 +67,9 @@ def run_lookup(
     # The tables take no part in autograd then: something has to call backward.
     start = torch.zeros((), requires_grad=any(p.requires_grad for p in parameters))
     resting = [p.requires_grad for p in parameters]
-    replicas = reduction_for(parameters[0])
-    return _FusedLookup.apply(engine, ahead, joined, (resting, replicas), ahead.weights, start)
+    return _FusedLookup.apply(
+        engine, ahead, joined, Updated(resting, parameters), ahead.weights, start
+    )
 
 
 def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], tuple[Any, ...]]:
@@ -170,13 +179,13 @@ class _FusedLookup(UntracedFunction):
         engine: Engine,
         ahead: Ahead,
         joined: bool,
-        update: tuple[list[bool], Reduction | None],
+        updated: Updated,
         weights: torch.Tensor | None,
         start: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
-        ctx.trained, ctx.replicas = update
+        ctx.updated = updated
         ctx.visits, outputs = _forward(engine, ahead, joined)
         return outputs
 
@@ -185,14 +194,18 @@ class _FusedLookup(UntracedFunction):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
-        if not all(ctx.trained):
-            _leave_out(engine.stacks, ctx.trained, asked, copies)
-        if ctx.replicas is not None and ctx.replicas.means:
+        updated: Updated = ctx.updated
+        if not all(updated.trained):
+            _leave_out(engine.stacks, updated.trained, asked, copies)
+        replicas = reduction_for(updated.parameters[0])
+        if replicas is not None and replicas.means:
             asked, copies = mean_over_replicas(
-                engine.stacks, engine.backend, ctx.replicas, asked, copies
+                engine.stacks, engine.backend, replicas, asked, copies
             )
         assert engine.optimizer is not None, "fused lookups have an optimizer"
         engine.optimizer.take(asked, copies)
+        # The stacks were written to, below the parameters: their views have to know.
+        count_writes(updated.parameters)
         return None, None, None, None, of_weights, None
 
 
