@@ -65,9 +65,7 @@ class Recommending:
 
     def shard(self, model: Any, mesh: DeviceMesh) -> nn.Module:
         model.tables.shard(mesh, self.plan)
-        for part in (model.bottom, model.top):
-            data_parallel(part, mesh)
-        return model
+        return data_parallel(model, mesh)
 
     def batches(self) -> Iterator[Batch]:
         if self.data is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,7 @@ def apply_plan(
         raise LayoutError("The model has a collection of tables: give a plan of tables for it.")
     if plan is not None:
         _shard_tables(plan, module, collections, mesh)
-    for dense in _without_collections(module):
-        _train_along(dense, mesh, axes, data)
+    _train_along(module, mesh, axes, data)
     return Sharded(module, said, axes)
 
 
@@ -163,21 +162,3 @@ def _section(plan: str) -> str:
         raise ArgumentError(f"There is no plan file {plan!r}.")
     content = read_content(path)
     return "tables" if isinstance(content, dict) and "tables" in content else "modules"
-
-
-def _without_collections(module: nn.Module) -> Iterator[nn.Module]:
-    """The largest modules that hold parameters and no collection."""
-    if isinstance(module, _COLLECTIONS):
-        return
-    if not any(isinstance(inner, _COLLECTIONS) for inner in module.modules()):
-        if any(True for _ in module.parameters()):
-            yield module
-        return
-    own = [name for name, _ in module.named_parameters(recurse=False)]
-    if own:
-        raise LayoutError(
-            f"{type(module).__name__} holds both a collection of tables and parameters of its own "
-            f"({', '.join(own)}); put these into a module beside the collection."
-        )
-    for child in module.children():
-        yield from _without_collections(child)
