@@ -83,10 +83,15 @@ def test_a_write_to_one_of_many_reaches_all(mesh, source):
     assert torch.equal(y.full_tensor().agreed(), torch.full((5, 4), 7.0))
 
 
-def test_a_deep_copy_can_be_written_to(mesh):
-    y = copy.deepcopy(lay(COLUMN, mesh, [Shard(0)]).expand(5, 4))
-    y.add_(lay(WEIGHTS, mesh, [Shard(0)]))
-    assert torch.equal(y.full_tensor().agreed(), COLUMN + WEIGHTS)
+def test_a_deep_copy_is_written_to_as_a_clone(mesh):
+    """It lies as the tensor does, in memory of its own, as on one device."""
+    x = lay(COLUMN, mesh, [Shard(0)])
+    y, weights = copy.deepcopy(x.expand(5, 4)), lay(WEIGHTS, mesh, [Shard(0)])
+    assert y.stride() == copy.deepcopy(COLUMN.expand(5, 4)).stride()
+    with pytest.raises(shardwise.UnsupportedError, match="one entry stands for all"):
+        y.add_(weights)
+    x.zero_()
+    assert torch.equal(y.clone().add_(weights).full_tensor().agreed(), COLUMN + WEIGHTS)
 
 
 @pytest.mark.parametrize("rows", [4, 1], ids=["full", "empty on some ranks"])
