@@ -7,7 +7,7 @@ import torch
 from by_hand import lay
 
 import shardwise
-from shardwise import Partial, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard
 
 COLUMN, WEIGHTS = torch.arange(5.0).view(5, 1), torch.arange(20.0).view(5, 4)
 
@@ -57,6 +57,28 @@ def test_the_gradient_counts_every_position(mesh, placement, expand, read):
     y = expand(x, lay(WEIGHTS, mesh, [Replicate()]))
     read(y, mesh).backward()
     torch.testing.assert_close(leaf.grad.full_tensor().agreed(), WEIGHTS.sum(1, keepdim=True))
+
+
+SUMMED = {
+    "to_local": lambda x: x.to_local().sum(),
+    "full_tensor": lambda x: x.full_tensor().sum(),
+    "from_local": lambda x: DTensor.from_local(
+        x.to_local(), x.device_mesh, x.placements, shape=x.shape
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("read", SUMMED.values(), ids=SUMMED.keys())
+def test_gradients_of_sums_add_up_in_a_leaf(mesh, placement, create_graph, read):
+    """Torch expands the gradient of a sum; a leaf adds to its own in place."""
+    leaf = lay(WEIGHTS.clone(), mesh, [placement]).requires_grad_()
+    for _ in range(2):
+        read(leaf).backward(create_graph=create_graph)
+    with torch.no_grad():
+        leaf.grad.mul_(0.5)
+    torch.testing.assert_close(leaf.grad.full_tensor().agreed(), torch.ones(5, 4))
 
 
 def test_the_gradient_of_a_plain_tensor_counts_every_position(mesh):

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from shardwise.dtensor.snapshots import take_over
+from shardwise.errors import UnsupportedError
 
 
 def becoming(name: str) -> Callable[..., Any]:
@@ -27,8 +28,7 @@ def becoming(name: str) -> Callable[..., Any]:
         if torch.compiler.is_compiling() or not _has_values(x):
             return turn(x, *args, **kwargs)
         if x.is_leaf and x.requires_grad:
-            turn(x, *args, **kwargs)
-            return _as_leaf(x)
+            return _turned_leaf(turn, x, *args, **kwargs)
         # Torch's checks, and its count of writes: this leaves all as it is.
         torch.Tensor.transpose_(x, 0, 0)
         with torch.enable_grad():
@@ -47,8 +47,15 @@ def becoming(name: str) -> Callable[..., Any]:
     return method
 
 
-def _as_leaf(x: Any) -> Any:
+def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """A leaf stays one: nothing may know it but by its name. Its gradient lies as it does now."""
+    if not torch.is_grad_enabled() and x._use_count() > 1:
+        raise UnsupportedError(
+            f"{turn.__name__}() would turn a leaf that requires grad, {x._layout}, of which views "
+            "or results that autograd remembers are still in use. Turn it before they are made, "
+            "after they are gone, or use a view of it."
+        )
+    turn(x, *args, **kwargs)
     hook = x.__dict__.pop("_hooked", None)
     if hook is not None:
         hook.remove()
