@@ -95,12 +95,18 @@ def value(x):
         held = _join(held, axis, lambda parts, dim=x.placements[axis].dim: torch.cat(parts, dim))
     for axis, placement in enumerate(x.placements):
         if placement.is_partial():
-            reduce = _REDUCE[placement.reduce_op]
+            reduce = _reduction(placement)
             held = _join(held, axis, lambda parts, reduce=reduce: reduce(torch.stack(parts)))
     first, *others = held.values()
     for other in others:
         assert torch.equal(first, other), "replicas differ"
     return first
+
+
+def _reduction(placement):
+    if placement.reduce_op == "norm":
+        return lambda stack: torch.linalg.vector_norm(stack, placement.norm_type, 0)
+    return _REDUCE[placement.reduce_op]
 
 
 def _join(held, axis, join):

@@ -7,7 +7,7 @@ import torch
 from by_hand import lay
 
 import shardwise
-from shardwise import Partial, Replicate, Shard
+from shardwise import DTensor, Partial, Replicate, Shard
 
 COLUMN, WEIGHTS = torch.arange(5.0).view(5, 1), torch.arange(20.0).view(5, 4)
 
@@ -59,6 +59,28 @@ def test_the_gradient_counts_every_position(mesh, placement, expand, read):
     torch.testing.assert_close(leaf.grad.full_tensor().agreed(), WEIGHTS.sum(1, keepdim=True))
 
 
+SUMMED = {
+    "to_local": lambda x: x.to_local().sum(),
+    "full_tensor": lambda x: x.full_tensor().sum(),
+    "from_local": lambda x: DTensor.from_local(
+        x.to_local(), x.device_mesh, x.placements, shape=x.shape
+    ).sum(),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("read", SUMMED.values(), ids=SUMMED.keys())
+def test_gradients_of_sums_add_up_in_a_leaf(mesh, placement, create_graph, read):
+    """Torch expands the gradient of a sum; a leaf adds to its own in place."""
+    leaf = lay(WEIGHTS.clone(), mesh, [placement]).requires_grad_()
+    for _ in range(2):
+        read(leaf).backward(create_graph=create_graph)
+    with torch.no_grad():
+        leaf.grad.mul_(0.5)
+    torch.testing.assert_close(leaf.grad.full_tensor().agreed(), torch.ones(5, 4))
+
+
 def test_the_gradient_of_a_plain_tensor_counts_every_position(mesh):
     x = COLUMN.clone().requires_grad_()
     with shardwise.implicit_replication():
@@ -83,10 +105,15 @@ def test_a_write_to_one_of_many_reaches_all(mesh, source):
     assert torch.equal(y.full_tensor().agreed(), torch.full((5, 4), 7.0))
 
 
-def test_a_deep_copy_can_be_written_to(mesh):
-    y = copy.deepcopy(lay(COLUMN, mesh, [Shard(0)]).expand(5, 4))
-    y.add_(lay(WEIGHTS, mesh, [Shard(0)]))
-    assert torch.equal(y.full_tensor().agreed(), COLUMN + WEIGHTS)
+def test_a_deep_copy_is_written_to_as_a_clone(mesh):
+    """It lies as the tensor does, in memory of its own, as on one device."""
+    x = lay(COLUMN, mesh, [Shard(0)])
+    y, weights = copy.deepcopy(x.expand(5, 4)), lay(WEIGHTS, mesh, [Shard(0)])
+    assert y.stride() == copy.deepcopy(COLUMN.expand(5, 4)).stride()
+    with pytest.raises(shardwise.UnsupportedError, match="one entry stands for all"):
+        y.add_(weights)
+    x.zero_()
+    assert torch.equal(y.clone().add_(weights).full_tensor().agreed(), COLUMN + WEIGHTS)
 
 
 @pytest.mark.parametrize("rows", [4, 1], ids=["full", "empty on some ranks"])

@@ -330,6 +330,40 @@ def test_turning_a_tensor_is_refused_where_one_device_refuses_it(mesh):
 
 
 @pytest.mark.parametrize(
+    "use",
+    [lambda leaf: leaf[1:], lambda leaf: leaf[1:].flatten(), torch.exp],
+    ids=["view", "view of a view", "result"],
+)
+def test_a_leaf_that_is_in_use_is_not_turned(mesh, use):
+    """Autograd would take the views again of a leaf with other dims."""
+    leaf = lay(torch.randn(4, 3), mesh, Shard(0)).requires_grad_()
+    used = use(leaf)
+    with torch.no_grad(), pytest.raises(shardwise.UnsupportedError, match="still in use"):
+        leaf.swapaxes_(0, 1)
+    used.sum().backward()
+    assert used.grad_fn is not None
+    assert leaf.grad.shape == (4, 3)
+    del used
+    with torch.no_grad():
+        leaf.swapaxes_(0, 1)
+    assert leaf.shape == (3, 4)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)], ids=repr)
+def test_torch_s_own_code_turns_tensors_too(mesh, placement):
+    """It knows them by no name in Python."""
+    value = torch.randn(4, 1, 3)
+    x = lay(value, mesh, placement)
+    for dim in (0, 1, 2, None):
+        for q in (0.3, torch.tensor([0.2, 0.9])):
+            with shardwise.implicit_replication():
+                found = x.quantile(q, dim)
+            torch.testing.assert_close(whole(found), value.quantile(q, dim))
+    rows = torch.func.vmap(lambda row: row.mul(2).unsqueeze_(0).squeeze_(1))(x)
+    torch.testing.assert_close(whole(rows), (value * 2).view(4, 1, 3))
+
+
+@pytest.mark.parametrize(
     "placement", [Shard(0), Shard(0, (3, 1, 0, 0)), Shard(1, (0, 2, 0, 1))], ids=repr
 )
 def test_the_gradient_of_a_leaf_that_was_turned_lies_as_it_does(mesh, placement):

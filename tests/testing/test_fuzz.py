@@ -78,7 +78,7 @@ def test_a_leaf_in_any_placements_is_one_device_s():
     with simulate(8):
         leaf = Sharded((2, 2, 2)).leaf((5, 3), torch.float64, placements, 4, order=(2, 0, 1))
         assert leaf.placements == tuple(placements)
-        assert leaf._layout.order == (2, 0, 1)
+        assert leaf._layout.axes_of(0) == (2, 0)
         assert torch.equal(leaf.full_tensor().agreed(), values((5, 3), torch.float64, 4))
 
 

@@ -270,11 +270,23 @@ class ToLocal(UntracedFunction):
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
         layout = with_dtype(ctx.grad_layout, grad.dtype)
+        if _is_expanded(grad):
+            # That of a sum, say: a leaf takes what lies as its layout says as its own to add to.
+            grad = grad.contiguous()
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(ctx.layout, "to_local()"), grad.dtype)
             return from_local(grad, layout, source, ctx.cls, ctx.async_op), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
         return ctx.cls.wrap(local, layout), None, None, None
+
+
+def _is_expanded(local: torch.Tensor) -> bool:
+    """Whether one entry stands for many on some rank."""
+    for part in getattr(local, "_parts", (local,)):
+        for stride in part.stride():
+            if type(stride) is int and stride == 0:
+                return True
+    return False
 
 
 class FromLocal(UntracedFunction):

@@ -35,6 +35,7 @@ from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
 from shardwise.dtensor.cast_move import redistribute_as
 from shardwise.dtensor.entries import Entry, entries
 from shardwise.dtensor.flat import FlatContext, flattened, plain_parts, stable_hash
+from shardwise.dtensor.in_place_views import becoming
 from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
 from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
 from shardwise.dtensor.mesh_context import current_mesh
@@ -236,6 +237,15 @@ class DTensor(Wrapped):
 
     data = property(_get_data, _set_data)
     requires_grad = property(_requires_grad.__get__, _set_requires_grad)
+
+    # -- turned in place ---------------------------------------------------------------------
+
+    t_ = becoming("t_")
+    transpose_ = becoming("transpose_")
+    swapaxes_ = becoming("swapaxes_")
+    swapdims_ = becoming("swapdims_")
+    squeeze_ = becoming("squeeze_")
+    unsqueeze_ = becoming("unsqueeze_")
 
     # -- what it is --------------------------------------------------------------------------
 

@@ -68,8 +68,14 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
     A traced graph reads no values: it picks the entries by their numbers, and gives a copy, which
     must not be written to.
     """
+    inexact = start.is_floating_point() or start.is_complex()
+    if start.dim() or inexact or start.dtype is torch.bool:
+        raise RuntimeError(
+            "start must be an 0-dim integral Tensor, found one of shape "
+            f"{tuple(start.shape)} and {start.dtype}."
+        )
     (hollow,), _ = hollowed([x._layout], {})
-    hollow.narrow(dim, torch.zeros(start.shape, dtype=start.dtype), length)  # torch's checks
+    hollow.narrow(dim, 0, length)  # torch's checks of the others
     if has_values(getattr(start, "_local", start)):
         return x.narrow(dim, int(start), length)
     first = torch.where(start < 0, start + x.shape[dim], start)

@@ -17,7 +17,6 @@ from shardwise.dtensor.above_autograd import (
     composites,
     einsum,
     embedding,
-    in_place_views,
     linear,
     losses,
     matmul,
@@ -51,7 +50,7 @@ def register_kernels() -> None:
     """Give torch these kernels for DTensors alone: no other tensor has the dispatch key."""
     for _, kernel in _KERNELS:
         untraced(kernel)
-    for name, kernel in (*_KERNELS, *composites.kernels(), *in_place_views.KERNELS):
+    for name, kernel in (*_KERNELS, *composites.kernels()):
         packet, _, overload = name.partition(".")
         kernels_above[getattr(getattr(torch.ops.aten, packet), overload or "default")] = kernel
         _library.impl(name, kernel, "AutogradPrivateUse3")
