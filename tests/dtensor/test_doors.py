@@ -262,3 +262,10 @@ def test_no_gradient_is_tracked_where_none_is_wanted(mesh):
         assert not x.full_tensor().requires_grad
         assert not DTensor.from_local(x.to_local(), mesh, [Shard(0)]).requires_grad
     assert not x.detach().to_local().requires_grad
+
+
+def test_gradients_of_sums_over_local_tensors_are_added_up(mesh):
+    x = lay(torch.ones(4, 2), mesh, [Replicate()]).requires_grad_()
+    for _ in range(2):
+        x.to_local().sum().backward()
+    assert x.grad.full_tensor().agreed().tolist() == [[2.0, 2.0]] * 4

@@ -352,3 +352,11 @@ def test_ranks_own_tensors_beside_a_distributed_one(mesh):
         mine + x
     with shardwise.implicit_replication():
         assert torch.equal(value(mine + x), torch.full((4,), 2.0))
+
+
+def test_a_tensor_that_has_the_shape_of_all_is_broadcast_to_itself(mesh):
+    x = lay(torch.ones(3), mesh, Replicate()).requires_grad_()
+    one, other = torch.broadcast_tensors(x, x[:1])
+    assert one is x
+    assert other.shape == (3,)
+    assert torch.equal(value(torch.autograd.grad(x.sum(), one)[0]), torch.ones(3))

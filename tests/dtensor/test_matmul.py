@@ -168,3 +168,11 @@ def test_only_what_a_gradient_needs_is_kept(mesh, name, frozen):
     held = {t._local._parts[0].untyped_storage().data_ptr() for t in kept}
     assert before._local._parts[0].untyped_storage().data_ptr() not in held
     out.sum().backward()
+
+
+def test_a_sum_by_einsum_keeps_nothing_for_backward(mesh):
+    x = shardwise.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)]).requires_grad_()
+    total = torch.einsum("ij->", x)
+    for _ in range(2):
+        total.backward()
+    assert torch.equal(x.grad.full_tensor().agreed(), torch.full((4, 2), 2.0))

@@ -62,3 +62,14 @@ def test_the_type_is_that_of_one_device(mesh, placement):
         except Exception as error:
             pytest.fail(f"{name}: {type(error).__name__} instead of {expected.type.__name__}")
         pytest.fail(f"{name}: accepted, where one device raises {expected.type.__name__}")
+
+
+def test_a_bilinear_map_of_nothing_is_refused_as_on_one_device(mesh):
+    plain = [torch.zeros(2, 3), torch.zeros(2, 0), torch.zeros(4, 3, 0)]
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+        F.bilinear(*plain)
+    with pytest.raises(RuntimeError, match="cannot reshape tensor of 0 elements"):
+        F.bilinear(*(distribute_tensor(x, mesh, [Replicate()]) for x in plain))
+    nobody = [torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(4, 3, 2)]
+    found = F.bilinear(*(distribute_tensor(x, mesh, [Replicate()]) for x in nobody))
+    assert found.shape == F.bilinear(*nobody).shape

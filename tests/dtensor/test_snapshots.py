@@ -11,7 +11,7 @@ from parity import whole
 from view_programs import run_all
 
 import shardwise
-from shardwise import DTensor, LocalTensor, Partial, Shard
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, UnsupportedError
 from shardwise.debug import CommDebugMode
 
 VIEWS = {
@@ -252,3 +252,28 @@ def test_inside_a_compiled_region(mesh):
 def test_random_programs_read_what_one_device_reads(mesh_shape, start):
     with shardwise.simulate(4):
         run_all(start, start + 30, mesh_shape)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_the_gradient_of_as_strided_does_not_miss_a_write(mesh, placement):
+    leaf = shardwise.distribute_tensor(torch.arange(6.0), mesh, [placement]).requires_grad_()
+    x = leaf * 1
+    y = x.as_strided((3,), (1,), 1)
+    z = y.view(3, 1)
+    x.mul_(2)
+    for view in (y, z):
+        with pytest.raises(UnsupportedError, match="as_strided\\(\\) again after the write"):
+            view.sum()
+    with torch.no_grad():
+        assert whole(y).tolist() == [2.0, 4.0, 6.0]
+    x.as_strided((3,), (1,), 1).sum().backward()
+    assert whole(leaf.grad).tolist() == [0.0, 2.0, 2.0, 2.0, 0.0, 0.0]
+
+
+def test_a_step_without_history_leaves_as_strided_as_it_is(mesh):
+    leaf = shardwise.distribute_tensor(torch.arange(6.0), mesh, [Shard(0)]).requires_grad_()
+    y = leaf.as_strided((3,), (1,), 1)
+    with torch.no_grad():
+        leaf.mul_(2)
+    y.square().sum().backward()
+    assert whole(leaf.grad).tolist() == [0.0, 4.0, 8.0, 12.0, 0.0, 0.0]

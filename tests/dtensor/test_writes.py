@@ -374,3 +374,12 @@ def test_the_gradient_of_a_leaf_that_was_turned_lies_as_it_does(mesh, placement)
     (leaf * lay(weight, mesh, Replicate())).sum().backward()
     torch.testing.assert_close(whole(leaf.grad), weight)
     assert leaf.grad.placements == leaf.placements
+
+
+@pytest.mark.parametrize("reduce_op", ["sum", "max"])
+@pytest.mark.parametrize("write", [lambda x: x.zero_(), lambda x: x.fill_(3)])
+def test_a_term_that_is_expanded_is_filled(mesh, reduce_op, write):
+    plain = torch.arange(4.0).view(1, 4)
+    x = lay(plain, mesh, [Partial(reduce_op)])
+    write(x.expand(2, 4))
+    assert torch.equal(value(x), write(plain.clone()))

@@ -291,3 +291,21 @@ def test_the_command_says_what_it_cannot_read(option, capsys):
     with pytest.raises(SystemExit):
         main([option])
     assert option.split("=")[1] in capsys.readouterr().err
+
+
+def test_what_rounds_inside_of_autocast_counts_as_rounded():
+    leaves = [
+        Leaf("v0", (2, 3), torch.float32, (Replicate(),)),
+        Leaf("v1", (4, 3, 3), torch.float32, (Replicate(),)),
+    ]
+    step = 'with torch.autocast("cpu", torch.bfloat16): v2 = F.bilinear(v0, v0, v1)'
+    program = Program(7, (2,), (*leaves, Step(step, ("v2",))))
+    with simulate(2):
+        assert play(program, Sharded((2,))).kind == "ok"
+
+
+def test_empty_leaves_are_of_one_rank_each():
+    leaf = Leaf("v0", (1, 0), torch.float32, (Shard(1),))
+    program = Program(7, (2,), (leaf, Step("v1 = v0.sum()", ("v1",)), Step("v1.normal_()")))
+    with simulate(2):
+        assert play(program, Sharded((2,))).kind == "ok"

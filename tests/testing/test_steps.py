@@ -18,6 +18,9 @@ from shardwise.testing.steps.options import OPTIONS
 from shardwise.testing.steps.subject import training_of
 from shardwise.testing.steps.training import Outcome, play, play_alone
 
+# torch says so once in a process, of what its own optimizers do with sparse gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
 NUM_CASES, NUM_PARTS = 540, 6
 
 

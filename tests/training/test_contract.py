@@ -18,6 +18,8 @@ from shardwise.parallel import (
     shard_parameters,
 )
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+
 
 def mesh_of(**axes):
     return shardwise.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))

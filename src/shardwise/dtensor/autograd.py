@@ -269,10 +269,9 @@ class ToLocal(UntracedFunction):
             return grad, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
+        if _repeats_entries(grad):  # which nobody could add to in place
+            grad = grad.clone(memory_format=torch.contiguous_format)
         layout = with_dtype(ctx.grad_layout, grad.dtype)
-        if _is_expanded(grad):
-            # That of a sum, say: a leaf takes what lies as its layout says as its own to add to.
-            grad = grad.contiguous()
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(ctx.layout, "to_local()"), grad.dtype)
             return from_local(grad, layout, source, ctx.cls, ctx.async_op), None, None, None
@@ -280,13 +279,13 @@ class ToLocal(UntracedFunction):
         return ctx.cls.wrap(local, layout), None, None, None
 
 
-def _is_expanded(local: torch.Tensor) -> bool:
-    """Whether one entry stands for many on some rank."""
-    for part in getattr(local, "_parts", (local,)):
-        for stride in part.stride():
-            if type(stride) is int and stride == 0:
-                return True
-    return False
+def _repeats_entries(local: torch.Tensor) -> bool:
+    """Whether entries share memory on some rank, as in the gradient of a sum."""
+    return any(
+        type(stride) is int and stride == 0 and (type(size) is not int or size > 1)
+        for part in getattr(local, "_parts", (local,))
+        for size, stride in zip(part.shape, part.stride(), strict=True)
+    )
 
 
 class FromLocal(UntracedFunction):

@@ -22,6 +22,8 @@ from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import written_inputs
 
+aten = torch.ops.aten
+
 
 def entry_of_call(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
@@ -81,9 +83,16 @@ def _through_reduction(
     def finish(result: torch.Tensor, tensors: Sequence[Any], wrap: Any) -> Any:
         tensor = tensors[position]
         tensor._layout.grid.num_writes += 1
-        tensor._local.copy_(back(result))
+        _distinct(tensor._local, terms).copy_(_distinct(back(result), terms))
         remember(tensor, result, whole, writing=True)
         return tensor
 
     entry.move, entry.call, entry.finish = reduce_and_copy, inner.call, finish
     return entry
+
+
+def _distinct(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The entries of `local` without those that an expanded dim repeats: one write for each."""
+    for dim in layout.expanded:
+        local = aten.slice.Tensor(local, dim, 0, 1)
+    return local

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,7 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import Path, at_path, tensor_paths
+from shardwise.errors import UnsupportedError
 
 aten = torch.ops.aten
 
@@ -90,6 +92,7 @@ class Source:
         "_base",
         "_clock",
         "_counted",
+        "_history",
         "_layout",
         "_seen",
         "_shares",
@@ -107,6 +110,8 @@ class Source:
     _shares: bool
     #: Whether only the writes to all tensors of the mesh tell.
     _counted: bool
+    #: The tensor that the view is of and its history then, where torch's autograd sees no view.
+    _history: tuple[Callable[[], Any], Any] | None
     #: What `_now` said when the view was taken.
     _seen: tuple[int, int]
     #: The local tensors of the results.
@@ -127,6 +132,7 @@ class Source:
         self._base = base._local if self._above is None else None
         self._take, self.held = take, list(held)
         self._clock, self._shares = None, shares
+        self._history = None if self._above is None else self._above[0]._history
         self._counted = counted or base.is_inference()
         self._seen = self._now(base)
 
@@ -137,6 +143,8 @@ class Source:
 
     def refresh(self, x: Any) -> None:
         """Take the view again if the memory was written to; `x` is one of the snapshots."""
+        if self._history is not None and torch.is_grad_enabled():
+            self._refuse_other_history()
         now = self._now(x)
         if now == self._seen:
             return
@@ -162,6 +170,21 @@ class Source:
         results = taken if isinstance(taken, (list, tuple)) else [taken]
         self.held = [result._local for result in results]
         self._seen = now
+
+    def differentiated_as(self, x: Any) -> None:
+        """The gradient goes to `x` as it is now: autograd does not take the view again."""
+        self._history = weakref.ref(x), x.grad_fn
+
+    def _refuse_other_history(self) -> None:
+        assert self._history is not None
+        x, grad_fn = self._history[0](), self._history[1]
+        if x is not None and x.grad_fn is not grad_fn:
+            raise UnsupportedError(
+                "A view by as_strided() is used after its tensor was written to in a way that "
+                f"gradients go through: {self._layout!r}. The view follows in value, but its "
+                "gradient would miss the write. Call as_strided() again after the write, or use "
+                "the view under torch.no_grad()."
+            )
 
     def write(self, value: Any) -> bool:
         """Write what a snapshot should hold to the memory; whether the view can be undone."""
@@ -192,6 +215,7 @@ class Source:
         copied._base = None if self._base is None else copied_parts(self._base, memo)
         copied._above = copy.deepcopy(self._above, memo)
         copied._clock, copied._shares, copied._counted = None, False, True
+        copied._history = None
         copied._seen = (0, self._layout.grid.num_writes)
         copied.held = [copied_parts(local, memo) for local in self.held]
         return copied

@@ -23,12 +23,15 @@ from shardwise.redistribute.execute import in_memory_order
 def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A plain tensor laid out; Partial axes get random terms that reduce to it."""
     grid = layout.grid
-    blocks: dict[Any, torch.Tensor] = {}
-    for coordinate in grid.coordinates.values():
-        box = layout.box(coordinate)
-        if box not in blocks:
-            blocks[box] = in_memory_order(tensor[_place(box)], layout)
-    held = [blocks[layout.box(grid.coordinates[rank])] for rank in grid.ranks]
+    axes = [axis for axis, p in enumerate(layout.placements) if p.is_shard()]
+    blocks: dict[Any, torch.Tensor] = {}  # by place in the mesh: empty boxes are alike
+    held = []
+    for rank in grid.ranks:
+        coordinate = grid.coordinates[rank]
+        place = tuple(coordinate[axis] for axis in axes)
+        if place not in blocks:
+            blocks[place] = in_memory_order(tensor[_place(layout.box(coordinate))], layout)
+        held.append(blocks[place])
     local: torch.Tensor = from_ranks(grid.world, grid.ranks, held)
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):

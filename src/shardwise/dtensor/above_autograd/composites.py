@@ -19,7 +19,7 @@ from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.reduced import reduced_layout
-from shardwise.dtensor.snapshots import add_source
+from shardwise.dtensor.snapshots import SOURCE, add_source
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.wrapped import as_layouts
 from shardwise.errors import UnsupportedError
@@ -93,7 +93,8 @@ def broadcast_tensors(tensors: Any) -> Any:
         if not isinstance(x, DTensor):
             check_plain(aten.broadcast_tensors.default, x)
             x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
-        spread.append(x.expand(shape))
+        # As on one device, a tensor of that shape is not a view of itself, but itself.
+        spread.append(x if x.shape == shape else x.expand(shape))
     return spread
 
 
@@ -190,7 +191,9 @@ def stft(
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
     """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
-    return _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
+    picked = _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
+    picked.__dict__[SOURCE][0].differentiated_as(x)
+    return picked
 
 
 def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:

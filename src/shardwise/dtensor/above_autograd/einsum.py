@@ -40,13 +40,16 @@ class Contract(UntracedFunction):
         # Each only for the gradients of the others.
         wanted = ctx.needs_input_grad[1:]
         others = [sum(wanted) > wanted[number] for number in range(len(operands))]
-        ctx.save_for_backward(*(x if o else None for x, o in zip(operands, others, strict=True)))
+        ctx.kept = any(others)
+        if ctx.kept:  # else backward may run twice: there is nothing to be freed
+            kept = (x if o else None for x, o in zip(operands, others, strict=True))
+            ctx.save_for_backward(*kept)
         return run(contract, equation, *operands)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         inputs, output = split_equation(ctx.equation)
-        operands = ctx.saved_tensors
+        operands = ctx.saved_tensors if ctx.kept else (None,) * len(inputs)
         needed = ctx.needs_input_grad[1:]
         return None, *(
             _operand_grad(number, inputs, output, grad, operands, ctx.likes[number])
@@ -137,6 +140,9 @@ def _einsum_dtype(
 
 
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
+    if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
+        hollow = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
+        aten.bilinear.default(*hollow)  # torch's checks: it does not take all that are empty
     out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
     return out if bias is None else out + bias
 

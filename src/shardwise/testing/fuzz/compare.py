@@ -22,9 +22,12 @@ TOLERANCES = {
 }
 
 
-def tolerance(values: Iterable[Any]) -> float:
-    """The tolerance of a program that holds these values."""
-    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)}
+def tolerance(values: Iterable[Any], casts: Iterable[torch.dtype] = ()) -> float:
+    """The tolerance of a program that holds these values and has run ops under autocast to `casts`.
+
+    Such an op may return float32 and round inside: `F.bilinear` adds products of bfloat16.
+    """
+    dtypes = {v.dtype for v in values if isinstance(v, torch.Tensor)} | set(casts)
     return max((TOLERANCES.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 

@@ -237,7 +237,7 @@ def steady(program: Program) -> bool:
 def _alike(exact: Run, noisy: Run) -> bool:
     """Whether two runs hold the same, up to a share of the tolerance."""
     slots, others = exact.slots(), noisy.slots()
-    allowed = tolerance(slots.values()) * SHARE
+    allowed = tolerance(slots.values(), exact.casts) * SHARE
     try:
         for name, value in slots.items():
             pairs = ((others[name], value), (grad_of(others[name]), grad_of(value)))

@@ -120,7 +120,7 @@ def _plain(error: BaseException) -> str:
 
 def _compare(expected: Reference, found: Run) -> Outcome | None:
     ours, theirs = found.slots(), expected.run.slots()
-    allowed = tolerance(theirs.values())
+    allowed = tolerance(theirs.values(), expected.run.casts)
     for name, value in theirs.items():
         try:
             why = difference(whole(ours[name]), value, allowed)

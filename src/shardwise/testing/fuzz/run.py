@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +26,7 @@ _NAMES = {
     "Replicate": Replicate,
     "Partial": Partial,
 }
+_CAST = re.compile(r'autocast\("cpu", torch\.(\w+)\)')
 
 
 @dataclass
@@ -37,6 +39,8 @@ class Run:
     error: Exception | None = None
     #: How many items ran; with an error, the number of the one that raised.
     done: int = 0
+    #: What ops have run under autocast to.
+    casts: set[torch.dtype] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self.scope = dict(_NAMES) | {"w": self.world}
@@ -49,6 +53,7 @@ class Run:
             exec(compiled(item.code), self.scope)
         finally:
             self.rng = torch.get_rng_state()
+        self.casts.update(getattr(torch, name) for name in _CAST.findall(item.code))
         self.done += 1
 
     def slots(self) -> dict[str, Any]:
