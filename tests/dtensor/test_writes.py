@@ -349,3 +349,27 @@ def test_a_term_that_is_expanded_is_filled(mesh, reduce_op, write):
     x = lay(plain, mesh, [Partial(reduce_op)])
     write(x.expand(2, 4))
     assert torch.equal(value(x), write(plain.clone()))
+
+
+@pytest.mark.parametrize("order", [1.5, 2, 3, float("inf")])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.neg_(),
+        lambda x: x.mul_(-2),
+        lambda x: x.fill_(-3),
+        lambda x: x.sub_(5),
+        lambda x: x.clamp_(-2, -1),
+        lambda x: torch._foreach_neg_([x]),
+    ],
+)
+def test_a_norm_may_become_negative(mesh, order, write):
+    plain = torch.linspace(0.1, 0.7, 7)
+    norm = lay(plain, mesh, [Shard(0)]).norm(order)
+    assert any(p.is_partial() for p in norm.placements)
+    expected = plain.norm(order)
+    write(norm)
+    write(expected)
+    torch.testing.assert_close(whole(norm), expected)
+    torch.testing.assert_close(whole(norm + 1), expected + 1)
+    torch.testing.assert_close(whole(norm.view(1).norm(order)), expected.abs())
