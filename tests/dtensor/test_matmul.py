@@ -176,3 +176,15 @@ def test_a_sum_by_einsum_keeps_nothing_for_backward(mesh):
     for _ in range(2):
         total.backward()
     assert torch.equal(x.grad.full_tensor().agreed(), torch.full((4, 2), 2.0))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_what_einsum_sums_up_first_may_be_written_to(mesh, placement):
+    plain, vector = torch.arange(20.0).view(5, 4), torch.ones(3, requires_grad=True)
+    x = distribute_tensor(plain, mesh, [placement])
+    y = distribute_tensor(vector.detach(), mesh, [Replicate()]).requires_grad_()
+    for a, b in ((plain, vector), (x, y)):
+        out = torch.einsum("ij,k->kj", a, b)
+        a.zero_()
+        out.square().sum().backward()
+    assert_close(y.grad.full_tensor().agreed(), vector.grad)

@@ -383,3 +383,56 @@ def test_a_term_that_is_expanded_is_filled(mesh, reduce_op, write):
     x = lay(plain, mesh, [Partial(reduce_op)])
     write(x.expand(2, 4))
     assert torch.equal(value(x), write(plain.clone()))
+
+
+@pytest.mark.parametrize("order", [1.5, 2, 3, float("inf")])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.neg_(),
+        lambda x: x.mul_(-2),
+        lambda x: x.fill_(-3),
+        lambda x: x.sub_(5),
+        lambda x: x.clamp_(-2, -1),
+        lambda x: torch._foreach_neg_([x]),
+    ],
+)
+def test_a_norm_may_become_negative(mesh, order, write):
+    plain = torch.linspace(0.1, 0.7, 7)
+    norm = lay(plain, mesh, [Shard(0)]).norm(order)
+    assert any(p.is_partial() for p in norm.placements)
+    expected = plain.norm(order)
+    write(norm)
+    write(expected)
+    torch.testing.assert_close(whole(norm), expected)
+    torch.testing.assert_close(whole(norm + 1), expected + 1)
+    torch.testing.assert_close(whole(norm.view(1).norm(order)), expected.abs())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=repr)
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.t().mul_(x),
+        lambda x: x.mul_(x.t()),
+        lambda x: x.add_(x[1]),
+        lambda x: x.copy_(x.t()),
+        lambda x: torch.Tensor.lerp_(x, x.t(), 0.5),
+    ],
+)
+def test_memory_that_is_read_in_another_order_is_not_written_to(mesh, placement, write):
+    with pytest.raises(RuntimeError, match="some elements of the input tensor"):
+        write(torch.randn(4, 4))
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"read|some elements of the input tensor"):
+            write(lay(torch.randn(4, 4), mesh, [placement]))
+
+
+def test_a_tensor_may_be_written_to_itself(mesh):
+    plain = torch.randn(4, 4)
+    x = lay(plain, mesh, [Shard(0)])
+    x.mul_(x)
+    x.add_(x.t().t())
+    x.add_(x.clone().t())
+    once = 2 * plain * plain
+    torch.testing.assert_close(whole(x), once + once.t())

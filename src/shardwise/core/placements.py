@@ -132,7 +132,8 @@ class MaskPartial(Partial):
 class NormPartial(Partial):
     """Each coordinate holds the norm of its part; the tensor is the norm of all of them.
 
-    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`; no term is negative.
+    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`. No norm is negative;
+    what is written to it in place may be, and powers keep the sign of their base.
     Norms of sharded tensors are such, and so are stacks and norms of these: only the last has to
     be reduced.
     """

@@ -25,6 +25,7 @@ from shardwise.dtensor.foreach import FUSED_STEPS, foreach_entry, takes_lists
 from shardwise.dtensor.gathered import may_fall_back, run_gathered, unknown_shape_entry
 from shardwise.dtensor.local_call import apart, is_memory_of, lies_otherwise, relaid
 from shardwise.dtensor.numbers import numbers_as_plain
+from shardwise.dtensor.overlaps import check_overlaps, compares_memory, watch_overlaps
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.snapshots import follow, take_over, write_for_autograd
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
@@ -82,7 +83,7 @@ class Miss:
             return self.kind.__torch_dispatch__(op, None, tuple(on_one), kwargs, self.wish)
         twin = written_twin(op)
         if twin is not None and (find_rule(op) is None or is_write_back(key)):
-            return _write_back(twin, args, kwargs)
+            return _write_back(op, twin, args, kwargs)
         layouts = [as_layouts(a) for a in args]
         entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
         if entry is None:
@@ -96,8 +97,9 @@ class Miss:
                 if twin is None or not _may_write_back(args[0]):
                     raise
                 add_write_back(key)
-                return _write_back(twin, args, kwargs)
+                return _write_back(op, twin, args, kwargs)
         follow(self.kind, op, layouts, kwargs, entry)
+        watch_overlaps(op, entry)
         add_entry(key, entry)
         return self._run(entry, first=True)
 
@@ -164,8 +166,10 @@ def _may_write_back(target: Any) -> bool:
     return not target._layout.snapshot and not target._layout.expanded
 
 
-def _write_back(twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    if compares_memory(op):
+        check_overlaps(op, args)
     aten.copy_.default(args[0], twin(*args, **kwargs))
     return args[0]
 

@@ -240,9 +240,14 @@ def _norm_of_norms(step: Step, norm_type: float) -> Move:
     # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     return Move(
-        lambda x: start_all_reduce(x.to(wide) ** norm_type, "sum", grid, axis),
-        lambda x: (finished(x) ** (1 / norm_type)).to(dtype),
+        lambda x: start_all_reduce(_signed_power(x.to(wide), norm_type), "sum", grid, axis),
+        lambda x: _signed_power(finished(x), 1 / norm_type).to(dtype),
     )
+
+
+def _signed_power(x: torch.Tensor, exponent: float) -> torch.Tensor:
+    """A norm is not negative, but what is written to one in place may be."""
+    return torch.copysign(x.abs() ** exponent, x)
 
 
 def _arrived(dtype: torch.dtype) -> Run:
@@ -309,8 +314,9 @@ def _to_partial(step: Step) -> Move:
 
     An average, maximum or minimum of equal values is that value, so there all keep it.
     """
+    partial = step.target.placements[step.axis]
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
-    if neutral is None:
+    if neutral is None or (isinstance(partial, NormPartial) and partial.norm_type == math.inf):
         return Move(lambda x: x)
 
     def keep(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:

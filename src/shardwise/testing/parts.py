@@ -6,6 +6,7 @@ None of it is a redistribution: what rules are compared with relies on no collec
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,6 +111,10 @@ def _reduced(terms: Sequence[torch.Tensor], partial: Partial) -> torch.Tensor:
             return functools.reduce(torch.mul, terms)
         case "norm":
             assert isinstance(partial, NormPartial), "only a NormPartial is a norm"
-            return torch.linalg.vector_norm(torch.stack(list(terms)), partial.norm_type, dim=0)
+            held, order = torch.stack(list(terms)).double(), partial.norm_type
+            if order == math.inf:
+                return functools.reduce(torch.maximum, terms)
+            total = torch.copysign(held.abs() ** order, held).sum(0)
+            return torch.copysign(total.abs() ** (1 / order), total).to(terms[0].dtype)
     total = functools.reduce(torch.add, terms)
     return (total / len(terms)).to(total.dtype) if partial.reduce_op == "avg" else total

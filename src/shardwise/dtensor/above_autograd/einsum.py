@@ -104,7 +104,28 @@ def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     inputs, output = split_equation(letters)
     if len(inputs) == 1 and len(inputs[0]) == len(output):
         return tensors[0].permute([inputs[0].index(letter) for letter in output])  # a view
+    if len(tensors) > 1 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        inputs, tensors = _summed_first(inputs, output, tensors)
+        letters = f"{','.join(inputs)}->{output}"
     return contracted(letters, *tensors)
+
+
+def _summed_first(
+    inputs: list[str], output: str, tensors: list[Any]
+) -> tuple[list[str], list[Any]]:
+    """The operands without the dims that only one of them has, which torch sums up first.
+
+    So backward keeps the sums, as on one device, and the operands may be written to.
+    """
+    found, sums = [], []
+    for number, (letters, x) in enumerate(zip(inputs, tensors, strict=True)):
+        shared = output + "".join(inputs[:number] + inputs[number + 1 :])
+        alone = [d for d, c in enumerate(letters) if c not in shared and x.shape[d] != 1]
+        if alone and not x.is_floating_point() and not x.is_complex():
+            alone = []  # a sum of integers is wider
+        found.append("".join(c for d, c in enumerate(letters) if d not in alone))
+        sums.append(x.sum(alone) if alone else x)
+    return found, sums
 
 
 def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
