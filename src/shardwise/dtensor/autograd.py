@@ -107,7 +107,9 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
             local = travel(x._local)
     else:
         local = travel(x._local)
-    return type(x).wrap(copied(local, target) if own and stays else local, target)
+    if own and stays:
+        local = copied(local, target) if target.expanded else local.clone()
+    return type(x).wrap(local, target)
 
 
 def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:

@@ -10,7 +10,7 @@ import torch
 
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
-from shardwise.core.autocast import without_autocast
+from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.dtensor.strict import forbid_sent
@@ -35,7 +35,7 @@ def local_call(
 ) -> Callable[..., Any]:
     """What runs on the local operands; its results lie in memory as the layouts say."""
     call = _local_call(op, plan, binding)
-    if _runs_other_ops(op, plan):
+    if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
         call = without_autocast(call)
     call = refused_alike(op, plan.inputs, call)
     if op in _LAID_OTHERWISE:
@@ -229,6 +229,12 @@ def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
         return True
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
     return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite.name)
+
+
+def _runs_itself_cast(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call is the op itself, and autocast is off in it."""
+    itself = plan.local is None and isinstance(op, torch._ops.OpOverload)
+    return itself and is_cast_before(op)
 
 
 _HOLE = object()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.comm.ranks import each_rank
-from shardwise.core.autocast import without_autocast
+from shardwise.core.autocast import casts_nothing, is_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.errors import CollectiveError
@@ -22,8 +22,12 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def prepare(steps: Sequence[Step]) -> Run:
-    """`execute` for these steps: what the layouts decide is decided here, once."""
-    return without_autocast(_chain(_runs(steps)))
+    """`execute` for these steps: what the layouts decide is decided here, once.
+
+    Autocast must not see what joins pieces around a collective (`_named`). What cuts and lays out
+    is not among the ops that it casts.
+    """
+    return _chain(_runs(steps))
 
 
 def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
@@ -34,7 +38,7 @@ def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
     start = [*_runs(steps[:last], ends=False), _named(steps[last], move.start)]
     finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :], ends=False)]
     finish = [*finish, *_ending(steps)]
-    return without_autocast(_chain(start)), without_autocast(_chain(finish))
+    return _chain(start), _chain(finish)
 
 
 def _runs(steps: Sequence[Step], *, ends: bool = True) -> list[Run]:
@@ -65,10 +69,13 @@ def _chain(runs: Sequence[Run]) -> Run:
 
 
 def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
-    """One after the other; a failure of the backend names the step."""
+    """One after the other, not cast; a failure of the backend names the step."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         try:
+            if is_autocast():
+                with casts_nothing():
+                    return start(x) if finish is None else finish(start(x))
             return start(x) if finish is None else finish(start(x))
         except RuntimeError as error:
             if type(error) is RuntimeError or isinstance(error, dist.DistError):

@@ -29,12 +29,13 @@ def conjugate(x: Any) -> Any:
 
 def linear_input_grad(grad: Any, weight: Any) -> Any:
     """The gradient of `linear(x, weight)` for `x`."""
-    return grad @ conjugate(weight)
+    return grad @ (conjugate(weight) if weight.is_complex() else weight)
 
 
 def linear_weight_grad(grad: Any, x: Any) -> Any:
     """The gradient of `linear(x, weight)` for `weight`."""
-    return torch.mm(_as_matrix(grad).t(), conjugate(_as_matrix(x)))
+    matrix = _as_matrix(x)
+    return torch.mm(_as_matrix(grad).t(), conjugate(matrix) if x.is_complex() else matrix)
 
 
 def linear_bias_grad(grad: Any) -> Any:
