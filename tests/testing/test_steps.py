@@ -21,7 +21,7 @@ from shardwise.testing.steps.training import Outcome, play, play_alone
 # torch says so once in a process, of what its own optimizers do with sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
-NUM_CASES, NUM_PARTS = 540, 6
+NUM_CASES, NUM_PARTS = 600, 6
 
 
 def case(text):
