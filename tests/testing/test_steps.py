@@ -71,6 +71,7 @@ FOUND = {
     "gradients of rows": "sparse_bags | dp=2 | dp(dp) |  | sgd | 0",
     "gradients of rows of tables": "sparse_tables | dp=2 | dp(dp) |  | sgd | 0",
     "gradients of rows in shards": "sparse_bags | dp=2 | dm; fs(dp) |  | sgd | 0",
+    "gradients of rows of a plain table": "sparse_bags | tp=2 | tp |  | adagrad | 0",
     "double backward": "norms | tp=2 | tp | penalty | sgd | 0",
     "double backward, own batches": "norms | dp=2,tp=2 | tp; dp(dp) | penalty | sgd | 0",
     "a tied bias": "bert | tp=2 | tp | save | sgd | 0",

@@ -269,7 +269,8 @@ class LocalTensor(torch.Tensor):
             for i in range(roster.num_parts)
         ]
         sized = any(a._sized for a in args if type(a) is LocalTensor)
-        if isinstance(results[0], torch.Tensor):
+        first = results[0]
+        if isinstance(first, torch.Tensor) and not first.is_sparse:
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
 
@@ -427,12 +428,20 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
     """One result out of the parts' results: tensors are kept per rank, plain values must agree."""
     first = results[0]
     if isinstance(first, torch.Tensor):
+        if first.is_sparse and all(_same_rows(each, first) for each in results[1:]):
+            return first  # an optimizer asks whether a gradient is sparse, and looks inside
         return LocalTensor(results, roster, sized)
     if isinstance(first, (tuple, list)):
         columns = zip(*results, strict=True)
         whole = [wrap_results(list(each), roster, asked, sized) for each in columns]
         return type(first)(whole)
     return agreed_value(results, roster, asked)
+
+
+def _same_rows(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return same_values(one._indices(), other._indices()) and same_values(
+        one._values(), other._values()
+    )
 
 
 def _traced_node(part: torch.Tensor) -> type[RankIntNode]:
