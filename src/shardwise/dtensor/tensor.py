@@ -287,7 +287,7 @@ class DTensor(Wrapped):
         else:
             one = isinstance(value, (int, float, complex))
         if one:
-            index = for_number(self, index)
+            index, value = for_number(self, index, value)
         index, value = for_ints(self, index, value)
         super().__setitem__(index, value)
 
