@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
+from shardwise.rules import infer
 from shardwise.testing.op_sweep.lay_out import laid_out
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(0, (0, 5, 0, 0)), Partial()]
@@ -436,3 +437,24 @@ def test_a_tensor_may_be_written_to_itself(mesh):
     x.add_(x.clone().t())
     once = 2 * plain * plain
     torch.testing.assert_close(whole(x), once + once.t())
+
+
+@pytest.mark.parametrize("index", [(0, slice(0, 0)), (1, slice(1, 3)), (2, 1)], ids=repr)
+@pytest.mark.parametrize("placements", [[Shard(0), Shard(0)], [Replicate(), Shard(1)]], ids=repr)
+def test_a_number_of_another_dtype_is_cast(square, placements, index):
+    plain, number = torch.zeros(4, 4, dtype=torch.float16), torch.tensor(0.5)
+    x = lay(plain, square, placements)
+    x[index] = lay(number, square, [Replicate(), Replicate()])
+    plain[index] = number
+    assert torch.equal(value(x), plain)
+
+
+def test_results_are_not_expanded_whatever_a_shape_function_says(mesh, monkeypatch):
+    def keeps_strides(x, *_):
+        return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+
+    monkeypatch.setitem(infer._SHAPES, torch.ops.aten.diagonal_scatter.default, keeps_strides)
+    plain = torch.ones(11, 1)
+    x = lay(plain, mesh, [Replicate()]).expand(11, 13)
+    found = x.diagonal_scatter(x.diagonal() * 0.5)
+    assert torch.equal(value(found), plain.expand(11, 13).diagonal_scatter(torch.full((11,), 0.5)))

@@ -309,3 +309,16 @@ def test_empty_leaves_are_of_one_rank_each():
     program = Program(7, (2,), (leaf, Step("v1 = v0.sum()", ("v1",)), Step("v1.normal_()")))
     with simulate(2):
         assert play(program, Sharded((2,))).kind == "ok"
+
+
+def test_what_a_kernel_wrote_before_it_raised_is_not_asked_for():
+    items = (
+        _leaf("v0", Replicate(), Shard(1), shape=(2, 4), grad=True),
+        Step("v3 = F.pad(v0, (1, 1), value=1.25)", ("v3",)),
+        Step("v4 = v3.mT", ("v4",)),
+        Leaf("v5", (2,), torch.int64, (Partial("sum"), Replicate()), high=2),
+        _leaf("v6", Shard(0), Partial("min"), shape=(6, 2), grad=True),
+        Step("v4.index_add_(1, v5 - 1, v6)"),
+    )
+    with simulate(4):
+        assert play(Program(7, (2, 2), items), Sharded((2, 2))).kind == "torch-refused"

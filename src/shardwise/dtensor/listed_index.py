@@ -27,18 +27,20 @@ def with_tensors(x: Any, index: Any) -> Any:
     return _tensor(x, index) if all(type(i) in (int, bool) for i in index) else index
 
 
-def for_number(x: Any, index: Any) -> Any:
-    """The index of a write of one number, with its positions as slices or as tensors."""
+def for_number(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
+    """The index and value of a write of one number, its positions as slices or as tensors."""
     items = index if type(index) is tuple else (index,)
     if not any(type(item) is int for item in items):
-        return index
+        return index, value
     if any(isinstance(item, torch.Tensor) for item in items):
-        return tuple(_beside_tensors(x, item) for item in items)
+        return tuple(_beside_tensors(x, item) for item in items), value
     if all(type(item) in (int, slice, type(...)) for item in items):
         items = _each_dim(x.dim(), items)
     if len(items) != x.dim() or not all(map(_fits, items, x.shape)):
-        return index  # torch knows what it means, or what is wrong
-    return tuple(_span(x, dim, item) for dim, item in enumerate(items))
+        return index, value  # torch knows what it means, or what is wrong
+    if isinstance(value, torch.Tensor):
+        value = value.to(x.dtype)  # as a copy does, and a write by tensors does not
+    return tuple(_span(x, dim, item) for dim, item in enumerate(items)), value
 
 
 def _beside_tensors(x: Any, item: Any) -> Any:

@@ -297,7 +297,7 @@ class DTensor(Wrapped):
         else:
             one = isinstance(value, (int, float, complex))
         if one:
-            index = for_number(self, index)
+            index, value = for_number(self, index, value)
         index, value = for_ints(self, index, value)
         super().__setitem__(index, value)
 

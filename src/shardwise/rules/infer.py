@@ -90,9 +90,26 @@ def infer_outputs(
     with _without_data(symbolic):
         result = _call_hollow(op, args, kwargs)
         dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
+        if _makes_anew(op):
+            dense |= {id(t) for t in tree_leaves(result) if _is_expanded(t)}
     metas: list[TensorMeta] = []
     shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
     return tuple(metas), shape
+
+
+def _makes_anew(op: Any) -> bool:
+    """Whether each entry of a result is one of its own, whatever torch's shape function says.
+
+    In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
+    """
+    if not isinstance(op, torch._ops.OpOverload) or op is torch.ops.aten._unsafe_view.default:
+        return False
+    aliased = any(x.alias_info for x in (*op._schema.returns, *op._schema.arguments))
+    return not aliased and not op._schema.name.endswith("_strided")
+
+
+def _is_expanded(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.stride())
 
 
 def outputs_of(
