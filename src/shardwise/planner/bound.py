@@ -43,7 +43,7 @@ class Bounds:
         flat = self.flat
         self._first = flat.first[:-1]
         #: An option that one rank cannot hold is none.
-        self.possible: Mask = (flat.peak[:, 1:] <= problem.capacity).all(1)
+        self.possible: Mask = np.asarray((flat.peak[:, 1:] <= problem.capacity).all(1))
         #: Ranks that share cores take as long as all of them together.
         self._slow = 1.0 if problem.at_once is None else problem.num_ranks / problem.at_once
         self._memo: dict[bytes, tuple[float, Array, Ints]] = {}
@@ -122,8 +122,8 @@ class Bounds:
             over = np.flatnonzero(used > capacity * (1 + 1e-12))
             if not len(over):
                 break
-            for kind in over:
-                prices = self._raised(seconds, prices, int(kind))
+            for kind in over.tolist():
+                prices = self._raised(seconds, prices, kind)
             value, chosen = self._at(seconds, prices)
         return value, prices, chosen
 

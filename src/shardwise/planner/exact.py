@@ -47,7 +47,9 @@ class _Model:
         self.row_lower: list[float] = []
         self.row_upper: list[float] = []
 
-    def column(self, upper: float, *, cost: float = 0.0, lower: float = 0.0, whole: bool = True) -> int:
+    def column(
+        self, upper: float, *, cost: float = 0.0, lower: float = 0.0, whole: bool = True
+    ) -> int:
         self.costs.append(cost)
         self.lower.append(lower)
         self.upper.append(upper)
@@ -96,12 +98,16 @@ class ExactProblem:
         # How many ranks, hosts and ranks of one host the tables so far can have used.
         ranks_seen = hosts_seen = 0
         for table in order:
-            pieces = max(
-                (problem.options[table][c].num_pieces for c in allowed[table]), default=0
+            pieces = max((problem.options[table][c].num_pieces for c in allowed[table]), default=0)
+            hosts = max(
+                (self._num_hosts(problem.options[table][c]) for c in allowed[table]), default=0
             )
-            hosts = max((self._num_hosts(problem.options[table][c]) for c in allowed[table]), default=0)
             ranks_seen, hosts_seen = ranks_seen + pieces, hosts_seen + hosts
-            seen = min(ranks_seen, num), min(hosts_seen, problem.num_hosts), min(ranks_seen, per_host)
+            seen = (
+                min(ranks_seen, num),
+                min(hosts_seen, problem.num_hosts),
+                min(ranks_seen, per_host),
+            )
             picks = [self._add(table, choice, *seen) for choice in allowed[table]]
             self.model.row(picks, [1.0] * len(picks), 1.0, 1.0)
         self._limit()
@@ -137,7 +143,9 @@ class ExactProblem:
         used = _Used(table, choice, option, pick, {}, {})
         self.used.append(used)
         if option.everywhere is not None:
-            rows = np.broadcast_to(option.everywhere, (problem.num_ranks, 1 + len(problem.capacity)))
+            rows = np.broadcast_to(
+                option.everywhere, (problem.num_ranks, 1 + len(problem.capacity))
+            )
             for rank in range(problem.num_ranks):
                 self._load(rank, pick, rows[rank])
         if option.pieces is None:
@@ -221,15 +229,11 @@ class ExactProblem:
                 total[column] = total.get(column, 0.0) + value
         parts = problem.num_ranks if problem.at_once is None else problem.at_once
         base = self.base_s * (problem.num_ranks / parts - 1.0) / self.scale_s
-        model.row(
-            [*total, self.span], [*(v / parts for v in total.values()), -1.0], -np.inf, -base
-        )
+        model.row([*total, self.span], [*(v / parts for v in total.values()), -1.0], -np.inf, -base)
 
     # -- solving -----------------------------------------------------------------------------
 
-    def solve(
-        self, highs: Any, *, seconds: float, gap: float, start: Assignment | None
-    ) -> Exact:
+    def solve(self, highs: Any, *, seconds: float, gap: float, start: Assignment | None) -> Exact:
         solver = highs.Highs()
         for name, value in (
             ("output_flag", False),
@@ -311,7 +315,9 @@ class ExactProblem:
                 continue
             values[used.pick] = 1.0
             ranks = [numbers[int(rank)] for rank in start.ranks[used.table]]
-            places = [r // per_host for r in ranks[::per_host]] if used.option.scope == BLOCK else ranks
+            places = (
+                [r // per_host for r in ranks[::per_host]] if used.option.scope == BLOCK else ranks
+            )
             for place in places:
                 if place in used.at:
                     values[used.at[place]] += 1.0
@@ -342,4 +348,3 @@ def _renumbered(start: Assignment, tables: Sequence[int]) -> dict[int, int]:
         for host in range(num // per_host)
         for local in range(per_host)
     }
-

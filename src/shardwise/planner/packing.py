@@ -1,8 +1,8 @@
 """Pieces onto ranks: largest first, then moves and swaps that lower the highest ranks.
 
 Note [Heights]
-The height of a rank is its seconds, plus a penalty where its bytes exceed the capacity. A plan whose
-highest rank has no penalty fits. Every step that is taken lowers the higher of the ranks that it
+The height of a rank is its seconds, plus a penalty where its bytes exceed the capacity. A plan
+whose highest rank has no penalty fits. Every step lowers the higher of the ranks that it
 touches, so the list of heights falls lexicographically and the search ends.
 """
 
@@ -337,7 +337,9 @@ class Search:
         self._relocate(other, other_number, worst)
         return True
 
-    def _may_swap(self, mine: tuple[int, int], theirs: tuple[int, int], here: int, there: int) -> bool:
+    def _may_swap(
+        self, mine: tuple[int, int], theirs: tuple[int, int], here: int, there: int
+    ) -> bool:
         packing = self.packing
         for (table, _), place in ((mine, there), (theirs, here)):
             option = packing.problem.options[table][packing.chosen[table]]
@@ -397,9 +399,11 @@ class Search:
         assert option.pieces is not None, "an option loads something"
         if option.num_pieces == 1:
             load = packing.loads[ranks[0]] + option.pieces[0]
-            return max(float(packing.height(load)), float(packing.heights[worst])) if (
-                ranks[0] != worst
-            ) else float(packing.height(load))
+            return (
+                max(float(packing.height(load)), float(packing.heights[worst]))
+                if (ranks[0] != worst)
+                else float(packing.height(load))
+            )
         touched, where = np.unique(ranks, return_inverse=True)
         loads = packing.loads[touched].copy()
         np.add.at(loads, where, option.pieces)
@@ -433,4 +437,3 @@ class Search:
                 ranks = packing.place(packing.problem.options[table][choice])
                 assert ranks is not None, "it was placed before"
             packing.put(table, choice, ranks)
-

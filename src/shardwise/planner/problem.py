@@ -12,7 +12,7 @@ an option wants the ranks of one host, hosts are alike too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -62,8 +62,8 @@ class Problem:
     base_s: float = 0.0
     #: How many ranks can compute at the same time; fewer than ranks where they share cores.
     at_once: float | None = None
-    #: Other facts for the report.
-    notes: dict[str, Any] = field(default_factory=dict)
+    #: The options in arrays, where whoever made them has those already.
+    given_flat: Flat | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.ranks_per_host:
@@ -80,7 +80,7 @@ class Problem:
 
     @cached_property
     def flat(self) -> Flat:
-        return Flat.of(self)
+        return Flat.of(self) if self.given_flat is None else self.given_flat
 
 
 @dataclass(frozen=True, eq=False)
@@ -174,7 +174,7 @@ def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:
 
 
 def undominated(options: Sequence[Option]) -> list[int]:
-    """Without options for which another one with the same pieces, or fewer conditions, is as good."""
+    """Without options that another one with the same pieces is as good as."""
     kept: list[int] = []
     for number, option in enumerate(options):
         others = [i for i in kept if _is_as_good(options[i], option)]

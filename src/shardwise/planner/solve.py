@@ -146,9 +146,9 @@ def solve(
     solver = "own search"
     _kick(run, packings, gap, rounds=_KICKS // 4)
     highs = find_highs() if exact else None
-    if highs is not None and not run.close(gap) and not run.late():
-        if _exact(run, bound, gap, highs):
-            solver = "HiGHS and own search"
+    wanted = highs is not None and not run.close(gap) and not run.late()
+    if wanted and _exact(run, gap, highs):
+        solver = "HiGHS and own search"
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS)
     run.note("done")
@@ -232,14 +232,12 @@ def _kick(run: _Run, packings: Sequence[Packing], gap: float, rounds: int) -> No
 
 def _packing_of(assignment: Assignment, cost: float) -> Packing:
     packing = Packing(assignment.problem, cost)
-    for table, (choice, ranks) in enumerate(
-        zip(assignment.chosen, assignment.ranks, strict=True)
-    ):
+    for table, (choice, ranks) in enumerate(zip(assignment.chosen, assignment.ranks, strict=True)):
         packing.put(table, choice, ranks)
     return packing
 
 
-def _exact(run: _Run, bound: Bound, gap: float, highs: object) -> bool:
+def _exact(run: _Run, gap: float, highs: object) -> bool:
     assert run.best is not None, "there is an answer"
     problem = run.problem
     allowed = allowed_lists(problem, run.bounds.useful(run.cost))
