@@ -138,7 +138,8 @@ def main(arguments: list[str] | None = None) -> None:
     for seed in range(options.plans - len(plans)):
         plans[f"drawn {seed}"] = drawn_plan(seed)
     predicted = {
-        name: price(Plan(entries), work, found.setting).step_s for name, entries in plans.items()
+        name: price(Plan(entries), work, found.setting).expected_s
+        for name, entries in plans.items()
     }
     measured: dict[str, list[float]] = {name: [] for name in plans}
     for _ in range(options.rounds):

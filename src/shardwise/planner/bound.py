@@ -147,7 +147,7 @@ class Bounds:
         while used(high) > capacity[kind] and high < 1e6:
             low, high = high, high * 8
         for _ in range(40):
-            if high - low <= 1e-6 * high:
+            if high - low <= 1e-4 * high:
                 break
             middle = (low + high) / 2
             if used(middle) > capacity[kind]:

@@ -58,6 +58,11 @@ CASES = (
     (26, 2_000, 32, 512, 2, 1.0),
     (26, 50_000, 64, 512, 10, 2.0),
     (1, 400_000, 256, 2048, 5, 1.0),
+    # Narrow rows, as parts of columns are: there the ids cost, not the bytes.
+    (1, 100_000, 4, 8192, 20, 1.0),
+    (1, 20_000, 8, 8192, 20, 2.0),
+    (8, 20_000, 8, 2048, 20, 1.0),
+    (4, 100_000, 16, 2048, 40, 2.0),
 )
 
 
@@ -66,6 +71,8 @@ FITTED = (
     "step_s", "latency_s", "owner_byte_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s",
     "copy_byte_s",
 )  # fmt: skip
+#: Terms of the update kernel that those steps fit too.
+TERMS = ("tile_s", "id_s", "bag_s", "bag_byte_s")
 #: Tables, rows, dim, bags of a rank and ids per bag, of steps that several ranks take together.
 STEPS = (
     (26, 400, 16, 64, 1),
@@ -73,6 +80,8 @@ STEPS = (
     (8, 20_000, 64, 512, 20),
     (8, 5_000, 128, 1024, 2),
     (12, 20_000, 32, 1024, 6),
+    (12, 20_000, 16, 512, 20),
+    (6, 100_000, 32, 512, 40),
 )
 #: Kinds, and tables that some ranks hold alone: those tell what holders pay from what askers do.
 KINDS: tuple[Entry, ...] = (
@@ -140,54 +149,53 @@ def measure_steps(repeats: int, threads: int) -> list[float]:
 
 
 def fit_steps(whole: Constants, empty: Constants, measured: Array, num_ranks: int) -> Constants:
-    """The constants of exchanges, and factors of both kernels, from steps by rank and case.
+    """The constants of updates and exchanges, from steps by rank and case.
 
     What a step costs is linear in the constants: with one of them set, it is their coefficient.
+    Lookups stay as they were measured alone; so do the sizes at which bytes get dearer.
     """
-    columns = []
-    singles = [replace(empty, lookup=whole.lookup), replace(empty, update=whole.update)]
+    update = whole.update
+    none = replace(update, call_s=0.0, tile_s=0.0, id_s=0.0, bag_s=0.0, bag_byte_s=0.0)
+    terms = [
+        replace(none, byte_s=tuple(0.0 for _ in update.byte_s), **{name: 1.0}) for name in TERMS
+    ]
+    singles = [replace(empty, update=none), *(replace(empty, update=each) for each in terms)]
     singles += [replace(empty, **{name: 1.0}) for name in FITTED]  # type: ignore[arg-type]
-    cases = step_cases()
-    for single in singles:
-        setting = Setting(num_ranks, num_ranks, single, "sgd")
-        column = []
-        for tables, plan, bags, ids in cases:
-            rows = tables[0].num_embeddings
-            drawn = num_ranks * bags * ids
-            different = rows * (1 - (1 - 1 / rows) ** drawn)
-            work = workload(
-                tables,
-                batch=bags * num_ranks,
-                ids_per_bag=float(ids),
-                repeated=max(0.0, 1 - different / drawn),
-            )
-            column.append(price(plan, work, setting).seconds)
-        columns.append(np.stack(column, 1).reshape(-1))
-    matrix, times = np.stack(columns, 1), measured.reshape(-1)
-    found = least_squares_from_zero(matrix / times[:, None], np.ones(len(times)))
-    lookup, update, *rest = found.tolist()
-    named = dict(zip(FITTED, rest, strict=True))
+    matrix = np.stack([_step_seconds(single, num_ranks) for single in singles], 1)
+    known = _step_seconds(replace(empty, lookup=whole.lookup), num_ranks)
+    times = measured.reshape(-1)
+    left = np.maximum(times - known, 0.1 * times)
+    found = least_squares_from_zero(matrix / times[:, None], left / times)
+    factor, *rest = found.tolist()
+    of_update = dict(zip(TERMS, rest, strict=False))
+    named = dict(zip(FITTED, rest[len(TERMS) :], strict=True))
+    byte_s = tuple(factor * each for each in update.byte_s)
     return replace(
         whole,
-        lookup=scaled_kernel(whole.lookup, lookup),
-        update=scaled_kernel(whole.update, update),
+        update=replace(update, byte_s=byte_s, call_s=update.call_s, **of_update),
         latency_between_s=named["latency_s"],
         owner_byte_between_s=named["owner_byte_s"],
         copy_byte_between_s=named["copy_byte_s"],
-        **named,
+        **{**named, "step_s": max(0.0, named["step_s"] - update.call_s)},
     )
 
 
-def scaled_kernel(kernel: Kernel, factor: float) -> Kernel:
-    return Kernel(
-        kernel.call_s * factor,
-        kernel.tile_s * factor,
-        kernel.id_s * factor,
-        kernel.bag_s * factor,
-        kernel.touched,
-        tuple(each * factor for each in kernel.byte_s),
-        kernel.bag_byte_s * factor,
-    )
+def _step_seconds(constants: Constants, num_ranks: int) -> Array:
+    """Of each rank in each case, rank by rank."""
+    setting = Setting(num_ranks, num_ranks, constants, "sgd")
+    found = []
+    for tables, plan, bags, ids in step_cases():
+        rows = tables[0].num_embeddings
+        drawn = num_ranks * bags * ids
+        different = rows * (1 - (1 - 1 / rows) ** drawn)
+        work = workload(
+            tables,
+            batch=bags * num_ranks,
+            ids_per_bag=float(ids),
+            repeated=max(0.0, 1 - different / drawn),
+        )
+        found.append(price(plan, work, setting).seconds)
+    return np.stack(found, 1).reshape(-1)
 
 
 def draw_batch(
@@ -267,7 +275,7 @@ def least_squares_from_zero(matrix: Array, wanted: Array, rounds: int = 20_000) 
     x = np.zeros(matrix.shape[1])
     for _ in range(rounds):
         largest = 0.0
-        for i in range(len(x)):
+        for i in np.flatnonzero(np.diag(gram)).tolist():
             new = max(0.0, x[i] + (target[i] - gram[i] @ x) / gram[i, i])
             largest = max(largest, abs(new - x[i]))
             x[i] = new

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from shardwise.planner.problem import (
+    ANY,
     BLOCK,
     HOST,
     Array,
@@ -40,6 +41,9 @@ class Packing:
         # Bytes over the capacity cost this many seconds per byte.
         self.penalty = 50 * max(scale_s, 1e-12) / np.maximum(problem.capacity, 1.0)
         self._limit = problem.capacity * (1 + 1e-12)
+        self._unit = np.concatenate([[max(scale_s, 1e-12)], np.maximum(problem.capacity, 1.0)])
+        #: Whether pieces are placed by seconds and bytes alike, as shares of what there is.
+        self.balance = False
         self.heights = np.zeros(self.num_ranks)
         #: Tables with a piece on each rank.
         self.tables_on: list[set[int]] = [set() for _ in range(self.num_ranks)]
@@ -50,6 +54,12 @@ class Packing:
         if not (over > 0).any():
             return loads[..., 0]
         return loads[..., 0] + np.maximum(over, 0) @ self.penalty
+
+    def score(self, loads: Array) -> Array:
+        """What is to be low where a piece is placed."""
+        if self.balance:
+            return np.asarray((loads / self._unit).max(-1))
+        return self.height(loads)
 
     # -- changing one table ------------------------------------------------------------------
 
@@ -102,13 +112,13 @@ class Packing:
         loads = self.loads if only is None else self.loads[only]
         num = len(pieces)
         if num == 1:
-            place = int(self.height(loads + pieces[0]).argmin())
+            place = int(self.score(loads + pieces[0]).argmin())
             return np.array([place if only is None else only[place]])
         if option.distinct:
             if num > len(loads):
                 return None
             # Pieces are nearly alike: the largest goes where it ends lowest.
-            heights = self.height(loads + pieces[0])
+            heights = self.score(loads + pieces[0])
             places = np.argsort(heights, kind="stable")[:num]
             order = np.argsort(-pieces[:, 0], kind="stable")
             ranks = np.empty(num, np.int64)
@@ -117,7 +127,7 @@ class Packing:
             loads = loads.copy()
             ranks = np.empty(num, np.int64)
             for number in np.argsort(-pieces[:, 0], kind="stable").tolist():
-                place = int(self.height(loads + pieces[number]).argmin())
+                place = int(self.score(loads + pieces[number]).argmin())
                 ranks[number] = place
                 loads[place] += pieces[number]
         return ranks if only is None else only[ranks]
@@ -146,7 +156,7 @@ class Packing:
         if num_blocks > num_hosts or num_blocks * per_host != len(pieces):
             return None
         loads = self.loads.reshape(num_hosts, per_host, self.width) + pieces[:per_host]
-        highest = self.height(loads).max(1)
+        highest = self.score(loads).max(1)
         hosts = np.argsort(highest, kind="stable")[:num_blocks]
         return (hosts[:, None] * per_host + np.arange(per_host)).reshape(-1)
 
@@ -178,7 +188,7 @@ def packed(
 ) -> Packing | None:
     """Everywhere first, then blocks of hosts, then the pieces that are largest."""
     packing = Packing(problem, scale_s)
-    share = np.zeros(len(chosen))
+    packing.balance = memory_first
     rank_of = np.zeros(len(chosen), np.int64)
     flat = problem.flat
     peaks = flat.peak[flat.first[:-1] + np.asarray(chosen)]
@@ -193,7 +203,9 @@ def packed(
         else:
             rank_of[table] = 2
     order = np.lexsort((np.arange(len(chosen)), -share, rank_of)).tolist()
-    return packing if packing.fill(chosen, order) else None
+    filled = packing.fill(chosen, order)
+    packing.balance = False
+    return packing if filled else None
 
 
 # -- local search ----------------------------------------------------------------------------
@@ -367,13 +379,11 @@ class Search:
         best: tuple[float, int, int, Ints] | None = None
         for table in tables + everywhere:
             old, old_ranks = packing.chosen[table], packing.ranks[table]
-            if len(self.allowed[table]) < 2:
-                continue
             packing.take(table)
             for choice in self.allowed[table]:
-                if choice == old:
-                    continue
                 option = packing.problem.options[table][choice]
+                if choice == old and option.scope == ANY:
+                    continue  # its pieces were moved already, one by one
                 ranks = packing.place(option)
                 if ranks is None:
                     continue

@@ -37,6 +37,8 @@ class Price:
     compute_s: Array
     exchange_s: Array
     asking_s: float
+    #: Kernel calls for tables of further widths: each width of a rank is a call of its own.
+    widths_s: Array
     #: Bytes held: tables, what the optimizer keeps, and what a step needs beside.
     tables: Array
     state: Array
@@ -52,6 +54,11 @@ class Price:
     @property
     def seconds(self) -> Array:
         return self.compute_s + self.exchange_s + self.asking_s + self.setting.base_s
+
+    @property
+    def expected_s(self) -> float:
+        """Of the slowest rank, with the calls for further widths, which no plan is chosen by."""
+        return float((self.seconds + self.widths_s).max())
 
     @property
     def memory(self) -> Array:
@@ -132,15 +139,18 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
             found = (held[i, 0] - exchange[i], exchange[i], params[i], state[i], buffer, sent[i])
         sums[:, here] += np.asarray(found)[:, None]
     traffic = _traffic(shares, per_share, setting, width)
+    stacks = _num_stacks(shares, num, width)
+    calls = setting.constants.lookup.call_s + setting.constants.update.call_s
     return Price(
         setting,
         sums[0],
         sums[1],
         asking,
+        np.maximum(stacks - 1, 0) * calls,
         sums[2],
         sums[3],
         sums[4] + buffers,
-        _counts_bytes(shares, work, setting, width) if num > 1 else 0,
+        _counts_bytes(int(stacks.max()), work, num) if num > 1 else 0,
         traffic[0] if num > 1 else 0.0,
         sums[5] if num > 1 else sums[5] * 0,
         traffic[1] if num > 1 else 0.0,
@@ -198,13 +208,16 @@ def _first(shares: Sequence[Share], place: int) -> int:
     return place
 
 
-def _counts_bytes(shares: Sequence[Share], work: Workload, setting: Setting, width: Array) -> int:
-    """What the first small exchange carries: see `embedding.routing.note`."""
-    num = setting.num_ranks
+def _num_stacks(shares: Sequence[Share], num_ranks: int, width: Array) -> Array:
+    """How many widths each rank holds tables of, copied ones apart."""
     stacks: dict[tuple[bool, int], Array] = {}
     for i, share in enumerate(shares):
         key = (share.kind == "data_parallel", int(width[i]))
-        stacks.setdefault(key, np.zeros(num))[share.ranks] = 1.0
-    most = int(sum(stacks.values(), np.zeros(num)).max())
+        stacks.setdefault(key, np.zeros(num_ranks))[share.ranks] = 1.0
+    return sum(stacks.values(), np.zeros(num_ranks))
+
+
+def _counts_bytes(most_stacks: int, work: Workload, num_ranks: int) -> int:
+    """What the first small exchange carries: see `embedding.routing.note`."""
     features = sum(len(table.features) for table in work.tables)
-    return (features + most + 2) * 8 * num
+    return (features + most_stacks + 2) * 8 * num_ranks
