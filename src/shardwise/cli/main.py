@@ -181,7 +181,7 @@ Examples:
 @click.option("-o", "--output", metavar="FILE", help="Write the plan, as .toml or .json.")
 @click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="CPU seconds at most.")
-@click.option("--gap", type=float, default=0.001, show_default=True, help="Good enough.")
+@click.option("--gap", type=float, default=0.005, show_default=True, help="Good enough.")
 @click.option("--constants", default="cpu", show_default=True, help="cpu, h200, or a file.")
 @click.option("--calibrate", "calibrate_to", metavar="FILE", help="Measure this machine first.")
 @click.option("--compare", "compared", metavar="PLAN", multiple=True, help="Price other plans too.")

@@ -49,6 +49,15 @@ class Packing:
         self.tables_on: list[set[int]] = [set() for _ in range(self.num_ranks)]
         self.tables_everywhere: set[int] = set()
 
+    def copy(self) -> Packing:
+        made = Packing.__new__(Packing)
+        made.__dict__.update(self.__dict__)
+        made.chosen, made.ranks = list(self.chosen), list(self.ranks)
+        made.loads, made.heights = self.loads.copy(), self.heights.copy()
+        made.tables_on = [set(each) for each in self.tables_on]
+        made.tables_everywhere = set(self.tables_everywhere)
+        return made
+
     def height(self, loads: Array) -> Array:
         over = loads[..., 1:] - self._limit
         if not (over > 0).any():
@@ -184,11 +193,16 @@ class Packing:
 
 
 def packed(
-    problem: Problem, chosen: Sequence[int], scale_s: float, *, memory_first: bool = False
+    problem: Problem,
+    chosen: Sequence[int],
+    scale_s: float,
+    *,
+    memory_first: bool = False,
+    balance: bool = False,
 ) -> Packing | None:
     """Everywhere first, then blocks of hosts, then the pieces that are largest."""
     packing = Packing(problem, scale_s)
-    packing.balance = memory_first
+    packing.balance = balance
     rank_of = np.zeros(len(chosen), np.int64)
     flat = problem.flat
     peaks = flat.peak[flat.first[:-1] + np.asarray(chosen)]
@@ -439,7 +453,7 @@ class Search:
         for table in taken:
             packing.take(table)
         for table in taken:
-            choices = list(self.allowed[table])
+            choices = list(self.allowed[table]) or [packing.chosen[table]]
             choice = choices[int(self._rng.integers(len(choices)))]
             ranks = packing.place(packing.problem.options[table][choice])
             if ranks is None:

@@ -71,7 +71,7 @@ def plan(
     dtype: torch.dtype = torch.float32,
     constants: Constants | str = "cpu",
     seconds: float | None = 60.0,
-    gap: float = 0.001,
+    gap: float = 0.005,
     solver: bool = True,
     tell: Callable[[Progress], None] | None = None,
 ) -> PlanResult:

@@ -22,8 +22,10 @@ from shardwise.planner.problem import Assignment, Problem
 #: Beyond so many columns the exact model is not tried.
 _MOST_COLUMNS = 30_000
 #: Kicks of the local search, per problem; fewer where a step takes longer.
-_KICKS = 200
+_KICKS = 400
 _KICK_TABLES = 20_000
+#: Plans that are shaken in turn, and how often in vain.
+_POOL, _FAILED = 4, 30
 
 
 class NoPlanFits(LayoutError):
@@ -144,13 +146,14 @@ def solve(
             "memory."
         )
     solver = "own search"
-    _kick(run, packings, gap, rounds=_KICKS // 4)
+    # Within one host the solver is quick; with several, kicks are.
+    _kick(run, packings, gap, rounds=_KICKS // 4 if problem.num_hosts > 1 else _KICKS // 40)
     highs = find_highs() if exact else None
     wanted = highs is not None and not run.close(gap) and not run.late()
     if wanted and _exact(run, gap, highs):
         solver = "HiGHS and own search"
     if not run.close(gap):
-        _kick(run, packings, gap, rounds=_KICKS)
+        _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
     run.note("done")
     return Solution(
         run.best, run.cost, bound, run.bound_s, run.history, run.elapsed(), run.timed_out, solver
@@ -180,10 +183,10 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
         if choices in tried:
             continue
         tried.add(choices)
-        for memory_first in (False, True):
+        for memory_first, balance in ((False, False), (True, True), (True, False)):
             if run.late() or run.close(gap):
                 return found
-            packing = packed(problem, choices, level, memory_first=memory_first)
+            packing = packed(problem, choices, level, memory_first=memory_first, balance=balance)
             if packing is None:
                 continue
             # An answer comes at once; then it gets better.
@@ -201,7 +204,9 @@ def _steps(problem: Problem) -> int:
     return 400 + 20 * problem.num_ranks
 
 
-def _kick(run: _Run, packings: Sequence[Packing], gap: float, rounds: int) -> None:
+def _kick(
+    run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
+) -> None:
     """Shake the best plan and search on from there."""
     problem = run.problem
     if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
@@ -209,25 +214,32 @@ def _kick(run: _Run, packings: Sequence[Packing], gap: float, rounds: int) -> No
     assert run.best is not None, "there is an answer"
     base = problem.base_s
     target = run.bound_s * (1 + gap) - base
-    current = _packing_of(run.best, run.cost)
-    num_failed = 0
+    # Several plans are shaken in turn: the best one may lie in a corner.
+    others = sorted(packings, key=lambda packing: packing.highest)
+    pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
+    failed, cost = [0] * len(pool), np.inf
+    allowed: list[list[int]] = []
     for number in range(rounds):
-        if run.late() or run.close(gap) or num_failed > max(40, rounds // 2):
+        if run.late() or run.close(gap):
             return
-        allowed = allowed_lists(problem, run.bounds.useful(run.cost))
-        for table, choices in enumerate(allowed):
-            if current.chosen[table] not in choices:
-                choices.append(current.chosen[table])
-        trial = _packing_of(current.assignment(), run.cost)
-        search = Search(trial, allowed, rng_seed=number)
-        search.kick(2 + number % 4)
+        place = number % len(pool)
+        if failed[place] > _FAILED:
+            # This one is stuck: it goes on from the best.
+            pool[place], failed[place] = _packing_of(run.best, run.cost), 0
+        current = pool[place]
+        if run.cost < cost:
+            cost = run.cost
+            allowed = allowed_lists(problem, run.bounds.useful(cost))
+        trial = current.copy()
+        search = Search(trial, allowed, rng_seed=first_seed + number)
+        search.kick(2 + number // len(pool) % 4)
         search.run(target, run.late, max_steps=60)
-        num_failed += 1
+        failed[place] += 1
         if trial.highest <= current.highest * (1 + 1e-12):
             if trial.highest < current.highest * (1 - 1e-9):
-                num_failed = 0
-            current = trial
-            run.offer(current.assignment(), "kicks")
+                failed[place] = 0
+            pool[place] = trial
+            run.offer(trial.assignment(), "kicks")
 
 
 def _packing_of(assignment: Assignment, cost: float) -> Packing:
@@ -256,6 +268,8 @@ def _exact(run: _Run, gap: float, highs: object) -> bool:
                 run.bound_s = max(run.bound_s, run.cost)
                 return True
     left = 20.0 if run.seconds is None else max(0.1, run.seconds - run.elapsed())
+    if problem.num_hosts > 1:
+        left *= 0.6  # with hosts it proves less, and kicks find more
     model = ExactProblem(problem, allowed, run.bound_s, run.cost)
     answer = model.solve(highs, seconds=left, gap=gap, start=start)
     if answer.found is not None:
