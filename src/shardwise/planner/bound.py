@@ -91,7 +91,7 @@ class Bounds:
         if self._slow > 1.0:
             free = self._mean(np.inf)[0]
             total = max(total, (free + base) * self._slow)
-        return Bound(total, prices, allowed, chosen, why, table)
+        return Bound(float(total), prices, allowed, chosen, why, table)
 
     def _allowed(self, level: float) -> Mask:
         return self.possible & (self.flat.peak[:, 0] <= level)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -110,7 +110,8 @@ def calibrate(*, num_ranks: int = 4, repeats: int = 4) -> Constants:
         "exchanges": f"{said}; steps of {num_ranks} gloo processes of one machine",
         "between hosts": "not measured: taken as within one",
     }
-    empty = Constants("this machine", zero, zero, *([0.0] * 10), sources=sources)
+    nothing = {each.name: 0.0 for each in fields(Constants) if each.type == "float"}
+    empty = Constants(name="this machine", lookup=zero, update=zero, sources=sources, **nothing)
     whole = replace(empty, lookup=fit_kernel(lookups), update=fit_kernel(updates))
     measured = launch(measure_steps, num_ranks, repeats, threads, collective_timeout_s=300)
     return fit_steps(whole, empty, np.asarray(measured), num_ranks)
@@ -156,9 +157,8 @@ def fit_steps(whole: Constants, empty: Constants, measured: Array, num_ranks: in
     """
     update = whole.update
     none = replace(update, call_s=0.0, tile_s=0.0, id_s=0.0, bag_s=0.0, bag_byte_s=0.0)
-    terms = [
-        replace(none, byte_s=tuple(0.0 for _ in update.byte_s), **{name: 1.0}) for name in TERMS
-    ]
+    unread = replace(none, byte_s=tuple(0.0 for _ in update.byte_s))
+    terms = [replace(unread, **{name: 1.0}) for name in TERMS]  # type: ignore[arg-type]
     singles = [replace(empty, update=none), *(replace(empty, update=each) for each in terms)]
     singles += [replace(empty, **{name: 1.0}) for name in FITTED]  # type: ignore[arg-type]
     matrix = np.stack([_step_seconds(single, num_ranks) for single in singles], 1)
@@ -250,7 +250,7 @@ def measure_case(
 
 
 def fit_kernel(samples: Sequence[Sample], touched: Sequence[float] = TOUCHED) -> Kernel:
-    """Non-negative constants with the least relative errors; see Note [Pieces]."""
+    """Non-negative constants with the least relative errors; see Note [Seconds per byte]."""
     logs = np.log(np.asarray(touched))
     rows = []
     for s in samples:

@@ -1,6 +1,6 @@
 """Constants: what work costs on a machine, as data that is measured and kept in a file.
 
-Note [Pieces]
+Note [Seconds per byte]
 The seconds per byte of a lookup depend on how many different bytes a step touches: what fits into a
 cache is read faster. So a kernel has seconds per byte at some sizes, and those between are
 interpolated over the logarithm of the size. Each step also costs a fixed time, each part of a table

@@ -99,7 +99,7 @@ class Loads:
     def only(self, place: int) -> Loads:
         return Loads(self.setting, [self.uses[place]])
 
-    def held(self, share: Array | float, width: Array, *, split: bool) -> Array:
+    def held(self, share: Array | float, width: Array) -> Array:
         """On a rank that holds `share` of the rows, `width` columns wide."""
         s, c = self.setting, self.setting.constants
         row_bytes = width * s.number_bytes
@@ -277,7 +277,7 @@ def way_loads(loads: Loads, way: Way) -> tuple[Array, Array | None]:
     by_rows = way.kind != "column_wise"
     share = 1.0 / way.holders if by_rows else 1.0
     width = loads.dim if by_rows else loads.dim / way.holders
-    piece = loads.held(share, width, split=by_rows and way.holders > 1)
+    piece = loads.held(share, width)
     everywhere = loads.asked(way.holders, width, by_rows=by_rows)
     if way.holders == num and num > 1:
         return everywhere + piece, None

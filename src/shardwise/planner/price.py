@@ -75,7 +75,7 @@ class Price:
         """Seconds of the slowest rank, or of all where they share too few cores."""
         found = float(self.seconds.max())
         at_once = cores_at_once(self.setting)
-        return found if at_once is None else max(found, float(self.seconds.sum()) / at_once)
+        return found if at_once is None else float(max(found, self.seconds.sum() / at_once))
 
 
 def cores_at_once(setting: Setting) -> float | None:
@@ -116,7 +116,7 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     sizes = np.array([share.size for share in shares], float)
     share_of = np.where(by_columns, 1.0, sizes / per_share.rows)
     width = np.where(by_columns, sizes, per_share.dim)
-    held = per_share.held(share_of, width, split=False)
+    held = per_share.held(share_of, width)
     copied = per_share.copied()
     rows = np.where(by_columns, per_share.rows, sizes)
     params = rows * width * setting.number_bytes

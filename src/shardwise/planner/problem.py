@@ -155,7 +155,7 @@ def cost_of(problem: Problem, loads: Array) -> float:
     if problem.at_once is not None:
         total = float(loads[:, 0].sum()) + problem.base_s * problem.num_ranks
         seconds = max(seconds, total / problem.at_once)
-    return seconds
+    return float(seconds)
 
 
 def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:

@@ -7,6 +7,7 @@ limit of seconds that is reached cuts it short.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -87,7 +88,7 @@ class _Run:
         self.start = time.process_time()
         self.bounds = Bounds(problem)
         self.best: Assignment | None = None
-        self.cost = np.inf
+        self.cost = math.inf
         self.bound_s = 0.0
         self.history: list[Progress] = []
         self.timed_out = False
