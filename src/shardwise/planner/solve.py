@@ -176,7 +176,8 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
     level = max(bound.seconds - base, 1e-30)
     tried: set[tuple[int, ...]] = set()
     allowed = allowed_lists(problem, run.bounds.possible)
-    for factor in (1.0, 1.01, 1.03, 1.1, 1.25, 1.6, np.inf):
+    # Above the bound there are more options; below it, the pieces are smaller and pack better.
+    for factor in (1.0, 1.03, 0.6, 0.35, 1.1, 1.3, 1.6, np.inf):
         _, _, chosen = run.bounds._mean(level * factor)
         if not len(chosen):
             continue
