@@ -161,10 +161,11 @@ class ExactProblem:
         per_host = problem.ranks_per_host
         num = option.num_pieces // per_host
         assert option.pieces is not None, "blocks are pieces"
+        least = option.pieces.reshape(num, per_host, -1).min(0)
         for host in range(min(problem.num_hosts, max(hosts, num))):
             column = used.at[host] = model.column(1.0)
             for local in range(per_host):
-                self._load(host * per_host + local, column, option.pieces[local])
+                self._load(host * per_host + local, column, least[local])
         columns = list(used.at.values())
         model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
 
@@ -173,11 +174,12 @@ class ExactProblem:
         assert option.pieces is not None, "an option with pieces"
         num = option.num_pieces
         most = 1.0 if option.distinct else float(num)
-        # Pieces of one option differ by a row or a column at most: all count as the first.
+        # Pieces may differ by a row or a column: all count as the least, so that the bound holds.
+        least = option.pieces.min(0)
         for rank in range(problem.num_ranks):
             if self._rank_allowed(rank, ranks, hosts, local) or num > 1:
                 column = used.at[rank] = model.column(most)
-                self._load(rank, column, option.pieces[0])
+                self._load(rank, column, least)
         columns = list(used.at.values())
         model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
         if num > 1 and option.scope == HOST and problem.num_hosts > 1:
