@@ -17,6 +17,7 @@ Examples:
   shardwise demo --model gpt --ranks 2
   shardwise explain my_model:make --plan plan.toml --mesh dp=2,tp=4
   shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8
+  shardwise plan tables.toml --ranks 64 --hosts 8 --memory 80GB -o plan.toml
   shardwise rules aten.mm
   shardwise checkpoint verify runs/step-00000100
 """
@@ -103,11 +104,29 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--html", metavar="FILE", help="Write the report as a page.")
-def explain(**options: Any) -> None:
+@click.option(
+    "--ranks", type=click.IntRange(1), help="Price a plan of tables for so many, from layouts."
+)
+@click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks.")
+@click.option("--batch", type=click.IntRange(1), help="With --ranks: bags of a feature in a step.")
+@click.option("--constants", default="cpu", help="With --ranks: cpu, h200, or a file.")
+def explain(
+    ranks: int | None, hosts: int, batch: int | None, constants: str, **options: Any
+) -> None:
     """Show what a training step sends and holds.
 
     One step is simulated: every collective, the memory of each rank, and how tensors are placed.
+    With --ranks nothing is simulated: a plan of tables is priced, for up to 10,000 ranks and more.
     """
+    if ranks is not None:
+        from shardwise.cli.plan import run_price
+
+        tables = {"adamw": "adam"}.get(options["optimizer"], options["optimizer"])
+        run_price(
+            options["target"], options["plan"], ranks, hosts, batch, tables, constants,
+            options["as_json"],
+        )  # fmt: skip
+        return
     from shardwise.cli.explain import run_explain
 
     run_explain(**options)
@@ -160,6 +179,46 @@ def check(ctx: click.Context, /, **options: Any) -> None:
     from shardwise.cli.check import run_check
 
     ctx.exit(run_check(**options))
+
+
+@main.command(
+    epilog="""\b
+Examples:
+  shardwise plan tables.toml --ranks 64 --hosts 8 --memory 80GB -o plan.toml
+  shardwise plan my_model:make --ranks 8 --batch 65536
+  shardwise plan --calibrate constants.json
+"""
+)
+@click.argument("source", required=False)
+@click.option("--ranks", type=click.IntRange(1), default=8, show_default=True)
+@click.option("--hosts", type=click.IntRange(1), default=1, show_default=True)
+@click.option("--memory", metavar="SIZE", help="Of one rank, as 80GB; without it, any plan fits.")
+@click.option("--batch", type=click.IntRange(1), help="Bags of a feature in a step, of all ranks.")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["sgd", "adagrad", "rowwise_adagrad", "adam"]),
+    default="rowwise_adagrad",
+    show_default=True,
+)
+@click.option("-o", "--output", metavar="FILE", help="Write the plan, as .toml or .json.")
+@click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")
+@click.option("--seconds", type=float, default=60.0, show_default=True, help="CPU seconds at most.")
+@click.option("--gap", type=float, default=0.005, show_default=True, help="Good enough.")
+@click.option("--constants", default="cpu", show_default=True, help="cpu, h200, or a file.")
+@click.option("--calibrate", "calibrate_to", metavar="FILE", help="Measure this machine first.")
+@click.option("--compare", "compared", metavar="PLAN", multiple=True, help="Price other plans too.")
+@click.option("--no-solver", is_flag=True, help="Own search alone, also where HiGHS is installed.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
+@click.option("--html", metavar="FILE", help="Write the plan as a page.")
+def plan(**options: Any) -> None:
+    """Find the best plan for tables, with a proof.
+
+    SOURCE is a file of tables, or pkg.module:factory, which returns a model (and a batch) whose
+    collections are planned. Prints the cost, a lower bound and what limits the plan.
+    """
+    from shardwise.cli.plan import run_plan
+
+    run_plan(**options)
 
 
 for _command in (explain, check):

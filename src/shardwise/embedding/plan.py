@@ -22,6 +22,7 @@ earlier entry names.
 from __future__ import annotations
 
 import fnmatch
+import heapq
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,6 +116,48 @@ class Plan:
             found[table.name] = _cut(table, "table_wise", {"rank": rank}, num_ranks)
         return [found[table.name] for table in tables]
 
+    def holders(
+        self, tables: Sequence[Table], num_ranks: int
+    ) -> list[tuple[str, Sequence[int] | None]]:
+        """The kind of each table and the ranks that share it, ascending; None for all of them.
+
+        The same as `cuts` says, without a number for each rank.
+
+        >>> Plan({"a": "row_wise", "b": {"kind": "grid", "ranks": [3, 1]}}).holders(
+        ...     [Table("a", 10, 4), Table("b", 6, 4)], num_ranks=4
+        ... )
+        [('row_wise', None), ('grid', [1, 3])]
+        """
+        chosen = self._chosen(tables)
+        found: dict[str, Sequence[int] | None] = {}
+        homeless: list[Table] = []
+        #: Numbers on each rank; tables that all of them hold whole change nothing.
+        load = [0] * num_ranks
+        for table in tables:
+            kind, options = chosen[table.name]
+            given = options.get("rank") if kind == "table_wise" else options.get("ranks")
+            if kind == "table_wise" and given is None:
+                homeless.append(table)
+            elif given is not None:
+                ranks = [given] if kind == "table_wise" else given
+                found[table.name] = held = _checked_ranks(table, kind, ranks, num_ranks)
+                for rank, numbers in zip(held, _numbers(table, kind, len(held)), strict=True):
+                    load[rank] += numbers
+            else:
+                found[table.name] = None
+                if kind != "data_parallel":
+                    for rank, numbers in enumerate(_numbers(table, kind, num_ranks)):
+                        load[rank] += numbers
+        # As in `cuts`: largest first to the emptiest rank, the first of several.
+        heap = [(numbers, rank) for rank, numbers in enumerate(load)]
+        heapq.heapify(heap)
+        for table in sorted(homeless, key=lambda t: -t.num_embeddings * t.embedding_dim):
+            numbers, rank = heap[0]
+            found[table.name] = [rank]
+            size = table.num_embeddings * table.embedding_dim
+            heapq.heapreplace(heap, (numbers + size, rank))
+        return [(chosen[table.name][0], found[table.name]) for table in tables]
+
     def tiling(self, tables: Sequence[Table], num_ranks: int) -> Tiling:
         """The parts of all tables on so many ranks."""
         return make_tiling(tables, self.cuts(tables, num_ranks), num_ranks)
@@ -154,9 +197,11 @@ class Plan:
         names = [table.name for table in tables]
         used: set[str] = set()
         chosen: dict[str, tuple[str, Mapping[str, Any]]] = {}
+        # Most plans name thousands of tables and few patterns.
+        patterns = [key for key in self.entries if set(key) & set("*?[")]
         for name in names:
             keys = [name] if name in self.entries else []
-            keys += [k for k in self.entries if fnmatch.fnmatchcase(name, k)]
+            keys += [k for k in patterns if fnmatch.fnmatchcase(name, k)]
             used.update(keys)
             if keys:
                 entry = self.entries[keys[0]]
@@ -205,17 +250,31 @@ def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) ->
     everywhere = list(range(num_ranks))
     given = [options["rank"]] if kind == "table_wise" else options.get("ranks", everywhere)
     ranks = _checked_ranks(table, kind, given, num_ranks)
-    dim, size = (1, table.embedding_dim) if kind == "column_wise" else (0, table.num_embeddings)
-    if dim == 1 and size < len(ranks):
-        raise LayoutError(
-            f"Table {table.name!r}: its {size} columns cannot be split over {len(ranks)} ranks. "
-            "Name fewer ranks, or use another kind."
-        )
+    _cut_fits(table, kind, len(ranks))
+    size = table.embedding_dim if kind == "column_wise" else table.num_embeddings
     pieces = lengths(size, len(ranks), None)
     sizes = [0] * num_ranks
     for rank, piece in zip(ranks, pieces, strict=True):
         sizes[rank] = piece
     return Cut(kind, tuple(sizes))
+
+
+def _cut_fits(table: Table, kind: str, num_parts: int) -> None:
+    if kind == "column_wise" and table.embedding_dim < num_parts:
+        raise LayoutError(
+            f"Table {table.name!r}: its {table.embedding_dim} columns cannot be split over "
+            f"{num_parts} ranks. Name fewer ranks, or use another kind."
+        )
+
+
+def _numbers(table: Table, kind: str, num_parts: int) -> list[int]:
+    """How many numbers each part of a table has."""
+    _cut_fits(table, kind, num_parts)
+    by_columns = kind == "column_wise"
+    size = table.embedding_dim if by_columns else table.num_embeddings
+    other = table.num_embeddings if by_columns else table.embedding_dim
+    block = -(-size // num_parts)
+    return [max(0, min(block, size - block * part)) * other for part in range(num_parts)]
 
 
 def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[int]:

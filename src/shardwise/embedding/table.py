@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -64,7 +65,7 @@ def checked_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
         ("table", [t.name for t in found]),
         ("feature", [f for t in found for f in t.features]),
     ):
-        twice = sorted({name for name in names if names.count(name) > 1})
+        twice = sorted(name for name, count in Counter(names).items() if count > 1)
         if twice:
             raise LayoutError(
                 f"Every {what} of a collection has a name of its own; twice there: "

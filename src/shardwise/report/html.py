@@ -17,7 +17,7 @@ from shardwise.report.memory import RankMemory
 from shardwise.report.step import Collective, ParameterReport, StepReport
 
 KINDS = ("parameters", "gradients", "optimizer", "activations")
-_STYLE = """
+STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --paper: #ffffff; --soft: #59636e;
   --line: #d1d9e0; --box: #f6f8fa; --parameters: #2f6fb4; --gradients: #d08a1d;
   --optimizer: #7a5cb0; --activations: #3c8f5a; --forward: #2f6fb4; --backward: #b1565b; }
@@ -71,7 +71,7 @@ def to_html(report: StepReport) -> str:
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(report.title)}</title><style>{_STYLE}</style></head><body>
+<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>
 {body}
 <script type="application/json" id="data">{data}</script>
 </body></html>

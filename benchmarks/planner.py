@@ -1,0 +1,171 @@
+"""The planner against torchrec's, under torchrec's own costs; and on large sets of tables.
+
+    python -m benchmarks.planner --peer-python /path/to/python-with-torchrec [--keep FOLDER]
+
+torchrec plans each of thirty tasks in a process of its own and writes down its search space with
+its own estimates; the same options and costs are then given to this planner, which has a tenth of
+torchrec's CPU seconds (0.1 at least). Without --peer-python that part is left out, and said so.
+CPU seconds are of one thread; what a peer wrote into --keep is used again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.planner_tasks import large_task, tasks
+from shardwise.planner.problem import (
+    ANY,
+    BLOCK,
+    HOST,
+    Option,
+    Problem,
+    simplified,
+    undominated,
+)
+from shardwise.planner.solve import solve
+
+GAP = 0.005
+LEAST_S = 0.1
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--peer-python", help="a python in which torchrec is installed")
+    parser.add_argument("--keep", help="a folder for what the peer found")
+    parser.add_argument("--tasks", type=int, nargs="*", help="numbers of tasks; all without")
+    parser.add_argument("--seconds", type=float, help="CPU seconds per task instead of a tenth")
+    parser.add_argument("--no-large", action="store_true")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(options.keep or scratch)
+        folder.mkdir(exist_ok=True)
+        if options.peer_python is None and not list(folder.glob("*.json")):
+            print("no --peer-python: the comparison with torchrec is left out")
+        else:
+            compare(folder, options)
+    if not options.no_large:
+        large()
+
+
+# -- the peer's problems ---------------------------------------------------------------------
+
+
+def peer_result(number: int, folder: Path, python: str | None) -> dict[str, Any] | None:
+    file = folder / f"{number}.json"
+    if not file.is_file() and python is not None:
+        program = Path(__file__).with_name("planner_peer.py")
+        ran = subprocess.run(
+            [python, str(program), str(number), str(file)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+        )
+        if ran.returncode:
+            print(f"task {number}: the peer failed: {ran.stderr.strip().splitlines()[-1:]}")
+    return json.loads(file.read_text()) if file.is_file() else None
+
+
+def peer_problem(found: dict[str, Any]) -> Problem:
+    """The peer's search space: the same options, costs and memory."""
+    per_host, num = found["ranks_per_host"], found["ranks"]
+    names: list[str] = []
+    options: dict[str, list[Option]] = {}
+    for each in found["options"]:
+        if each["table"] not in options:
+            options[each["table"]] = []
+            names.append(each["table"])
+        shards = np.asarray(each["shards"], float)
+        label = f"{each['kind']}/{each['kernel']}"
+        if each["by"] == "uniform":
+            rows = shards[0] if (shards == shards[0]).all() else shards
+            made = Option(label, everywhere=rows)
+        elif each["by"] == "device":
+            made = Option(label, pieces=shards, scope=ANY, distinct=False)
+        elif each["by"] == "host" and each["kind"] == "table_column_wise":
+            made = Option(label, pieces=shards, scope=HOST, distinct=False)
+        else:
+            made = Option(label, pieces=shards, scope=BLOCK)
+        options[each["table"]].append(simplified(made, per_host, num // per_host))
+    kept = [[options[n][i] for i in undominated(options[n])] for n in names]
+    return Problem(names, kept, num, np.asarray(found["capacity"], float), per_host)
+
+
+def compare(folder: Path, options: argparse.Namespace) -> None:
+    print(
+        f"{'tables x ranks':<24} {'torchrec':>9} {'CPU s':>7} {'ours':>9} {'CPU s':>7} "
+        f"{'ratio':>6} {'gap':>7} {'of its time':>11}"
+    )
+    ratios, times, gaps = [], [], []
+    for number, task in enumerate(tasks()):
+        if options.tasks is not None and number not in options.tasks:
+            continue
+        peer = peer_result(number, folder, options.peer_python)
+        if peer is None or peer["cost"] is None:
+            said = "the peer found no plan" if peer else "no result of the peer"
+            print(f"{task.name:<24} {said}")
+            continue
+        start = time.process_time()
+        problem = peer_problem(peer)
+        seconds = options.seconds or max(LEAST_S, peer["cpu_s"] / 10) * 0.85
+        found = solve(problem, gap=GAP, seconds=seconds)
+        cpu_s = time.process_time() - start
+        assert found.assignment.fits(), "a plan within memory"
+        ratios.append(found.cost_s / peer["cost"])
+        times.append(cpu_s / peer["cpu_s"])
+        gaps.append(found.gap)
+        print(
+            f"{task.name:<24} {peer['cost']:9.4f} {peer['cpu_s']:7.1f} {found.cost_s:9.4f} "
+            f"{cpu_s:7.2f} {ratios[-1]:6.3f} {found.gap:7.2%} {times[-1]:11.3f}",
+            flush=True,
+        )
+    if ratios:
+        small = sum(gap <= 0.01 for gap in gaps)
+        print(
+            f"{len(ratios)} tasks: geometric mean {_mean(ratios):.3f} of torchrec's cost and "
+            f"{_mean(times):.3f} of its CPU seconds; gap at most 1% in {small}, largest "
+            f"{max(gaps):.1%}, mean {sum(gaps) / len(gaps):.1%}"
+        )
+
+
+def _mean(values: list[float]) -> float:
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+# -- large sets of tables --------------------------------------------------------------------
+
+
+def large() -> None:
+    from shardwise.embedding.table import Table
+    from shardwise.planner import plan, workload
+
+    for number, ranks, hosts, memory in ((856, 128, 16, 40e9), (10_000, 1_000, 125, 40e9)):
+        drawn = large_task(number, ranks).tables
+        tables = [Table(t.name, t.rows, t.dim) for t in drawn]
+        start = time.process_time()
+        work = workload(
+            tables,
+            batch=65_536,
+            ids_per_bag={t.name: t.ids_per_bag for t in drawn},
+            repeated=0.855,
+        )
+        found = plan(work, ranks, hosts=hosts, memory=memory, gap=0.01)
+        cpu_s = time.process_time() - start
+        print(
+            f"{number} tables x {ranks} ranks on {hosts} hosts: {1e3 * found.cost_s:.4g} ms, gap "
+            f"{found.gap:.2%}, {cpu_s:.1f} CPU seconds"
+        )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

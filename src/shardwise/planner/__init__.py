@@ -1,0 +1,20 @@
+"""The best plan of a collection's tables, with a proof of how good it is."""
+
+from shardwise.planner.constants import Constants
+from shardwise.planner.planning import PlanResult, plan
+from shardwise.planner.price import Price, price
+from shardwise.planner.solve import NoPlanFits
+from shardwise.planner.workload import TableUse, Workload, read_tables, workload
+
+__all__ = [
+    "Constants",
+    "NoPlanFits",
+    "PlanResult",
+    "Price",
+    "TableUse",
+    "Workload",
+    "plan",
+    "price",
+    "read_tables",
+    "workload",
+]

@@ -1,0 +1,153 @@
+"""Constants: what work costs on a machine, as data that is measured and kept in a file.
+
+Note [Seconds per byte]
+The seconds per byte of a lookup depend on how many different bytes a step touches: what fits into a
+cache is read faster. So a kernel has seconds per byte at some sizes, and those between are
+interpolated over the logarithm of the size. Each step also costs a fixed time, each part of a table
+some, each id and each bag some: a kernel's time is not the sum of the times of tables alone.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.planfile.files import read_content
+
+FORMAT = "shardwise constants 1"
+#: Files that come with the package, by name.
+SHIPPED = ("cpu", "h200")
+
+Array = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """One kernel over all parts of a rank: a lookup, or an update."""
+
+    #: Seconds of a call, of each part of a table, of each id, and of each bag.
+    call_s: float
+    tile_s: float
+    id_s: float
+    bag_s: float
+    #: Bytes that a step touches, ascending, and seconds per byte of the rows of its ids there.
+    touched: tuple[float, ...]
+    byte_s: tuple[float, ...]
+    #: Seconds per byte of a bag's row: what is written, or read as a gradient.
+    bag_byte_s: float = 0.0
+
+    def seconds(self, ids: Any, bags: Any, row_bytes: Any, touched: Any) -> Array:
+        """Of the parts of tables, without `call_s`."""
+        sizes = np.log(np.maximum(np.asarray(touched, float), 1.0))
+        per_byte = np.interp(sizes, np.log(np.asarray(self.touched)), np.asarray(self.byte_s))
+        found = self.tile_s + ids * (self.id_s + row_bytes * per_byte)
+        return np.asarray(found + bags * (self.bag_s + row_bytes * self.bag_byte_s), float)
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What a machine takes for the work of a step."""
+
+    name: str
+    lookup: Kernel
+    update: Kernel
+    #: Seconds of one exchange, whatever it carries: within a host, and between hosts.
+    latency_s: float
+    latency_between_s: float
+    #: Seconds per byte for the rank that holds a table, to ranks of its host and of others.
+    owner_byte_s: float
+    owner_byte_between_s: float
+    #: Seconds per byte for the ranks that ask: what they put together and take apart.
+    asker_byte_s: float
+    #: Seconds of a feature on its way to one part of its table, for the ranks that ask.
+    leg_s: float
+    #: Seconds per id that a rank sends, and per id of a table whose rows are split.
+    send_id_s: float
+    split_id_s: float
+    #: Seconds per byte of gradients of tables that every rank holds.
+    copy_byte_s: float
+    copy_byte_between_s: float
+    #: Seconds of a step beside all that.
+    step_s: float = 0.0
+    #: How many ranks of a host compute at the same time; None for all.
+    at_once: float | None = None
+    #: Where each figure comes from.
+    sources: Mapping[str, str] = field(default_factory=dict)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the constants to a JSON file, whole or not at all."""
+        file = Path(path)
+        if file.suffix != ".json":
+            raise ArgumentError(f"Constants are written as .json, found {str(file)!r}.")
+        text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
+        half = file.with_name(f".{file.name}.half")
+        half.write_text(text, encoding="utf-8")
+        os.replace(half, file)
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Constants:
+        file = Path(path)
+        content = read_content(file)
+        if not isinstance(content, dict) or content.get("format") != FORMAT:
+            raise LayoutError(f'{file} holds no constants: it does not say format = "{FORMAT}".')
+        return _constants(file, {k: v for k, v in content.items() if k != "format"})
+
+    @staticmethod
+    def of(given: Constants | str | os.PathLike[str]) -> Constants:
+        """Constants, the name of a file that ships with the package, or a path."""
+        if isinstance(given, Constants):
+            return given
+        if isinstance(given, str) and given in SHIPPED:
+            return Constants.load(Path(__file__).parent / f"constants_{given}.json")
+        if not Path(given).is_file():
+            raise ArgumentError(
+                f"There is no file of constants {os.fspath(given)!r}; those that ship are "
+                f"{', '.join(SHIPPED)}, and `shardwise plan --calibrate FILE` measures others."
+            )
+        return Constants.load(given)
+
+
+def _constants(file: Path, content: dict[str, Any]) -> Constants:
+    known = {each.name for each in fields(Constants)}
+    others = sorted(set(content) - known)
+    missing = sorted(known - set(content) - {"step_s", "at_once", "sources"})
+    if others or missing:
+        said = f"unknown: {', '.join(others)}" if others else f"missing: {', '.join(missing)}"
+        raise LayoutError(f"{file}: {said}.")
+    for name, value in content.items():
+        if name in ("lookup", "update"):
+            content[name] = _kernel(file, name, value)
+        elif name not in ("name", "sources") and not (name == "at_once" and value is None):
+            _check(file, name, value)
+    return Constants(**content)
+
+
+def _kernel(file: Path, name: str, value: Any) -> Kernel:
+    known = {each.name for each in fields(Kernel)}
+    if not isinstance(value, dict) or set(value) - known or known - set(value) - {"bag_byte_s"}:
+        raise LayoutError(f"{file}: {name} should have {', '.join(sorted(known))}.")
+    for key, number in value.items():
+        for each in number if isinstance(number, list) else [number]:
+            _check(file, f"{name}.{key}", each)
+    touched, byte_s = tuple(value["touched"]), tuple(value["byte_s"])
+    if not touched or len(touched) != len(byte_s) or list(touched) != sorted(touched):
+        raise LayoutError(
+            f"{file}: {name} needs as many byte_s as touched, and touched ascending; found "
+            f"{len(byte_s)} and {list(touched)}."
+        )
+    return Kernel(**{**value, "touched": touched, "byte_s": byte_s})
+
+
+def _check(file: Path, name: str, value: Any) -> None:
+    good = isinstance(value, int | float) and not isinstance(value, bool)
+    if not good or not math.isfinite(value) or value < 0:
+        raise LayoutError(f"{file}: {name} is a number from 0 on, found {value!r}.")

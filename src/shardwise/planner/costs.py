@@ -1,0 +1,299 @@
+"""What each way to lay a table out costs: seconds and bytes for its holders and for all ranks.
+
+Note [Who pays]
+All ranks ask for rows of all tables, so which ranks hold a part does not change what others pay:
+the holder receives ids, looks rows up, sends them, receives gradients and updates; every rank sends
+ids, puts rows together and takes gradients apart. An exchange takes as long as the rank that sends
+or receives most; those are holders, so the network is paid by them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from shardwise.core.chunks import lengths
+from shardwise.embedding.fused import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
+from shardwise.errors import ArgumentError
+from shardwise.planner.constants import Constants
+from shardwise.planner.problem import ANY, Array, Flat, Ints, Option
+from shardwise.planner.workload import TableUse
+
+OPTIMIZERS: dict[str, type[FusedOptimizer]] = {
+    "sgd": SGD,
+    "adagrad": Adagrad,
+    "rowwise_adagrad": RowWiseAdagrad,
+    "adam": Adam,
+}
+ID_BYTES = 4
+#: Narrower columns than these are not offered.
+LEAST_COLUMNS = 4
+#: A split of fewer rows per rank is not offered: it sends as much and saves nothing.
+LEAST_ROWS = 100
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """What is the same for all tables: ranks, hosts, numbers, the optimizer, the machine."""
+
+    num_ranks: int
+    ranks_per_host: int
+    constants: Constants
+    optimizer: str = "rowwise_adagrad"
+    number_bytes: int = 4
+    pooled: bool = True
+
+    def __post_init__(self) -> None:
+        if self.optimizer not in OPTIMIZERS:
+            raise ArgumentError(
+                f"The optimizer is one of {', '.join(OPTIMIZERS)}; found {self.optimizer!r}."
+            )
+
+    @property
+    def within(self) -> float:
+        """The share of what a rank sends that goes to other ranks of its host."""
+        return (self.ranks_per_host - 1) / self.num_ranks
+
+    @property
+    def between(self) -> float:
+        return (self.num_ranks - self.ranks_per_host) / self.num_ranks
+
+    @property
+    def owner_byte_s(self) -> float:
+        c = self.constants
+        return self.within * c.owner_byte_s + self.between * c.owner_byte_between_s
+
+    @property
+    def base_s(self) -> float:
+        """Of a step, whatever the plan: calls of kernels, and the latency of four exchanges."""
+        c = self.constants
+        latency = 0.0
+        if self.num_ranks > 1:
+            several = self.num_ranks > self.ranks_per_host
+            latency = 4 * (c.latency_between_s if several else c.latency_s)
+        return c.step_s + c.lookup.call_s + c.update.call_s + latency
+
+    def state_bytes(self, rows: Array, width: Array) -> Array:
+        """What the optimizer keeps for so many rows."""
+        states = OPTIMIZERS[self.optimizer].states.values()
+        numbers = sum((rows if per_row else rows * width for per_row in states), 0.0 * rows)
+        return np.asarray(numbers * self.number_bytes)
+
+
+class Loads:
+    """The loads of many tables at once: a row for each table, seconds and bytes in columns."""
+
+    def __init__(self, setting: Setting, uses: Sequence[TableUse]) -> None:
+        self.setting, self.uses = setting, uses
+        self.rows = np.array([use.table.num_embeddings for use in uses], float)
+        self.dim = np.array([use.table.embedding_dim for use in uses], float)
+        self.ids = np.array([use.ids for use in uses])
+        self.unique = np.array([use.unique for use in uses])
+        self.bags = np.array([use.bags for use in uses])
+        self.features = np.array([len(use.table.features) for use in uses], float)
+
+    def only(self, place: int) -> Loads:
+        return Loads(self.setting, [self.uses[place]])
+
+    def held(self, share: Array | float, width: Array) -> Array:
+        """On a rank that holds `share` of the rows, `width` columns wide."""
+        s, c = self.setting, self.setting.constants
+        row_bytes = width * s.number_bytes
+        ids, unique = self.ids * share, self.unique * share
+        rows = np.ceil(self.rows * share - 1e-6)
+        answers = self.bags if s.pooled else ids
+        lengths = self.bags if s.pooled else 0.0
+        touched = unique * row_bytes
+        seconds = c.lookup.seconds(ids, answers, row_bytes, touched)
+        seconds += c.update.seconds(ids, answers, row_bytes, touched)
+        message = (ids + lengths) * ID_BYTES
+        seconds += (message + 2 * answers * row_bytes) * s.owner_byte_s
+        held = rows * row_bytes + s.state_bytes(rows, width)
+        buffers = message + 2 * answers * row_bytes
+        return np.stack([seconds, held + buffers], 1)
+
+    def asked(self, holders: float, width: Array, *, by_rows: bool) -> Array:
+        """On every rank, for a table that so many ranks hold."""
+        s, c = self.setting, self.setting.constants
+        ids, bags = self.ids / s.num_ranks, self.bags / s.num_ranks
+        copies = 1.0 if by_rows else holders
+        lengths = bags * holders if s.pooled else 0.0
+        numbers = (bags * holders if s.pooled else ids * copies) * width
+        message = (ids * copies + lengths) * ID_BYTES
+        seconds = ids * copies * c.send_id_s + 2 * numbers * s.number_bytes * c.asker_byte_s
+        seconds = seconds + self.features * holders * c.leg_s
+        if by_rows and holders > 1:
+            seconds = seconds + ids * c.split_id_s
+        answers = bags if s.pooled else ids
+        # The ids, the rows as they come, and the output with its gradient.
+        held = message + (numbers + 2 * answers * self.dim) * s.number_bytes
+        if not by_rows and holders > 1 and OPTIMIZERS[s.optimizer] is RowWiseAdagrad:
+            # Squares of rows are added up; where some rank holds nothing, of every row.
+            squares = self.rows if holders < s.num_ranks else self.unique
+            seconds = seconds + squares * s.number_bytes * self._all_reduce_byte_s()
+            held = held + squares * s.number_bytes
+        return np.stack([seconds, held], 1)
+
+    def copied(self) -> Array:
+        """On every rank, for a table that all of them hold."""
+        s, c = self.setting, self.setting.constants
+        row_bytes = self.dim * s.number_bytes
+        ids, bags = self.ids / s.num_ranks, self.bags / s.num_ranks
+        answers = bags if s.pooled else ids
+        unique = np.minimum(self.unique, ids)
+        seconds = c.lookup.seconds(ids, answers, row_bytes, unique * row_bytes)
+        # Rows that any rank looked up are updated on each.
+        seconds += c.update.seconds(self.unique, answers, row_bytes, self.unique * row_bytes)
+        dense = self.rows * (self.dim + 1) * s.number_bytes
+        seconds += self.features * c.leg_s
+        seconds += dense * self._all_reduce_byte_s()
+        held = self.rows * row_bytes + s.state_bytes(self.rows, self.dim)
+        held = held + 2 * dense + 2 * answers * row_bytes + (ids + bags) * ID_BYTES
+        return np.stack([seconds, held], 1)
+
+    def _all_reduce_byte_s(self) -> float:
+        s, c = self.setting, self.setting.constants
+        if s.num_ranks == 1:
+            return 0.0
+        several = s.num_ranks > s.ranks_per_host
+        per_byte = c.copy_byte_between_s if several else c.copy_byte_s
+        return 2 * (s.num_ranks - 1) / s.num_ranks * per_byte
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A kind of sharding and how many ranks hold a part."""
+
+    kind: str
+    holders: int
+
+
+def ways(setting: Setting, use: TableUse) -> list[Way]:
+    """Those that a table may be laid out in."""
+    num, table = setting.num_ranks, use.table
+    found = [Way("table_wise", 1)]
+    if num > 1:
+        found += [Way("data_parallel", num)]
+        if table.num_embeddings >= LEAST_ROWS * num:
+            found.append(Way("row_wise", num))
+        counts = _counts(num, setting.ranks_per_host)
+        found += [
+            Way("grid", k) for k in counts if k < num and table.num_embeddings >= LEAST_ROWS * k
+        ]
+        most = min(use.max_column_cuts or num, num, table.embedding_dim // LEAST_COLUMNS)
+        if use.kinds is not None and "column_wise" in use.kinds:
+            most = max(most, min(num, table.embedding_dim, use.max_column_cuts or num))
+        found += [
+            Way("column_wise", k)
+            for k in sorted({*counts, num})
+            if 1 < k <= most and table.embedding_dim % k == 0
+        ]
+    if use.kinds is not None:
+        found = [way for way in found if way.kind in use.kinds] or _forced(setting, use)
+    return found
+
+
+@cache
+def _counts(num_ranks: int, ranks_per_host: int) -> list[int]:
+    """Powers of two, the ranks of a host, and three times those where there are few ranks."""
+    found = {ranks_per_host} if ranks_per_host < num_ranks else set()
+    size = 2
+    while size < num_ranks:
+        found |= {size} if size > 8 and num_ranks > 256 else {size, 3 * size // 2}
+        size *= 2
+    return sorted(k for k in found if 1 < k < num_ranks)
+
+
+def _forced(setting: Setting, use: TableUse) -> list[Way]:
+    """Kinds that a user insists on, also where they make no sense."""
+    num, found = setting.num_ranks, []
+    for kind in use.kinds or ():
+        if kind == "column_wise":
+            most = min(num, use.table.embedding_dim)
+            found += [Way(kind, k) for k in range(most, 0, -1) if use.table.embedding_dim % k == 0][
+                :1
+            ]
+        elif kind == "grid":
+            found.append(Way(kind, max(1, num // 2)))
+        else:
+            found.append(Way(kind, 1 if kind == "table_wise" else num))
+    return found
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TableOptions:
+    """The options of each table, their loads in arrays, and what all of them load anyway."""
+
+    options: list[list[Option]]
+    flat: Flat
+    common: Array
+
+
+def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
+    """All options of all tables; computed way by way, since there may be many of them."""
+    loads = Loads(setting, uses)
+    per_table = [ways(setting, use) for use in uses]
+    counts = [len(each) for each in per_table]
+    first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+    owner = np.repeat(np.arange(len(uses)), counts)
+    wanted: dict[Way, list[int]] = {}
+    for start, each in zip(first.tolist(), per_table, strict=False):
+        for number, way in enumerate(each):
+            wanted.setdefault(way, []).append(start + number)
+    everywhere, piece = np.zeros((len(owner), 2)), np.zeros((len(owner), 2))
+    holders, kept = np.zeros(len(owner)), [way for each in per_table for way in each]
+    for way, places in wanted.items():
+        on_all, on_holder = way_loads(loads, way)
+        everywhere[places] = on_all[owner[places]]
+        if on_holder is not None:
+            piece[places] = on_holder[owner[places]]
+            holders[places] = way.holders
+    # What every option of a table loads is no matter of choice.
+    least = np.minimum.reduceat(everywhere, first[:-1])
+    everywhere -= least[owner]
+    mean = everywhere + piece * (holders / setting.num_ranks)[:, None]
+    flat = Flat(first, owner, mean, everywhere + piece)
+    loaded = (everywhere.max(1) > 0).tolist()
+    made = [
+        _option(
+            way, everywhere[i] if loaded[i] or not holders[i] else None, piece[i], int(holders[i])
+        )
+        for i, way in enumerate(kept)
+    ]
+    edges = first.tolist()
+    options = [made[a:b] for a, b in itertools.pairwise(edges)]
+    return TableOptions(options, flat, least.sum(0))
+
+
+def way_loads(loads: Loads, way: Way) -> tuple[Array, Array | None]:
+    """Per table: the load on every rank, and on each holder; None where all ranks hold alike."""
+    num = loads.setting.num_ranks
+    if way.kind == "data_parallel":
+        return loads.copied(), None
+    by_rows = way.kind != "column_wise"
+    share = 1.0 / way.holders if by_rows else 1.0
+    width = loads.dim if by_rows else loads.dim / way.holders
+    piece = loads.held(share, width)
+    everywhere = loads.asked(way.holders, width, by_rows=by_rows)
+    if way.holders == num and num > 1:
+        return everywhere + piece, None
+    return everywhere, piece
+
+
+_FIRST = np.zeros(1 << 14, np.int64)
+
+
+def _option(way: Way, everywhere: Array | None, piece: Array, holders: int) -> Option:
+    pieces = piece[None][_FIRST[:holders]] if holders else None
+    named = way.kind in ("table_wise", "row_wise", "data_parallel")
+    label = way.kind if named else f"{way.kind} on {way.holders}"
+    return Option(label, everywhere, pieces, ANY, True, way)
+
+
+def piece_sizes(size: int, holders: int) -> Ints:
+    """The rows or columns of each holder, as a plan splits them."""
+    return np.asarray(lengths(size, holders, None), np.int64)

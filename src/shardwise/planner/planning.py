@@ -1,0 +1,358 @@
+"""plan: from tables and ranks to the best plan found, with a proof of how good it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import grid_of
+from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.embedding.plan import Entry, Plan
+from shardwise.embedding.table import Table
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.planner.constants import Constants
+from shardwise.planner.costs import Setting, Way, table_options
+from shardwise.planner.price import Price, cores_at_once, price
+from shardwise.planner.problem import Assignment, Problem
+from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
+from shardwise.planner.workload import Workload, with_sample, workload
+
+#: Where nobody says how much memory a rank has, none is too little.
+UNLIMITED = float(1 << 60)
+#: Tables times ranks up to which it is tried whether memory suffices, and not only estimated.
+_MOST_TRIED = 20_000
+
+
+@dataclass(frozen=True, eq=False)
+class PlanResult:
+    """A plan, what it costs, and how far from the best it can be at most."""
+
+    plan: Plan
+    work: Workload
+    setting: Setting
+    memory: float
+    price: Price
+    problem: Problem
+    solution: Solution
+    #: Seconds of `table_wise` for every table, where that fits.
+    table_wise_s: float | None
+
+    @property
+    def cost_s(self) -> float:
+        return self.price.step_s
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of these kinds is cheaper."""
+        return min(self.solution.bound_s, self.cost_s)
+
+    @property
+    def gap(self) -> float:
+        return gap_of(self.cost_s, self.bound_s)
+
+
+def plan(
+    tables: Sequence[Table] | Workload | EmbeddingBagCollection | EmbeddingCollection,
+    mesh: DeviceMesh | int,
+    *,
+    hosts: int = 1,
+    memory: float | None = None,
+    batch: int | Mapping[str, float] | None = None,
+    ids_per_bag: float | Mapping[str, float] | None = None,
+    repeated: float | Mapping[str, float] | None = None,
+    sample: Iterable[Any] | None = None,
+    optimizer: str = "rowwise_adagrad",
+    dtype: torch.dtype = torch.float32,
+    constants: Constants | str = "cpu",
+    seconds: float | None = 60.0,
+    gap: float = 0.005,
+    solver: bool = True,
+    tell: Callable[[Progress], None] | None = None,
+) -> PlanResult:
+    """Choose how each table is sharded, so that the slowest rank takes least.
+
+    `mesh` is a mesh of one axis, or a number of ranks. `memory` is of one rank, in bytes; `batch`
+    counts the bags of a feature in a step, over all ranks. Figures that are not given are measured
+    from `sample`, or assumed; see `Workload.assumed`. The search ends when the plan is proven to be
+    within `gap` of the best, when nothing helps, or after so many CPU `seconds`.
+
+    On a mesh of real processes the first rank plans, and all get its plan.
+
+    >>> tables = [Table("user", 1_000_000, 64), Table("item", 200_000, 64), Table("day", 7, 16)]
+    >>> found = plan(tables, 4, batch=4096, ids_per_bag=2.0, repeated=0.5)
+    >>> sorted(found.plan.entries), found.gap < 0.05
+    (['day', 'item', 'user'], True)
+    """
+    work = as_workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated)
+    if sample is not None:
+        work = with_sample(work, sample, batch=batch if isinstance(batch, int) else None)
+    num_ranks = _num_ranks(mesh)
+    setting = make_setting(num_ranks, hosts, constants, optimizer, dtype, work.pooled)
+
+    def run() -> PlanResult:
+        return _planned(work, setting, memory, seconds, gap, solver, tell)
+
+    group = _real_group(mesh)
+    return run() if group is None else _on_first_rank(run, mesh, work, setting, memory)
+
+
+def as_workload(
+    tables: Sequence[Table] | Workload | EmbeddingBagCollection | EmbeddingCollection,
+    *,
+    batch: int | Mapping[str, float] | None = None,
+    ids_per_bag: float | Mapping[str, float] | None = None,
+    repeated: float | Mapping[str, float] | None = None,
+) -> Workload:
+    if isinstance(tables, Workload):
+        if any(each is not None for each in (batch, ids_per_bag, repeated)):
+            raise ArgumentError("A Workload has its figures; give batch and others to `workload`.")
+        return tables
+    pooled = not isinstance(tables, EmbeddingCollection)
+    if isinstance(tables, EmbeddingBagCollection | EmbeddingCollection):
+        tables = tables.tables
+    return workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated, pooled=pooled)
+
+
+def make_setting(
+    num_ranks: int,
+    hosts: int,
+    constants: Constants | str,
+    optimizer: str,
+    dtype: torch.dtype = torch.float32,
+    pooled: bool = True,
+) -> Setting:
+    if not isinstance(hosts, int) or hosts < 1 or num_ranks % hosts:
+        raise ArgumentError(
+            f"{num_ranks} ranks cannot be shared evenly by {hosts} hosts; give a number that "
+            "divides them."
+        )
+    return Setting(
+        num_ranks, num_ranks // hosts, Constants.of(constants), optimizer, dtype.itemsize, pooled
+    )
+
+
+def _num_ranks(mesh: DeviceMesh | int) -> int:
+    if isinstance(mesh, int) and not isinstance(mesh, bool):
+        if mesh < 1:
+            raise ArgumentError(f"A plan is for at least one rank, found {mesh}.")
+        return mesh
+    grid = grid_of(mesh)  # type: ignore[arg-type]
+    if grid.num_axes != 1:
+        raise LayoutError(f"A plan is for a mesh with one axis, found {grid!r}.")
+    return len(grid.ranks)
+
+
+def _real_group(mesh: DeviceMesh | int) -> Any | None:
+    if isinstance(mesh, int):
+        return None
+    grid = grid_of(mesh)
+    if grid.world.simulated or len(grid.ranks) == 1:
+        return None
+    return mesh.get_group()
+
+
+def _on_first_rank(
+    run: Callable[[], PlanResult],
+    mesh: Any,
+    work: Workload,
+    setting: Setting,
+    memory: float | None,
+) -> PlanResult:
+    group = mesh.get_group()
+    first = dist.get_global_rank(group, 0)
+    box: list[Any] = [None]
+    if dist.get_rank() == first:
+        try:
+            box = [run()]
+        except ShardwiseError as error:
+            box = [error]
+    dist.broadcast_object_list(box, src=first, group=group)
+    if isinstance(box[0], ShardwiseError):
+        raise box[0]
+    found: PlanResult = box[0]
+    return found
+
+
+# -- one plan --------------------------------------------------------------------------------
+
+
+def _planned(
+    work: Workload,
+    setting: Setting,
+    memory: float | None,
+    seconds: float | None,
+    gap: float,
+    solver: bool,
+    tell: Callable[[Progress], None] | None,
+) -> PlanResult:
+    limit = _checked_memory(memory)
+    problem = make_problem(work, setting, limit)
+    baseline = _table_wise(problem, work, setting, limit)
+    starts = [] if baseline is None else [baseline[1]]
+    try:
+        solution = solve(problem, gap=gap, seconds=seconds, starts=starts, exact=solver, tell=tell)
+    except NoPlanFits as error:
+        raise NoPlanFits(f"{error} {what_would_fit(work, setting, limit)}") from None
+    found = plan_of(solution.assignment, work, setting)
+    priced = price(found, work, setting)
+    return PlanResult(
+        found, work, setting, limit, priced, problem, solution,
+        None if baseline is None else baseline[0],
+    )  # fmt: skip
+
+
+def _checked_memory(memory: float | None) -> float:
+    if memory is None:
+        return UNLIMITED
+    good = isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0
+    if not good or not np.isfinite(memory):
+        raise ArgumentError(f"memory is a number of bytes above 0, found {memory!r}.")
+    return float(memory)
+
+
+def make_problem(work: Workload, setting: Setting, memory: float) -> Problem:
+    """The options of all tables, and what is left of each rank's memory for them."""
+    made = table_options(setting, work.uses)
+    common = made.common
+    left = memory - common[1]
+    if left <= 0:
+        raise NoPlanFits(
+            f"No plan fits into {show_bytes(memory)} per rank: outputs and exchanged ids alone "
+            f"take {show_bytes(common[1])}. Use a smaller batch or more ranks."
+        )
+    base = setting.base_s + common[0]
+    at_once = cores_at_once(setting)
+    names = [use.table.name for use in work.uses]
+    return Problem(
+        names,
+        made.options,
+        setting.num_ranks,
+        np.array([left]),
+        setting.ranks_per_host,
+        base,
+        at_once,
+        made.flat,
+    )
+
+
+def plan_of(assignment: Assignment, work: Workload, setting: Setting) -> Plan:
+    """The plan file's entries for an assignment."""
+    entries: dict[str, Entry] = {}
+    for number, use in enumerate(work.uses):
+        way: Way = assignment.option(number).what
+        ranks = sorted(assignment.ranks[number].tolist())
+        entry: Entry = way.kind
+        if way.kind == "table_wise":
+            entry = {"kind": way.kind, "rank": ranks[0]} if ranks else way.kind
+        elif way.kind in ("grid", "column_wise") and len(ranks) < setting.num_ranks and ranks:
+            entry = {"kind": way.kind, "ranks": ranks}
+        entries[use.table.name] = entry
+    return Plan(entries)
+
+
+def _table_wise(
+    problem: Problem, work: Workload, setting: Setting, memory: float
+) -> tuple[float, Assignment] | None:
+    """Every table whole on one rank, as `table_wise` alone would put them; None if over memory."""
+    places = [
+        next((i for i, o in enumerate(each) if o.what.kind == "table_wise"), None)
+        for each in problem.options
+    ]
+    if any(place is None for place in places):
+        return None
+    homes = Plan({"*": "table_wise"}).holders(work.tables, setting.num_ranks)
+    ranks = [np.asarray(r if r is not None else [0], np.int64) for _, r in homes]
+    found = Assignment(problem, [int(p) for p in places if p is not None], ranks)
+    return (found.cost(), found) if found.fits() else None
+
+
+# -- what is too little ----------------------------------------------------------------------
+
+
+def what_would_fit(work: Workload, setting: Setting, memory: float) -> str:
+    """The least memory, and the smallest number of ranks, with which a plan is found."""
+    tried = len(work.uses) * setting.num_ranks <= _MOST_TRIED
+    said = [f"{show_bytes(memory)} per rank on {setting.num_ranks} ranks are too little."]
+    least = least_memory(work, setting) if tried else least_on_average(work, setting)
+    said.append(f"{show_bytes(least)} per rank would {'do' if tried else 'be needed at least'}")
+    ranks = fewest_ranks(work, setting, memory)
+    if ranks is not None:
+        said.append(f"or {'' if tried else 'at least '}{ranks} ranks of {show_bytes(memory)}")
+    return f"{said[0]} {', '.join(said[1:])}."
+
+
+def least_on_average(work: Workload, setting: Setting) -> float:
+    """The memory per rank without which no plan fits: of means, and of each table's least part."""
+    made = table_options(setting, work.uses)
+    flat = made.flat
+    means = np.minimum.reduceat(flat.mean[:, 1], flat.first[:-1])
+    peaks = np.minimum.reduceat(flat.peak[:, 1], flat.first[:-1])
+    return float(made.common[1] + max(means.sum(), peaks.max()))
+
+
+def least_memory(work: Workload, setting: Setting) -> float:
+    """Within a hundredth, the memory with which a plan is found."""
+    low = least_on_average(work, setting)
+    high = low * 1.01
+    while not _fits(work, setting, high):
+        low, high = high, high * 1.3
+    while high > low * 1.01:
+        middle = (low + high) / 2
+        low, high = (low, middle) if _fits(work, setting, middle) else (middle, high)
+    return high
+
+
+def _fits(work: Workload, setting: Setting, memory: float) -> bool:
+    try:
+        solve(make_problem(work, setting, memory), gap=1e9, seconds=2.0, exact=False)
+    except NoPlanFits:
+        return False
+    return True
+
+
+def fewest_ranks(work: Workload, setting: Setting, memory: float) -> int | None:
+    """The smallest number of ranks on which a plan is found, or fits on average."""
+    hosts = setting.num_ranks // setting.ranks_per_host
+    step = setting.ranks_per_host if hosts > 1 else 1
+    previous, num = setting.num_ranks, setting.num_ranks * 2
+
+    def fits(ranks: int) -> bool:
+        other = _with_ranks(setting, ranks)
+        if least_on_average(work, other) > memory:
+            return False
+        tried = len(work.uses) * ranks <= _MOST_TRIED
+        return not tried or _fits(work, other, memory)
+
+    while not fits(num):
+        previous, num = num, num * 2
+        if num > 1 << 13:
+            return None
+    while num - previous > step:
+        middle = (previous + num) // 2 // step * step
+        if middle <= previous:
+            break
+        previous, num = (previous, middle) if fits(middle) else (middle, num)
+    return num
+
+
+def _with_ranks(setting: Setting, num: int) -> Setting:
+    hosts = setting.num_ranks // setting.ranks_per_host
+    per_host = setting.ranks_per_host if hosts > 1 and num % setting.ranks_per_host == 0 else num
+    return replace(setting, num_ranks=num, ranks_per_host=per_host)
+
+
+def show_bytes(num: float) -> str:
+    """
+    >>> show_bytes(1234), show_bytes(80e9)
+    ('1.23 kB', '80 GB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num >= size:
+            return f"{num / size:.3g} {unit}"
+    return f"{num:.0f} B"

@@ -1,0 +1,282 @@
+"""Solve a problem: an answer at once, better ones as time goes, and a bound that proves how good.
+
+Note [Same answer everywhere]
+Work is counted in steps, not in seconds, so that the answer depends on the problem alone. Only a
+limit of seconds that is reached cuts it short.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from shardwise.errors import LayoutError
+from shardwise.planner.bound import Bound, Bounds
+from shardwise.planner.exact import ExactProblem, find_highs
+from shardwise.planner.packing import Packing, Search, packed
+from shardwise.planner.problem import Assignment, Problem
+
+#: Beyond so many columns the exact model is not tried.
+_MOST_COLUMNS = 30_000
+#: Kicks of the local search, per problem; fewer where a step takes longer.
+_KICKS = 400
+_KICK_TABLES = 20_000
+#: Plans that are shaken in turn, and how often in vain.
+_POOL, _FAILED = 4, 30
+
+
+class NoPlanFits(LayoutError):
+    """No plan keeps every rank within its memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """How far the search is."""
+
+    seconds: float
+    cost_s: float
+    bound_s: float
+    by: str
+
+    @property
+    def gap(self) -> float:
+        return gap_of(self.cost_s, self.bound_s)
+
+
+@dataclass(slots=True, eq=False)
+class Solution:
+    """The best plan found, and the proof."""
+
+    assignment: Assignment
+    cost_s: float
+    bound: Bound
+    #: The best bound: that of `bound`, or one that the solver proved.
+    bound_s: float
+    history: list[Progress] = field(default_factory=list)
+    cpu_s: float = 0.0
+    timed_out: bool = False
+    solver: str = "own search"
+
+    @property
+    def gap(self) -> float:
+        return gap_of(self.cost_s, self.bound_s)
+
+
+def gap_of(cost_s: float, bound_s: float) -> float:
+    """By how much a cost may lie above the best, as a share of the bound.
+
+    >>> round(gap_of(1.02, 1.0), 3)
+    0.02
+    """
+    return max(0.0, cost_s / bound_s - 1) if bound_s > 0 else 0.0
+
+
+class _Run:
+    """One search: the best so far, the clock, and who is told."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        seconds: float | None,
+        tell: Callable[[Progress], None] | None,
+    ) -> None:
+        self.problem, self.seconds, self.tell = problem, seconds, tell
+        self.start = time.process_time()
+        self.bounds = Bounds(problem)
+        self.best: Assignment | None = None
+        self.cost = math.inf
+        self.bound_s = 0.0
+        self.history: list[Progress] = []
+        self.timed_out = False
+
+    def elapsed(self) -> float:
+        return time.process_time() - self.start
+
+    def late(self) -> bool:
+        """Whether time is over; an answer comes first."""
+        if self.seconds is None or self.elapsed() < self.seconds:
+            return False
+        self.timed_out = True
+        return self.best is not None
+
+    def offer(self, found: Assignment, by: str) -> bool:
+        if not found.fits():
+            return False
+        cost = found.cost()
+        if cost >= self.cost * (1 - 1e-12):
+            return False
+        self.best, self.cost = found, cost
+        self.note(by)
+        return True
+
+    def note(self, by: str) -> None:
+        progress = Progress(self.elapsed(), self.cost, self.bound_s, by)
+        self.history.append(progress)
+        if self.tell is not None:
+            self.tell(progress)
+
+    def close(self, gap: float) -> bool:
+        return self.cost <= self.bound_s * (1 + gap)
+
+
+def solve(
+    problem: Problem,
+    *,
+    gap: float = 0.001,
+    seconds: float | None = 60.0,
+    starts: Iterable[Assignment] = (),
+    exact: bool = True,
+    tell: Callable[[Progress], None] | None = None,
+) -> Solution:
+    """The best plan found until the gap is reached, nothing helps, or time is over."""
+    run = _Run(problem, seconds, tell)
+    bound = run.bounds.best()
+    if bound is None:
+        raise NoPlanFits("No plan keeps every rank within its memory.")
+    run.bound_s = bound.seconds
+    for given in starts:
+        run.offer(given, "given")
+    packings = _first_packings(run, bound, gap)
+    if run.best is None:
+        raise NoPlanFits(
+            "On average the tables fit, but no plan was found that keeps every rank within its "
+            "memory."
+        )
+    solver = "own search"
+    # Within one host the solver is quick; with several, kicks are.
+    _kick(run, packings, gap, rounds=_KICKS // 4 if problem.num_hosts > 1 else _KICKS // 40)
+    highs = find_highs() if exact else None
+    wanted = highs is not None and not run.close(gap) and not run.late()
+    if wanted and _exact(run, gap, highs):
+        solver = "HiGHS and own search"
+    if not run.close(gap):
+        _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
+    run.note("done")
+    return Solution(
+        run.best, run.cost, bound, run.bound_s, run.history, run.elapsed(), run.timed_out, solver
+    )
+
+
+def allowed_lists(problem: Problem, mask: np.ndarray) -> list[list[int]]:
+    first = problem.flat.first
+    return [
+        np.flatnonzero(mask[first[t] : first[t + 1]]).tolist() for t in range(len(problem.names))
+    ]
+
+
+def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
+    """Largest pieces first, with the options that bounds at several levels choose."""
+    problem, base = run.problem, run.problem.base_s
+    first = problem.flat.first[:-1]
+    found: list[Packing] = []
+    level = max(bound.seconds - base, 1e-30)
+    tried: set[tuple[int, ...]] = set()
+    allowed = allowed_lists(problem, run.bounds.possible)
+    # Above the bound there are more options; below it, the pieces are smaller and pack better.
+    for factor in (1.0, 1.03, 0.6, 0.35, 1.1, 1.3, 1.6, np.inf):
+        _, _, chosen = run.bounds._mean(level * factor)
+        if not len(chosen):
+            continue
+        choices = tuple((chosen - first).tolist())
+        if choices in tried:
+            continue
+        tried.add(choices)
+        for memory_first, balance in ((False, False), (True, True), (True, False)):
+            if run.late() or run.close(gap):
+                return found
+            packing = packed(problem, choices, level, memory_first=memory_first, balance=balance)
+            if packing is None:
+                continue
+            # An answer comes at once; then it gets better.
+            run.offer(packing.assignment(), "largest first")
+            search = Search(packing, allowed)
+            search.run((level + base) * (1 + gap) - base, run.late, max_steps=_steps(problem))
+            found.append(packing)
+            run.offer(packing.assignment(), "moves and swaps")
+        if factor > 1.1 and run.best is not None:
+            break
+    return found
+
+
+def _steps(problem: Problem) -> int:
+    return 400 + 20 * problem.num_ranks
+
+
+def _kick(
+    run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
+) -> None:
+    """Shake the best plan and search on from there."""
+    problem = run.problem
+    if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
+        return
+    assert run.best is not None, "there is an answer"
+    base = problem.base_s
+    target = run.bound_s * (1 + gap) - base
+    # Several plans are shaken in turn: the best one may lie in a corner.
+    others = sorted(packings, key=lambda packing: packing.highest)
+    pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
+    failed, cost = [0] * len(pool), np.inf
+    allowed: list[list[int]] = []
+    for number in range(rounds):
+        if run.late() or run.close(gap):
+            return
+        place = number % len(pool)
+        if failed[place] > _FAILED:
+            # This one is stuck: it goes on from the best.
+            pool[place], failed[place] = _packing_of(run.best, run.cost), 0
+        current = pool[place]
+        if run.cost < cost:
+            cost = run.cost
+            allowed = allowed_lists(problem, run.bounds.useful(cost))
+        trial = current.copy()
+        search = Search(trial, allowed, rng_seed=first_seed + number)
+        search.kick(2 + number // len(pool) % 4)
+        search.run(target, run.late, max_steps=60)
+        failed[place] += 1
+        if trial.highest <= current.highest * (1 + 1e-12):
+            if trial.highest < current.highest * (1 - 1e-9):
+                failed[place] = 0
+            pool[place] = trial
+            run.offer(trial.assignment(), "kicks")
+
+
+def _packing_of(assignment: Assignment, cost: float) -> Packing:
+    packing = Packing(assignment.problem, cost)
+    for table, (choice, ranks) in enumerate(zip(assignment.chosen, assignment.ranks, strict=True)):
+        packing.put(table, choice, ranks)
+    return packing
+
+
+def _exact(run: _Run, gap: float, highs: object) -> bool:
+    assert run.best is not None, "there is an answer"
+    problem = run.problem
+    allowed = allowed_lists(problem, run.bounds.useful(run.cost))
+    size = sum(
+        problem.num_ranks if problem.options[t][c].pieces is not None else 1
+        for t, choices in enumerate(allowed)
+        for c in choices
+    )
+    if size > _MOST_COLUMNS:
+        return False
+    start: Assignment | None = run.best
+    for table, choices in enumerate(allowed):
+        if run.best.chosen[table] not in choices:
+            start = None
+            if not choices:
+                run.bound_s = max(run.bound_s, run.cost)
+                return True
+    left = 20.0 if run.seconds is None else max(0.1, run.seconds - run.elapsed())
+    if problem.num_hosts > 1:
+        left *= 0.6  # with hosts it proves less, and kicks find more
+    model = ExactProblem(problem, allowed, run.bound_s, run.cost)
+    answer = model.solve(highs, seconds=left, gap=gap, start=start)
+    if answer.found is not None:
+        run.offer(answer.found, "HiGHS")
+    if answer.bound_s > run.bound_s:
+        run.bound_s = min(answer.bound_s, run.cost)
+        run.note("HiGHS")
+    return True

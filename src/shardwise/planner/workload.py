@@ -1,0 +1,316 @@
+"""Workload: tables, and what a step asks of each.
+
+    format = "shardwise tables 1"
+    batch = 65536                       # bags of each feature in a step, over all ranks
+
+    [tables.user]
+    rows = 1_000_000
+    dim = 64
+    ids_per_bag = 3.5
+    repeated = 0.4                      # the share of a step's ids that occurred in it before
+    features = ["seen", "bought"]       # optional, as pooling = "sum"
+    kinds = ["table_wise", "row_wise"]  # optional: the only kinds that may be chosen
+    max_column_cuts = 4                 # optional
+
+What is left out has a default, and the report says which were taken.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.plan import KINDS
+from shardwise.embedding.table import Table, checked_tables
+from shardwise.errors import ArgumentError, LayoutError
+from shardwise.planfile.files import read_content
+
+FORMAT = "shardwise tables 1"
+#: Of Meta's public set of 2021: 887,017,990 ids in 65,536 bags of 856 tables, 6.9 uses of each.
+DEFAULT_IDS_PER_BAG = 15.8
+DEFAULT_REPEATED = 0.855
+DEFAULT_BATCH = 65536
+_KEYS = {
+    "rows", "dim", "ids_per_bag", "repeated", "batch", "features", "pooling", "kinds",
+    "max_column_cuts",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class TableUse:
+    """One table, and what a step of all ranks together asks of it."""
+
+    table: Table
+    #: Mean over the bags of all features of the table.
+    ids_per_bag: float
+    #: The share of a step's ids that occurred in it before.
+    repeated: float
+    #: Bags of all features of the table in a step, over all ranks.
+    bags: float
+    #: The kinds that may be chosen; None for all.
+    kinds: tuple[str, ...] | None = None
+    max_column_cuts: int | None = None
+    #: Which of the figures nobody gave.
+    assumed: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        name = self.table.name
+        for what, number, least in (
+            ("ids_per_bag", self.ids_per_bag, 0.0),
+            ("repeated", self.repeated, 0.0),
+            ("batch", self.bags, 1.0),
+        ):
+            good = isinstance(number, int | float) and not isinstance(number, bool)
+            if not good or not math.isfinite(number) or number < least:
+                raise ArgumentError(
+                    f"Table {name!r}: {what} is a number from {least:g} on, found {number!r}."
+                )
+        if self.repeated >= 1:
+            raise ArgumentError(
+                f"Table {name!r}: repeated is the share of ids that occurred before, below 1; "
+                f"found {self.repeated!r}."
+            )
+        unknown = [kind for kind in self.kinds or () if kind not in KINDS]
+        if unknown or self.kinds == ():
+            raise ArgumentError(
+                f"Table {name!r}: kinds are some of {', '.join(KINDS)}; found "
+                f"{', '.join(map(repr, unknown)) or 'none'}."
+            )
+        cuts = self.max_column_cuts
+        if cuts is not None and (not isinstance(cuts, int) or isinstance(cuts, bool) or cuts < 1):
+            raise ArgumentError(f"Table {name!r}: max_column_cuts is an int from 1 on: {cuts!r}.")
+        if cuts is not None and cuts > self.table.embedding_dim:
+            raise LayoutError(
+                f"Table {name!r}: its {self.table.embedding_dim} columns cannot be cut into "
+                f"{cuts}. Ask for max_column_cuts of {self.table.embedding_dim} at most."
+            )
+
+    @property
+    def ids(self) -> float:
+        """Ids of a step, over all ranks."""
+        return self.bags * self.ids_per_bag
+
+    @property
+    def unique(self) -> float:
+        """Different ids of a step."""
+        return min(float(self.table.num_embeddings), self.ids * (1 - self.repeated))
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """All tables of a plan."""
+
+    uses: tuple[TableUse, ...]
+    #: Whether bags are pooled; otherwise a row comes back for each id.
+    pooled: bool = True
+
+    @property
+    def tables(self) -> tuple[Table, ...]:
+        return tuple(use.table for use in self.uses)
+
+    def assumed(self) -> dict[str, int]:
+        """For each figure that somebody left out, for how many tables."""
+        found: dict[str, int] = {}
+        for use in self.uses:
+            for name in use.assumed:
+                found[name] = found.get(name, 0) + 1
+        return found
+
+
+def workload(
+    tables: Sequence[Table],
+    *,
+    batch: int | float | Mapping[str, float] | None = None,
+    ids_per_bag: float | Mapping[str, float] | None = None,
+    repeated: float | Mapping[str, float] | None = None,
+    pooled: bool = True,
+) -> Workload:
+    """Figures for all tables alike, or by name of table.
+
+    >>> found = workload([Table("user", 1000, 16)], batch=64, ids_per_bag={"user": 2.0})
+    >>> found.uses[0].ids, found.assumed()
+    (128.0, {'repeated': 1})
+    """
+    checked = checked_tables(tables)
+    known = {table.name for table in checked}
+    for what, given in (("batch", batch), ("ids_per_bag", ids_per_bag), ("repeated", repeated)):
+        if isinstance(given, Mapping):
+            _no_others(what, given, known)
+    uses = []
+    for table in checked:
+        assumed: list[str] = []
+
+        def figure(what: str, given: Any, default: float, name: str = table.name) -> float:
+            value = given.get(name) if isinstance(given, Mapping) else given
+            if value is None:
+                assumed.append(what)  # noqa: B023
+                return default
+            return value
+
+        bags = figure("batch", batch, DEFAULT_BATCH)
+        uses.append(
+            TableUse(
+                table,
+                figure("ids_per_bag", ids_per_bag, DEFAULT_IDS_PER_BAG),
+                figure("repeated", repeated, DEFAULT_REPEATED),
+                bags * len(table.features) if _is_number(bags) else bags,
+                assumed=tuple(assumed),
+            )
+        )
+    return Workload(tuple(uses), pooled)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _no_others(what: str, given: Mapping[str, Any], known: set[str]) -> None:
+    others = sorted(set(given) - known)
+    if others:
+        raise LayoutError(
+            f"{what} names no table of these: {', '.join(others[:5])}. There are "
+            f"{', '.join(sorted(known)[:8])}."
+        )
+
+
+def read_tables(path: str | os.PathLike[str], *, batch: int | None = None) -> Workload:
+    """A workload from a TOML or JSON file; `batch` goes before the file's."""
+    file = Path(path)
+    content = read_content(file)
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise LayoutError(f'{file} holds no tables: it does not say format = "{FORMAT}".')
+    sections = content.get("tables")
+    others = sorted(set(content) - {"format", "batch", "tables", "pooled"})
+    if not isinstance(sections, dict) or not sections or others:
+        raise LayoutError(
+            f"{file} should hold format, batch, pooled and tables, a section for each table; found "
+            f"{', '.join(others) or 'no table'}."
+        )
+    pooled = content.get("pooled", True)
+    if not isinstance(pooled, bool):
+        raise LayoutError(f"{file}: pooled is true or false, found {pooled!r}.")
+    whole = content.get("batch") if batch is None else batch
+    uses = [_use(file, name, entry, whole, batch) for name, entry in sections.items()]
+    checked_tables([use.table for use in uses])
+    return Workload(tuple(uses), pooled)
+
+
+def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> TableUse:
+    if not isinstance(entry, dict):
+        raise LayoutError(f"{file}: table {name!r} should have rows and dim; found {entry!r}.")
+    others, missing = sorted(set(entry) - _KEYS), sorted({"rows", "dim"} - set(entry))
+    if others or missing:
+        said = f"unknown: {', '.join(others)}" if others else f"missing: {', '.join(missing)}"
+        raise LayoutError(f"{file}: table {name!r}: {said}. It takes {', '.join(sorted(_KEYS))}.")
+    features = entry.get("features", ())
+    if not isinstance(features, list | tuple) or not all(isinstance(f, str) for f in features):
+        raise LayoutError(f"{file}: table {name!r}: features is a list of names.")
+    kinds = entry.get("kinds")
+    if kinds is not None and not isinstance(kinds, list):
+        raise LayoutError(f"{file}: table {name!r}: kinds is a list of kinds, found {kinds!r}.")
+    table = Table(name, entry["rows"], entry["dim"], tuple(features), entry.get("pooling", "sum"))
+    own = entry.get("batch") if forced is None else None
+    bags = own if own is not None else whole
+    given = {
+        "ids_per_bag": (entry.get("ids_per_bag"), DEFAULT_IDS_PER_BAG),
+        "repeated": (entry.get("repeated"), DEFAULT_REPEATED),
+        "batch": (bags, DEFAULT_BATCH),
+    }
+    values = {what: default if value is None else value for what, (value, default) in given.items()}
+    bags = values["batch"]
+    return TableUse(
+        table,
+        values["ids_per_bag"],
+        values["repeated"],
+        bags * len(table.features) if _is_number(bags) else bags,
+        None if kinds is None else tuple(kinds),
+        entry.get("max_column_cuts"),
+        tuple(what for what, (value, _) in given.items() if value is None),
+    )
+
+
+def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = None) -> Workload:
+    """Figures measured from a sample of batches: ids per bag, repeated ids, and bags per step.
+
+    A batch is what the collection takes: a `Jagged`, or what becomes one. Each stands for a whole
+    step, of all ranks; with `batch`, for so many bags as it has, and repeats are those of it.
+    """
+    bags: dict[str, int] = {}
+    ids: dict[str, int] = {}
+    different: dict[str, int] = {}
+    num_batches = 0
+    for each in batches:
+        jagged = Jagged.of(each)
+        num_batches += 1
+        for use in work.uses:
+            _count(use.table, jagged, bags, ids, different)
+    if not num_batches:
+        raise ArgumentError("The sample holds no batch.")
+    uses = []
+    for use in work.uses:
+        name = use.table.name
+        if name not in bags or not bags[name]:
+            uses.append(use)
+            continue
+        seen = ids[name]
+        repeats = 1 - different[name] / seen if seen else 0.0
+        per_step = bags[name] / num_batches if batch is None else use.bags
+        assumed = tuple(n for n in use.assumed if n == "batch" and batch is not None)
+        uses.append(
+            replace(
+                use,
+                ids_per_bag=seen / bags[name],
+                repeated=min(repeats, 1 - 1e-9),
+                bags=float(max(1.0, per_step)),
+                assumed=assumed,
+            )
+        )
+    return replace(work, uses=tuple(uses))
+
+
+def _count(
+    table: Table,
+    jagged: Jagged,
+    bags: dict[str, int],
+    ids: dict[str, int],
+    different: dict[str, int],
+) -> None:
+    found = []
+    for feature in table.features:
+        if feature not in jagged.features:
+            raise LayoutError(
+                f"The sample has no feature {feature!r} of table {table.name!r}; it has "
+                f"{', '.join(jagged.features[:8])}."
+            )
+        values, lengths = _of_feature(jagged, feature)
+        found.append(values)
+        bags[table.name] = bags.get(table.name, 0) + len(lengths)
+    whole = np.concatenate(found) if found else np.zeros(0, np.int64)
+    wrong = whole[(whole < 0) | (whole >= table.num_embeddings)]
+    if len(wrong):
+        raise LayoutError(
+            f"The sample has id {int(wrong[0])} for table {table.name!r}, which has rows 0 to "
+            f"{table.num_embeddings - 1}."
+        )
+    ids[table.name] = ids.get(table.name, 0) + len(whole)
+    different[table.name] = different.get(table.name, 0) + len(np.unique(whole))
+
+
+def _of_feature(jagged: Jagged, feature: str) -> tuple[Any, Any]:
+    place = list(jagged.features).index(feature)
+    sizes = jagged.batch_sizes
+    lengths = jagged.lengths.cpu()
+    num = len(jagged.features)
+    counts = sizes.tolist() if sizes is not None else [len(lengths) // num] * num
+    start = sum(counts[:place])
+    first = int(lengths[:start].sum())
+    mine = lengths[start : start + counts[place]]
+    values = jagged.values[first : first + int(mine.sum())].cpu()
+    return values.numpy(), mine.numpy()

@@ -1,0 +1,93 @@
+"""A plan of tables as one HTML file: bars per rank, choices, and other plans beside it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+
+from shardwise.planner.explaining import Comparison, choices, describe_result, to_json
+from shardwise.planner.planning import PlanResult, show_bytes
+from shardwise.planner.price import Price
+from shardwise.report.html import STYLE
+
+#: Bars of more ranks than these would be a page of their own.
+MOST_RANKS = 256
+
+
+def write_plan_page(
+    result: PlanResult, comparisons: Sequence[Comparison], path: str | os.PathLike[str]
+) -> None:
+    """Write the page, whole or not at all."""
+    file = Path(path)
+    half = file.with_name(f".{file.name}.half")
+    half.write_text(plan_page(result, comparisons), encoding="utf-8")
+    os.replace(half, file)
+
+
+def plan_page(result: PlanResult, comparisons: Sequence[Comparison]) -> str:
+    data = to_json(result, list(comparisons)).replace("<", "\\u003c")
+    facts = "".join(f"<p>{escape(line)}</p>" for line in describe_result(result).splitlines())
+    body = (
+        facts + _bars("This plan", result.price) + _choices(result) + _compared(result, comparisons)
+    )
+    return f"""<!doctype html>
+<html lang="en"><head><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>A plan of {len(result.work.uses)} tables</title><style>{STYLE}</style></head><body>
+<h1>A plan of {len(result.work.uses)} tables on {result.setting.num_ranks} ranks</h1>
+{body}
+<script type="application/json" id="data">{data}</script>
+</body></html>
+"""
+
+
+def _bars(title: str, priced: Price) -> str:
+    kinds = (
+        ("memory", priced.memory, "parameters", show_bytes),
+        ("seconds", priced.seconds, "forward", lambda s: f"{1e3 * s:.3g} ms"),
+        ("sent", priced.sent, "gradients", show_bytes),
+    )
+    sections = []
+    for name, values, colour, text in kinds:
+        most = float(values.max()) or 1.0
+        rows = "".join(
+            f'<div class="rank"><span>rank {rank}</span><div class="bar"><i data-rank="{rank}" '
+            f'data-kind="{name}" data-value="{value:.9g}" style="width:{100 * value / most:.3f}%;'
+            f'background:var(--{colour})"></i></div><span>{text(value)}</span></div>'
+            for rank, value in enumerate(values[:MOST_RANKS].tolist())
+        )
+        sections.append(f"<h2>{escape(title)}: {name} of each rank</h2>{rows}")
+    return "".join(sections)
+
+
+def _choices(result: PlanResult) -> str:
+    rows = "".join(
+        f"<tr><td>{escape(c.table)}</td><td>{escape(c.label)}</td>"
+        f"<td>{escape(', '.join(map(str, c.ranks[:8])))}{'…' if len(c.ranks) > 8 else ''}</td>"
+        f"<td>{escape(c.why)}</td><td>{escape(c.next_label or '')}</td>"
+        f'<td class="n">{_ms(c.next_cost_s)}</td></tr>'
+        for c in choices(result)
+    )
+    names = ("table", "chosen", "ranks", "why", "next best", "cost with it")
+    head = f"<tr>{''.join(f'<th>{name}</th>' for name in names)}</tr>"
+    return f'<h2>Tables</h2><div class="scroll"><table>{head}{rows}</table></div>'
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.4g} ms"
+
+
+def _compared(result: PlanResult, comparisons: Sequence[Comparison]) -> str:
+    if not comparisons:
+        return ""
+    found = ["<h2>Other plans</h2>"]
+    for each in comparisons:
+        fits = "" if each.fits else "; does not fit into memory"
+        found.append(
+            f"<p>{escape(each.name)}: {1e3 * each.price.step_s:.4g} ms, {each.ratio(result):.2f} "
+            f"of this plan{fits}</p>"
+        )
+        found.append(_bars(each.name, each.price))
+    return "".join(found)

@@ -1,0 +1,124 @@
+"""shardwise plan and explain --ranks, as a person meets them."""
+
+import json
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from shardwise.cli.main import main
+from shardwise.embedding import Plan
+
+TABLES = """format = "shardwise tables 1"
+batch = 4096
+
+[tables.user]
+rows = 200_000
+dim = 64
+ids_per_bag = 4.0
+
+[tables.day]
+rows = 7
+dim = 16
+ids_per_bag = 1.0
+repeated = 0.9
+"""
+SAMPLE = """
+import torch
+from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
+
+def batches():
+    yield Jagged.from_lists({"user": [[1, 1], [2]], "day": [[3], [4]]})
+
+def model():
+    return EmbeddingBagCollection([Table("user", 1000, 16), Table("day", 7, 4)])
+
+def plain():
+    return torch.nn.Linear(2, 2), torch.zeros(1, 2)
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("tables.toml").write_text(TABLES)
+    Path("planner_sample.py").write_text(SAMPLE)
+    return lambda *words: CliRunner().invoke(main, [*map(str, words)])
+
+
+def test_a_plan_is_written_with_its_proof(run):
+    Path("rows.toml").write_text(
+        'format = "shardwise embedding plan 1"\n[tables]\n"*" = "data_parallel"\n'
+    )
+    asked = ("plan", "tables.toml", "--ranks", 4, "--memory", "1GB", "-o", "plan.toml")
+    found = run(*asked, "--html", "page.html", "--compare", "rows.toml")
+    assert found.exit_code == 0, found.output
+    for word in ("lower bound", "gap", "limited by", "repeated of 1 tables", "rows.toml", "rank"):
+        assert word in found.output
+    assert set(Plan.load("plan.toml").entries) == {"user", "day"}
+    assert 'data-kind="memory"' in Path("page.html").read_text()
+    content = json.loads(run(*asked, "--json", "--no-solver").output)
+    assert content["gap"] >= 0
+    assert len(content["ranks"]["memory"]) == 4
+
+
+def test_a_plan_of_a_model_and_of_a_sample(run):
+    found = run("plan", "planner_sample:model", "--ranks", 2, "--batch", 128, "-o", "plan.json")
+    assert found.exit_code == 0, found.output
+    assert set(Plan.load("plan.json").entries) == {"user", "day"}
+    found = run("plan", "tables.toml", "--ranks", 2, "--sample", "planner_sample.py:batches")
+    assert found.exit_code == 0, found.output
+    assert "assumed" not in found.output
+
+
+def test_explain_prices_ten_thousand_ranks(run):
+    Path("plan.toml").write_text(
+        'format = "shardwise embedding plan 1"\n[tables]\nuser = "row_wise"\nday = "table_wise"\n'
+    )
+    asked = ("explain", "tables.toml", "--plan", "plan.toml", "--optimizer", "sgd")
+    found = run(*asked, "--ranks", 10_000)
+    assert found.exit_code == 0, found.output
+    assert "10000 ranks" in found.output
+    assert len(json.loads(run(*asked, "--ranks", 16, "--json").output)["sent"]) == 16
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "message"),
+    [
+        (("dim = 64", "dim = 0"), (), "embedding_dim must be a positive int"),
+        (("rows = 7", "rows = 0"), (), "num_embeddings must be a positive int"),
+        (("4.0", "nan"), (), "ids_per_bag is a number"),
+        (("dim = 16", "dim = 16\nmax_column_cuts = 17"), (), "cannot be cut into 17"),
+        (("dim = 16", "dim = 16\nwidth = 3"), (), "unknown: width"),
+        (("dim = 16", 'dim = 16\nkinds = ["diagonal"]'), (), "kinds are some of"),
+        (("tables 1", "chairs 1"), (), "holds no tables"),
+        (("", ""), ("--memory", "1kB"), "No plan fits into 1 kB"),
+        (("", ""), ("--memory", "9MB"), "would do"),
+        (("", ""), ("--memory", "much"), "80GB"),
+        (("", ""), ("--hosts", "3"), "hosts"),
+        (("", ""), ("--compare", "other.toml"), "does not fit the tables"),
+        (("", ""), ("--constants", "tables.toml"), "holds no constants"),
+        (("", ""), ("--sample", "planner_sample.py:nothing"), "no callable"),
+    ],
+)
+def test_bad_input_is_a_clear_error_and_writes_nothing(run, change, words, message):
+    Path("tables.toml").write_text(TABLES.replace(*change) if change[0] else TABLES)
+    Path("other.toml").write_text(
+        'format = "shardwise embedding plan 1"\n[tables]\nsomebody = "row_wise"\n'
+    )
+    found = run("plan", "tables.toml", "--ranks", 4, "-o", "plan.toml", *words)
+    assert found.exit_code == 2, found.output
+    assert message in found.output.replace("\n", " ")
+    assert not Path("plan.toml").exists()
+
+
+def test_targets_that_hold_no_tables(run):
+    for source, message in (
+        ("nowhere.toml", "no file of tables"),
+        ("planner_sample:plain", "without a collection"),
+        ("nowhere:make", "no module"),
+    ):
+        found = run("plan", source, "--ranks", 2)
+        assert found.exit_code == 2
+        assert message in found.output

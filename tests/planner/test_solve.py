@@ -1,0 +1,156 @@
+"""The solver against every plan there is, on problems small enough to try them all."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from shardwise.planner.bound import Bounds
+from shardwise.planner.exact import find_highs
+from shardwise.planner.problem import (
+    ANY,
+    BLOCK,
+    HOST,
+    Assignment,
+    Option,
+    Problem,
+    simplified,
+    undominated,
+)
+from shardwise.planner.solve import NoPlanFits, solve
+
+SOLVERS = [False, True] if find_highs() is not None else [False]
+
+
+def make_problem(seed, num_tables=5, num_ranks=3, per_host=None, capacity=60.0, **more):
+    """Tables that lie whole, on two ranks, on all, or on each rank of a host."""
+    draw = np.random.default_rng(seed)
+    options = []
+    for _ in range(num_tables):
+        cost, size = draw.uniform(1, 9), draw.uniform(5, 40)
+        whole = np.array([[cost, size]])
+        half = np.repeat(np.array([[0.6 * cost, size / 2]]), 2, 0)
+        everywhere = np.array([0.5 * cost, size])
+        each = [Option("whole", pieces=whole), Option("half", pieces=half)]
+        each.append(Option("all", everywhere=everywhere))
+        if per_host is not None:
+            block = np.repeat(np.array([[0.7 * cost, size / per_host]]), per_host, 0)
+            each.append(Option("block", pieces=block, scope=BLOCK))
+            each.append(Option("host", pieces=half * 0.95, scope=HOST))
+        options.append(each)
+    names = [f"t{i}" for i in range(num_tables)]
+    return Problem(names, options, num_ranks, np.array([capacity]), per_host or num_ranks, **more)
+
+
+def placements(problem, option):
+    if option.pieces is None:
+        return [()]
+    num, per_host = len(option.pieces), problem.ranks_per_host
+    if option.scope == BLOCK:
+        hosts = itertools.combinations(range(problem.num_hosts), num // per_host)
+        return [tuple(h * per_host + i for h in each for i in range(per_host)) for each in hosts]
+    found = itertools.combinations(range(problem.num_ranks), num)
+    if option.scope == HOST:
+        return [each for each in found if len({r // per_host for r in each}) == 1]
+    return list(found)
+
+
+def least_cost(problem):
+    """By trying everything."""
+    ways = [
+        [(c, np.array(r, int)) for c, o in enumerate(each) for r in placements(problem, o)]
+        for each in problem.options
+    ]
+    best = np.inf
+    for picked in itertools.product(*ways):
+        found = Assignment(problem, [c for c, _ in picked], [r for _, r in picked])
+        if found.fits():
+            best = min(best, found.cost())
+    return best
+
+
+@pytest.mark.parametrize("exact", SOLVERS)
+@pytest.mark.parametrize("seed", range(6))
+def test_finds_the_best_plan_and_proves_it(seed, exact):
+    problem = make_problem(seed, num_tables=4)
+    best = least_cost(problem)
+    found = solve(problem, gap=1e-6, exact=exact)
+    assert found.assignment.fits()
+    assert found.bound_s <= best * (1 + 1e-6)
+    assert found.cost_s >= best * (1 - 1e-9)
+    assert found.cost_s <= best * (1 + (1e-6 if exact else 0.1))
+    if exact:
+        assert found.gap < 1e-4
+
+
+@pytest.mark.parametrize("exact", SOLVERS)
+@pytest.mark.parametrize("seed", range(3))
+def test_hosts(seed, exact):
+    problem = make_problem(seed, num_tables=3, num_ranks=4, per_host=2, base_s=0.5)
+    best = least_cost(problem)
+    found = solve(problem, gap=1e-6, exact=exact)
+    assert found.assignment.fits()
+    assert found.bound_s <= best * (1 + 1e-6)
+    assert best * (1 - 1e-9) <= found.cost_s <= best * (1 + (1e-6 if exact else 0.15))
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_ranks_that_share_cores(seed):
+    problem = make_problem(seed, num_tables=4, at_once=1.5, base_s=1.0)
+    best = least_cost(problem)
+    found = solve(problem, gap=1e-6)
+    assert found.bound_s <= best * (1 + 1e-6)
+    assert best * (1 - 1e-9) <= found.cost_s <= best * 1.1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_bounds_hold(seed):
+    problem = make_problem(seed, num_tables=4, capacity=45.0)
+    bound = Bounds(problem).best()
+    best = least_cost(problem)
+    if bound is None:
+        assert best == np.inf
+    else:
+        assert bound.seconds <= best * (1 + 1e-9)
+
+
+def test_memory_that_no_plan_fits():
+    with pytest.raises(NoPlanFits, match="memory"):
+        solve(make_problem(0, capacity=10.0))
+
+
+def test_the_same_answer_each_time():
+    first, second = (
+        solve(make_problem(7, num_tables=12, capacity=200.0), gap=0.0) for _ in range(2)
+    )
+    assert first.assignment.chosen == second.assignment.chosen
+    assert all(map(np.array_equal, first.assignment.ranks, second.assignment.ranks))
+
+
+def test_answers_get_better_and_the_first_comes_at_once():
+    told = []
+    found = solve(make_problem(3, num_tables=12, capacity=200.0), gap=0.0, tell=told.append)
+    costs = [each.cost_s for each in told]
+    assert costs == sorted(costs, reverse=True)
+    assert told[-1].cost_s == found.cost_s
+    hurried = solve(make_problem(3, num_tables=12, capacity=200.0), gap=0.0, seconds=0.0)
+    assert hurried.timed_out
+    assert hurried.cost_s >= found.cost_s
+
+
+def test_options_that_others_are_as_good_as():
+    piece = np.array([[1.0, 5.0]])
+    options = [
+        Option("a", pieces=piece),
+        Option("b", pieces=piece * 2),
+        simplified(Option("c", pieces=piece, scope=HOST), 2, 2),
+        Option("d", everywhere=np.array([0.5, 5.0])),
+        Option("e", pieces=np.array([[2.0, 1.0]])),
+    ]
+    assert options[2].scope == ANY
+    assert [options[i].label for i in undominated(options)] == ["a", "d", "e"]
+
+
+def test_a_block_on_all_hosts_lies_everywhere():
+    option = Option("x", pieces=np.ones((4, 2)), scope=BLOCK)
+    assert simplified(option, 2, 2).everywhere.tolist() == [1.0, 1.0]
