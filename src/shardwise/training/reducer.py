@@ -94,8 +94,13 @@ class Door:
 
     def attend(self, *_: Any) -> None:
         """Before the module's forward: it may have other parameters than before."""
-        if not torch.compiler.is_compiling():
+        # Without data axes there is nothing to do once plain gradients were compared.
+        if (self.declared or self.waits_for_check) and not torch.compiler.is_compiling():
             self.follow()
+
+    @property
+    def waits_for_check(self) -> bool:
+        return self.reducer is not None and self.reducer.unchecked
 
     @untraced
     def follow(self) -> None:
@@ -134,7 +139,7 @@ def declare(
     before = dict(door.__dict__)
     door.declared = list(dict.fromkeys([*door.declared, *declared]))
     door.bucket_bytes = bucket_bytes or door.bucket_bytes
-    door.source = source
+    door.source = door.source if source is None else source
     door.look()
     try:
         enrol(door)
