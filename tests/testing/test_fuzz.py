@@ -322,3 +322,10 @@ def test_what_a_kernel_wrote_before_it_raised_is_not_asked_for():
     )
     with simulate(4):
         assert play(Program(7, (2, 2), items), Sharded((2, 2))).kind == "torch-refused"
+
+
+def test_a_gradient_stays_as_it_is_when_its_leaf_is_turned():
+    leaf = _leaf("v0", Shard(1), shape=(3, 3), grad=True)
+    items = (leaf, Step("v0.sin().sum().backward()"), Step("with torch.no_grad(): v0.t_()"))
+    with simulate(2):
+        assert play(Program(7, (2,), items), Sharded((2,))).kind == "ok"
