@@ -66,6 +66,7 @@ _KEYS = functools.reduce(
 )
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
+_undispatched = torch._C._DisableTorchDispatch
 _item = torch.Tensor.__getitem__
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -123,6 +124,19 @@ class DTensor(Wrapped):
         out._local = local
         out._layout = layout
         return out
+
+    @staticmethod
+    def wrap_view(local: torch.Tensor, layout: Layout) -> DTensor:
+        if layout.symbolic or type(local) is not _Tensor:
+            out = DTensor.wrap(local, layout)
+            return out.view_as(out)  # type: ignore[return-value]
+        # The same, for which nothing is planned.
+        base = DTensor._wrap(local, layout, False)
+        with _undispatched():
+            view = base.as_subclass(DTensor)
+        view._local = local
+        view._layout = layout
+        return view
 
     @classmethod
     @untraced
@@ -363,7 +377,7 @@ class DTensor(Wrapped):
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
         layout = doors.local_layout(local, grid, placements, shape, stride)
-        if shape is not None or any(getattr(p, "sizes", None) for p in doors.listed(placements)):
+        if shape is not None or doors.gives_sizes(placements):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
@@ -371,7 +385,8 @@ class DTensor(Wrapped):
         grad_layout = autograd.gradient_layout(layout)
         if grad_placements is not None:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op)
+        held = local is local_tensor
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op, held)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
