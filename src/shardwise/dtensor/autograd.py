@@ -54,6 +54,11 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout.with_placements(placements)
 
 
+#: The same for a layout that is symbolic, or not: then it is looked up.
+gradient_layout_of = (functools.lru_cache(maxsize=4096)(gradient_layout), gradient_layout)
+world_caches.append(gradient_layout_of[0].cache_clear)
+
+
 def own_entries(layout: Layout) -> Layout:
     """`layout` without expanded dims: for a clone, and for a gradient.
 
@@ -261,7 +266,9 @@ class ToLocal(UntracedFunction):
             return _handed_out(x, async_op, plain)
         # The memory is that of a leaf: autograd refuses to write in place to a view that was made
         # here, as it does to a view of a leaf on one device.
-        local = x._local if type(x._local) is torch.Tensor else _handed_out(x, False, plain)
+        if type(x._local) is torch.Tensor:
+            return x._local[...]
+        local = _handed_out(x, False, plain)
         return local.view_as(local)
 
     @staticmethod

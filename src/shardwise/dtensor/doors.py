@@ -32,7 +32,7 @@ def local_layout(
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
-            tuple(listed(placements)),
+            (placements,) if isinstance(placements, Placement) else tuple(placements),
             local.shape,
             local.stride(),
             local.dtype,

@@ -132,8 +132,11 @@ class DTensor(Wrapped):
             return out.view_as(out)  # type: ignore[return-value]
         # The same, for which nothing is planned.
         base = DTensor._wrap(local, layout, False)
-        with _undispatched():
+        guard = _undispatched()
+        try:
             view = base.as_subclass(DTensor)
+        finally:
+            del guard
         view._local = local
         view._layout = layout
         return view
@@ -372,7 +375,8 @@ class DTensor(Wrapped):
                 grad_placements,
             )
         grid = grid_of(mesh)
-        doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
+        if type(local_tensor) is not _Tensor or local_tensor.layout is not _strided:
+            doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
@@ -382,8 +386,9 @@ class DTensor(Wrapped):
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
-        grad_layout = autograd.gradient_layout(layout)
-        if grad_placements is not None:
+        if grad_placements is None:
+            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
+        else:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
         held = local is local_tensor
         return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op, held)
@@ -402,7 +407,7 @@ class DTensor(Wrapped):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return sized_copy(self._local, True)
         if grad_placements is None:
-            grad_layout = autograd.gradient_layout(layout)
+            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
             grad_layout = autograd.own_entries(layout).with_placements(normal)
