@@ -45,7 +45,7 @@ def curved_global(x):
         (Partial(), lambda xs: sum(xs)),
         (Partial("avg"), lambda xs: sum(xs) / len(xs)),
     ],
-    ids=str,
+    ids=["parts", "sum", "average"],
 )
 def test_from_local_of_what_ranks_own(mesh, placement, put_together):
     """A penalty on each rank's gradient; together they count as on one device."""

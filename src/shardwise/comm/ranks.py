@@ -51,7 +51,8 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
             raise WorldError(
                 "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
             )
-        my_coordinate(grid)
+        if grid.coordinate is None:
+            my_coordinate(grid)  # says so
         return resolved(tensor)
     if not isinstance(tensor, LocalTensor):
         return LocalTensor((resolved(tensor),), shared_roster(grid.world, grid.ranks))

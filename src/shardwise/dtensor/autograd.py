@@ -54,6 +54,11 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout.with_placements(placements)
 
 
+#: The same for a layout that is symbolic, or not: then it is looked up.
+gradient_layout_of = (functools.lru_cache(maxsize=4096)(gradient_layout), gradient_layout)
+world_caches.append(gradient_layout_of[0].cache_clear)
+
+
 def own_entries(layout: Layout) -> Layout:
     """`layout` without expanded dims: for a clone, and for a gradient.
 
@@ -188,15 +193,19 @@ def in_formula() -> bool:
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
+_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
+_transforms = torch._C._functorch.peek_interpreter_stack
+
+
 def _is_batch(grad: torch.Tensor) -> bool:
     """Whether this stands for many gradients, as under torch.vmap: what it holds is distributed."""
-    functorch = torch._C._functorch
-    return functorch.is_legacy_batchedtensor(grad) or functorch.is_functorch_wrapped_tensor(grad)
+    return _is_legacy_batch(grad) or _is_transformed(grad)
 
 
 def refuse_transformed(x: torch.Tensor, where: str) -> None:
     """Raise for a tensor of torch.func or torch.vmap, which hides what it holds."""
-    if _is_batch(x) or torch._C._functorch.peek_interpreter_stack() is not None:
+    if _is_legacy_batch(x) or _is_transformed(x) or _transforms() is not None:
         raise UnsupportedError(
             f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
             "do not pass between plain and distributed tensors. Use torch.autograd.grad(..., "
@@ -244,14 +253,6 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
 _apply_redistribute = direct_apply(Redistribute)
 
 
-def _guarded(alias: Any) -> Any:
-    """What autograd lets nobody write to in place: the memory is that of a leaf.
-
-    A view that an autograd function made is refused, as a view of a leaf is on one device.
-    """
-    return alias.view_as(alias)
-
-
 class ToLocal(UntracedFunction):
     """With `plain`, ranks that hold the same are one plain tensor in a simulated world too."""
 
@@ -259,26 +260,32 @@ class ToLocal(UntracedFunction):
     def forward(
         ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False, plain: bool = False
     ) -> torch.Tensor:
-        ctx.cls, ctx.layout = type(x), x._layout
-        ctx.grad_layout, ctx.async_op, ctx.plain = grad_layout, async_op, plain
+        ctx.door = type(x), x._layout, grad_layout, async_op, plain
         # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
-        local = _handed_out(x, async_op, plain)
-        return _guarded(local) if x.is_leaf and not async_op else local
+        if async_op or not x.is_leaf:
+            return _handed_out(x, async_op, plain)
+        # The memory is that of a leaf: autograd refuses to write in place to a view that was made
+        # here, as it does to a view of a leaf on one device.
+        if type(x._local) is torch.Tensor:
+            return x._local[...]
+        local = _handed_out(x, False, plain)
+        return local.view_as(local)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if ctx.plain and isinstance(grad, Wrapped):  # a number that met DTensors
+        cls, own_layout, grad_layout, async_op, plain = ctx.door
+        if plain and isinstance(grad, Wrapped):  # a number that met DTensors
             return grad, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
         if _repeats_entries(grad):  # which nobody could add to in place
             grad = grad.clone(memory_format=torch.contiguous_format)
-        layout = with_dtype(ctx.grad_layout, grad.dtype)
+        layout = with_dtype(grad_layout, grad.dtype)
         if torch.is_grad_enabled() and grad.requires_grad:
-            source = with_dtype(_linear_terms(ctx.layout, "to_local()"), grad.dtype)
-            return from_local(grad, layout, source, ctx.cls, ctx.async_op), None, None, None
+            source = with_dtype(_linear_terms(own_layout, "to_local()"), grad.dtype)
+            return from_local(grad, layout, source, cls, async_op), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
-        return ctx.cls.wrap(local, layout), None, None, None
+        return cls.wrap(local, layout), None, None, None
 
 
 def _repeats_entries(local: torch.Tensor) -> bool:
@@ -291,6 +298,8 @@ def _repeats_entries(local: torch.Tensor) -> bool:
 
 
 class FromLocal(UntracedFunction):
+    """With `held`, `local` is what a DTensor of this layout holds: `localize` has seen it."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -299,25 +308,26 @@ class FromLocal(UntracedFunction):
         grad_layout: Layout,
         cls: Any,
         async_op: bool = False,
+        held: bool = False,
     ) -> Any:
-        ctx.layout = _linear_terms(layout, "from_local()")
-        ctx.grad_layout, ctx.share, ctx.async_op = grad_layout, _share(layout), async_op
-        ctx.plain = not isinstance(local, LocalTensor)
-        out = cls.wrap(localize(layout.grid, local).detach(), layout)
-        return _guarded(out) if local.is_leaf else out
+        terms, share = (_terms if layout.symbolic else _cached_terms)(layout)
+        ctx.door = terms, grad_layout, share, async_op, not isinstance(local, LocalTensor)
+        alias = (local if held else localize(layout.grid, local)).detach()
+        return cls.wrap_view(alias, layout) if local.is_leaf else cls.wrap(alias, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
-        target = relaid(ctx.grad_layout, grad._layout)
-        moved = redistribute(grad, target, ctx.async_op)
+        terms, grad_layout, share, async_op, plain = ctx.door
+        target = relaid(grad_layout, grad._layout)
+        moved = redistribute(grad, target, async_op)
         if torch.is_grad_enabled() and moved.requires_grad:
-            source = relaid(_as_sums(ctx.layout), moved._layout)  # `share` makes them an average
-            local = to_local(moved, source, ctx.async_op, ctx.plain)
+            source = relaid(_as_sums(terms), moved._layout)  # `share` makes them an average
+            local = to_local(moved, source, async_op, plain)
         else:
-            local = _handed_out(moved, ctx.async_op, ctx.plain)
-        return local if ctx.share == 1 else local * ctx.share, None, None, None, None
+            local = _handed_out(moved, async_op, plain)
+        return local if share == 1 else local * share, None, None, None, None, None
 
 
 def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
@@ -359,6 +369,14 @@ def _share(layout: Layout) -> float:
         if placement.is_partial("avg"):
             share /= layout.grid.shape[axis]
     return share
+
+
+def _terms(layout: Layout) -> tuple[Layout, float]:
+    return _linear_terms(layout, "from_local()"), _share(layout)
+
+
+_cached_terms = functools.lru_cache(maxsize=4096)(_terms)
+world_caches.append(_cached_terms.cache_clear)
 
 
 def relaid(layout: Layout, other: Layout) -> Layout:

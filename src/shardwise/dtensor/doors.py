@@ -32,7 +32,7 @@ def local_layout(
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
-            tuple(listed(placements)),
+            (placements,) if isinstance(placements, Placement) else tuple(placements),
             local.shape,
             local.stride(),
             local.dtype,
@@ -67,8 +67,7 @@ def _local_layout(
     else:
         # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
         # explicit sizes the first part will do, and all are checked against the sizes.
-        given_sizes = any(isinstance(p, Shard) and p.sizes for p in listed(placements))
-        first = getattr(local, "_parts", (local,))[0] if given_sizes else local
+        first = getattr(local, "_parts", (local,))[0] if gives_sizes(placements) else local
         local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
         given = normalize(_without_sizes(placements), local_shape, grid)
@@ -83,6 +82,14 @@ def listed(placements: Any) -> list[Any]:
     if placements is None:
         return []
     return [placements] if isinstance(placements, Placement) else list(placements)
+
+
+def gives_sizes(placements: Any) -> bool:
+    """Whether a placement says how long each rank's piece is."""
+    for placement in (placements,) if isinstance(placements, Placement) else placements or ():
+        if isinstance(placement, Shard) and placement.sizes:
+            return True
+    return False
 
 
 def _without_sizes(placements: Any) -> Any:

@@ -67,6 +67,7 @@ _KEYS = functools.reduce(
 )
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
+_undispatched = torch._C._DisableTorchDispatch
 _item = torch.Tensor.__getitem__
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
@@ -124,6 +125,22 @@ class DTensor(Wrapped):
         out._local = local
         out._layout = layout
         return out
+
+    @staticmethod
+    def wrap_view(local: torch.Tensor, layout: Layout) -> DTensor:
+        if layout.symbolic or type(local) is not _Tensor:
+            out = DTensor.wrap(local, layout)
+            return out.view_as(out)  # type: ignore[return-value]
+        # The same, for which nothing is planned.
+        base = DTensor._wrap(local, layout, False)
+        guard = _undispatched()
+        try:
+            view = base.as_subclass(DTensor)
+        finally:
+            del guard
+        view._local = local
+        view._layout = layout
+        return view
 
     @classmethod
     @untraced
@@ -368,20 +385,23 @@ class DTensor(Wrapped):
                 grad_placements,
             )
         grid = grid_of(mesh)
-        doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
+        if type(local_tensor) is not _Tensor or local_tensor.layout is not _strided:
+            doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
         layout = doors.local_layout(local, grid, placements, shape, stride)
-        if shape is not None or any(getattr(p, "sizes", None) for p in doors.listed(placements)):
+        if shape is not None or doors.gives_sizes(placements):
             doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
-        grad_layout = autograd.gradient_layout(layout)
-        if grad_placements is not None:
+        if grad_placements is None:
+            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
+        else:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
-        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op)
+        held = local is local_tensor
+        return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op, held)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
         """This rank's part, differentiable.
@@ -397,7 +417,7 @@ class DTensor(Wrapped):
         if not (torch.is_grad_enabled() and self.requires_grad):
             return sized_copy(self._local, True)
         if grad_placements is None:
-            grad_layout = autograd.gradient_layout(layout)
+            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
             grad_layout = autograd.own_entries(layout).with_placements(normal)

@@ -21,6 +21,15 @@ class Wrapped(torch.Tensor):
         """The two parts as one tensor, unchecked."""
         raise NotImplementedError
 
+    @staticmethod
+    def wrap_view(local: torch.Tensor, layout: Layout) -> Any:
+        """As `wrap`, inside an autograd function that got a leaf: nobody may write to its memory.
+
+        Autograd refuses that for a view that such a function returns, as it does on one device for
+        a view of a leaf.
+        """
+        raise NotImplementedError
+
 
 def as_layouts(value: Any) -> Any:
     """`value` with the layout of each tensor in its place."""
