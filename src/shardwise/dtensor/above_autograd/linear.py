@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
-from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.autograd import direct_apply, gradient_layout_of
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.matmul import (
     conjugate,
@@ -31,7 +31,8 @@ class Linear(UntracedFunction):
         # Each only for the gradient of the other: a frozen layer keeps no activations.
         for_x, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
-        ctx.weight_layout = weight._layout
+        if not for_x:
+            ctx.weight_layout = weight._layout
         return _linear(x, weight, bias)
 
     @staticmethod
@@ -46,7 +47,8 @@ class Linear(UntracedFunction):
             else:
                 grad_x = run(linear_input_grad, grad, weight)
         if for_weight:
-            wish = gradient_layout(ctx.weight_layout)
+            layout = weight._layout if for_x else ctx.weight_layout
+            wish = gradient_layout_of[layout.symbolic](layout)
             if again and (grad.requires_grad or x.requires_grad):
                 grad_weight = LinearWeightGrad.apply(grad, x, wish)
             else:
