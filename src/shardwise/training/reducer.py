@@ -220,7 +220,10 @@ class Reducer:
         self.tables = {id(p) for door in self.doors for p in door.tables}
         self.handles: list[Any] = []
         self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
-        self.unchecked = any(door.is_split for door in self.doors)
+        #: Whether plain gradients are still to be compared along tensor axes.
+        self.unchecked = any(door.is_split for door in self.doors) and any(
+            _is_plain(parameter) for parameter in self.parameters.values()
+        )
         self._forget()
 
     # -- watching ----------------------------------------------------------------------------
