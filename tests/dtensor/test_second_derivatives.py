@@ -189,3 +189,47 @@ def test_what_is_not_differentiated_again_is_not_left_out(mesh):
     )
     with pytest.raises(UnsupportedError, match="an embedding bag is not differentiated again"):
         torch.autograd.grad(grad.pow(2).sum() + table.sum(), table)
+
+
+CONSTANT = {
+    "prod": lambda x, lay: x[:1].prod(),
+    "prod of a dim": lambda x, lay: x.reshape(1, -1).prod(0),
+    "nll_loss": lambda x, lay: F.nll_loss(x.reshape(4, 2), lay(torch.tensor([1, 0, 0, 1]))),
+    "nll_loss of one": lambda x, lay: F.nll_loss(x, lay(torch.tensor(3)), reduction="sum"),
+}
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Replicate()], ids=str)
+@pytest.mark.parametrize("name", CONSTANT)
+def test_constant_gradients_are_differentiated_again(mesh, name, placement):
+    def second(x, lay):
+        (grad,) = torch.autograd.grad(CONSTANT[name](x, lay).sum(), x, create_graph=True)
+        return grad, torch.autograd.grad(grad.square().sum(), x)[0]
+
+    value = parts(1)[0]
+    expected = second(leaf(value), lambda t: t)
+    found = second(
+        shardwise.distribute_tensor(value, mesh, [placement]).requires_grad_(),
+        lambda t: shardwise.distribute_tensor(t, mesh, [Replicate()]),
+    )
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.detach().full_tensor().agreed(), one.detach())
+
+
+@pytest.mark.parametrize("placement", [Shard(0), Shard(1), Replicate(), Partial()], ids=str)
+@pytest.mark.parametrize(
+    "product", [torch.prod, lambda x: x.prod(0), lambda x: x.prod(-1, keepdim=True)]
+)
+@pytest.mark.parametrize("zeros", [0, 1, 2])
+def test_products(mesh, product, placement, zeros):
+    value = torch.rand(3, 4).double() + 0.5
+    value.view(-1)[:zeros] = 0
+
+    def loss(x):
+        return product(x).square().sum() + product(x).sum()
+
+    expected = orders(loss, leaf(value))
+    placed = shardwise.distribute_tensor(value, mesh, [Replicate()])
+    found = orders(loss, placed.redistribute(placements=[placement]).requires_grad_())
+    for mine, one in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())

@@ -96,6 +96,19 @@ def test_as_strided(mesh, placement):
     )
 
 
+def test_the_gradient_of_as_strided_is_taken_again_as_that_of_a_view(mesh):
+    """Nothing is saved that a second backward pass would miss; gradients of gradients follow."""
+    x = torch.randn(2, 5, dtype=torch.float64, requires_grad=True)
+    placed = lay(x.detach(), mesh, Shard(1)).requires_grad_()
+    for leaf in (x, placed):
+        view = leaf.as_strided((4, 2), (2, 1))
+        view.tanh().sum().backward()
+        view.sin().sum().backward()
+        (grad,) = torch.autograd.grad(view.pow(3).sum(), leaf, create_graph=True)
+        grad.square().sum().backward()
+    torch.testing.assert_close(whole(placed.grad), x.grad)
+
+
 def test_as_strided_is_a_copy_and_needs_the_whole_memory(mesh):
     placed = lay(torch.randn(4, 6), mesh, Shard(0))
     with pytest.raises(NotImplementedError, match="would write to a copy"):

@@ -382,3 +382,11 @@ def test_batch_norm_with_a_bias_and_no_weight(mesh, placement, dtype):
         found.append((out.detach(), x.grad, bias.grad))
     for one, many in zip(*found, strict=True):
         torch.testing.assert_close(many.full_tensor().agreed(), one, rtol=0.02, atol=0.05)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=repr)
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_rms_norm_adds_what_one_device_adds_to_small_values(mesh, placement, dtype):
+    value = torch.linspace(-2e-3, 2e-3, 24).reshape(6, 4).to(dtype)
+    found = F.rms_norm(distribute_tensor(value, mesh, [placement]), (4,))
+    torch.testing.assert_close(whole(found), F.rms_norm(value, (4,)), rtol=0.02, atol=0.02)

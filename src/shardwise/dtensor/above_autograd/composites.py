@@ -16,6 +16,7 @@ from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.keywords import run_by_keyword
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.reduced import reduced_layout
@@ -221,7 +222,36 @@ def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None =
     aten.as_strided.default(hollow, size, stride, storage_offset)  # torch says what does not fit
     places = torch.arange(x.numel()).as_strided(size, stride, storage_offset or 0).contiguous()
     with implicit_replication():
-        return x.permute(order).reshape(-1)[places.to(x.device)]
+        return Picked.apply(x.permute(order).reshape(-1), places.to(x.device))
+
+
+class Picked(UntracedFunction):
+    """Entries of a flat tensor by their numbers. Indexing would save the numbers for the backward
+    pass, which could then not run a second time; that of a view can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, places: torch.Tensor) -> Any:
+        ctx.places, ctx.length = places, x.shape[0]
+        return x[places]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        with implicit_replication():
+            return PutBack.apply(grad, ctx.places, ctx.length), None
+
+
+class PutBack(UntracedFunction):
+    """The gradient of `Picked`: what was read several times is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, places: torch.Tensor, length: int) -> Any:
+        ctx.places = places
+        return torch.index_put(grad.new_zeros(length), (places,), grad, accumulate=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        with implicit_replication():
+            return Picked.apply(grad, ctx.places), None, None
 
 
 def _dense_stride(shape: Any, order: Any) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dtensor.above_autograd.constant import read_from
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError
 from shardwise.rules.loss import nll, nll_grad
@@ -23,15 +24,16 @@ _NONE, _MEAN = 0, 1
 class NLL(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
-        ctx.save_for_backward(target)
+        ctx.save_for_backward(log_probs, target)
         ctx.options = (ignore_index, log_probs.shape[-1])
         return run(nll, log_probs, target, ignore_index)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        (target,) = ctx.saved_tensors
-        if torch.is_grad_enabled() and grad.requires_grad:  # double backward
-            return NLLGrad.apply(grad, target, *ctx.options), None, None
+        log_probs, target = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward
+            found = NLLGrad.apply(grad, target, *ctx.options)
+            return read_from(found, log_probs), None, None
         return run(nll_grad, grad, target, *ctx.options), None, None
 
 

@@ -252,9 +252,9 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
     if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
         aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps
     wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
+    if eps is None:  # as torch: of the dtype that it computes in
+        eps = torch.finfo(wide.dtype).eps
     mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
     normal = wide * torch.rsqrt(mean + eps)
     return (normal if weight is None else normal * weight).to(x.dtype)
