@@ -188,3 +188,21 @@ def test_what_einsum_sums_up_first_may_be_written_to(mesh, placement):
         a.zero_()
         out.square().sum().backward()
     assert_close(y.grad.full_tensor().agreed(), vector.grad)
+
+
+@pytest.mark.parametrize("product", [F.linear, lambda x, w: x @ w.t()], ids=["linear", "matmul"])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Shard(2)], ids=repr)
+def test_what_torch_copies_to_fold_it_may_be_written_to(mesh, placement, product):
+    plain, weight = torch.rand(2, 3, 4), torch.rand(5, 4, requires_grad=True)
+    x = distribute_tensor(plain, mesh, [placement])
+    w = distribute_tensor(weight.detach(), mesh, [Replicate()]).requires_grad_()
+    for a, b in ((plain, weight), (x, w)):
+        out = product(a[:, 1:], b)
+        a.zero_()
+        out.square().sum().backward()
+    assert_close(w.grad.full_tensor().agreed(), weight.grad)
+    for a, b in ((plain, weight), (x, w)):  # no copy: one device keeps the tensor itself
+        out = product(a, b)
+        a.zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.square().sum().backward()

@@ -257,6 +257,7 @@ def test_random_programs_read_what_one_device_reads(mesh_shape, start):
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
 def test_the_gradient_of_as_strided_does_not_miss_a_write(mesh, placement):
     leaf = shardwise.distribute_tensor(torch.arange(6.0), mesh, [placement]).requires_grad_()
+    weight = lay(torch.ones(2, 3), mesh, Replicate())
     x = leaf * 1
     y = x.as_strided((3,), (1,), 1)
     z = y.view(3, 1)
@@ -264,6 +265,9 @@ def test_the_gradient_of_as_strided_does_not_miss_a_write(mesh, placement):
     for view in (y, z):
         with pytest.raises(UnsupportedError, match="as_strided\\(\\) again after the write"):
             view.sum()
+    for read in (DTensor.full_tensor, lambda view: torch.nn.functional.linear(view, weight)):
+        with pytest.raises(UnsupportedError, match="as_strided\\(\\) again after the write"):
+            read(y)
     with torch.no_grad():
         assert whole(y).tolist() == [2.0, 4.0, 6.0]
     x.as_strided((3,), (1,), 1).sum().backward()

@@ -6,7 +6,7 @@ from by_hand import lay, value
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import Partial, Replicate, Shard
+from shardwise import Partial, Replicate, Shard, UnsupportedError
 from shardwise.rules import infer
 from shardwise.testing.op_sweep.lay_out import laid_out
 
@@ -458,3 +458,42 @@ def test_results_are_not_expanded_whatever_a_shape_function_says(mesh, monkeypat
     x = lay(plain, mesh, [Replicate()]).expand(11, 13)
     found = x.diagonal_scatter(x.diagonal() * 0.5)
     assert torch.equal(value(found), plain.expand(11, 13).diagonal_scatter(torch.full((11,), 0.5)))
+
+
+def double(x):
+    return x.mul_(2)
+
+
+def squash(x):
+    return x.sigmoid_()
+
+
+def add_up(x):
+    return x.cumsum_(0)
+
+
+@pytest.mark.parametrize("write", [double, squash, add_up])
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial(), Partial("max")], ids=repr)
+def test_entries_that_share_memory_are_written_where_they_are_or_not_at_all(mesh, placement, write):
+    plain = torch.arange(15.0).view(5, 3)
+    x = laid_out(plain, mesh, [placement])
+    through_a_copy = {
+        Shard(0): (add_up,),
+        Partial(): (squash,),
+        Partial("max"): (double, squash, add_up),
+    }
+    if write in through_a_copy.get(placement, ()):
+        with pytest.raises(UnsupportedError, match="several entries share memory"):
+            write(x.unfold(1, 2, 1))
+    else:
+        write(x.unfold(1, 2, 1))
+        write(plain.unfold(1, 2, 1))
+    torch.testing.assert_close(whole(x), plain)
+
+
+def test_windows_that_do_not_share_memory_are_written_to(mesh):
+    plain = torch.arange(15.0).view(5, 3)
+    x = laid_out(plain, mesh, [Partial("max")])
+    x.unfold(0, 2, 2).sigmoid_()
+    plain.unfold(0, 2, 2).sigmoid_()
+    torch.testing.assert_close(whole(x), plain)

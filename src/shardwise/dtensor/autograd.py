@@ -158,7 +158,16 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     The one around `backward` goes too: it only asks which of two names the function has used.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+    def applied(*args: Any) -> Any:
+        for arg in args:
+            # Inside of `forward` nobody could tell that gradients will be asked for.
+            if isinstance(arg, Wrapped) and arg._layout.snapshot:
+                current(arg)
+        return apply(*args)
+
+    return untraced(applied)
 
 
 class Redistribute(UntracedFunction):

@@ -27,6 +27,7 @@ from shardwise.dtensor.local_call import apart, is_memory_of, lies_otherwise, re
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.overlaps import check_overlaps, compares_memory, watch_overlaps
 from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.planning import check_written_once
 from shardwise.dtensor.snapshots import follow, take_over, write_for_autograd
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
@@ -170,6 +171,8 @@ def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any])
     """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
     if compares_memory(op):
         check_overlaps(op, args)
+    if isinstance(args[0], Wrapped):
+        check_written_once(op, args[0]._layout)
     aten.copy_.default(args[0], twin(*args, **kwargs))
     return args[0]
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
-from shardwise.dtensor.planning import make_entry, mover, tensor_paths
+from shardwise.dtensor.planning import check_written_once, make_entry, mover, tensor_paths
 from shardwise.dtensor.reduced import is_partial, recall, reduced_layout, remember
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import prepare
@@ -66,6 +66,7 @@ def _through_reduction(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int
 ) -> Entry:
     terms: Layout = args[position]
+    check_written_once(op, terms)
     whole = reduced_layout(terms)
     inner = make_entry(op, [*args[:position], whole, *args[position + 1 :]], kwargs)
     paths = list(tensor_paths(args))

@@ -71,6 +71,7 @@ def make_entry(
         binding = torch.Tensor.reshape  # what was copied may lie otherwise than the global strides
     entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
     if written and plan.local is not None:
+        check_written_once(op, layouts[fixed[0]])
         entry.call = _written_back(entry.call, written[0])
     if written:
         entry.finish = _counts_write(layouts[0].grid, written[0] if op._schema.returns else None)
@@ -107,6 +108,25 @@ def _check_own_entries(op: Any, layout: Layout) -> None:
             f"{dims[0]}, as expand() makes it. Write to the tensor that was expanded, or clone() "
             "this one first."
         )
+
+
+def check_written_once(op: Any, layout: Layout) -> None:
+    """Raise where a write that is copied back would reach an entry once that an op reaches twice.
+
+    One device reads such an entry again after it has written it.
+    """
+    if layout.symbolic or op in _FILLS or op is aten.copy_.default:
+        return
+    reach = 0
+    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                raise UnsupportedError(
+                    f"{op} would write to {layout!r}, of which several entries share memory, as "
+                    "unfold() makes them, and it cannot run in that memory. Write to the tensor "
+                    "itself, or clone() this one first."
+                )
+            reach += stride * (size - 1)
 
 
 def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:

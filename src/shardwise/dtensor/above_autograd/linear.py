@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed, merged
 from shardwise.dtensor.autograd import direct_apply, gradient_layout_of
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.matmul import (
@@ -91,6 +91,8 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
+        if weight.requires_grad and len(x._layout.shape) > 2:
+            x = merged(x, len(x._layout.shape) - 1)
         return _apply_linear(x, weight, bias)
     return _linear(x, weight, bias)
 

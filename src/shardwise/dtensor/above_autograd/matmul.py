@@ -11,7 +11,7 @@ import torch
 
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.einsum import Like, spread
-from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed
+from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed, merged
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.contract import matmul_letters, product
@@ -30,6 +30,8 @@ def matmul(left: Any, right: Any) -> Any:
     if not batched or left.dtype.is_complex:
         return _broadcast_matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        if right.requires_grad and right.dim() == 2:
+            left = merged(left, left.dim() - 1)
         return _apply_batched(left, right)
     return run(_matmul, left, right)
 

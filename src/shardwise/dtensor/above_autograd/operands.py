@@ -29,3 +29,22 @@ def all_distributed(op: Any, operands: Sequence[Any]) -> list[Any]:
 
 def are_distributed(*operands: Any) -> bool:
     return all(x is None or isinstance(x, DTensor) for x in operands)
+
+
+def merged(x: Any, num: int) -> Any:
+    """`x` as torch keeps it for backward when it makes one dim of its first `num` dims.
+
+    Where they do not follow each other in memory that is a copy, and `x` may be written to later.
+    """
+    layout = x._layout
+    if layout.symbolic:
+        return x
+    stride, expected = layout.stride, None
+    for dim in range(num - 1, -1, -1):
+        size = layout.shape[dim]
+        if size == 1:
+            continue
+        if expected is not None and stride[dim] != expected:
+            return x.contiguous() if x.numel() else x
+        expected = stride[dim] * size
+    return x
