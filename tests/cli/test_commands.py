@@ -70,7 +70,8 @@ def test_check_trains_on_a_mesh(run):
     assert sharded.exit_code == 0, sharded.output
 
 
-def test_check_says_what_trains_otherwise(run):
+def test_check_says_what_trains_otherwise(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")  # no text in the table is broken in two
     asked = ("--plan", "plan.toml", "--mesh", "tp=2", "--options", "copy")
     bad = run("check", "report_models:forgetful", *asked)
     assert bad.exit_code == 1, bad.output

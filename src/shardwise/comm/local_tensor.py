@@ -439,9 +439,11 @@ def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = F
 
 
 def _same_rows(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return same_values(one._indices(), other._indices()) and same_values(
-        one._values(), other._values()
-    )
+    """Whether two ranks hold the same sparse tensor; one of them may hold a dense one."""
+    if not (one.is_sparse and other.is_sparse):
+        return False
+    pairs = ((one._indices(), other._indices()), (one._values(), other._values()))
+    return all(same_values(*pair) for pair in pairs)
 
 
 def _traced_node(part: torch.Tensor) -> type[RankIntNode]:

@@ -16,7 +16,7 @@ def values(
     Integers are below `high`.
 
     >>> values((4,), torch.float32)
-    tensor([ 0.0312,  0.0938, -0.0312, -0.0938])
+    tensor([ 0.7812,  0.9062, -0.9062, -1.7812])
     """
     generator = torch.Generator().manual_seed(seed)
     if dtype.is_complex:
