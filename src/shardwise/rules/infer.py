@@ -56,6 +56,16 @@ def _power_(x: torch.Tensor, exponent: Any) -> torch.Tensor:
     return torch.ops.aten.pow_.Scalar(x, exponent)
 
 
+def _vector_norm(
+    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    """Dims from the front: torch 2.11's shape function keeps one of size 1 counted from behind."""
+    if dim is not None:
+        dims = [dim] if isinstance(dim, int) else dim
+        dim = [d + x.ndim if -x.ndim <= d < 0 else d for d in dims]
+    return torch.ops.aten.linalg_vector_norm.default(x, ord, dim, keepdim, **kwargs)
+
+
 #: Ops whose shape function torch does not have, or does not have right.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
@@ -65,6 +75,7 @@ _SHAPES: dict[Any, Any] = {
         op: functools.partial(_new_normal, op)
         for op in (torch.ops.aten.normal.float_Tensor, torch.ops.aten.normal.Tensor_Tensor)
     },
+    torch.ops.aten.linalg_vector_norm.default: _vector_norm,
     torch.ops.aten.binomial.default: _like_first,
     torch.ops.aten._sample_dirichlet.default: _like_first,
     torch.ops.aten._standard_gamma.default: _like_first,
