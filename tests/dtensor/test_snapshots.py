@@ -23,6 +23,7 @@ VIEWS = {
     "diagonal": lambda t: t.view(6, 2).diagonal(),
     "unfold": lambda t: t.unfold(0, 2, 1),
     "as_strided": lambda t: t.as_strided((3,), (2,), 1),
+    "view of as_strided": lambda t: t.as_strided((3,), (2,), 1)[1:],
     "view of a view": lambda t: t[1].view(3, 1).t(),
     "detached": lambda t: t[1].detach(),
     "data": lambda t: t[1].data,

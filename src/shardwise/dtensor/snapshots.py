@@ -132,6 +132,9 @@ class Source:
         self._base = base._local if self._above is None else None
         self._take, self.held = take, list(held)
         self._clock, self._shares = None, shares
+        if self._above is not None and self._above[0]._clock is not None:
+            # A view of a snapshot that does not share the count does not share it either.
+            self._clock, self._shares = self._above[0]._clock, True
         self._history = None if self._above is None else self._above[0]._history
         self._counted = counted or base.is_inference()
         self._seen = self._now(base)
