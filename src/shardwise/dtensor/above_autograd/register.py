@@ -20,6 +20,7 @@ from shardwise.dtensor.above_autograd import (
     linear,
     losses,
     matmul,
+    normal,
     norms,
     prod,
     recurrent,
@@ -42,6 +43,7 @@ _KERNELS: tuple[tuple[str, Any], ...] = (
     *recurrent.KERNELS,
     *rrelu.KERNELS,
     *sign.KERNELS,
+    *normal.KERNELS,
 )
 # Torch forgets the kernels of a library that is gone.
 _library = torch.library.Library("aten", "IMPL")
