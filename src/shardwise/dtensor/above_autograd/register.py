@@ -38,12 +38,12 @@ _KERNELS: tuple[tuple[str, Any], ...] = (
     *linear.KERNELS,
     *losses.KERNELS,
     *matmul.KERNELS,
+    *normal.KERNELS,
     *norms.KERNELS,
     *prod.KERNELS,
     *recurrent.KERNELS,
     *rrelu.KERNELS,
     *sign.KERNELS,
-    *normal.KERNELS,
 )
 # Torch forgets the kernels of a library that is gone.
 _library = torch.library.Library("aten", "IMPL")
