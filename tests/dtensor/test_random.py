@@ -733,3 +733,28 @@ def test_a_draw_into_a_sum_that_was_reduced_before_draws_once(mesh):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(x.full_tensor().agreed(), expected)
     assert torch.equal(x.abs().full_tensor().agreed(), expected.abs())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda x: torch.normal(x, 0.5),
+        lambda x: torch.normal(0.5, x),
+        lambda x: torch.normal(x, x[:1]),
+    ],
+    ids=["mean", "deviation", "both"],
+)
+def test_normal_values_send_zeros_through_what_came_before(mesh, draw, placement):
+    weight = torch.rand(3, 3)
+    placed_weight = shardwise.distribute_tensor(weight, mesh, [Replicate()])
+    leaf = torch.rand(4, 3).requires_grad_()
+    placed = shardwise.distribute_tensor(leaf.detach(), mesh, [placement]).requires_grad_()
+    expected, state = seeded(draw, F.linear(leaf, weight))
+    moved = F.linear(placed, placed_weight).redistribute(mesh, [Shard(1)])
+    found, placed_state = seeded(draw, moved)
+    torch.testing.assert_close(whole(found), expected)
+    assert torch.equal(state, placed_state)
+    found.sum().backward()
+    assert placed.grad.placements == (placement,)
+    assert torch.equal(whole(placed.grad), torch.zeros(4, 3))

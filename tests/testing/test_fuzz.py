@@ -21,6 +21,7 @@ from shardwise.testing.fuzz.script import script
 from shardwise.testing.fuzz.session import by_mesh, play_seeds
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.tables.layers import LAYERS
 from shardwise.testing.fuzz.values import values
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
@@ -329,3 +330,22 @@ def test_a_gradient_stays_as_it_is_when_its_leaf_is_turned():
     items = (leaf, Step("v0.sin().sum().backward()"), Step("with torch.no_grad(): v0.t_()"))
     with simulate(2):
         assert play(Program(7, (2,), items), Sharded((2,))).kind == "ok"
+
+
+@pytest.mark.parametrize("between", ["v0 * 1", "-v0"])
+def test_the_sign_of_a_zero_is_not_asked_for(between):
+    growth = Growth(0, (2,))
+    growth._add_leaves([growth.hand.new((3,), torch.float64, grad=False)])
+    assert growth._try(Draft("v0 * 0"))
+    assert growth._try(Draft(between.replace("v0", "v1")))
+    assert not growth._try(Draft("torch.signbit(v2)"))
+    assert growth._try(Draft("v2 + 1"))
+
+
+def test_group_norm_has_no_bias_alone():
+    row = next(row for row in LAYERS if getattr(row, "__name__", "") == "_group_norm")
+    for seed in range(40):
+        growth = Growth(seed, (2,))
+        growth._add_leaves([growth.hand.new((2, 2, 3), torch.float64)])
+        code = row(growth.hand)
+        assert "weight=None, bias" not in code

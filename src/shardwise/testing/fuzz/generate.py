@@ -1,8 +1,8 @@
 """Growing a program: each step runs on one device before it is kept.
 
 A second run of the same program, with rounding errors added to every result, says which steps hang
-on the last bit: ties, comparisons of what should be equal, cancellation. Those are not kept, so
-that no tolerance has to allow for them.
+on the last bit: ties, comparisons of what should be equal, cancellation, the sign of a zero (which
+a sum of terms loses). Those are not kept, so that no tolerance has to allow for them.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ class Growth:
             self.noisy.execute(step)
         except Exception:
             return False
-        _disturb(self.noisy, step)
+        _disturb(self.noisy, step, self.exact)
         return _alike(self.exact, self.noisy)
 
     # -- the two runs ------------------------------------------------------------------------
@@ -208,7 +208,7 @@ class Growth:
     def _execute(self, item: Item) -> None:
         for each in (self.exact, self.noisy):
             each.execute(item)
-        _disturb(self.noisy, item)
+        _disturb(self.noisy, item, self.exact)
 
     def _take_back(self, size: int) -> None:
         del self.items[size:]
@@ -230,7 +230,7 @@ def steady(program: Program) -> bool:
         for item in program.items:
             exact.execute(item)
             noisy.execute(item)
-            _disturb(noisy, item)
+            _disturb(noisy, item, exact)
     return exact.done == noisy.done and _alike(exact, noisy)
 
 
@@ -260,11 +260,14 @@ def _bounded(value: Any) -> bool:
     return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
 
 
-def _disturb(state: Run, item: Item) -> None:
-    """Add rounding errors to what the item has made, where it holds memory of its own."""
+def _disturb(state: Run, item: Item, exact: Run) -> None:
+    """Add rounding errors to what the item has made, where it holds memory of its own.
+
+    A zero gets the sign that it does not have in `exact`.
+    """
     if not isinstance(item, Step):
         return
-    slots = state.slots()
+    slots, others = state.slots(), exact.slots()
     taken = {
         v.untyped_storage()._cdata
         for name, v in slots.items()
@@ -279,9 +282,11 @@ def _disturb(state: Run, item: Item) -> None:
         generator = torch.Generator().manual_seed(value.numel())
         noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5
         eps = torch.finfo(value.dtype).eps
+        other = others[name].detach()
         data = value.data  # whose version autograd does not watch
         with contextlib.suppress(RuntimeError):  # entries that share memory are left alone
-            data.copy_(data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise))
+            rounded = data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise)
+            data.copy_(torch.where((data == 0) & (other == 0), -other, rounded))
 
 
 _WIDE = (torch.float64, torch.complex128)

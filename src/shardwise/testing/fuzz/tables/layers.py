@@ -31,7 +31,11 @@ def _group_norm(h: Hand) -> str:
     x = h.floats(3, nonempty=True)
     channels = h[x].shape[1]
     groups = h.pick([g for g in (1, 2, channels) if channels % g == 0])
-    return f"F.group_norm({x}, {groups}, {_affine(h, x, (channels,))})"
+    affine = _affine(h, x, (channels,))
+    if affine.startswith("weight=None"):
+        # Not a bias alone: backward fails on one device ("tensor does not have a device").
+        affine = "weight=None"
+    return f"F.group_norm({x}, {groups}, {affine})"
 
 
 def _batch_norm(h: Hand) -> str:
