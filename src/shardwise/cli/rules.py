@@ -15,7 +15,8 @@ from shardwise.cli.console import console
 from shardwise.core.placements import short
 from shardwise.dtensor.fallback import parts_of
 from shardwise.errors import ArgumentError
-from shardwise.rules.catalog import CATALOG, find_rule
+from shardwise.ops.catalog import RULES
+from shardwise.rules.catalog import find_rule
 from shardwise.rules.notation import parse
 from shardwise.rules.rule import Call, Choice, Rule, TensorMeta
 
@@ -54,7 +55,7 @@ def ops_named(name: str) -> list[Any]:
 
 def how(op: Any) -> str:
     """In which way an op is covered."""
-    if op in CATALOG:
+    if op in RULES:
         return "a rule of its own"
     if find_rule(op) is not None:
         return "the rule of its kind"
@@ -76,8 +77,8 @@ def _coverage() -> None:
     for kind, count in counts.most_common():
         table.add_row(kind, f"{count:,}", f"{count / total:.0%}")
     out.print(table)
-    out.print(f"{len(CATALOG):,} entries in the catalog. shardwise rules mm shows one.")
-    names = sorted({str(op).rpartition(".")[0] for op in CATALOG if hasattr(op, "_schema")})
+    out.print(f"{len(RULES):,} entries in the catalog. shardwise rules mm shows one.")
+    names = sorted({str(op).rpartition(".")[0] for op in RULES if hasattr(op, "_schema")})
     out.print(Text(" ".join(name.removeprefix("aten.") for name in names)))
 
 

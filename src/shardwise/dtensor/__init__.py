@@ -4,11 +4,12 @@ import torch
 
 from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
 from shardwise.dtensor import local_step
-from shardwise.dtensor.above_autograd.register import register_kernels
 from shardwise.dtensor.tensor import DTensor, _unpickle
 
-register_kernels()
 local_step.register()
+
+# The ops of a DTensor come with it: they need the class, and it needs them for its first call.
+import shardwise.ops.catalog  # noqa: E402, F401
 
 # What a saved DTensor consists of besides tensors: torch.load reads it with weights_only=True.
 torch.serialization.add_safe_globals(

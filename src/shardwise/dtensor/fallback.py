@@ -14,17 +14,18 @@ from typing import Any
 import torch
 
 from shardwise.comm.ranks import one_for_all
-from shardwise.dtensor import inference
 from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
 from shardwise.dtensor.fused_step import fused_step
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
 from shardwise.rules.catalog import rule_caches
-from shardwise.rules.loss import bce
 
 aten = torch.ops.aten
 
-#: The kernels of dtensor.above_autograd, by op.
+#: Ops that torch does not take apart itself, or not for all sizes; `ops.catalog` adds more.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
+
+#: The kernels above autograd, by op; `ops.catalog` fills it.
 kernels_above: dict[Any, Callable[..., Any]] = {}
 
 
@@ -33,8 +34,8 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
     if not isinstance(op, torch._ops.OpOverload):
         return None
-    if op in _OWN_PARTS:
-        return _OWN_PARTS[op]
+    if op in DECOMPOSITIONS:
+        return DECOMPOSITIONS[op]
     if op in kernels_above:
         return kernels_above[op]
     if op in FUSED_STEPS:
@@ -115,65 +116,19 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
     count_writes(tensors)
 
 
-def _weight_norm_backward(
-    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `v * (g / norms)`, where `norms` are those of the slices of `v` along `dim`."""
-    others = [d for d in range(v.dim()) if d != dim % v.dim()]
-    along = (grad * v).sum(others, keepdim=True) / norms
-    return (g / norms) * (grad - v * (along / norms)), along
-
-
-def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The gradient of a mean, which torch's parts divide by the number of elements."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
-
-
-def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
-    from torch._decomp import decomposition_table
-
-    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
-    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
-    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
-
-
-def _binary_cross_entropy(
-    x: Any, target: Any, weight: Any = None, reduction: int = 1
-) -> torch.Tensor:
-    """By the kernel of one device, which torch's parts of it are not: it looks at the values."""
-    losses = type(x).__torch_dispatch__(bce, None, (x, target))
-    losses = losses if weight is None else losses * weight
-    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
-
-
-#: Ops that torch does not take apart itself, or not for all sizes.
-_OWN_PARTS: dict[Any, Callable[..., Any]] = {
-    aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
-    aten._weight_norm_interface_backward.default: _weight_norm_backward,
-    aten.repeat.default: _repeat,
-    aten.binary_cross_entropy.default: _binary_cross_entropy,
-    **{
-        op: functools.partial(_of_nothing_too, op)
-        for op in (
-            aten.mse_loss_backward.default,
-            aten.smooth_l1_loss_backward.default,
-            aten.huber_loss_backward.default,
-        )
-    },
-    aten._is_any_true.default: aten.any.default,
-    aten._is_all_true.default: aten.all.default,
-    # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
-    aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
-    # What torch's C++ asks where it takes no symbols: then the sizes are fixed, as on one device.
-    aten.size.default: lambda x: tuple(map(int, x.shape)),
-    aten.stride.default: lambda x: tuple(map(int, x.stride())),
-    aten.storage_offset.default: lambda x: 0,
-    **inference.PARTS,
-}
+DECOMPOSITIONS.update(
+    {
+        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+        aten._is_any_true.default: aten.any.default,
+        aten._is_all_true.default: aten.all.default,
+        # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
+        aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
+        # What torch's C++ asks where it takes no symbols: the sizes are fixed, as on one device.
+        aten.size.default: lambda x: tuple(map(int, x.shape)),
+        aten.stride.default: lambda x: tuple(map(int, x.stride())),
+        aten.storage_offset.default: lambda x: 0,
+    }
+)
 
 
 def _item(args: Sequence[Any], number: int) -> list[Any]:

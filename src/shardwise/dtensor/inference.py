@@ -104,7 +104,7 @@ def as_nested(x: Any, mask: Any) -> bool:
     return False
 
 
-PARTS: dict[Any, Callable[..., Any]] = {
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: attention,
     aten._transformer_encoder_layer_fwd.default: encoder_layer,
     aten._nested_tensor_from_mask_left_aligned.default: as_nested,

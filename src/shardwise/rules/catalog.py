@@ -1,4 +1,4 @@
-"""The one list of all rules, and how an op finds its own."""
+"""How an op finds its rule, and what its schema says about it."""
 
 from __future__ import annotations
 
@@ -8,78 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.rules import (
-    attention,
-    bag_grads,
-    bags,
-    channel_norm,
-    contract,
-    conv,
-    create,
-    diagonal,
-    embedding,
-    extremes,
-    fft,
-    gathered,
-    indexing,
-    join,
-    largest_bags,
-    linalg,
-    loss,
-    margin,
-    matmul,
-    norm,
-    overwrite,
-    pad,
-    planes,
-    pointwise,
-    random,
-    recurrent,
-    reduce,
-    routed,
-    row_sparse,
-    search,
-    vector_norm,
-    views,
-    whole,
-)
-from shardwise.rules.rule import Rule, Table, merge
+from shardwise.rules.rule import Rule, Table
 
-CATALOG: Table = merge(
-    pointwise.RULES,
-    matmul.RULES,
-    contract.RULES,
-    reduce.RULES,
-    views.RULES,
-    create.RULES,
-    join.RULES,
-    loss.RULES,
-    norm.RULES,
-    channel_norm.RULES,
-    attention.RULES,
-    conv.RULES,
-    recurrent.RULES,
-    indexing.RULES,
-    overwrite.RULES,
-    planes.RULES,
-    embedding.RULES,
-    routed.RULES,
-    row_sparse.RULES,
-    bags.RULES,
-    bag_grads.RULES,
-    largest_bags.RULES,
-    whole.RULES,
-    extremes.RULES,
-    vector_norm.RULES,
-    random.RULES,
-    diagonal.RULES,
-    fft.RULES,
-    margin.RULES,
-    pad.RULES,
-    linalg.RULES,
-    search.RULES,
-    gathered.RULES,
-)
+#: The rules of all families in `ops`; `ops.catalog` fills it.
+CATALOG: Table = {}
+
+#: Asked in turn about an op that no table names, such as one that torch tags as elementwise.
+DEFAULT_RULES: list[Callable[[Any], Rule | None]] = []
 
 #: Rules that a program added (rules.register); they come before those of the catalog.
 REGISTERED: Table = {}
@@ -97,7 +32,7 @@ def find_rule(op: Any) -> Rule | None:
     twin = functional_twin(op) or view_twin(op)
     if twin is not None:
         return find_rule(twin)
-    return pointwise.pointwise_rule(op)
+    return next((rule for default in DEFAULT_RULES if (rule := default(op))), None)
 
 
 rule_caches.append(find_rule.cache_clear)

@@ -8,6 +8,7 @@ what another rank owns and the results add up, and a write keeps what falls to t
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -351,3 +352,29 @@ RULES: Table = table(
     ((aten.put.default,), Rule(put_choices, "..., m, m -> ...")),
     ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),
 )
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = {
+    **dict.fromkeys(
+        (
+            aten.gather.default,
+            aten.scatter.src,
+            aten.scatter.value,
+            aten.scatter.reduce,
+            aten.scatter.value_reduce,
+            aten.scatter_add.default,
+            aten.scatter_reduce.two,
+            aten.index_select.default,
+            aten.index_add.default,
+            aten.index_copy.default,
+            aten.index_reduce.default,
+            aten.index_fill.int_Scalar,
+            aten.index_fill.int_Tensor,
+            aten.take.default,
+            aten.put.default,
+        ),
+        slice(1, 2),
+    ),
+    aten.index.Tensor: slice(1, None),
+    aten.index_put.default: slice(1, -1),
+}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
@@ -71,3 +72,10 @@ RULES: Table = table(
     rule(bce, like="..., ... -> ..."),
     rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
 )
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = {
+    aten.nll_loss_forward.default: slice(1, 2),
+    nll: slice(1, 2),
+    bce: slice(0, 2),
+}

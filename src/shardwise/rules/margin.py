@@ -100,3 +100,8 @@ RULES: Table = table(
         Rule(grad_choices, "n, n [c], n -> n [c]", shaped_like=1),
     ),
 )
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default), slice(1, 2)
+)

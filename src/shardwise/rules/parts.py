@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import Layout
 from shardwise.rules.views import Cut
 
 
@@ -20,12 +19,6 @@ def functional(op: Any) -> Any:
     namespace, _, name = op._schema.name.partition("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
     return getattr(packet, op._schema.overload_name or "default")
-
-
-def differing_axes(layouts: Sequence[Layout]) -> list[int]:
-    """The axes along which ranks hold different values of one of the tensors."""
-    axes = range(layouts[0].grid.num_axes) if layouts else ()
-    return [a for a in axes if any(not x.placements[a].is_replicate() for x in layouts)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -258,3 +258,8 @@ RULES: Table = table(
         Rule(channel_shuffle_choices, "n [c] ... -> n [c] ..."),
     ),
 )
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
+)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.rules.notation import Group, parse, pattern_choices
+from shardwise.rules.refused import DIVISIONS
 from shardwise.rules.rule import Call, Choice, Rule, Table, table
 
 aten = torch.ops.aten
@@ -78,3 +79,6 @@ RULES: Table = table(
     # Not tagged by torch. Linear in the gradient that comes in.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))

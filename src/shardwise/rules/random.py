@@ -23,9 +23,8 @@ from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.random.fill import Draw
 from shardwise.rules.draws import draw_of, draw_parts, new_parts
 from shardwise.rules.ids import has_values
-from shardwise.rules.parts import differing_axes
 from shardwise.rules.pointwise import elementwise
-from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, differing_axes, table
 from shardwise.rules.traced_draws import assembled, is_traced, model_of, sliced
 
 aten = torch.ops.aten
@@ -281,4 +280,9 @@ RULES: Table = table(
         ),
         Rule(whole_choices, "[...] -> [...]"),
     ),
+)
+
+#: The inputs whose values the op may refuse; see `rules.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
 )

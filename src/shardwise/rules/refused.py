@@ -18,48 +18,15 @@ from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
 from shardwise.rules.catalog import functional_twin
 from shardwise.rules.ids import has_values
-from shardwise.rules.loss import bce, nll
-from shardwise.rules.parts import differing_axes
+from shardwise.rules.rule import differing_axes
 
 aten = torch.ops.aten
 
-#: The numbers of the inputs whose values an op may refuse; a slice of them.
-_LAST = slice(-1, None)
-_SECOND = slice(1, 2)
-_REFUSED: dict[Any, slice] = {
-    aten.gather.default: _SECOND,
-    aten.scatter.src: _SECOND,
-    aten.scatter.value: _SECOND,
-    aten.scatter.reduce: _SECOND,
-    aten.scatter.value_reduce: _SECOND,
-    aten.scatter_add.default: _SECOND,
-    aten.scatter_reduce.two: _SECOND,
-    aten.index_select.default: _SECOND,
-    aten.index_add.default: _SECOND,
-    aten.index_copy.default: _SECOND,
-    aten.index_reduce.default: _SECOND,
-    aten.index_fill.int_Scalar: _SECOND,
-    aten.index_fill.int_Tensor: _SECOND,
-    aten.take.default: _SECOND,
-    aten.put.default: _SECOND,
-    aten.index.Tensor: slice(1, None),
-    aten.index_put.default: slice(1, -1),
-    aten.max_unpool2d.default: _SECOND,
-    aten.max_unpool3d.default: _SECOND,
-    aten.nll_loss_forward.default: _SECOND,
-    aten.multi_margin_loss.default: _SECOND,
-    aten.multilabel_margin_loss_forward.default: _SECOND,
-    nll: _SECOND,
-    bce: slice(0, 2),
-    aten.bernoulli.default: _LAST,
-    aten.bernoulli.Tensor: _LAST,
-    # Integers, by zero.
-    aten.floor_divide.default: _SECOND,
-    aten.div.Tensor_mode: _SECOND,
-    aten.remainder.Tensor: _SECOND,
-    aten.fmod.Tensor: _SECOND,
-}
-_DIVISIONS = (
+#: The inputs whose values an op may refuse, as a slice; `ops.catalog` fills it.
+REFUSED: dict[Any, slice] = {}
+
+#: Integers, by zero.
+DIVISIONS = (
     aten.floor_divide.default,
     aten.div.Tensor_mode,
     aten.remainder.Tensor,
@@ -71,13 +38,13 @@ def refused_alike(
     op: Any, inputs: Sequence[Layout], call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The local call of `op`, which raises on every rank where it raises on one."""
-    if op not in _REFUSED and isinstance(op, torch._ops.OpOverload):
+    if op not in REFUSED and isinstance(op, torch._ops.OpOverload):
         op = functional_twin(op)
-    if op not in _REFUSED:
+    if op not in REFUSED:
         return call
-    if op in _DIVISIONS and any(x.dtype.is_floating_point or x.dtype.is_complex for x in inputs):
+    if op in DIVISIONS and any(x.dtype.is_floating_point or x.dtype.is_complex for x in inputs):
         return call
-    grid, axes = inputs[0].grid, differing_axes(inputs[_REFUSED[op]])
+    grid, axes = inputs[0].grid, differing_axes(inputs[REFUSED[op]])
     if not axes:
         return call  # all ranks see the same values
 

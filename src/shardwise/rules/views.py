@@ -344,3 +344,16 @@ RULES: Table = table(
     ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
     view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
 )
+
+
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
+    from torch._decomp import decomposition_table
+
+    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
+        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.repeat.default: _repeat}

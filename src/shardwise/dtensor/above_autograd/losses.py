@@ -5,6 +5,8 @@ It is taken apart into ops that each have a rule, so that a sharded batch stays 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,7 +15,7 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.constant import read_from
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError
-from shardwise.rules.loss import nll, nll_grad
+from shardwise.rules.loss import bce, nll, nll_grad
 
 aten = torch.ops.aten
 
@@ -161,3 +163,33 @@ def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -
 
 
 KERNELS = (("cross_entropy_loss", cross_entropy), ("nll_loss_nd", nll_loss))
+
+
+def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of a mean, which torch's parts divide by the number of elements."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
+
+
+def _binary_cross_entropy(
+    x: Any, target: Any, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """By the kernel of one device, which torch's parts of it are not: it looks at the values."""
+    losses = type(x).__torch_dispatch__(bce, None, (x, target))
+    losses = losses if weight is None else losses * weight
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+
+
+#: What torch does not take apart itself, or not for all sizes.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    **{
+        op: functools.partial(_of_nothing_too, op)
+        for op in (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+        )
+    },
+}

@@ -8,6 +8,7 @@ travels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -280,3 +281,17 @@ KERNELS = (
     ("instance_norm", instance_norm),
     ("rms_norm", rms_norm),
 )
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `v * (g / norms)`, where `norms` are those of the slices of `v` along `dim`."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return (g / norms) * (grad - v * (along / norms)), along
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+}
