@@ -75,12 +75,12 @@ class Reference:
                     self.run.execute(item)
             except Exception as error:
                 self.run.error = error
-            self.undefined = watch.found
-            if self.run.error is not None:
-                self.undefined = watch.found or undefined.raised(self.run.error, item.code)
-            if self.undefined is not None:
-                self.run.done = done
+            if self.run.error is None:
+                self.undefined = watch.found
+            else:
+                self.undefined = undefined.raised(self.run.error, item.code)
             if self.undefined is not None or self.run.error is not None:
+                self.run.done = done
                 break
 
     def _note(self) -> None:
