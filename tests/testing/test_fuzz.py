@@ -479,3 +479,11 @@ def test_a_step_that_raises_leaves_no_context_to_later_programs(monkeypatch):
     assert isinstance(failed.error, IndexError)
     later = _program("v1 = v0.sin() * v0", "v1.sum().backward()", grad=True)
     assert play_alone(later).kind == "ok"
+
+
+def test_a_view_that_nobody_may_use_is_refused():
+    program = _program("v1 = v0 * 1", "v2 = v1.as_strided((2,), (2,))", "v1.add_(v3)")
+    tracked = Leaf("v3", (4, 4), torch.float64, (Shard(0),), None, True)
+    program = replace(program, items=(tracked, *program.items))
+    outcome = play_alone(program)
+    assert (outcome.kind, outcome.slot) == ("refused", "v2")

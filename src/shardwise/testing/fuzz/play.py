@@ -192,6 +192,10 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
                 note = (
                     f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
                 )
+                try:
+                    ours[name].clone()
+                except REFUSALS as error:  # nobody can use it, nor differentiate it
+                    return Outcome("refused", _plain(error), f"using {name}: {brief(error)}", name)
                 return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
             try:
                 why = _grad_difference(ours[name], theirs[name], allowed)
