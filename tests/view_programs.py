@@ -7,6 +7,7 @@ import torch
 
 import shardwise
 from shardwise import DTensor, Partial, Replicate, Shard
+from shardwise.dtensor.snapshots import may_write
 
 SHAPES = [(4,), (5,), (4, 3), (2, 6), (3, 1), (2, 2, 3)]
 
@@ -111,7 +112,7 @@ class Program:
     def write(self):
         pair = self.draw.choice(self.live)
         name, fn = self.draw.choice(WRITES)
-        if pair.placed._layout.snapshot:
+        if pair.placed._layout.snapshot and (name in TURNS or not may_write(pair.placed)):
             if name not in TURNS:
                 _check_refused(pair.placed)
             return

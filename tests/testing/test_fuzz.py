@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,14 +16,18 @@ from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
 from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.play import play
+from shardwise.testing.fuzz.noise import steady
+from shardwise.testing.fuzz.play import Reference, play
 from shardwise.testing.fuzz.program import Leaf, Program, Step
-from shardwise.testing.fuzz.result import told
+from shardwise.testing.fuzz.result import Result, failures, summary, told
+from shardwise.testing.fuzz.run import _NAMES, run
 from shardwise.testing.fuzz.script import script
 from shardwise.testing.fuzz.session import by_mesh, play_seeds
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
 from shardwise.testing.fuzz.tables.layers import LAYERS
+from shardwise.testing.fuzz.undefined import MEDIAN, OVERLAP, REASONS, ROUNDING, ZERO_TENSOR
 from shardwise.testing.fuzz.values import values
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
@@ -166,7 +172,7 @@ PATCHED = Program(
 
 
 def _fail(error):
-    def door(self, x):
+    def door(*args):
         raise error
 
     return door
@@ -284,7 +290,8 @@ def test_the_command_replays_one_program(capsys):
     assert main(["--replay=3000001"]) == 0
     printed = capsys.readouterr().out
     assert generate(3000001).text in printed
-    assert printed.rstrip().splitlines()[-1].split(":")[0] in ("ok", "refused", "torch-refused")
+    kinds = ("ok", "refused", "torch-refused", "undefined")
+    assert printed.rstrip().splitlines()[-1].split(":")[0] in kinds
 
 
 @pytest.mark.parametrize("option", ["--mesh=2y2", "--part=3/2"])
@@ -349,3 +356,134 @@ def test_group_norm_has_no_bias_alone():
         growth._add_leaves([growth.hand.new((2, 2, 3), torch.float64)])
         code = row(growth.hand)
         assert "weight=None, bias" not in code
+
+
+# -- what torch leaves open ------------------------------------------------------------------
+
+
+def _program(*steps, shape=(4, 4), dtype=torch.float64, placement=None, grad=False, number=0):
+    leaf = Leaf(f"v{number}", shape, dtype, (placement or Shard(0),), None, grad)
+    made = re.compile(r"^(v\d+)(?:, (v\d+))? = ")
+    names = [tuple(n for n in m.groups() if n) if (m := made.match(s)) else () for s in steps]
+    return Program(0, (2,), (leaf, *map(Step, steps, names)))
+
+
+KINK = _program(
+    "v3 = F.instance_norm(v2, eps=0.1)",
+    "v5 = torch.pow(v3.abs() + 0.5, v2)",
+    "w.weighted(w.full_tensor(v5).sin()).backward(retain_graph=True)",
+    shape=(3, 3, 6),
+    placement=Replicate(),
+    grad=True,
+    number=2,
+)
+
+
+@pytest.mark.parametrize(
+    ("program", "reason"),
+    [
+        (_program("v1 = v0[:, 2]", "v0.copy_(v1)"), OVERLAP),
+        (_program("v1 = v0.diagonal()", "v0.copy_(v1)"), OVERLAP),
+        (_program("v1 = v0.as_strided((4,), (2,))", "v0.add_(v1)"), OVERLAP),
+        (_program("v1, v2 = torch.tensor_split(v0, 2, -1)", "v0[:, :2].mul_(v0[:, 1:3])"), OVERLAP),
+        (_program("v1 = v0[:, :1].expand(4, 4)", "v2, v3 = torch.median(v1, 1)"), MEDIAN),
+        (_program("v1 = v0 * 0", "v2, v3 = v1.median(0)"), MEDIAN),
+        (
+            _program(
+                "v1 = torch.sgn(v0)",
+                "w.weighted(v1.sin()).backward(retain_graph=True)",
+                "w.weighted(v0.sin()).backward()",
+                shape=(),
+                placement=Replicate(),
+                grad=True,
+            ),
+            ZERO_TENSOR,
+        ),
+        (KINK, ROUNDING),
+        (KINK.with_item(0, replace(KINK.items[0], dtype=torch.float32)), ROUNDING),
+    ],
+)
+def test_what_torch_does_not_define_is_counted_by_reason(program, reason):
+    outcome = play_alone(program)
+    assert (outcome.kind, outcome.aspect) == ("undefined", reason)
+    assert reason in REASONS
+    result = Result(program.seed, program.mesh, 2, outcome.kind, outcome.aspect, outcome.note)
+    assert f"undefined     1 times: {reason}" in summary([result])
+    assert not failures([result])
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("v0.copy_(v0)",),
+        ("v0.mul_(v0)",),
+        ("v1 = v0.detach()", "v0.add_(v1)"),
+        ("v1, v2 = v0.split(2)", "v1.add_(v2)"),
+        ("v1 = v0[::2]", "v0[1::2].copy_(v1)"),
+        ("v1, v2 = v0.median(0)",),
+        ("v0[v0 > 0.3] = 0.25",),
+    ],
+)
+def test_what_torch_defines_is_compared(steps):
+    assert Reference(_program(*steps)).undefined is None
+    assert play_alone(_program(*steps, placement=Shard(1))).kind == "ok"
+
+
+def test_what_comes_before_the_undefined_is_compared(monkeypatch):
+    monkeypatch.setattr(Sharded, "round_trip", _twice)
+    program = _program("v1 = w.round_trip(v0)", "v2 = v0[:, 2]", "v0.copy_(v2)")
+    assert play_alone(program).kind == "wrong"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_wrong_number_is_not_rounding(wrong_sine, dtype):
+    program = _program("v1 = torch.sin(v0)", dtype=dtype, placement=Partial())
+    assert play_alone(program).kind == "wrong"
+
+
+def test_an_entry_next_to_a_kink_is_not_asked_for():
+    assert not steady(KINK)
+    assert steady(KINK.upto(2))
+
+
+def test_the_graph_of_a_gradient_keeps_what_came_through_a_door():
+    row = next(row for row in AUTOGRAD if getattr(row, "__name__", "") == "_grad")
+    found = set()
+    for seed in range(40):
+        growth = Growth(seed, (2,))
+        growth._add_leaves([growth.hand.new((2, 3), torch.float64, grad=True)])
+        assert growth._try(Draft("v0.sin()"))
+        draft = row(growth.hand)
+        found.add("full_tensor" in draft.code)
+        assert draft.frozen == (("v1",) if "full_tensor" in draft.code else ())
+    assert found == {True, False}
+
+
+def test_a_step_that_raises_leaves_no_context_to_later_programs(monkeypatch):
+    """As `checkpoint` does in torch 2.11: its generator ends when its frame does."""
+
+    def contexts():
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, _fail(ValueError("stale"))):
+            yield
+
+    def checkpoint(fn, x, use_reentrant):
+        waiting = contexts()
+        next(waiting)
+        result = fn(x)
+        next(waiting, None)
+        return result
+
+    monkeypatch.setitem(_NAMES, "checkpoint", checkpoint)
+    raising = "v1 = checkpoint(lambda t: t.tanh()[:1], v0, use_reentrant=False)"
+    failed = run(_program(raising, shape=(), placement=Replicate(), grad=True), OneDevice())
+    assert isinstance(failed.error, IndexError)
+    later = _program("v1 = v0.sin() * v0", "v1.sum().backward()", grad=True)
+    assert play_alone(later).kind == "ok"
+
+
+def test_a_view_that_nobody_may_use_is_refused():
+    program = _program("v1 = v0 * 1", "v2 = v1.as_strided((2,), (2,))", "v1.add_(v3)")
+    tracked = Leaf("v3", (4, 4), torch.float64, (Shard(0),), None, True)
+    program = replace(program, items=(tracked, *program.items))
+    outcome = play_alone(program)
+    assert (outcome.kind, outcome.slot) == ("refused", "v2")

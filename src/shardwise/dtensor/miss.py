@@ -28,7 +28,7 @@ from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.overlaps import check_overlaps, compares_memory, watch_overlaps
 from shardwise.dtensor.partial_writes import entry_of_call
 from shardwise.dtensor.planning import check_written_once
-from shardwise.dtensor.snapshots import follow, take_over, write_for_autograd
+from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
@@ -93,11 +93,14 @@ class Miss:
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.wish)
             except UnsupportedError:
-                if write_for_autograd(op, args):
+                to_source = _writes_to_source(op, args)
+                if to_source and op is aten.copy_.default and isinstance(args[1], Wrapped):
+                    write_through(*args[:2])
                     return args[0]
-                if twin is None or not _may_write_back(args[0]):
+                if twin is None or not (to_source or _may_write_back(args[0])):
                     raise
-                add_write_back(key)
+                if not to_source:  # which the key does not tell
+                    add_write_back(key)
                 return _write_back(op, twin, args, kwargs)
         follow(self.kind, op, layouts, kwargs, entry)
         watch_overlaps(op, entry)
@@ -165,6 +168,15 @@ def _may_write_back(target: Any) -> bool:
     if not isinstance(target, Wrapped):
         return False
     return not target._layout.snapshot and not target._layout.expanded
+
+
+def _writes_to_source(op: Any, args: Sequence[Any]) -> bool:
+    """Whether the op writes to a snapshot, and may write to the tensor that it is a view of."""
+    if not isinstance(args[0], Wrapped) or not args[0]._layout.snapshot:
+        return False
+    # A draw goes through entries in an order that a copy does not have.
+    drawn = torch.Tag.nondeterministic_seeded in plain_op(op).tags
+    return list(written_inputs(plain_op(op))) == [0] and not drawn and may_write(args[0])
 
 
 def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

@@ -50,8 +50,15 @@ class View:
     def __call__(self, base: Any) -> Any:
         return self.kind.__torch_dispatch__(self.op, None, (base, *self.rest), self.kwargs)
 
+    @property
+    def undoable(self) -> bool:
+        """Whether an op puts entries back where the view has taken them from."""
+        if self.op is aten.unfold.default:
+            return bool(self.rest[2] >= self.rest[1])  # no entry stands twice
+        return self.op in _OVERWRITES or self.op in _REGROUPS or self.op in _TURNS
+
     def undo(self, base: Any, value: Any) -> Any:
-        """`base` with `value` where the view is; None where no op does that."""
+        """`base` with `value` where the view is."""
         if self.op in _OVERWRITES:
             return _OVERWRITES[self.op](base, value, *self.rest)
         if self.op in _REGROUPS:
@@ -61,11 +68,11 @@ class View:
             return value.permute([order.index(dim) for dim in range(base.dim())])
         if self.op in (aten.t.default, aten.transpose.int):
             return self.op(value, *self.rest)
-        if self.op is aten.unfold.default and self.rest[2] >= self.rest[1]:  # no entry stands twice
+        if self.op is aten.unfold.default:
             spread, ones = aten.unfold_backward.default, torch.ones_like(value)
             there = spread(ones, base.shape, *self.rest) > 0
             return torch.where(there, spread(value, base.shape, *self.rest), base)
-        return value if self.op in (aten.detach.default, aten.alias.default) else None
+        return value
 
 
 _OVERWRITES = {
@@ -80,6 +87,18 @@ _REGROUPS = frozenset(
         aten.squeeze.default,
         aten.squeeze.dim,
         aten.squeeze.dims,
+    }
+)
+
+
+#: The rest of what can be undone.
+_TURNS = frozenset(
+    {
+        aten.permute.default,
+        aten.t.default,
+        aten.transpose.int,
+        aten.detach.default,
+        aten.alias.default,
     }
 )
 
@@ -189,17 +208,23 @@ class Source:
                 "the view under torch.no_grad()."
             )
 
-    def write(self, value: Any) -> bool:
-        """Write what a snapshot should hold to the memory; whether the view can be undone."""
+    @property
+    def writable(self) -> bool:
+        """Whether what one snapshot should hold can be written to the memory."""
+        if len(self.held) > 1 or not isinstance(self._take, View) or not self._take.undoable:
+            return False
+        return self._above is None or self._above[0].writable
+
+    def write(self, value: Any) -> None:
+        """Write what the snapshot should hold to the memory."""
+        assert isinstance(self._take, View), "only a view is undone"
         base = self._base if self._above is None else self._above[0].held[self._above[1]]
         there = type(value).wrap(base, self._layout)
-        whole = self._take.undo(there, value) if isinstance(self._take, View) else None
-        if whole is None:
-            return False
+        whole = self._take.undo(there, value)
         if self._above is not None:
-            return self._above[0].write(whole)
-        aten.copy_.default(there, whole)
-        return True
+            self._above[0].write(whole)
+        else:
+            aten.copy_.default(there, whole)
 
     def seen_from(self, x: Any) -> None:
         """The memory is that of `x`, which counts the writes to it."""
@@ -234,20 +259,30 @@ def current(x: Any) -> torch.Tensor:
     return x._local
 
 
-def write_for_autograd(op: Any, args: Sequence[Any]) -> bool:
-    """Write to a snapshot where torch's autograd does; whether this is such a write.
+def may_write(x: Any) -> bool:
+    """Whether a write to `x`, a snapshot, can go to the tensor that it is a view of."""
+    known = x.__dict__.get(SOURCE)
+    if known is None or not known[0].writable or x._layout.expanded:
+        return False
+    # While a graph is traced, nothing tells later ops of it that a snapshot is old.
+    traced = any(type(p) is not torch.Tensor for p in getattr(x._local, "_parts", (x._local,)))
+    return not traced or _in_gradient_of_write()
 
-    The gradient of a write to a view is a copy of the tensor's gradient, which lies where it lies,
-    with the same view of it overwritten. Nobody else knows that view.
+
+def _in_gradient_of_write() -> bool:
+    """Whether torch's autograd writes: the gradient of a write to a view.
+
+    That is a copy of the tensor's gradient with the same view of it overwritten. Nobody else knows
+    that view.
     """
-    node = torch._C._current_autograd_node() if op is aten.copy_.default else None
-    if node is None or not node.name().endswith("CopySlices"):
-        return False
-    known = args[0].__dict__.get(SOURCE)
-    if known is None or len(known[0].held) > 1:
-        return False
-    current(args[0])
-    return bool(known[0].write(args[1]))
+    node = torch._C._current_autograd_node()
+    return node is not None and bool(node.name().endswith("CopySlices"))
+
+
+def write_through(x: Any, value: Any) -> None:
+    """`x.copy_(value)` of a snapshot, in the tensor that it is a view of; see `may_write`."""
+    current(x)
+    x.__dict__[SOURCE][0].write(value.to(x.dtype).expand(x.shape))
 
 
 def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entry: Entry) -> None:

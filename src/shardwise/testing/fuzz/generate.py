@@ -7,17 +7,16 @@ a sum of terms loses). Those are not kept, so that no tolerance has to allow for
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from random import Random
 from typing import Any
 
 import torch
 
-from shardwise.testing.fuzz.compare import difference, grad_of, tolerance
-from shardwise.testing.fuzz.hand import MOST, Draft, Hand, NoFit
-from shardwise.testing.fuzz.program import Item, Program, Step, compiled
-from shardwise.testing.fuzz.run import Run
+from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
+from shardwise.testing.fuzz.noise import alike, bounded, disturb
+from shardwise.testing.fuzz.program import Item, Program, Step
+from shardwise.testing.fuzz.run import Run, execute
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import scalar
 from shardwise.testing.fuzz.worlds import OneDevice
@@ -37,10 +36,6 @@ MESHES: tuple[tuple[int, ...], ...] = (
     (2, 2, 2),
     (2, 1, 2),
 )
-#: The largest number that a program may hold.
-LARGEST = 100.0
-#: The part of the tolerance that rounding errors may reach on one device.
-SHARE = 0.1
 
 
 def mesh_of(seed: int, meshes: tuple[tuple[int, ...], ...] = MESHES) -> tuple[int, ...]:
@@ -159,7 +154,7 @@ class Growth:
         scope = self.exact.scope
         torch.set_rng_state(self.exact.rng)
         try:
-            exec(compiled(f"{draft.before}_result = {draft.code}"), scope)
+            execute(f"{draft.before}_result = {draft.code}", scope)
         except Exception:
             return torch.empty(0)
         return scope.pop("_result")
@@ -182,7 +177,7 @@ class Growth:
     def _sound(self, step: Step) -> bool:
         """Whether all is bounded, and the same in spite of rounding errors."""
         slots = self.exact.slots()
-        if not all(map(_bounded, slots.values())):
+        if not all(map(bounded, slots.values())):
             return False
         # An op may return its operand or another tensor like it: which, is nobody's business.
         if len({id(v) for v in slots.values() if isinstance(v, torch.Tensor)}) < sum(
@@ -193,8 +188,8 @@ class Growth:
             self.noisy.execute(step)
         except Exception:
             return False
-        _disturb(self.noisy, step, self.exact)
-        return _alike(self.exact, self.noisy)
+        disturb(self.noisy, step, self.exact)
+        return alike(self.exact, self.noisy)
 
     # -- the two runs ------------------------------------------------------------------------
 
@@ -208,7 +203,7 @@ class Growth:
     def _execute(self, item: Item) -> None:
         for each in (self.exact, self.noisy):
             each.execute(item)
-        _disturb(self.noisy, item, self.exact)
+        disturb(self.noisy, item, self.exact)
 
     def _take_back(self, size: int) -> None:
         del self.items[size:]
@@ -221,72 +216,3 @@ class Growth:
             self._execute(leaf)
         self.hand.made.clear()
         self.hand.values = self.exact.slots()
-
-
-def steady(program: Program) -> bool:
-    """Whether the program gives the same on one device in spite of rounding errors."""
-    exact, noisy = Run(OneDevice(), program.seed), Run(OneDevice(), program.seed)
-    with contextlib.suppress(Exception):
-        for item in program.items:
-            exact.execute(item)
-            noisy.execute(item)
-            _disturb(noisy, item, exact)
-    return exact.done == noisy.done and _alike(exact, noisy)
-
-
-def _alike(exact: Run, noisy: Run) -> bool:
-    """Whether two runs hold the same, up to a share of the tolerance."""
-    slots, others = exact.slots(), noisy.slots()
-    allowed = tolerance(slots.values(), exact.casts) * SHARE
-    try:
-        for name, value in slots.items():
-            pairs = ((others[name], value), (grad_of(others[name]), grad_of(value)))
-            if any(not _bounded(ours) or difference(other, ours, allowed) for other, ours in pairs):
-                return False
-    except RuntimeError:  # one of several views of a tensor that was written to is not to be read
-        return False
-    return True
-
-
-def _bounded(value: Any) -> bool:
-    if not isinstance(value, torch.Tensor):
-        return True
-    if value.numel() > 2 * MOST or value.dim() > 5:
-        return False
-    value = value.detach()
-    if value.is_floating_point() or value.is_complex():
-        size = value.abs()
-        return bool((size <= LARGEST).all())
-    return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
-
-
-def _disturb(state: Run, item: Item, exact: Run) -> None:
-    """Add rounding errors to what the item has made, where it holds memory of its own.
-
-    A zero gets the sign that it does not have in `exact`.
-    """
-    if not isinstance(item, Step):
-        return
-    slots, others = state.slots(), exact.slots()
-    taken = {
-        v.untyped_storage()._cdata
-        for name, v in slots.items()
-        if name not in item.makes and isinstance(v, torch.Tensor)
-    }
-    for name in item.makes:
-        value = slots[name]
-        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in taken:
-            continue
-        if not (value.is_floating_point() or value.is_complex()) or 0 in value.stride():
-            continue
-        generator = torch.Generator().manual_seed(value.numel())
-        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64) - 0.5
-        eps = torch.finfo(value.dtype).eps
-        other = others[name].detach()
-        data = value.data  # whose version autograd does not watch
-        with contextlib.suppress(RuntimeError):  # entries that share memory are left alone
-            rounded = data.to(_WIDE[data.is_complex()]) * (1 + 4 * eps * noise)
-            data.copy_(torch.where((data == 0) & (other == 0), -other, rounded))
-
-
-_WIDE = (torch.float64, torch.complex128)

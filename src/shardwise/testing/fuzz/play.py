@@ -16,6 +16,7 @@ from shardwise.errors import (
     MixedTensorsError,
     UnsupportedError,
 )
+from shardwise.testing.fuzz import undefined
 from shardwise.testing.fuzz.compare import (
     Different,
     difference,
@@ -24,6 +25,7 @@ from shardwise.testing.fuzz.compare import (
     tolerance,
     whole,
 )
+from shardwise.testing.fuzz.noise import hangs_on_rounding
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.run import Run, run
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
@@ -31,8 +33,8 @@ from shardwise.testing.op_sweep.result import brief
 
 #: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
 #: an error that is no refusal, `refused` what shardwise says it does not do, `torch-refused` what
-#: raises on one device as well.
-OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "ok")
+#: raises on one device as well, `undefined` what one device does not define (`REASONS`).
+OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "undefined", "ok")
 FAILURES = OUTCOMES[:3]
 #: The errors by which shardwise says that it does not do something.
 REFUSALS = (UnsupportedError, LayoutError, MixedTensorsError, LeafError, ArgumentError)
@@ -59,16 +61,26 @@ class Reference:
     program: Program
     run: Run = field(init=False)
     history: dict[str, list[Any]] = field(default_factory=dict)
+    #: Why there is nothing to compare with after `run.done` items, if so.
+    undefined: str | None = None
 
     def __post_init__(self) -> None:
         self.run = Run(OneDevice(), self.program.seed)
         for item in self.program.items:
             if not item.makes:  # it may write to what slots hold
                 self._note()
+            done = self.run.done
             try:
-                self.run.execute(item)
+                with undefined.Watch() as watch:
+                    self.run.execute(item)
             except Exception as error:
                 self.run.error = error
+            if self.run.error is None:
+                self.undefined = watch.found
+            else:
+                self.undefined = undefined.raised(self.run.error, item.code)
+            if self.undefined is not None or self.run.error is not None:
+                self.run.done = done
                 break
 
     def _note(self) -> None:
@@ -86,6 +98,11 @@ def play(program: Program, world: Sharded) -> Outcome:
 
 def _play(program: Program, world: Sharded) -> Outcome:
     expected = Reference(program)
+    if expected.undefined is not None:
+        # What came before must be right all the same.
+        before = _play(program.upto(expected.run.done), world)
+        note = repr(program.items[expected.run.done].code)
+        return before if before.failed else Outcome("undefined", expected.undefined, note)
     found = run(program, world)
     if found.error is None or expected.run.error is None or found.done != expected.run.done:
         if found.error is not None:
@@ -98,9 +115,21 @@ def _play(program: Program, world: Sharded) -> Outcome:
     outcome = _compare(expected, found)
     if outcome is not None and _turned_since(program, outcome):
         return Outcome("ok")  # torch too leaves a gradient as it is when its leaf is turned
+    if outcome is not None and outcome.kind == "wrong" and _is_rounding(program, outcome, world):
+        return Outcome("undefined", undefined.ROUNDING, outcome.note)
     if outcome is None and expected.run.error is not None:
         return Outcome("torch-refused", note=brief(expected.run.error))
     return outcome or Outcome("ok")
+
+
+def _is_rounding(program: Program, outcome: Outcome, world: Sharded) -> bool:
+    """Whether a number differs that hangs on rounding on one device, and not in float64."""
+    if outcome.aspect not in ("value", "gradient value"):
+        return False
+    if not hangs_on_rounding(program, outcome.slot):
+        return False
+    wide = program.in_double()
+    return wide == program or not _play(wide, world).failed
 
 
 def _turned_since(program: Program, outcome: Outcome) -> bool:
@@ -163,6 +192,10 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
                 note = (
                     f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
                 )
+                try:
+                    ours[name].clone()
+                except REFUSALS as error:  # nobody can use it, nor differentiate it
+                    return Outcome("refused", _plain(error), f"using {name}: {brief(error)}", name)
                 return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
             try:
                 why = _grad_difference(ours[name], theirs[name], allowed)

@@ -11,6 +11,12 @@ import torch
 
 from shardwise.core.placements import Partial, Placement
 
+_DOUBLE = {
+    torch.bfloat16: torch.float64,
+    torch.float16: torch.float64,
+    torch.float32: torch.float64,
+    torch.complex64: torch.complex128,
+}
 _SLOT = re.compile(r"\bv\d+\b")
 
 
@@ -90,6 +96,16 @@ class Program:
 
     def with_item(self, index: int, item: Item) -> Program:
         items = (*self.items[:index], item, *self.items[index + 1 :])
+        return replace(self, items=items)
+
+    def in_double(self) -> Program:
+        """The same with leaves in double precision."""
+        items = tuple(
+            replace(item, dtype=_DOUBLE.get(item.dtype, item.dtype))
+            if isinstance(item, Leaf)
+            else item
+            for item in self.items
+        )
         return replace(self, items=items)
 
     @property

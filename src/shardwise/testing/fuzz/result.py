@@ -30,12 +30,13 @@ def counts(results: Sequence[Result]) -> dict[str, int]:
 
 
 def summary(results: Sequence[Result]) -> str:
-    """A line of counts, and what was refused, the most frequent first."""
+    """A line of counts, what was refused and what is undefined, the most frequent first."""
     steps = sum(result.num_items for result in results)
     told = ", ".join(f"{num} {kind}" for kind, num in counts(results).items())
-    refused = Counter(result.aspect for result in results if result.kind == "refused")
     lines = [f"{len(results)} programs, {steps} leaves and steps: {told}"]
-    lines += [f"  refused {num:5} times: {text}" for text, num in refused.most_common(20)]
+    for kind in ("refused", "undefined"):
+        texts = Counter(result.aspect for result in results if result.kind == kind)
+        lines += [f"  {kind} {num:5} times: {text}" for text, num in texts.most_common(20)]
     return "\n".join(lines)
 
 
@@ -59,4 +60,5 @@ def as_json(results: Sequence[Result], settings: dict[str, Any]) -> dict[str, An
         "counts": counts(results),
         "failures": [asdict(result) for result in failures(results)],
         "refused": [asdict(result) for result in results if result.kind == "refused"],
+        "undefined": [asdict(result) for result in results if result.kind == "undefined"],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import re
+import traceback
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,19 @@ _NAMES = {
 _CAST = re.compile(r'autocast\("cpu", torch\.(\w+)\)')
 
 
+def execute(code: str, scope: dict[str, Any]) -> None:
+    """Run a statement. An error keeps no frame alive.
+
+    A context that waits in a frame for its end goes on until the frame is gone: `checkpoint` of a
+    function that raises would, in torch 2.11, recompute it in the backward of later programs.
+    """
+    try:
+        exec(compiled(code), scope)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
 @dataclass
 class Run:
     """What a world holds after some items: the slots, and the generator of its own."""
@@ -50,7 +64,7 @@ class Run:
         """Run one item; what it raises is what one would see."""
         torch.set_rng_state(self.rng)
         try:
-            exec(compiled(item.code), self.scope)
+            execute(item.code, self.scope)
         finally:
             self.rng = torch.get_rng_state()
         self.casts.update(getattr(torch, name) for name in _CAST.findall(item.code))

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm.simulate import simulate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
-from shardwise.testing.fuzz.generate import steady
+from shardwise.testing.fuzz.noise import steady
 from shardwise.testing.fuzz.play import Outcome, play
 from shardwise.testing.fuzz.program import Item, Leaf, Program, Step, placed
 from shardwise.testing.fuzz.run import run

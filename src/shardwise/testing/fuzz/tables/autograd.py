@@ -51,10 +51,13 @@ def _given(h: Hand) -> Draft:
     return Draft(f"{x}.backward(torch.ones_like({x}), retain_graph=True)", statement=True)
 
 
-def _grad(h: Hand) -> str:
+def _grad(h: Hand) -> Draft:
     x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
     graph = h.pick(("create_graph=True", "create_graph=True", "retain_graph=True"))
-    return f"torch.autograd.grad({scalar(h, x)}, {leaf}, {graph})[0]"
+    loss = scalar(h, x)
+    # The new graph keeps what came through the door, which on one device is a copy.
+    frozen = (x,) if "w.full_tensor(" in loss else ()
+    return Draft(f"torch.autograd.grad({loss}, {leaf}, {graph})[0]", frozen=frozen)
 
 
 def _penalty(h: Hand) -> Draft:
