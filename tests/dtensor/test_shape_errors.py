@@ -44,6 +44,19 @@ REFUSED = {
     "cross_entropy": F.cross_entropy,
     "attention": lambda a, b: F.scaled_dot_product_attention(a, b, b),
     "solve": torch.linalg.solve,
+    # Torch's shape functions raise another type than its kernels, or nothing at all.
+    "complex of integers": lambda a, b: torch.complex(a, a.int()),
+    "narrow_copy": lambda a, b: torch.narrow_copy(a, 2, 0, 1),
+    "logcumsumexp": lambda a, b: torch.logcumsumexp(a, 3),
+    "embedding of a number": lambda a, b: F.embedding(a.long(), b.sum()),
+    "embedding of planes": lambda a, b: F.embedding(a.long(), b[None]),
+    "complex into another type": lambda a, b: torch.complex(a, a, out=a.cdouble()),
+    "aminmax into another type": lambda a, b: torch.aminmax(a, dim=0, out=(a[0].double(), a[0])),
+    "sort into other indices": lambda a, b: torch.sort(a, 1, out=(a.clone(), a.int())),
+    "multinomial into another type": lambda a, b: torch.multinomial(a.exp(), 6, out=a.double()),
+    "tril into another type": lambda a, b: torch.tril(a, out=a.double()),
+    "take into another type": lambda a, b: torch.take(b, a.long(), out=a.double()),
+    "amax into another type": lambda a, b: torch.amax(a, 0, out=a[0].double()),
 }
 
 
@@ -62,6 +75,24 @@ def test_the_type_is_that_of_one_device(mesh, placement):
         except Exception as error:
             pytest.fail(f"{name}: {type(error).__name__} instead of {expected.type.__name__}")
         pytest.fail(f"{name}: accepted, where one device raises {expected.type.__name__}")
+
+
+def test_an_assertion_of_a_shape_function_is_no_type_of_torch(mesh):
+    """Where the tensors are too large to ask the kernel."""
+    table = distribute_tensor(torch.zeros(1, 300, 300), mesh, [Replicate()])
+    ids = distribute_tensor(torch.zeros(2, dtype=torch.long), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="must be 2-D"):
+        F.embedding(ids, table)
+
+
+def test_a_call_that_is_refused_draws_no_number(mesh):
+    a = distribute_tensor(torch.ones(4, 6), mesh, [Shard(0)])
+    before = torch.default_generator.get_state()
+    with pytest.raises(IndexError):
+        torch.logcumsumexp(a, 3)
+    out = torch.exp(a, out=a.double())  # which the kernel is asked about, and takes
+    assert out.dtype is torch.double
+    assert torch.equal(torch.default_generator.get_state(), before)
 
 
 def test_a_bilinear_map_of_nothing_is_refused_as_on_one_device(mesh):

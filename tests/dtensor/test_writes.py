@@ -68,6 +68,47 @@ def test_out_that_does_not_fit_is_refused(mesh):
         torch.exp(x, out=whole_numbers)
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+def test_out_of_ops_that_have_a_shape_function_only_without_it(mesh, placement):
+    value = torch.randn(5, 6)
+    for op in (torch.geqrf, lambda x, **out: torch.histogram(x, 4, range=(-2.0, 2.0), **out)):
+        expected = op(value)
+        targets = [torch.zeros_like(laid_out(e, mesh, [Shard(0)])) for e in expected]
+        op(laid_out(value, mesh, [placement]), out=tuple(targets))
+        for target, each in zip(targets, expected, strict=True):
+            torch.testing.assert_close(whole(target), each)
+
+
+def test_out_of_a_batch_norm_with_given_statistics(mesh):
+    value, numbers = torch.randn(4, 3), torch.rand(3) + 1
+    rest = (False, 0.1, 1e-5)
+    expected = torch.native_batch_norm(value, None, None, numbers, numbers, *rest)
+    x, given = (shardwise.distribute_tensor(t, mesh, [Replicate()]) for t in (value, numbers))
+    targets = [torch.zeros_like(laid_out(e, mesh, [Replicate()])) for e in expected]
+    torch.native_batch_norm(x, None, None, given, given, *rest, out=tuple(targets))
+    torch.testing.assert_close([whole(t) for t in targets], list(expected))
+
+
+def test_a_write_that_would_resize_is_refused(mesh):
+    """On one device `addbmm_` makes a tensor of one entry larger, as no other op does."""
+    x = shardwise.distribute_tensor(torch.ones(1), mesh, [Replicate()])
+    a, b = torch.ones(2, 3, 4), torch.ones(2, 4, 5)
+    assert torch.ones(1).addbmm_(a, b).shape == (3, 5)
+    with pytest.raises(NotImplementedError, match=r"shape \(3, 5\) .* cannot be resized"):
+        x.addbmm_(*(shardwise.distribute_tensor(t, mesh, [Shard(0)]) for t in (a, b)))
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS, ids=repr)
+@pytest.mark.parametrize("split", [torch.unsafe_split, torch.unsafe_chunk])
+def test_an_unsafe_split_shares_memory_as_on_one_device(mesh, split, placement):
+    value = torch.randn(5, 6)
+    x = laid_out(value, mesh, [placement])
+    found, expected = split(x, 3, 1), split(value, 3, 1)
+    for written in (x, value):
+        written.mul_(2)
+    torch.testing.assert_close([whole(f) for f in found], list(expected))
+
+
 def test_a_tensor_becomes_a_view_of_itself(mesh):
     value = torch.randn(5, 6)
     x = shardwise.distribute_tensor(value, mesh, [Shard(0)])

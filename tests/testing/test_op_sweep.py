@@ -79,30 +79,31 @@ def test_a_wrong_number_is_found(monkeypatch):
     assert result.worst("forward") == "wrong"
 
 
-def _outcomes(op, *tensors, num=12):
+def _outcomes(op, *tensors, num=12, inplace=None):
     """kind -> outcomes of an op that is not in torch's table, over many readings and writes."""
     sample = Sample(tensors, {}, (True,) * len(tensors), lambda result: result)
     found = {}
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2))
         way = Way((2, 2), ((Shard(0), Shard(0)),) * len(tensors), (1, 0))
-        for kind, case in Cases(Alone(Op(op), sample), way, mesh, 0, num_doors=num).each():
+        for kind, case in Cases(Alone(Op(op, inplace), sample), way, mesh, 0, num_doors=num).each():
             found.setdefault(kind, set()).add(outcome_of(case)[0])
     return found
 
 
 class Op:
     name, variant_test_name = "op", ""
-    supports_autograd, supports_out = True, False
+    supports_autograd = True
 
-    def __init__(self, op):
-        self.op = op
+    def __init__(self, op, inplace):
+        self.op, self._inplace = op, inplace
+        self.supports_out = inplace is not None
 
-    def __call__(self, *args):
-        return self.op(*args)
+    def __call__(self, *args, **out):
+        return self.op(*args, **out)
 
     def get_inplace(self):
-        return None
+        return self._inplace
 
 
 def on_ranks(one, there):
@@ -113,6 +114,21 @@ def on_ranks(one, there):
 def test_readings_and_writes_of_a_right_op_are_right():
     found = _outcomes(lambda x: (x * 2, x.t()), torch.randn(5, 4))
     assert found == {kind: {"ok"} for kind in ("forward", "backward", "doors", "writes")}
+
+
+@pytest.mark.parametrize(("off", "outcome"), [(0.0, "ok"), (1e-3, "wrong")])
+def test_rounding_is_no_difference_in_forms_that_write_either(off, outcome):
+    """On ranks a large number is added and taken off again, which costs digits."""
+
+    def op(x, y, out=None):
+        there = isinstance(x, DTensor)
+        result = x + 3e4 + y - 3e4 if there else x + y
+        return result if out is None else out.copy_(result + off * there)
+
+    tensors = torch.randn(5, 4), torch.randn(5, 4)
+    found = _outcomes(op, *tensors, inplace=lambda x, y: op(x, y, out=x))
+    assert found["forward"] == {"ok"}
+    assert found["inplace"] == found["out"] == {outcome}
 
 
 def test_a_wrong_gradient_of_a_door_is_found(monkeypatch):

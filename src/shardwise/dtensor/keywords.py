@@ -3,11 +3,13 @@
 Note [Results to write to]
 `op(..., out=y)` is the op that returns a new tensor, and a copy into `y` that leaves `y` where it
 lies. What torch would refuse (a type that does not fit, a wrong number of results) is refused by
-the op itself, run without data.
+the op itself, run without data. A target of another dtype than the result is shown to the kernel,
+since many refuse what their shape functions accept (Note [Kernels are asked]).
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,7 +22,7 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.made_into import writer_of
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.rules.catalog import with_arguments
-from shardwise.rules.infer import hollowed
+from shardwise.rules.infer import check_target_dtypes, hollowed
 from shardwise.rules.positional import in_order, positional
 
 
@@ -46,21 +48,23 @@ def run_by_keyword(
             f"{op} does not have a sharding strategy registered: no op does the same and returns a "
             "new tensor. Call it without out=... where torch has such a form."
         )
-    targets = [kwargs[name] for name in names]
-    _check_targets(op, args, kwargs, targets, names, as_layouts)
+    targets = [(name, t) for name in names for t in _listed(kwargs[name])]
+    hollow = _call_hollow(op, args, kwargs, as_layouts)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if functional is None:
         assert made is not None, "refused above"
-        return made(targets[0], args, rest.get("generator"))
+        _check_shapes(op, args, targets, [hollow[name] for name in names], as_layouts)
+        return made(targets[0][1], args, rest.get("generator"))
     result = functional(*args, **rest)
-    results = [result] if isinstance(result, torch.Tensor) else list(result)
-    if len(targets) == 1 and isinstance(targets[0], (list, tuple)):
-        targets = list(targets[0])
-    for target, value in zip(targets, results, strict=True):
+    results = _listed(result)
+    _check_shapes(op, args, targets, results, as_layouts)
+    if any(t.dtype is not r.dtype for (_, t), r in zip(targets, results, strict=True)):
+        check_target_dtypes(op, args, kwargs, names, [r.dtype for r in results])
+    for (_, target), value in zip(targets, results, strict=True):
         torch.ops.aten.copy_.default(target, value)
     if not op._schema.returns:
         return None
-    return targets[0] if isinstance(result, torch.Tensor) else tuple(targets)
+    return targets[0][1] if isinstance(result, torch.Tensor) else tuple(t for _, t in targets)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -85,17 +89,10 @@ def without_out(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return with_arguments(op.overloadpacket, wanted)
 
 
-def _check_targets(
-    op: Any,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    targets: Sequence[Any],
-    names: Sequence[str],
-    as_layouts: Callable[[Any], Any],
-) -> None:
-    """Raise what torch would raise, and refuse a target of another shape: it cannot grow."""
-    if torch.Tag.dynamic_output_shape in op.tags:
-        return  # only the values can tell
+def _call_hollow(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_layouts: Callable[[Any], Any]
+) -> Mapping[str, Any]:
+    """Raise what torch raises without data; the keywords, with targets of the needed shapes."""
     # A tensor that is read and written is one tensor: some ops refuse that.
     made: dict[int, torch.Tensor] = {}
 
@@ -105,29 +102,42 @@ def _check_targets(
         return made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
 
     hollow_args = tree_map(hollow, list(args))
-    hollow_kwargs = tree_map(hollow, dict(kwargs))
+    hollow_kwargs: dict[str, Any] = tree_map(hollow, dict(kwargs))
     if hollow_kwargs.get("device") is not None:
         hollow_kwargs["device"] = torch.device("meta")
     if "generator" in hollow_kwargs:
         hollow_kwargs["generator"] = None
+    if torch.Tag.dynamic_output_shape in op.tags:
+        return hollow_kwargs  # only the values can tell
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a target is resized: it is refused below
-        op(*hollow_args, **hollow_kwargs)
-    for name, target in zip(names, targets, strict=True):
-        pairs = zip(_listed(target), _listed(hollow_kwargs[name]), strict=True)
-        for given, needed in pairs:
-            if given.shape != needed.shape:
-                if any(given is leaf for leaf in tree_leaves(list(args))):
-                    raise RuntimeError(
-                        f"{op} reads the tensor that was given as {name}=, and cannot give it "
-                        f"the shape {tuple(needed.shape)}. Use the result of the call."
-                    )
-                found: Layout = as_layouts(given)
-                raise LayoutError(
-                    f"{op} was given {name}= of shape {tuple(given.shape)} for a result of shape "
-                    f"{tuple(needed.shape)}: {found!r} cannot be resized. Make one of that shape, "
-                    "or use the result of the call."
+        warnings.simplefilter("ignore")  # that a target is resized: it is refused
+        # Some ops have a shape function only where they return new tensors.
+        with contextlib.suppress(NotImplementedError):
+            op(*hollow_args, **hollow_kwargs)
+    return hollow_kwargs
+
+
+def _check_shapes(
+    op: Any,
+    args: Sequence[Any],
+    targets: Sequence[tuple[str, Any]],
+    results: Sequence[torch.Tensor],
+    as_layouts: Callable[[Any], Any],
+) -> None:
+    """Refuse a target of another shape than the result: it cannot grow."""
+    for (name, given), needed in zip(targets, results, strict=True):
+        if given.shape != needed.shape:
+            if any(given is leaf for leaf in tree_leaves(list(args))):
+                raise RuntimeError(
+                    f"{op} reads the tensor that was given as {name}=, and cannot give it "
+                    f"the shape {tuple(needed.shape)}. Use the result of the call."
                 )
+            found: Layout = as_layouts(given)
+            raise LayoutError(
+                f"{op} was given {name}= of shape {tuple(given.shape)} for a result of shape "
+                f"{tuple(needed.shape)}: {found!r} cannot be resized. Make one of that shape, "
+                "or use the result of the call."
+            )
 
 
 def _listed(value: Any) -> Sequence[Any]:

@@ -39,6 +39,7 @@ from shardwise.rules.catalog import (
     written_inputs,
     written_twin,
 )
+from shardwise.rules.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, hollowed
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
 
@@ -92,6 +93,8 @@ class Miss:
                 return _in_parts(op, parts, args, kwargs)
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.wish)
+            except ResizedError:
+                raise
             except UnsupportedError:
                 to_source = _writes_to_source(op, args)
                 if to_source and op is aten.copy_.default and isinstance(args[1], Wrapped):
@@ -140,7 +143,7 @@ def _noted(operand: Any) -> Any:
 
 def _shares_memory(op: Any) -> bool:
     """Whether what the op returns is, or may be, memory of its arguments."""
-    return is_view(op) or bool(written_inputs(op)) or op is aten._unsafe_view.default
+    return is_view(op) or bool(written_inputs(op)) or op in UNSAFE_VIEWS
 
 
 def _is_by_value(op: Any) -> bool:
@@ -212,6 +215,12 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         ):
             raise  # about what the caller gave: a kernel mixes nothing
         cause = error
+    except Exception as error:
+        hollow = hollowed([as_layouts(a) for a in args], kwargs)
+        found = as_on_one_device(op, *hollow, error)
+        if found is error:
+            raise
+        raise found from error
     layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause
 

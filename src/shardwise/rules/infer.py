@@ -1,19 +1,27 @@
-"""The global shape, stride and dtype of an op's outputs: the op itself, run without data."""
+"""The global shape, stride and dtype of an op's outputs: the op itself, run without data.
+
+Note [Kernels are asked]
+What torch's shape functions refuse, its kernels may refuse with another type of error, and kernels
+refuse what shape functions accept. Where that matters, the kernel itself is asked, with small
+tensors that all ranks make alike: `as_on_one_device`, `check_target_dtypes`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch._prims_common import is_contiguous_or_false, suggest_memory_format
 from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.symbols import noted
+from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.rules.rule import Rule, TensorMeta
 
 
@@ -85,6 +93,16 @@ _SHAPES: dict[Any, Any] = {
     torch.ops.aten.pow_.Scalar: _power_,
 }
 
+#: Ops whose results are views of the operand, of which torch's autograd and their schemas know
+#: nothing.
+UNSAFE_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+
 _TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
 
 
@@ -113,7 +131,7 @@ def _makes_anew(op: Any) -> bool:
 
     In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op is torch.ops.aten._unsafe_view.default:
+    if not isinstance(op, torch._ops.OpOverload) or op in UNSAFE_VIEWS:
         return False
     aliased = any(x.alias_info for x in (*op._schema.returns, *op._schema.arguments))
     return not aliased and not op._schema.name.endswith("_strided")
@@ -145,28 +163,97 @@ def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any
     hollow_args, hollow_kwargs = hollowed(args, kwargs)
     try:
         return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
-    except Exception:
-        _raise_as_on_one_device(fn, hollow_args, hollow_kwargs)
-        raise
+    except Exception as error:
+        found = as_on_one_device(fn, hollow_args, hollow_kwargs, error)
+        if found is error and isinstance(error, AssertionError):
+            found = RuntimeError(str(error))  # no kernel raises what shape functions assert
+        if found is error:
+            raise
+        raise found from error
 
 
-def _raise_as_on_one_device(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-    """Some kernels raise another type of error than their shape functions.
+class ResizedError(UnsupportedError):
+    """One device would make a tensor that is written to larger."""
 
-    That is so for empty tensors and single numbers: small enough to ask the kernel itself.
-    """
+
+#: With more entries than this in all its tensors, a kernel is not asked.
+_SMALL = 2**16
+
+
+def as_on_one_device(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Exception:
+    """What the kernel raises for tensors like these, where it is of another type than `error`."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if any(not isinstance(t.numel(), int) or t.numel() > 1 for t in tensors) or kwargs.get(
-        "device"
+    if (
+        isinstance(error, (NotImplementedError, ShardwiseError))
+        or any(not isinstance(t.numel(), int) for t in tensors)
+        or sum(t.numel() for t in tensors) > _SMALL
+        or kwargs.get("device")
     ):
+        return error
+    with _without_data(symbolic=False):
+        small = {id(t): torch.zeros(t.shape, dtype=t.dtype) for t in tensors}
+        args, kwargs = tree_map(lambda leaf: small.get(id(leaf), leaf), (list(args), dict(kwargs)))
+        found = _raised(fn, args, kwargs)
+    for tensor in tensors:
+        shape = tuple(small[id(tensor)].shape)
+        if shape != tensor.shape:
+            return ResizedError(
+                f"{fn} gives a tensor of shape {tuple(tensor.shape)} that it writes to the shape "
+                f"{shape} on one device, and a DTensor cannot be resized. Make one of that shape, "
+                "or call the op that returns a new tensor."
+            )
+    return error if found is None or isinstance(found, type(error)) else found
+
+
+def check_target_dtypes(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Raise what the kernel raises for the dtypes of the tensors that `op` is to write to.
+
+    `names` are the keywords that hold them, `dtypes` those of the results. What the kernel raises
+    for tensors of these dtypes too, since small tensors do not suit it, says nothing.
+    """
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves):
         return
-    on_cpu = tree_map(
-        lambda leaf: (
-            torch.zeros(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
-        ),
-        (list(args), dict(kwargs)),
-    )
-    fn(*on_cpu[0], **on_cpu[1])
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    args, rest = tree_map_only(torch.Tensor, _small, (list(args), rest))
+    given = {name: kwargs[name] for name in names}
+
+    def raised(wanted: Iterator[torch.dtype] | None) -> Exception | None:
+        def target(t: torch.Tensor) -> torch.Tensor:
+            return torch.empty(0, dtype=next(wanted) if wanted else t.dtype, device=t.device)
+
+        return _raised(op, args, {**rest, **tree_map_only(torch.Tensor, target, given)})
+
+    with _without_data(symbolic=False):
+        found = raised(None)
+        if found is not None and str(found) != str(raised(iter(dtypes))):
+            raise found
+
+
+def _small(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like it, with sizes that cost nothing and values that most kernels take."""
+    sizes = [size if type(size) is int and size < 8 else 8 for size in tensor.shape]
+    make = torch.ones if tensor.is_floating_point() else torch.zeros
+    return make(sizes, dtype=tensor.dtype, device=tensor.device)
+
+
+def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What a call raises; no draw of it counts."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            fn(*args, **kwargs)
+        except Exception as error:
+            return error
+    return None
 
 
 def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -100,16 +100,21 @@ class Alone:
         """Whether the form in place runs; `written` is then what it has written to."""
         if not isinstance(self.sample.args[0], torch.Tensor) or len(self.result) != 1:
             return False
-        args, kwargs, _ = placed(self.sample, copied)
         try:
-            with torch.no_grad():
-                torch.default_generator.manual_seed(0)
-                self.entry.get_inplace()(*args, **kwargs)
+            self.written = self.write(self.sample)
         except Exception:
             return False
-        self.written = args[0]
         self.written_state = torch.default_generator.get_state()
         return True
+
+    def write(self, sample: Sample) -> torch.Tensor:
+        """What the form in place writes."""
+        args, kwargs, _ = placed(sample, copied)
+        with torch.no_grad():
+            torch.default_generator.manual_seed(0)
+            self.entry.get_inplace()(*args, **kwargs)
+        written: torch.Tensor = args[0]
+        return written
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -213,24 +213,39 @@ class Cases:
 
     def inplace(self) -> None:
         alone = self._alone
-        with torch.no_grad():
-            args, kwargs, _ = self._spread(alone.sample)
-            torch.default_generator.manual_seed(0)
-            result = self._through(alone.entry.get_inplace())(*args, **kwargs)
+
+        def there(sample: Sample) -> list[Any]:
+            """What the form in place returns, and what it has written to."""
+            with torch.no_grad():
+                args, kwargs, _ = self._spread(sample)
+                torch.default_generator.manual_seed(0)
+                result = self._through(alone.entry.get_inplace())(*args, **kwargs)
+            return [*gathered(result), *gathered(args[0])]
+
+        found = there(alone.sample)
         _compare_states(alone.written_state)
-        self.found["inplace"] = gathered(result)
-        compare(self.found["inplace"], [alone.written], None)
-        compare(gathered(args[0]), [alone.written], None)
+        self.found["inplace"] = found[:1]
+        double = doubled(alone.sample)
+        compare(found, [alone.written] * 2, lambda: (there(double), [alone.write(double)] * 2))
 
     def out(self) -> None:
         alone = self._alone
-        with torch.no_grad():
-            args, kwargs, _ = self._spread(alone.sample)
-            targets = tree_map(_blank, self._result)
-            torch.default_generator.manual_seed(0)
-            self._through(alone.entry.op)(*args, **kwargs, out=targets)
-        self.found["out"] = gathered(targets)
-        compare(self.found["out"], alone.result, None)
+
+        def there(sample: Sample, result: Any) -> list[Any]:
+            """What is written to tensors like `result`."""
+            with torch.no_grad():
+                args, kwargs, _ = self._spread(sample)
+                targets = tree_map(_blank, result)
+                torch.default_generator.manual_seed(0)
+                self._through(alone.entry.op)(*args, **kwargs, out=targets)
+            return gathered(targets)
+
+        def in_double() -> tuple[list[Any], list[Any]]:
+            sample = doubled(alone.sample)
+            return there(sample, self._run(sample)[0]), alone.double().result
+
+        self.found["out"] = there(alone.sample, self._result)
+        compare(self.found["out"], alone.result, in_double)
 
     def _spread(self, sample: Sample) -> tuple[Any, Any, list[torch.Tensor]]:
         placements = iter(self._way.placements)
