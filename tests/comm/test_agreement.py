@@ -90,7 +90,7 @@ def test_a_kind_of_error_travels_with_the_text(grid):
     faults = Faults(grid, "x")
 
     def row(at):
-        return torch.tensor([faults.status(at, Fault("no row", IdRangeError) if sum(at) else None)])
+        return [faults.status(at, Fault("no row", IdRangeError) if sum(at) else None)]
 
     statuses = gather(grid, "x", row).flatten().tolist()
     assert [bool(status) for status in statuses] == [False, True, True, True]
@@ -119,3 +119,9 @@ def test_one_mistake_everywhere_is_raised_as_it_is(grid):
     assert is_agreed(problem)
     agree(grid, "x", "y")
     assert len(comm.events) == grid.num_axes
+
+
+def test_with_another_default_device(grid):
+    with torch.device("meta"):
+        agree(grid, "x", "y")
+        assert gather_texts(grid, "x", str) == ["0", "1", "2", "3"]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -96,7 +97,7 @@ class Faults:
             return 0
         fault = Fault(fault) if isinstance(fault, str) else fault
         rank = next(rank for rank, at in self._grid.coordinates.items() if at == place)
-        said = f"{fault.error.__name__}\0{fault.text}".encode()
+        said = f"{fault.error.__name__}\0{fault.text}".encode(errors="backslashreplace")
         self._texts[place] = rank.to_bytes(_RANK_BYTES, "little") + said
         return len(self._texts[place])
 
@@ -130,13 +131,20 @@ def _fault_in(row: bytes) -> tuple[int, Fault]:
 def gather(
     grid: Grid,
     what: str,
-    row: Callable[..., torch.Tensor],
+    row: Callable[..., Sequence[int]],
     *tensors: torch.Tensor,
     axes: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """`row(coordinate, *its tensors)` of each rank along `axes`, or of all; a plain CPU tensor."""
-    device = grid.device_type
-    found = each_rank(grid, lambda at, *mine: row(at, *mine).to(device)[None], *tensors)
+    """The numbers `row(coordinate, *its tensors)` of each rank along `axes`, or of all ranks.
+
+    They are as many on every rank, and come back as the rows of one plain tensor on the CPU.
+    """
+
+    def mine(place: Coordinate, *held: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([row(place, *held)], dtype=dtype, device=grid.device_type)
+
+    found = each_rank(grid, mine, *tensors)
     with because(what, implicit=False):
         for axis in reversed(range(grid.num_axes) if axes is None else axes):
             found = collectives.all_gather(found, grid, axis)
@@ -155,9 +163,9 @@ def gather_numbers(
     """
     faults = Faults(grid, what, f"{what}: ")
 
-    def row(place: Coordinate, *mine: torch.Tensor) -> torch.Tensor:
+    def row(place: Coordinate, *mine: torch.Tensor) -> list[int]:
         numbers, wrong = tell(*mine)
-        return torch.tensor([faults.status(place, wrong), *numbers])
+        return [faults.status(place, wrong), *numbers]
 
     rows = gather(grid, what, row, *tensors).tolist()
     faults.check([status for status, *_ in rows])
@@ -171,7 +179,7 @@ def gather_texts(grid: Grid, what: str, text: Callable[[int], str]) -> list[str]
     def encoded(place: Coordinate) -> bytes:
         return text(rank_at[place]).encode()
 
-    sizes = gather(grid, what, lambda place: torch.tensor([len(encoded(place))])).tolist()
+    sizes = gather(grid, what, lambda place: [len(encoded(place))]).tolist()
     rows = _gather_bytes(grid, what, max(size for (size,) in sizes), encoded)
     return [row[:size].decode() for row, (size,) in zip(rows, sizes, strict=True)]
 
@@ -183,12 +191,11 @@ def _gather_bytes(
     data: Callable[[Coordinate], bytes],
     axes: Sequence[int] | None = None,
 ) -> list[bytes]:
-    def row(place: Coordinate) -> torch.Tensor:
-        return torch.frombuffer(
-            bytearray(data(place).ljust(max(size, 1), b"\0")), dtype=torch.uint8
-        )
+    def row(place: Coordinate) -> list[int]:
+        return list(data(place).ljust(max(size, 1), b"\0"))
 
-    return [bytes(row.tolist()) for row in gather(grid, what, row, axes=axes)]
+    rows = gather(grid, what, row, axes=axes, dtype=torch.uint8)
+    return [bytes(row.tolist()) for row in rows]
 
 
 def _any_ranks(x: torch.Tensor) -> torch.Tensor:
@@ -265,8 +272,8 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     wrong = f"{type(problem).__name__}: {problem}" if problem is not None else None
     faults = Faults(grid, what, f"{what} fails, so no rank goes on. ")
     digest = hashlib.blake2b(f"{request}\0{wrong}".encode(), digest_size=16).digest()
-    compared = torch.frombuffer(bytearray(digest), dtype=torch.int64).tolist()
-    rows = gather(grid, what, lambda at: torch.tensor([faults.status(at, wrong), *compared]))
+    compared = struct.unpack("<2q", digest)
+    rows = gather(grid, what, lambda at: [faults.status(at, wrong), *compared])
     same = bool((rows == rows[0]).all())
     if problem is not None and same:
         raise _marked(problem)

@@ -131,7 +131,7 @@ def compare_generators(
     """Raise on every rank of the mesh unless all generators are in one state."""
     state = generator_digest(device, generator)
     with because(cause, implicit=False, always=True):
-        found = gather(grid, cause, lambda _: torch.tensor([state])).flatten().tolist()
+        found = gather(grid, cause, lambda _: [state]).flatten().tolist()
     groups: dict[int, list[int]] = defaultdict(list)
     for rank, number in zip(grid.ranks, found, strict=True):
         groups[number].append(rank)
