@@ -49,10 +49,10 @@ def test_rows_come_back_in_the_order_of_the_ids(bounds):
         notes = []
         note = LocalTensor.per_rank(lambda rank: torch.tensor([rank]))
         routing = route(grid, 0, local, bounds, note, notes.append)
+        assert notes[0].tolist() == [[0], [1], [2], [3]]
         for rank in range(4):
             asked = routing.asked.on_rank(rank)
             assert all(bounds[rank] <= i < bounds[rank + 1] for i in asked.tolist())
-            assert notes[0].on_rank(rank).tolist() == [[0], [1], [2], [3]]
         rows = LocalTensor.per_rank(lambda rank: table[routing.asked.on_rank(rank)])
         answered = routing.answer(rows)
         for rank in range(4):

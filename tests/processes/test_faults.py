@@ -49,7 +49,7 @@ def test_a_folder_that_may_not_be_written(tmp_path):
         ),
         (
             programs.parallelize_where_one_rank_is_mistaken,
-            r"parallelize_module fails on ranks \[0\], so no rank goes on. rank 0: .*sideways",
+            "parallelize_module fails, so no rank goes on. On rank 0: .*sideways",
         ),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise.comm.agreement import Fault, joint_error
 from shardwise.core.world import World, current_world
 from shardwise.errors import CheckpointError, ShardwiseError
 
@@ -16,11 +17,6 @@ T = TypeVar("T")
 
 #: A group of its own per world: a save in the background must not meet other collectives.
 _groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    message: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +53,11 @@ class Crew:
             mine = step()
         except (ShardwiseError, OSError, RuntimeError, ValueError, TypeError) as error:
             cause = error
-            mine = [_Failed(_text(error))] * len(self.present)
+            mine = [Fault(_text(error), CheckpointError)] * len(self.present)
         found = self.exchange(mine)
-        failed = {r: f.message for r, f in enumerate(found) if isinstance(f, _Failed)}
-        if failed:
-            raise CheckpointError(_all_messages(failed, self.size)) from cause
+        faults = {rank: each for rank, each in enumerate(found) if isinstance(each, Fault)}
+        if faults:
+            raise joint_error("", faults, self.size) from cause
         return found
 
     def once(self, step: Callable[[], Any]) -> None:
@@ -80,15 +76,6 @@ def _text(error: Exception) -> str:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
     return str(error) or type(error).__name__
-
-
-def _all_messages(failed: dict[int, str], size: int) -> str:
-    ranks_of: dict[str, list[int]] = {}
-    for rank, message in failed.items():
-        ranks_of.setdefault(message, []).append(rank)
-    if len(ranks_of) == 1 and len(failed) == size:
-        return next(iter(ranks_of))
-    return "\n".join(f"On rank {ranks[0]}: {text}" for text, ranks in ranks_of.items())
 
 
 def current_crew() -> Crew:

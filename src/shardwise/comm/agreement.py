@@ -1,51 +1,298 @@
-"""Whether the generators of all ranks are in one state, so that all of them draw the same."""
+"""Every rank raises the same error, or none does.
+
+Note [Agreement]
+A rank that raises alone leaves the others waiting in the next collective. So where ranks meet, each
+sends a *status*: 0, or the number of bytes that its error takes as text. It is one number in a
+message that is sent anyway: in a gather (`gather_numbers`, `agree`), an exchange of counts
+(`Meeting`) or a reduction (`raise_together`). Where some status is not 0, all ranks see that: they
+gather the texts and build one error, which names the ranks. While nothing fails, no more is sent.
+
+The numbers beside the status are what must be equal on all ranks, or what all of them judge alike.
+Everything here runs for the ranks present: one in a process, all of them in a simulated world.
+"""
 
 from __future__ import annotations
 
-import weakref
-from collections import defaultdict
-from collections.abc import Callable
+import functools
+import hashlib
+import struct
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import localize
+from shardwise.comm.one_value import spans
+from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid
-from shardwise.errors import RankMismatchError
+from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.sources import source_digest
+from shardwise.errors import LayoutError, ShardwiseError
 
-#: Per mesh, the kinds of generators that were compared at a first draw.
-_compared: weakref.WeakKeyDictionary[Grid, set[str]] = weakref.WeakKeyDictionary()
-
-
-def agree_once(grid: Grid, kind: str, state: Callable[[], int]) -> None:
-    """Compare at the first draw on a mesh from a `kind` of generator, and never again."""
-    kinds = _compared.setdefault(grid, set())
-    if kind not in kinds:
-        check_agreement(grid, kind, state(), "the first random draw on a mesh")
-        kinds.add(kind)
-
-
-def check_agreement(grid: Grid, kind: str, state: int, cause: str) -> None:
-    """Raise on every rank of the mesh when the ranks' numbers for `state` are not all the same."""
-    with because(cause, implicit=False, always=True):
-        row = localize(grid, torch.tensor([state], device=grid.device_type))
-        for axis in reversed(range(grid.num_axes)):
-            row = collectives.all_gather(row, grid, axis)
-    found = (row.agreed() if isinstance(row, LocalTensor) else row).tolist()
-    if any(number != found[0] for number in found):
-        raise RankMismatchError(_message(grid, kind, found))
-
-
-def _message(grid: Grid, kind: str, found: list[int]) -> str:
-    groups: dict[int, list[int]] = defaultdict(list)
-    for rank, number in zip(grid.ranks, found, strict=True):
-        groups[number].append(rank)
-    states = "; ".join(f"one on ranks {ranks}" for ranks in groups.values())
-    return (
-        f"The {kind} are in {len(groups)} different states: {states}. Ranks that draw from "
-        "different states would hold parts of different tensors. Call torch.manual_seed(seed) with "
-        "the same seed on every rank, and draw what only one rank needs from a torch.Generator of "
-        "its own."
+_T = TypeVar("_T")
+#: The errors that travel as what they are, by name. Others become the first of these that they are.
+_ERRORS: dict[str, type[Exception]] = {
+    kind.__name__: kind
+    for kind in (
+        *ShardwiseError.__subclasses__(),
+        ShardwiseError,
+        torch.linalg.LinAlgError,  # type: ignore[attr-defined]
+        IndexError,
+        ValueError,
+        TypeError,
+        RuntimeError,
     )
+}
+_RANK_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What is wrong on one rank, and the error that it becomes on all of them."""
+
+    text: str
+    error: type[Exception] = LayoutError
+
+
+def joint_error(lead: str, faults: Mapping[int, Fault], num_ranks: int) -> Exception:
+    """One error for all faults, by rank, of the first one's kind; begins with `lead`.
+
+    Ranks are named, unless all of them have the same to say.
+    """
+    ranks: dict[str, list[int]] = {}
+    for rank, fault in sorted(faults.items()):
+        ranks.setdefault(fault.text, []).append(rank)
+    if len(ranks) == 1 and len(faults) == num_ranks:
+        said = next(iter(ranks))
+    else:
+        said = "\n".join(
+            f"On rank{'s' if len(having) > 1 else ''} {spans(having)}: {text}"
+            for text, having in ranks.items()
+        )
+    return _marked(faults[min(faults)].error(lead + said))
+
+
+def is_agreed(error: Exception) -> bool:
+    """Whether all ranks of the group raise because of this one: then they need not compare."""
+    return getattr(error, "_agreed", False)
+
+
+def _marked(error: Exception) -> Exception:
+    error._agreed = True  # type: ignore[attr-defined]
+    return error
+
+
+class Faults:
+    """What is wrong on the ranks present, told by a status in a message that is sent anyway."""
+
+    def __init__(self, grid: Grid, what: str, lead: str = "") -> None:
+        """`what` causes the gathering of texts; `lead` begins the error."""
+        self._grid, self._what, self._lead = grid, what, lead
+        self._texts: dict[Coordinate, bytes] = {}
+
+    def status(self, place: Coordinate, fault: Fault | str | None) -> int:
+        """What the rank at `place` sends to the others."""
+        if fault is None:
+            return 0
+        fault = Fault(fault) if isinstance(fault, str) else fault
+        rank = next(rank for rank, at in self._grid.coordinates.items() if at == place)
+        said = f"{fault.error.__name__}\0{fault.text}".encode(errors="backslashreplace")
+        self._texts[place] = rank.to_bytes(_RANK_BYTES, "little") + said
+        return len(self._texts[place])
+
+    def error(self, statuses: Sequence[int], axes: Sequence[int] | None = None) -> Exception | None:
+        """The error of all ranks, where one of those that met has sent a status other than 0.
+
+        `statuses` are what they have sent, or its maximum. They met along `axes`, or all of them.
+        """
+        longest = max(statuses)
+        if not longest:
+            return None
+        grid, what = self._grid, self._what
+        rows = _gather_bytes(grid, what, longest, lambda at: self._texts.get(at, b""), axes)
+        faults = dict(_fault_in(row) for row in rows if any(row))
+        return joint_error(self._lead, faults, len(rows))
+
+    def check(self, statuses: Sequence[int]) -> None:
+        error = self.error(statuses)
+        if error is not None:
+            raise error
+
+
+def _fault_in(row: bytes) -> tuple[int, Fault]:
+    name, text = row[_RANK_BYTES:].rstrip(b"\0").decode().split("\0", 1)
+    return int.from_bytes(row[:_RANK_BYTES], "little"), Fault(text, _ERRORS.get(name, RuntimeError))
+
+
+# -- where ranks meet ------------------------------------------------------------------------------
+
+
+def gather(
+    grid: Grid,
+    what: str,
+    row: Callable[..., Sequence[int]],
+    *tensors: torch.Tensor,
+    axes: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.int64,
+) -> torch.Tensor:
+    """The numbers `row(coordinate, *its tensors)` of each rank along `axes`, or of all ranks.
+
+    They are as many on every rank, and come back as the rows of one plain tensor on the CPU.
+    """
+
+    def mine(place: Coordinate, *held: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([row(place, *held)], dtype=dtype, device=grid.device_type)
+
+    found = each_rank(grid, mine, *tensors)
+    with because(what, implicit=False):
+        for axis in reversed(range(grid.num_axes) if axes is None else axes):
+            found = collectives.all_gather(found, grid, axis)
+    return _any_ranks(found).cpu()
+
+
+def gather_numbers(
+    grid: Grid,
+    what: str,
+    tell: Callable[..., tuple[Sequence[int], str | None]],
+    *tensors: torch.Tensor,
+) -> list[tuple[int, ...]]:
+    """The numbers that `tell(*its tensors)` gives on each rank, by rank.
+
+    It also says what is wrong there, if anything: every rank hears of it and raises.
+    """
+    faults = Faults(grid, what, f"{what}: ")
+
+    def row(place: Coordinate, *mine: torch.Tensor) -> list[int]:
+        numbers, wrong = tell(*mine)
+        return [faults.status(place, wrong), *numbers]
+
+    rows = gather(grid, what, row, *tensors).tolist()
+    faults.check([status for status, *_ in rows])
+    return [tuple(numbers) for _, *numbers in rows]
+
+
+def gather_texts(grid: Grid, what: str, text: Callable[[int], str]) -> list[str]:
+    """What `text(rank)` gives on each rank, in the order of ranks."""
+    rank_at = {place: rank for rank, place in grid.coordinates.items()}
+
+    def encoded(place: Coordinate) -> bytes:
+        return text(rank_at[place]).encode()
+
+    sizes = gather(grid, what, lambda place: [len(encoded(place))]).tolist()
+    rows = _gather_bytes(grid, what, max(size for (size,) in sizes), encoded)
+    return [row[:size].decode() for row, (size,) in zip(rows, sizes, strict=True)]
+
+
+def _gather_bytes(
+    grid: Grid,
+    what: str,
+    size: int,
+    data: Callable[[Coordinate], bytes],
+    axes: Sequence[int] | None = None,
+) -> list[bytes]:
+    def row(place: Coordinate) -> list[int]:
+        return list(data(place).ljust(max(size, 1), b"\0"))
+
+    rows = gather(grid, what, row, axes=axes, dtype=torch.uint8)
+    return [bytes(row.tolist()) for row in rows]
+
+
+def _any_ranks(x: torch.Tensor) -> torch.Tensor:
+    """The plain tensor that all ranks hold alike."""
+    return getattr(x, "_parts", (x,))[0]
+
+
+class Meeting:
+    """Ranks along one axis send each other a row of numbers; begun at once, see `finish`.
+
+    Row i of `rows` goes to coordinate i, and `told` goes to all of them.
+    """
+
+    def __init__(self, grid: Grid, axis: int, rows: torch.Tensor, told: torch.Tensor) -> None:
+        def label(_: Coordinate, rows: torch.Tensor, told: torch.Tensor) -> torch.Tensor:
+            both = torch.cat([rows, told.to(rows.device).expand(len(rows), -1)], 1)
+            return both.to(grid.device_type)
+
+        self._grid, self._width = grid, rows.shape[1]
+        labels = each_rank(grid, label, rows, told, axes=())
+        self._arriving = collectives.start_all_to_all(labels, grid, axis)
+
+    def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row that each coordinate has for this rank, and what each told all; on the CPU.
+
+        The second is a plain tensor: what ranks along other axes tell must be the same.
+        """
+
+        def parted(_: Coordinate, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return arrived[:, : self._width], arrived[:, self._width :]
+
+        arrived = collectives.finished(self._arriving).cpu()
+        rows, told = each_rank(self._grid, parted, arrived, axes=())
+        return rows, _any_ranks(told)
+
+
+def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
+    """What `call` returns; where it raises on a rank, all ranks along `axes` raise that error.
+
+    For a call that may fail because of values which the ranks along `axes` do not share. It must
+    not communicate after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
+    """
+    own: Exception | None = None
+    try:
+        result = call()
+    except Exception as raised:
+        own = raised
+    faults = Faults(grid, "an error on some rank")
+    longest = localize(grid, torch.tensor([0], device=grid.device_type))
+    if own is not None:
+        kind = next((k for k in _ERRORS.values() if isinstance(own, k)), RuntimeError)
+        status = functools.partial(faults.status, fault=Fault(str(own), kind))
+        longest = each_rank(grid, lambda at: torch.tensor([status(at)], device=grid.device_type))
+    for axis in axes:
+        longest = collectives.all_reduce(longest, "max", grid, axis)
+    error = faults.error([int(_any_ranks(longest))], axes)
+    if error is None:
+        return result
+    if own is not None and str(own) == str(error):
+        raise own  # the same everywhere
+    raise error from own
+
+
+# -- the same everywhere ---------------------------------------------------------------------------
+
+
+def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:
+    """Raise on every rank of the group unless all ask for the same and none has a problem.
+
+    `request` describes what this rank asks for, one line each; lines that differ are named. Ranks
+    that run different code are found the same way.
+    """
+    request = f"torch {torch.__version__}, shardwise code {source_digest()[:12]}\n{request}"
+    wrong = f"{type(problem).__name__}: {problem}" if problem is not None else None
+    faults = Faults(grid, what, f"{what} fails, so no rank goes on. ")
+    digest = hashlib.blake2b(f"{request}\0{wrong}".encode(), digest_size=16).digest()
+    compared = struct.unpack("<2q", digest)
+    rows = gather(grid, what, lambda at: [faults.status(at, wrong), *compared])
+    same = bool((rows == rows[0]).all())
+    if problem is not None and same:
+        raise _marked(problem)
+    faults.check(rows[:, 0].tolist())
+    if not same:
+        texts = gather_texts(grid, what, lambda _: request)
+        raise _marked(LayoutError(_difference(what, grid.ranks, texts)))
+
+
+def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> str:
+    first = requests[0].splitlines()
+    for rank, request in zip(ranks, requests, strict=True):
+        lines = request.splitlines()
+        if lines != first:
+            here = "; ".join(line for line in lines if line not in first) or "nothing more"
+            there = "; ".join(line for line in first if line not in lines) or "nothing more"
+            order = " (the same, in another order)" if sorted(lines) == sorted(first) else ""
+            return (
+                f"The ranks disagree about {what}{order}. Rank {ranks[0]} has: {there}. Rank "
+                f"{rank} has: {here}. Give every rank the same."
+            )
+    raise AssertionError("some rank asked for something else, or nothing would be compared")

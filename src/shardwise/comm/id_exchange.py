@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
+from shardwise.comm.agreement import Meeting
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.rank_int import rank_int
 from shardwise.comm.ranks import each_rank
@@ -102,20 +103,16 @@ def route(
 
     `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last.
     `note` is a short integer tensor that rides on the exchange of counts; `read` is given those of
-    all coordinates, before any id is sent, and may raise.
+    all coordinates, before any id is sent, and may raise, on all ranks alike.
     """
 
     def sort(_: Coordinate, ids: torch.Tensor) -> Any:
         return by_owner(ids, bounds)
 
-    def label(_: Coordinate, counts: torch.Tensor, note: torch.Tensor) -> torch.Tensor:
-        return torch.cat([counts.unsqueeze(1), note.expand(grid.shape[axis], -1)], 1)
-
     wanted, inverse, counts = each_rank(grid, sort, ids, axes=())
-    arrived = collectives.all_to_all(each_rank(grid, label, counts, note, axes=()), grid, axis)
-    read(each_rank(grid, lambda _, a: a[:, 1:], arrived, axes=()))
-    num_wanted = on_host(grid, counts)
-    num_given = on_host(grid, each_rank(grid, lambda _, a: a[:, 0], arrived, axes=()))
+    arrived, notes = Meeting(grid, axis, counts.unsqueeze(1), note).finish()
+    read(notes)
+    num_wanted, num_given = on_host(grid, counts), on_host(grid, arrived.squeeze(1))
     asked = collectives.all_to_all_uneven(wanted, num_wanted, num_given, grid, axis)
     return Routing(grid, axis, inverse, asked, num_wanted, num_given)
 

@@ -6,10 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.agreement import check_agreement
 from shardwise.core.grid import Grid, grid_like, grid_of
 from shardwise.core.world import current_world
-from shardwise.random.generators import generator_digest, generator_kind
+from shardwise.rules.draws import compare_generators
 
 
 def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> None:
@@ -30,8 +29,7 @@ def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None 
     else:
         devices = [torch.device(t) for t in dict.fromkeys(("cpu", grid.device_type))]
     for device in devices:
-        kind = generator_kind(device, generator)
-        check_agreement(grid, kind, generator_digest(device, generator), "check_rng")
+        compare_generators(grid, device, generator, "check_rng")
 
 
 def _everyone() -> Grid:

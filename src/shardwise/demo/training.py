@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpoint import Checkpoints, inspect
-from shardwise.comm.consent import agree
+from shardwise.comm.agreement import agree
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.simulate import simulate
 from shardwise.core.grid import grid_of

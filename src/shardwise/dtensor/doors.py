@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, rank_values
-from shardwise.comm.watch import because
+from shardwise.comm.agreement import gather
+from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
@@ -213,15 +211,11 @@ def all_metas(
 ) -> list[tuple[torch.dtype, tuple[int, ...]]]:
     """The dtype and shape of the local tensor on every rank of the mesh."""
 
-    def describe(_: Any, part: torch.Tensor) -> torch.Tensor:
+    def describe(_: Any, part: torch.Tensor) -> list[int]:
         numbers = [_DTYPES.index(part.dtype), part.dim(), *part.shape]
-        return torch.tensor(numbers + [0] * (16 - len(numbers)), device=part.device)[None]
+        return numbers + [0] * (16 - len(numbers))
 
-    gathered = each_rank(grid, describe, local)
-    with because(cause, implicit=False):
-        for axis in reversed(range(grid.num_axes)):
-            gathered = collectives.all_gather(gathered, grid, axis)
-    rows = (gathered.agreed() if isinstance(gathered, LocalTensor) else gathered).tolist()
+    rows = gather(grid, cause, describe, local).tolist()
     return [(_DTYPES[dtype], tuple(sizes[:ndim])) for dtype, ndim, *sizes in rows]
 
 

@@ -19,12 +19,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import agree_once
 from shardwise.comm.watch import watch
 from shardwise.dtensor import autograd
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import MixedTensorsError
-from shardwise.random.generators import generator_digest, generator_kind
+from shardwise.rules.draws import compare_generators_once
 
 aten = torch.ops.aten
 
@@ -132,7 +131,7 @@ def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
     if draws:
         grid = next(x for x in given if isinstance(x, Wrapped))._layout.grid
         device = value.device  # the default generator's: what was given draws other tensors
-        agree_once(grid, generator_kind(device, None), lambda: generator_digest(device, None))
+        compare_generators_once(grid, device, None)
     return True
 
 

@@ -20,11 +20,11 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
-from shardwise.embedding.batch import Bags, Complaint, bags_of
-from shardwise.embedding.handshake import Handshake, error_of
+from shardwise.embedding.batch import Bags, bags_of, unfit
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.routing import (
     Packed,
@@ -55,42 +55,53 @@ class Ahead:
         self,
         route: Route,
         grid: Grid | None,
-        found: Sequence[Bags | Complaint],
+        found: Sequence[Bags | Fault],
         weights: torch.Tensor | None,
     ) -> None:
         self.route, self.grid = route, grid
         #: Of the ids, as the batch has them: their gradient goes there.
         self.weights = weights
-        packed = [each if isinstance(each, Complaint) else pack(route, each) for each in found]
+        packed = [each if isinstance(each, Fault) else pack(route, each) for each in found]
         self._bags = [each for each in found if isinstance(each, Bags)]
         self._packed = [each for each in packed if isinstance(each, Packed)]
         self._ranks = [0] if grid is None else ranks_present(grid)
         self._notes = [each.note for each in self._packed]
-        self._error: ShardwiseError | None = None
-        self._hands: Handshake | None = None
+        self._error: Exception | None = None
+        self._meeting: Meeting | None = None
         self._exchange: torch.Tensor | None = None
         self._visits: list[Visit] | None = None
         if grid is not None and route.num_ranks > 1:
-            notes = [each if isinstance(each, Complaint) else each.note for each in packed]
-            self._hands = Handshake(grid, notes, route.note_width)
+            self._faults = Faults(grid, "what is wrong with a batch")
+            self._meeting = self._meet(grid, packed)
         else:
-            wrong = [each for each in found if isinstance(each, Complaint)]
-            self._error = error_of(wrong[0]) if wrong else None
+            wrong = [each for each in found if isinstance(each, Fault)]
+            self._error = joint_error("", {0: wrong[0]}, 1) if wrong else None
+
+    def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
+        """Begin the exchange of counts, with which each rank says whether its batch fits."""
+        nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
+        notes, statuses = [], []
+        for rank, each in zip(self._ranks, packed, strict=True):
+            fault = each if isinstance(each, Fault) else None
+            notes.append(each.note if isinstance(each, Packed) else nothing)
+            statuses.append(torch.tensor([self._faults.status((rank,), fault)]))
+        with because("counts of a batch", implicit=False):
+            return Meeting(grid, 0, one_tensor(grid, notes), one_tensor(grid, statuses))
 
     def send_ids(self) -> None:
         """Once the counts are there, begin the exchange of ids. Later calls do nothing."""
-        hands, self._hands = self._hands, None
-        if hands is None:
+        meeting, self._meeting = self._meeting, None
+        if meeting is None or self.grid is None:
             return
-        agreed = hands.finish()
-        if isinstance(agreed, ShardwiseError):
-            self._error = agreed
+        notes, statuses = meeting.finish()
+        self._error = self._faults.error(statuses.flatten().tolist())
+        if self._error is not None:
             return
-        self._notes = agreed
-        if self.grid is not None and self.route.travels:
+        self._notes = part_per_rank(self.grid, notes)
+        if self.route.travels:
             sizes = [
                 message_sizes(self.route, rank, note)
-                for rank, note in zip(self._ranks, agreed, strict=True)
+                for rank, note in zip(self._ranks, self._notes, strict=True)
             ]
             messages, sent = [p.message for p in self._packed], [p.sent for p in self._packed]
             with because("ids of a batch", implicit=False):
@@ -165,11 +176,11 @@ def look_ahead(
     try:
         jagged = Jagged.of(batch)
     except ArgumentError as error:
-        return _complain(route, grid, Complaint(str(error).rstrip(".")))
+        return _complain(route, grid, unfit(str(error).rstrip(".")))
     if trouble is not None:
-        return _complain(route, grid, Complaint(trouble, ShardwiseError))
+        return _complain(route, grid, Fault(f"{trouble}.", ShardwiseError))
     if grid is None and _differs(jagged):
-        return _complain(route, grid, Complaint(_ONE_BATCH))
+        return _complain(route, grid, unfit(_ONE_BATCH))
     weights = jagged._weights
     train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     found = [
@@ -191,7 +202,7 @@ def _differs(batch: Jagged) -> bool:
     return any(isinstance(each, LocalTensor) and len(each._parts) > 1 for each in given)
 
 
-def _complain(route: Route, grid: Grid | None, complaint: Complaint) -> Ahead:
+def _complain(route: Route, grid: Grid | None, complaint: Fault) -> Ahead:
     present = [0] if grid is None else ranks_present(grid)
     return Ahead(route, grid, [complaint] * len(present), None)
 

@@ -1,7 +1,7 @@
 """One rank's batch, checked: where the ids and bags of each feature begin.
 
 A batch that does not fit is no exception yet: the other ranks wait for this one, so the complaint
-travels with the counts and is raised on every rank; see `embedding.handshake`.
+travels with the counts and is raised on every rank; see Note [Agreement].
 """
 
 from __future__ import annotations
@@ -13,17 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from shardwise.comm.agreement import Fault
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.table import Table
-from shardwise.errors import BatchError, IdRangeError, ShardwiseError
-
-
-@dataclass(frozen=True, slots=True)
-class Complaint:
-    """What is wrong with a batch, and the error that it becomes."""
-
-    text: str
-    error: type[ShardwiseError] = BatchError
+from shardwise.errors import BatchError, IdRangeError
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,9 +49,14 @@ class Bags:
         return self.ids_to[feature] - self.ids_from[feature]
 
 
+def unfit(text: str) -> Fault:
+    """What is wrong with a batch."""
+    return Fault(f"{text}.", BatchError)
+
+
 def bags_of(
     tables: Sequence[Table], batch: Jagged, *, weights_train: bool, side_by_side: bool
-) -> Bags | Complaint:
+) -> Bags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
     Features that are put `side_by_side` need equally many.
@@ -69,7 +67,7 @@ def bags_of(
     if complaint is not None:
         return complaint
     sizes = _sizes(owners, batch)
-    if isinstance(sizes, Complaint):
+    if isinstance(sizes, Fault):
         return sizes
     complaint = _lengths_complaint(batch, owners, sizes) or (
         _uneven_complaint(features, owners, sizes) if side_by_side else None
@@ -95,38 +93,38 @@ def bags_of(
 
 def _names_complaint(
     tables: Sequence[Table], owners: dict[str, Table], given: Sequence[str]
-) -> Complaint | None:
+) -> Fault | None:
     counts = Counter(given)
     unknown = [name for name in counts if name not in owners]
     if unknown:
         known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in tables)
-        return Complaint(f"feature {unknown[0]!r} belongs to no table; of the tables, {known}")
+        return unfit(f"feature {unknown[0]!r} belongs to no table; of the tables, {known}")
     twice = sorted(name for name, count in counts.items() if count > 1)
     if twice:
-        return Complaint(f"{_called(twice[0], owners)} is there more than once")
+        return unfit(f"{_called(twice[0], owners)} is there more than once")
     missing = [name for name in owners if name not in counts]
-    return Complaint(f"{_called(missing[0], owners)} is missing") if missing else None
+    return unfit(f"{_called(missing[0], owners)} is missing") if missing else None
 
 
 def _called(feature: str, owners: dict[str, Table]) -> str:
     return f"feature {feature!r} of table {owners[feature].name!r}"
 
 
-def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Complaint:
+def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Fault:
     """How many bags each feature has."""
     if batch.problem is not None:
-        return Complaint(f"{batch.problem} ({_all_called(batch, owners)})")
+        return unfit(f"{batch.problem} ({_all_called(batch, owners)})")
     num, total = len(batch.features), batch.lengths.shape[0]
     if batch.batch_sizes is None:
         if total % num:
-            return Complaint(
+            return unfit(
                 f"{total} bags do not divide among {num} features ({_all_called(batch, owners)}); "
                 "batch_sizes= says how many each has"
             )
         return [total // num] * num
     sizes = batch.batch_sizes.tolist()
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
-        return Complaint(
+        return unfit(
             f"batch_sizes {sizes} do not fit {num} features with {total} bags "
             f"({_all_called(batch, owners)})"
         )
@@ -139,10 +137,10 @@ def _all_called(batch: Jagged, owners: dict[str, Table]) -> str:
 
 def _uneven_complaint(
     features: Sequence[str], owners: dict[str, Table], sizes: Sequence[int]
-) -> Complaint | None:
+) -> Fault | None:
     for feature, size in zip(features, sizes, strict=True):
         if size != sizes[0]:
-            return Complaint(
+            return unfit(
                 f"{_called(features[0], owners)} has {sizes[0]} bags, {_called(feature, owners)} "
                 f"{size}; output='tensor' needs equally many, output='dict' does not"
             )
@@ -151,28 +149,28 @@ def _uneven_complaint(
 
 def _lengths_complaint(
     batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
-) -> Complaint | None:
+) -> Fault | None:
     features, values, lengths = batch.features, batch.values, batch.lengths
     weights, first = batch.weights, batch.first
     if first is not None and (first.numel() == 0 or int(first) != 0):
         who = _called(features[0], owners)
-        return Complaint(f"{who}: offsets must begin with 0; found {first.tolist()}")
+        return unfit(f"{who}: offsets must begin with 0; found {first.tolist()}")
     if lengths.numel() and int(lengths.min()) < 0:
         bag = int(lengths.argmin())
         starts = list(itertools.accumulate(sizes, initial=0))
         place = next(i for i in range(len(features)) if bag < starts[i + 1])
-        return Complaint(
+        return unfit(
             f"{_called(features[place], owners)}: offsets decrease, bag {bag - starts[place]} has "
             f"length {int(lengths[bag])}"
         )
     total, last = int(lengths.sum()), _called(features[-1], owners)
     if total != values.shape[0]:
-        return Complaint(
+        return unfit(
             f"the lengths of all bags sum to {total}, up to {last}, but there are "
             f"{values.shape[0]} ids"
         )
     if weights is not None and weights.shape != values.shape:
-        return Complaint(
+        return unfit(
             f"weights have shape {tuple(weights.shape)}, the ids {tuple(values.shape)}, up to "
             f"{last}; each id has one weight"
         )
@@ -190,9 +188,7 @@ def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence
     return list(itertools.accumulate(counts, initial=0))
 
 
-def _ids_complaint(
-    bags: Bags, features: Sequence[str], owners: dict[str, Table]
-) -> Complaint | None:
+def _ids_complaint(bags: Bags, features: Sequence[str], owners: dict[str, Table]) -> Fault | None:
     numbers = [n for n in range(len(features)) if bags.num_ids(n)]
     if not numbers:
         return None
@@ -203,9 +199,9 @@ def _ids_complaint(
         if low < 0 or high >= table.num_embeddings:
             wrong = low if low < 0 else high
             where = int((bags.ids_of(number) == wrong).nonzero()[0])
-            return Complaint(
+            return Fault(
                 f"{_called(features[number], owners)}: id {wrong} (number {where} of the feature) "
-                f"is out of range, the table has rows 0 to {table.num_embeddings - 1}",
+                f"is out of range, the table has rows 0 to {table.num_embeddings - 1}.",
                 IdRangeError,
             )
     return None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
-from shardwise.comm.consent import agree
+from shardwise.comm.agreement import agree
 from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of

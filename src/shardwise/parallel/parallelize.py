@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.consent import agree
+from shardwise.comm.agreement import agree
 from shardwise.core.grid import grid_of
 from shardwise.dtensor.mesh_context import current_mesh
 from shardwise.dtensor.tensor import DTensor

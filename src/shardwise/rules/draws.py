@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
-from shardwise.comm.agreement import agree_once
+from shardwise.comm.agreement import gather
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, my_coordinate
-from shardwise.core.grid import Coordinate
+from shardwise.comm.watch import because
+from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.errors import RankMismatchError
@@ -26,11 +29,7 @@ def draw_parts(
     device = held.device
     if device.type == "meta" or layout.grid.device_type == "meta":
         return  # as on one device: without memory, nothing is drawn
-    agree_once(
-        layout.grid,
-        generator_kind(device, draw.generator),
-        lambda: generator_digest(device, draw.generator),
-    )
+    compare_generators_once(layout.grid, device, draw.generator)
     blocks = []
     for coordinates, part, given in parts_of(layout, held, operand):
         share = _share(layout, coordinates)
@@ -108,3 +107,39 @@ def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
 def parted_axes(layout: Layout) -> list[int]:
     """The axes along which ranks hold different tensors."""
     return [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
+
+
+# -- generators ------------------------------------------------------------------------------------
+
+#: Per mesh, the kinds of generators that were compared at a first draw.
+_compared: weakref.WeakKeyDictionary[Grid, set[str]] = weakref.WeakKeyDictionary()
+
+
+def compare_generators_once(
+    grid: Grid, device: torch.device, generator: torch.Generator | None
+) -> None:
+    """Compare at the first draw on a mesh from a kind of generator, and never again."""
+    kind, kinds = generator_kind(device, generator), _compared.setdefault(grid, set())
+    if kind not in kinds:
+        compare_generators(grid, device, generator, "the first random draw on a mesh")
+        kinds.add(kind)
+
+
+def compare_generators(
+    grid: Grid, device: torch.device, generator: torch.Generator | None, cause: str
+) -> None:
+    """Raise on every rank of the mesh unless all generators are in one state."""
+    state = generator_digest(device, generator)
+    with because(cause, implicit=False, always=True):
+        found = gather(grid, cause, lambda _: [state]).flatten().tolist()
+    groups: dict[int, list[int]] = defaultdict(list)
+    for rank, number in zip(grid.ranks, found, strict=True):
+        groups[number].append(rank)
+    if len(groups) > 1:
+        states = "; ".join(f"one on ranks {ranks}" for ranks in groups.values())
+        raise RankMismatchError(
+            f"The {generator_kind(device, generator)} are in {len(groups)} different states: "
+            f"{states}. Ranks that draw from different states would hold parts of different "
+            "tensors. Call torch.manual_seed(seed) with the same seed on every rank, and draw what "
+            "only one rank needs from a torch.Generator of its own."
+        )

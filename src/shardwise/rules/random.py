@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.consent import raise_together
+from shardwise.comm.agreement import raise_together
 from shardwise.comm.local_tensor import LocalTensor, shared_roster
 from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout

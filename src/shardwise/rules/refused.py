@@ -1,7 +1,7 @@
 """Ops that refuse values: an index out of range, a probability above one, a division by zero.
 
 Where ranks hold different values, one of them may be refused alone, and the others would go on and
-wait for it in the next collective. So the ranks tell each other (`comm.consent.raise_together`).
+wait for it in the next collective. So the ranks tell each other (`comm.agreement.raise_together`).
 On CUDA torch refuses by assertions on the device, of which no other rank is told; compiled code
 does not look at values either.
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.consent import raise_together
+from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
 from shardwise.rules.catalog import functional_twin

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.id_exchange import on_host
-from shardwise.comm.local_tensor import LocalTensor
+from shardwise.comm.agreement import Faults, Meeting
+from shardwise.comm.id_exchange import Counts, on_host
 from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
-from shardwise.shard.announce import check_range, raise_faults, range_of
+from shardwise.shard import bags
 from shardwise.shard.routes import ToOwners
 from shardwise.shard.row_owners import row_owners, wire_dtype
 from shardwise.shard.wanted import Lookup
@@ -36,7 +36,7 @@ class Ids:
 
 
 def checked(ids: torch.Tensor, fault: str | None, num_rows: int) -> Ids:
-    low, high = range_of(ids, fault)
+    low, high = bags.range_of(ids, fault)
     bad = fault is not None or low < 0 or high >= num_rows
     nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
     return Ids(nothing if bad else ids.reshape(-1).long(), fault, low, high)
@@ -84,50 +84,35 @@ def ask(
     """Ask for what `wish` makes of each rank's own tensors; also what it keeps."""
     grid = lookup.grid
     trains = torch.is_grad_enabled() and lookup.weight.requires_grad
-    faults: dict[int, str] = {}
+    faults = Faults(grid, lookup.what, f"{lookup.what}: ")
 
     def tell(place: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = wish(*mine)
-        if own.ids.fault is not None:
-            faults[grid.ranks[place[0]]] = own.ids.fault
+        ids, counts = own.ids, torch.stack([own.num_rows, own.num_pieces], 1)
+        status = faults.status(place, ids.fault)
+        told = counts.new_tensor([status, ids.low, ids.high, own.longest, own.padded, trains])
         starts = own.first.nonzero().squeeze(1)
         numbers = torch.where(own.first, ~own.rows, own.rows).to(wire_dtype(lookup.num_rows))
-        return _label(own, trains), numbers, own.order, own.ids.usable, starts, *own.keep
+        return counts, told, numbers, own.order, ids.usable, starts, *own.keep
 
-    label, numbers, order, entries, own_starts, *keep = each_rank(grid, tell, *tensors)
+    counts, told, numbers, order, entries, own_starts, *keep = each_rank(grid, tell, *tensors)
     with because(lookup.what, implicit=False):
-        arrived = collectives.all_to_all(label, grid, 0)
-        longest, padded, training = _agreed(lookup, arrived, faults)
-        (num_sent, num_wanted), (num_got, num_given) = _counts(grid, label), _counts(grid, arrived)
-        counts = [on_host(grid, each) for each in (num_sent, num_got, num_wanted, num_given)]
-        route = ToOwners(grid, order, entries, *counts)
+        arrived, said = Meeting(grid, 0, counts, told).finish()
+        statuses, lows, highs, longest, padded, training = said.t().tolist()
+        faults.check(statuses)
+        lookup.check_range(lows, highs)
+        # How many rows and how many pieces, of each owner and for each rank.
+        (sent, wanted), (got, given) = _columns(grid, counts), _columns(grid, arrived)
+        route = ToOwners(grid, order, entries, sent, got, wanted, given)
         asked = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
     rows, starts = _decoded(lookup, asked)
-    found = Asked(route, rows, starts, own_starts, longest, padded, training)
+    found = Asked(route, rows, starts, own_starts, max(longest), any(padded), any(training))
     return found, tuple(keep)
 
 
-def _label(own: Wish, trains: bool) -> torch.Tensor:
-    """What each other rank is told: two counts of its own, and what all are told."""
-    ids = own.ids
-    said = [ids.fault is not None, ids.low, ids.high, own.longest, own.padded, trains]
-    counts = torch.stack([own.num_rows, own.num_pieces], 1)
-    return torch.cat([counts, counts.new_tensor([said]).expand(len(counts), -1)], 1)
-
-
-def _counts(grid: Grid, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The counts of rows and of pieces."""
-    return each_rank(grid, lambda _, mine: mine[:, :2].unbind(1), labels, axes=())
-
-
-def _agreed(lookup: Lookup, labels: Any, faults: dict[int, str]) -> tuple[int, bool, bool]:
-    """What all ranks were told; raises where a batch of one of them does not fit."""
-    said = each_rank(lookup.grid, lambda _, mine: mine[:, 2:], labels, axes=())
-    said = said.agreed() if isinstance(said, LocalTensor) else said
-    flags, lows, highs, longest, padded, trains = said.t().tolist()
-    raise_faults(lookup.grid, lookup.what, flags, faults)
-    check_range(lookup.grid, lookup.what, lookup.num_rows, lows, highs)
-    return max(longest), any(padded), any(trains)
+def _columns(grid: Grid, counts: torch.Tensor) -> list[Counts]:
+    columns = each_rank(grid, lambda _, mine: mine.unbind(1), counts, axes=())
+    return [on_host(grid, column) for column in columns]
 
 
 def _decoded(lookup: Lookup, asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,14 @@ def fault_of_ids(ids: torch.Tensor) -> str | None:
     return None if whole else f"ids are int32 or int64, found {ids.dtype}."
 
 
+def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
+    """The lowest and the highest id of a batch without a fault."""
+    if fault is not None or not ids.numel():
+        return 0, -1
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
+    return low, high
+
+
 def fault_of(
     ids: torch.Tensor,
     offsets: torch.Tensor | None,

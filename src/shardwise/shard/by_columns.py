@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.shard import bags
-from shardwise.shard.announce import announced, check_range, range_of
 from shardwise.shard.own_batch import Exchange, OwnBatch
 from shardwise.shard.pooling import ColumnsOf, PoolByFrequency, PooledColumns, RowPerId, same
 from shardwise.shard.renorm import renorm_columns
@@ -26,10 +26,11 @@ from shardwise.shard.wanted import BagBatch, Lookup
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
         fault = bags.fault_of_ids(mine)
-        return [mine.numel(), *range_of(mine, fault)], fault
+        return [mine.numel(), *bags.range_of(mine, fault)], fault
 
-    num_ids, lows, highs = zip(*announced(lookup.grid, lookup.what, describe, ids), strict=True)
-    check_range(lookup.grid, lookup.what, lookup.num_rows, lows, highs)
+    counted = gather_numbers(lookup.grid, lookup.what, describe, ids)
+    num_ids, lows, highs = zip(*counted, strict=True)
+    lookup.check_range(lows, highs)
     flat = each_rank(lookup.grid, lambda _, mine: mine.reshape(-1).long(), ids)
     everyones = _gathered(lookup, flat, num_ids)
 
@@ -49,15 +50,16 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
 
     def describe(*mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
         own = batch.of_rank(mine)
-        return [own.ids.numel(), own.lengths.numel(), *range_of(own.ids, own.fault)], own.fault
+        span = bags.range_of(own.ids, own.fault)
+        return [own.ids.numel(), own.lengths.numel(), *span], own.fault
 
     def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = batch.of_rank(mine)
         return own.ids, own.lengths
 
-    counted = announced(grid, lookup.what, describe, *tensors)
+    counted = gather_numbers(grid, lookup.what, describe, *tensors)
     num_ids, num_bags, lows, highs = zip(*counted, strict=True)
-    check_range(grid, lookup.what, lookup.num_rows, lows, highs)
+    lookup.check_range(lows, highs)
     ids, lengths = each_rank(grid, canonical, *tensors)
     everyones = _gathered(lookup, ids, num_ids)
     weights = () if batch.weights is None else (batch.weights,)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.consent import agree, gather_texts
+from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
@@ -150,9 +150,10 @@ def init_from_local_shards(
     what, shards = "init_from_local_shards", list(local_shards)
     told = gather_texts(grid, what, lambda rank: _as_text(shards, shape, rank, grid))
     everyones = [json.loads(text) for text in told]
-    faults = {r: e["fault"] for r, e in zip(grid.ranks, everyones, strict=True) if e["fault"]}
+    said = [(rank, each["fault"]) for rank, each in zip(grid.ranks, everyones, strict=True)]
+    faults = {rank: Fault(text) for rank, text in said if text}
     if faults:
-        raise LayoutError(f"{what}: {'; '.join(f'rank {r}: {f}' for r, f in faults.items())}")
+        raise joint_error(f"{what}: ", faults, len(grid.ranks))
     kinds = {(tuple(e["shape"]), e["dtype"]) for e in everyones if e["dtype"]}
     sizes = {tuple(e["shape"]) for e in everyones}
     if len(kinds) != 1 or len(sizes) != 1:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise.comm.agreement import gather_numbers
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
-from shardwise.shard.announce import announced
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
 from shardwise.shard.routes import ToEveryone
@@ -45,7 +45,7 @@ def linear(
             )
         return [mine.numel() // in_features if in_features else 0], None
 
-    counts = tuple(n for (n,) in announced(grid, what, describe, x))
+    counts = tuple(n for (n,) in gather_numbers(grid, what, describe, x))
     route = ToEveryone(
         grid,
         blocks,

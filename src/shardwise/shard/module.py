@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.consent import agree, is_agreed
+from shardwise.comm.agreement import agree, is_agreed
 from shardwise.core.grid import Grid
 from shardwise.errors import (
     ArgumentError,

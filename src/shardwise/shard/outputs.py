@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
@@ -20,7 +21,6 @@ from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard.announce import announced
 from shardwise.shard.blocks import blocks_of, held_blocks, sized
 from shardwise.shard.device import RankDevice
 from shardwise.shard.group import home_grid
@@ -88,7 +88,7 @@ def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
             return [0] * 9, f"an output has 1 to 8 dims, found shape {tuple(mine.shape)}."
         return [mine.dim(), *mine.shape, *[0] * (8 - mine.dim())], None
 
-    shapes = [tuple(sizes[:ndim]) for ndim, *sizes in announced(grid, what, describe, x)]
+    shapes = [tuple(sizes[:ndim]) for ndim, *sizes in gather_numbers(grid, what, describe, x)]
     if len({shape[1:] for shape in shapes}) > 1:
         raise LayoutError(f"{what}: outputs differ in more than their first dim: {shapes}.")
     return Join.apply(x, joint_tiling(shapes, grid), grad_reduction)

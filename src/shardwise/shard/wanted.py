@@ -37,6 +37,15 @@ class Lookup:
     def num_rows(self) -> int:
         return self.weight._tiling.shape[0]
 
+    def check_range(self, lows: Sequence[int], highs: Sequence[int]) -> None:
+        """Raise where the ids of a rank, from low to high, leave the table; the same on all."""
+        for rank, low, high in zip(self.grid.ranks, lows, highs, strict=True):
+            if low < 0 or high >= self.num_rows:
+                raise IndexError(
+                    f"{self.what}: index out of range in a table of {self.num_rows} rows: the ids "
+                    f"of rank {rank} run from {low} to {high}."
+                )
+
     def options(self) -> dict[str, Any]:
         """What torch's functions call the options of a lookup, as constants."""
         return {
