@@ -142,6 +142,20 @@ for name in ("torch.distributed.tensor", "torch.distributed._shard", "torch._dyn
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_a_first_call_does_not_import_the_compiler():
+    program = """
+import sys, torch, shardwise
+with shardwise.simulate(2):
+    mesh = shardwise.init_device_mesh("cpu", (2,))
+    x = shardwise.distribute_tensor(torch.ones(4, 3), mesh, [shardwise.Shard(0)])
+    y = torch.relu(x + x) * 2.0
+    y.add_(x).mul_(y > 1)
+    assert y.full_tensor().tolist() == [[5.0] * 3] * 4
+assert "torch._dynamo" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
 def test_packages_need_no_import_of_their_own():
     program = """
 import sys, shardwise

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
+import shardwise
+from shardwise.core.grid import grid_of
+from shardwise.core.layout import make_layout
+from shardwise.core.placements import REPLICATE
 from shardwise.rules.infer import infer_outputs
+
+aten = torch.ops.aten
 
 
 @pytest.mark.parametrize("keepdim", [False, True])
@@ -28,3 +36,33 @@ def test_a_norm_over_a_dim_that_is_not_there_raises() -> None:
     op = torch.ops.aten.linalg_vector_norm.default
     with pytest.raises(IndexError):
         infer_outputs(op, (torch.ones(1, 3), 2, [-3]), {}, symbolic=False)
+
+
+SHAPES = [(4, 6), (6,), (4, 1), (), (0, 3)]
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES)], ids=str)
+@pytest.mark.parametrize(
+    "op", [aten.add.Tensor, aten.add_.Tensor, aten.div.Tensor, aten.eq.Tensor], ids=str
+)
+def test_a_pointwise_result_is_that_of_one_device(
+    op: torch._ops.OpOverload, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    with shardwise.simulate(1):
+        grid = grid_of(shardwise.init_device_mesh("cpu", (1,)))
+        for shapes in itertools.product(SHAPES, SHAPES):
+            pairs = zip(shapes, dtypes, strict=True)
+            operands = [torch.ones(shape, dtype=dtype) for shape, dtype in pairs]
+            layouts = [
+                make_layout(grid, (REPLICATE,), tuple(x.shape), x.stride(), x.dtype)
+                for x in operands
+            ]
+            try:
+                want = op(*operands)
+            except RuntimeError:
+                continue
+            (meta,), _ = infer_outputs(op, layouts, {}, symbolic=False)
+            found = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+            assert (found.shape, found.dtype) == (want.shape, want.dtype)
+            assert found.stride() == want.stride() or not want.numel()

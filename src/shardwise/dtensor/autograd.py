@@ -152,17 +152,23 @@ _cached_route = functools.lru_cache(maxsize=4096)(_route)
 world_caches.append(_cached_route.cache_clear)
 
 
-def direct_apply(function: type[torch.autograd.Function]) -> Any:
+def bare_apply(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its Python layer, which only looks for functorch transforms.
 
     The one around `backward` goes too: it only asks which of two names the function has used.
+    Whoever calls it has made snapshots `current`: inside of `forward` nobody could tell that
+    gradients will be asked for.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
-    apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
+    return super(torch.autograd.Function, function).apply  # type: ignore[misc]
+
+
+def direct_apply(function: type[torch.autograd.Function]) -> Any:
+    """As `bare_apply`, with a look at each argument for snapshots."""
+    apply = bare_apply(function)
 
     def applied(*args: Any) -> Any:
         for arg in args:
-            # Inside of `forward` nobody could tell that gradients will be asked for.
             if isinstance(arg, Wrapped) and arg._layout.snapshot:
                 current(arg)
         return apply(*args)
@@ -189,6 +195,8 @@ def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
     if x.is_sparse:
         x = x.terms()  # rows that lie elsewhere travel dense
     if torch.is_grad_enabled() and x.requires_grad:
+        if x._layout.snapshot:
+            current(x)
         return _apply_redistribute(x, target, async_op)
     return move(x, target, own=True, async_op=async_op)
 
@@ -259,7 +267,7 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         return redistribute(grad, wanted)
 
 
-_apply_redistribute = direct_apply(Redistribute)
+_apply_redistribute = bare_apply(Redistribute)
 
 
 class ToLocal(UntracedFunction):
@@ -401,5 +409,7 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     )
 
 
+#: Of a DTensor that is no snapshot, or is current.
+current_to_local = bare_apply(ToLocal)
 to_local = direct_apply(ToLocal)
-from_local = direct_apply(FromLocal)
+from_local = bare_apply(FromLocal)

@@ -10,16 +10,20 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from shardwise.rules.infer import hollowed
 from shardwise.rules.positional import in_order
+from shardwise.rules.rule import TensorMeta
 
 #: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
 _COMPOSITE = {torch.ops.aten.linear.default: torch._C._nn.linear}
 
 
-def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable[..., Any]:
+def fastest(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
+) -> Callable[..., Any]:
     """Torch's own binding of an op where there is one, else the op.
 
     An OpOverload called from Python takes about twice as long as the binding. The binding is tried
-    without data under a mode that lets nothing but the very op through.
+    without data under a mode that lets nothing but the very op through; `made` is what that makes,
+    as `infer_outputs` says it.
     """
     if op in _COMPOSITE:
         return _COMPOSITE[op]
@@ -27,7 +31,7 @@ def fastest(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Callable
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
-                with _Only(op, hollow_args, hollow_kwargs):
+                with _Only(op, hollow_args, hollow_kwargs, made):
                     binding(*hollow_args, **hollow_kwargs)
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue
@@ -48,9 +52,9 @@ class _OtherOp(Exception):
 class _Only(TorchDispatchMode):
     """Lets exactly one call through: some bindings have other defaults than their op."""
 
-    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         super().__init__()
-        self.op = op
+        self.op, self.made = op, made
         self.given = in_order(op, args, kwargs)
 
     @classmethod
@@ -62,6 +66,14 @@ class _Only(TorchDispatchMode):
             map(_same, in_order(func, args, kwargs or {}), self.given)
         ):
             raise _OtherOp
+        # It need not run: its shape function may be one that imports the compiler.
+        schema, made = func._schema, self.made
+        if isinstance(made, TensorMeta) and len(schema.returns) == 1:
+            first = schema.arguments[0].alias_info
+            if schema.returns[0].alias_info is None:
+                return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if first is not None and first.is_write:
+                return args[0]
         return func(*args, **(kwargs or {}))
 
 

@@ -25,7 +25,7 @@ def local_layout(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Layout:
-    """The layout of the global tensor whose parts look like `local`."""
+    """The layout of the global tensor whose parts look like `local`, which fit into it."""
     if shape is None and stride is None and not grid.world.simulated and placements is not None:
         # The common case, many times over: one dictionary lookup.
         key = (
@@ -38,18 +38,31 @@ def local_layout(
         try:
             found = _known.get(key)
         except TypeError:  # a symbolic size has no hash
-            return _local_layout(local, grid, placements, shape, stride)
+            return _fitting_layout(local, grid, placements, shape, stride)
         if found is None:
-            found = _local_layout(local, grid, placements, shape, stride)
+            found = _fitting_layout(local, grid, placements, shape, stride)
             if len(_known) >= 4096:
                 _known.clear()
             _known[key] = found
         return found
-    return _local_layout(local, grid, placements, shape, stride)
+    return _fitting_layout(local, grid, placements, shape, stride)
 
 
 _known: dict[Any, Layout] = {}
 world_caches.append(_known.clear)
+
+
+def _fitting_layout(
+    local: torch.Tensor,
+    grid: Grid,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
+    layout = _local_layout(local, grid, placements, shape, stride)
+    if shape is not None or gives_sizes(placements):
+        check_fits(local, layout)
+    return layout
 
 
 def _local_layout(

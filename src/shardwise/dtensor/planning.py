@@ -66,7 +66,7 @@ def make_entry(
     binding = spelled if spelled is not op else None
     runs_op = binding is None and plan.local is None and isinstance(op, torch._ops.OpOverload)
     if runs_op and not symbolic:
-        binding = fastest(op, args, kwargs)
+        binding = fastest(op, args, kwargs, shape)
     if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
         binding = torch.Tensor.reshape  # what was copied may lie otherwise than the global strides
     entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)

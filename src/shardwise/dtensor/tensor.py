@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
@@ -48,7 +49,6 @@ from shardwise.dtensor.traced import (
     exported_to_local,
     install,
     is_exported,
-    is_traced,
     traced_from_local,
 )
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
@@ -69,6 +69,8 @@ _make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
 _undispatched = torch._C._DisableTorchDispatch
 _item = torch.Tensor.__getitem__
+_matmul: Any = torch.Tensor.__matmul__
+_mm: Any = torch.mm
 _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 _Size = torch.Size
@@ -318,6 +320,12 @@ class DTensor(Wrapped):
         index, value = for_ints(self, index, value)
         super().__setitem__(index, value)
 
+    def __matmul__(self, other: Any) -> Any:
+        # A product of two matrices without the way through a kernel above autograd.
+        if type(other) is DTensor and len(self._layout.shape) == len(other._layout.shape) == 2:
+            return _mm(self, other)
+        return _matmul(self, other)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         layout = self._layout
         grad = ", requires_grad=True" if self.requires_grad else ""
@@ -374,7 +382,8 @@ class DTensor(Wrapped):
         reads the gradient.
         """
         mesh = device_mesh if device_mesh is not None else current_mesh()
-        if is_traced():  # and the compiler decides itself how late to wait
+        # The compiler decides itself how late to wait.
+        if is_dynamo_compiling() or (is_exporting() and is_exported()):
             return traced_from_local(
                 local_tensor,
                 spelled_mesh(mesh),
@@ -391,8 +400,6 @@ class DTensor(Wrapped):
         if run_check:
             doors.check_all_ranks(local, grid, placements, shape, stride)
         layout = doors.local_layout(local, grid, placements, shape, stride)
-        if shape is not None or doors.gives_sizes(placements):
-            doors.check_fits(local, layout)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor.wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
@@ -409,7 +416,7 @@ class DTensor(Wrapped):
         `grad_placements` says how the gradient that comes back is laid out; by default as the
         tensor itself, and replicated where it is Partial.
         """
-        if is_exported():
+        if is_exporting() and is_exported():
             return exported_to_local(self, grad_placements)
         layout = self._layout
         if layout.snapshot:
@@ -421,7 +428,7 @@ class DTensor(Wrapped):
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
             grad_layout = autograd.own_entries(layout).with_placements(normal)
-        return autograd.to_local(self, grad_layout)
+        return autograd.current_to_local(self, grad_layout)
 
     def redistribute(
         self,
@@ -452,7 +459,7 @@ class DTensor(Wrapped):
             )
         if placements is None:
             raise ArgumentError("redistribute() needs placements, one per mesh axis.")
-        if is_exported():
+        if is_exporting() and is_exported():
             return exported_redistribute(self, placements, order, forward_dtype, backward_dtype)
         target = autograd.placed(layout, placements, order)
         if forward_dtype is None and backward_dtype is None:

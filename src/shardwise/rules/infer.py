@@ -116,6 +116,10 @@ def infer_outputs(
     schema = getattr(op, "_schema", None)
     if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
         return (), None  # a number: only the data can tell it
+    if not symbolic:
+        meta = _elementwise(op, args, kwargs)
+        if meta is not None:
+            return (meta,), meta
     with _without_data(symbolic):
         result = _call_hollow(op, args, kwargs)
         dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
@@ -124,6 +128,53 @@ def infer_outputs(
     metas: list[TensorMeta] = []
     shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
     return tuple(metas), shape
+
+
+def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorMeta | None:
+    """The result of a pointwise op on contiguous tensors; None where torch has to be asked.
+
+    Torch's shape functions for these ops are written in Python, and the first call of one imports
+    the compiler, which takes longer than everything else that a first call does.
+    """
+    if not _asks_python(op) or any(isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()):
+        return None
+    if any(isinstance(a, (torch.Tensor, list, tuple)) for a in args):
+        return None
+    tensors = [a for a in args if isinstance(a, Layout)]
+    if any(t.stride != contiguous_stride(t.shape) for t in tensors):
+        return None
+    try:
+        shape = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
+        if any(t.shape != shape for t in tensors):
+            # Strides of dims of size one would depend on how each operand is broadcast.
+            if any(size < 2 for size in shape):
+                return None
+            if op._schema.is_mutable and tensors[0].shape != shape:
+                return None
+        # The dtype is that of the op itself on no values, or on one where a tensor has no dims.
+        few = [_few_values(a) if isinstance(a, Layout) else a for a in args]
+        with _without_data(symbolic=False):
+            dtype = op(*few, **kwargs).dtype
+    except Exception:
+        return None  # torch's shape function says what is wrong
+    return TensorMeta(shape, contiguous_stride(shape), dtype)
+
+
+def _asks_python(op: Any) -> bool:
+    """Whether it is pointwise, with a shape function in Python that we know nothing better than."""
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and torch.Tag.pointwise in op.tags
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and torch._C.DispatchKey.Meta in op.py_kernels
+        and op not in _SHAPES
+        and len(op._schema.returns) == 1
+        and not op.is_view
+    )
+
+
+def _few_values(layout: Layout) -> torch.Tensor:
+    return torch.ones((0,) if layout.shape else (), dtype=layout.dtype)
 
 
 def _makes_anew(op: Any) -> bool:

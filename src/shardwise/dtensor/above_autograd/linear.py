@@ -13,7 +13,8 @@ from torch.nn import functional as F
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.operands import all_distributed, are_distributed, merged
-from shardwise.dtensor.autograd import direct_apply, gradient_layout_of
+from shardwise.dtensor.autograd import bare_apply, gradient_layout_of
+from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.rules.matmul import (
     conjugate,
@@ -73,7 +74,7 @@ class LinearWeightGrad(UntracedFunction):
         return F.linear(x, grad_weight), F.linear(grad, conjugate(grad_weight.t())), None
 
 
-_apply_linear = direct_apply(Linear)
+_apply_linear = bare_apply(Linear)
 
 
 def linear(x: Any, weight: Any, bias: Any = None) -> Any:
@@ -91,8 +92,17 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        if weight.requires_grad and len(x._layout.shape) > 2:
-            x = merged(x, len(x._layout.shape) - 1)
+        layout = x._layout
+        if (
+            layout.snapshot
+            or weight._layout.snapshot
+            or (bias is not None and bias._layout.snapshot)
+        ):
+            for operand in (x, weight, bias):
+                if operand is not None:
+                    current(operand)
+        if weight.requires_grad and len(layout.shape) > 2:
+            x = merged(x, len(layout.shape) - 1)
         return _apply_linear(x, weight, bias)
     return _linear(x, weight, bias)
 

@@ -23,10 +23,12 @@ _matmul = aten.matmul.default
 
 def matmul(left: Any, right: Any) -> Any:
     """A batch of matrices times as many matrices, or times one, has a shorter way than others."""
-    batched = type(left) is DTensor and type(right) is DTensor and left.dim() > 2
+    batched = type(left) is DTensor and type(right) is DTensor
     if batched:
         batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
-        batched = batch == others or right.dim() == 2
+        if left.dim() == right.dim() == 2:
+            return torch.mm(left, right)
+        batched = left.dim() > 2 and (batch == others or right.dim() == 2)
     if not batched or left.dtype.is_complex:
         return _broadcast_matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):

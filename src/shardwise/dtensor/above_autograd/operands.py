@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE
+from shardwise.core.world import world_caches
 from shardwise.dtensor.mixing import check_plain
 from shardwise.dtensor.tensor import DTensor
 
@@ -37,14 +40,22 @@ def merged(x: Any, num: int) -> Any:
     Where they do not follow each other in memory that is a copy, and `x` may be written to later.
     """
     layout = x._layout
-    if layout.symbolic:
-        return x
-    stride, expected = layout.stride, None
-    for dim in range(num - 1, -1, -1):
-        size = layout.shape[dim]
+    return x if layout.symbolic or _follow_each_other(layout, num) else x.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _follow_each_other(layout: Layout, num: int) -> bool:
+    """Whether the first `num` dims can be one dim of the same memory."""
+    if 0 in layout.shape:
+        return True
+    expected: Any = None
+    for stride, size in zip(layout.stride[:num][::-1], layout.shape[:num][::-1], strict=True):
         if size == 1:
             continue
-        if expected is not None and stride[dim] != expected:
-            return x.contiguous() if x.numel() else x
-        expected = stride[dim] * size
-    return x
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
+
+
+world_caches.append(_follow_each_other.cache_clear)
