@@ -354,9 +354,7 @@ class _Collection(nn.Module):
         dims = [table.embedding_dim for table in self.tables for _ in table.features]
         if self._side_by_side:
             dims = [sum(dims)]
-        simulated = grid is not None and grid.world.simulated
-        ranks = grid.ranks if grid is not None and simulated else None
-        return form_of(dims, stacks.dtype, stacks.device, ranks)
+        return form_of(dims, stacks.dtype, stacks.device, grid)
 
     def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:
         """`_run`, as torch.compile reads it; `num_bags` of each feature, in the order of output."""

@@ -18,8 +18,7 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
-from shardwise.shard.traced import eager, hollow, is_traced, traced
-from shardwise.shard.traced_call import Call
+from shardwise.shard.traced import Call, declare, is_traced, traced
 
 
 def linear(
@@ -109,13 +108,12 @@ class ShareOfGradient(UntracedFunction):
 
 
 def _outputs_of(
-    call: Call, held: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
+    call: Call, weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    dtype = held.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
+    dtype = weight.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
     if bias is not None:
         dtype = torch.promote_types(dtype, bias.dtype)
-    return held.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
+    return weight.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
 
 
-eager["linear"] = linear
-hollow["linear"] = _outputs_of
+declare("linear", linear, _outputs_of)

@@ -11,8 +11,7 @@ from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.traced import eager, hollow, is_traced, traced
-from shardwise.shard.traced_call import Call
+from shardwise.shard.traced import Call, declare, is_traced, traced
 from shardwise.shard.wanted import BagBatch, Lookup
 
 MODES = ("sum", "mean", "max")
@@ -113,13 +112,13 @@ def _check_mode(
 # -- in compiled code ----------------------------------------------------------------------------
 
 
-def _rows_of(call: Call, held: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return held.new_empty((*input.shape, call.tiling.shape[1]))
+def _rows_of(call: Call, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty((*input.shape, call.tiling.shape[1]))
 
 
 def _bags_of(
     call: Call,
-    held: torch.Tensor,
+    weight: torch.Tensor,
     input: torch.Tensor,
     offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
@@ -127,8 +126,8 @@ def _bags_of(
     num_bags = input.shape[0]
     if offsets is not None:
         num_bags = offsets.shape[0] - int(call.options["include_last_offset"])
-    return held.new_empty((num_bags, call.tiling.shape[1]))
+    return weight.new_empty((num_bags, call.tiling.shape[1]))
 
 
-eager.update({"embedding": embedding, "embedding_bag": embedding_bag})
-hollow.update({"embedding": _rows_of, "embedding_bag": _bags_of})
+declare("embedding", embedding, _rows_of)
+declare("embedding_bag", embedding_bag, _bags_of)
