@@ -22,9 +22,10 @@ import torch
 
 from shardwise.comm.local_tensor import collective_handlers
 from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.sources import source_digest
 from shardwise.core.untraced import untraced
 from shardwise.embedding.jagged import Jagged
-from shardwise.errors import UnsupportedError
+from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.exchange.between import part_per_rank
 from shardwise.exchange.effect_op import EffectOp
 
@@ -34,8 +35,7 @@ if TYPE_CHECKING:
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
     "collection(Tensor handle, str form, str code, str[] features, str? problem, SymInt[] sizes, "
-    "Tensor values, Tensor lengths, Tensor? first, Tensor? weights, Tensor? batch_sizes) "
-    "-> Tensor[]"
+    "str[] names, Tensor[] tensors) -> Tensor[]"
 )
 
 #: The size of a result that is known only when ids are.
@@ -62,6 +62,76 @@ def form_of(
     return json.dumps({"dims": dims, "dtype": name, "device": device.type, "grid": spelled})
 
 
+# -- as torch.compile reads it: nothing here looks at a value ------------------------------------
+
+
+def jagged_in_graph(batch: Any) -> Jagged:
+    """`Jagged.of`; an invalid batch raises later, on all ranks together."""
+    try:
+        return Jagged.of(batch)
+    except ArgumentError as error:
+        nothing = torch.empty(0, dtype=torch.int64)
+        jagged = Jagged((), nothing, lengths=nothing)
+        jagged.problem = str(error)
+        return jagged
+
+
+def num_bags_in_graph(
+    batch: Jagged, features: Sequence[str], *, equal: bool = False
+) -> Sequence[int]:
+    """How many bags each of `features` has; all have as many as the others where they must."""
+    if batch.problem is not None:
+        return [0] * len(features)
+    if equal or batch.sizes is None:
+        return [batch.lengths.shape[0] // max(1, len(batch.features))] * len(features)
+    if not batch.sizes:
+        raise UnsupportedError(
+            "batch_sizes in compiled code: a graph has to know how many bags each feature has, and "
+            "these are a tensor that was made inside it, or differ between ranks. Give a list."
+        )
+    sizes = dict(zip(batch.features, batch.sizes, strict=False))
+    return [sizes.get(feature, 0) for feature in features]
+
+
+def lengths_in_graph(batch: Jagged, features: Sequence[str]) -> list[torch.Tensor]:
+    """The lengths of each feature's bags."""
+    found, start = {}, 0
+    for feature, num in zip(batch.features, num_bags_in_graph(batch, batch.features), strict=True):
+        found[feature] = batch.lengths[start : start + num]
+        start += num
+    return [found.get(feature, batch.lengths[:0]) for feature in features]
+
+
+def look_up_in_graph(
+    handle: torch.Tensor, form: str, batch: Jagged, sizes: Sequence[int]
+) -> list[torch.Tensor]:
+    """The results of a collection, of `sizes` rows."""
+    values, lengths = batch.values_in_graph(), batch.lengths
+    if batch.problem is not None:  # they may be anything
+        values = lengths = torch.empty(0, dtype=torch.int64)
+    given = {"values": values, "lengths": lengths, "first": batch.first}
+    given |= {"batch_sizes": batch.batch_sizes, "weights": batch.weights_in_graph()}
+    there = {name: x for name, x in given.items() if x is not None}
+    return torch.ops.shardwise.collection(
+        handle,
+        form,
+        _code(),
+        batch.features,
+        batch.problem,
+        sizes,
+        list(there),
+        list(there.values()),
+    )
+
+
+def _code() -> str:
+    """Which version of this package compiled code is of."""
+    return source_digest()
+
+
+_code._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 @untraced
 def _traced(
     handle: torch.Tensor,
@@ -70,21 +140,14 @@ def _traced(
     features: Sequence[str],
     problem: str | None,
     sizes: Sequence[int],
-    values: torch.Tensor,
-    lengths: torch.Tensor,
-    first: torch.Tensor | None,
-    weights: torch.Tensor | None,
-    batch_sizes: torch.Tensor | None,
+    names: Sequence[str],
+    tensors: Sequence[torch.Tensor],
 ) -> list[torch.Tensor]:
+    options = json.loads(form) | {"features": features, "problem": problem}
+    inputs = {"handle": handle, **dict(zip(names, tensors, strict=True))}
     if type(handle) is torch.Tensor and not torch.compiler.is_exporting():  # nothing is traced
-        own = Jagged(features, values, lengths=lengths, weights=weights, batch_sizes=batch_sizes)
-        own.first, own.problem = first, problem
-        return list(_collections[int(handle)]._run(own)[1])
-    known = json.loads(form)
-    grid = None if known["grid"] is None else read_grid(known["grid"])
-    options = {"form": known, "features": features, "problem": problem}
-    inputs = {"handle": handle, "values": values, "lengths": lengths, "first": first}
-    inputs |= {"batch_sizes": batch_sizes, "weights": weights}
+        return list(_look_up(options, **inputs))
+    grid = None if options["grid"] is None else read_grid(options["grid"])
     return list(_LOOK_UP(grid, options, inputs, sizes=sizes))
 
 
@@ -98,38 +161,32 @@ collective_handlers[torch.ops.shardwise.collection.default] = lambda func, args,
 # -- the op --------------------------------------------------------------------------------------
 
 
-def _decode(options: Any, grid: Grid | None) -> Any:
-    return options | {"grid": grid}
-
-
-def _run(
+def _look_up(
     known: Any, handle: torch.Tensor, first: torch.Tensor | None = None, **tensors: Any
 ) -> tuple[torch.Tensor, ...]:
     batch = Jagged(known["features"], **tensors)
     batch.first, batch.problem = first, known["problem"]
-    _, outputs = _collections[int(handle)]._run(batch)
-    if known["grid"] is not None:
-        _check_one_size(known["grid"], outputs)
-    return outputs
+    return _collections[int(handle)]._run(batch)[1]
 
 
-def _check_one_size(grid: Grid, outputs: Sequence[torch.Tensor]) -> None:
-    for out in outputs:
+def _run(known: Any, **inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    outputs, grid = _look_up(known, **inputs), known["grid"]
+    for out in outputs if grid is not None else ():
         shapes = [tuple(part.shape) for part in part_per_rank(grid, out)]
         if any(shape != shapes[0] for shape in shapes):
             raise UnsupportedError(
                 "In a simulated world one graph cannot have a size per rank, and ranks get results "
                 f"of shapes {shapes}. Give batches of one size, or leave the collection uncompiled."
             )
+    return outputs
 
 
 def _shapes(
     known: Any, sizes: Sequence[Any], ranks: Sequence[dict[str, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
-    form = known["form"]
-    options: Any = {"dtype": getattr(torch, form["dtype"]), "device": form["device"]}
+    options: Any = {"dtype": getattr(torch, known["dtype"]), "device": known["device"]}
     nums = [torch.library.get_ctx().new_dynamic_size() if _is_unknown(n) else n for n in sizes]
-    shapes = list(zip(nums, form["dims"], strict=True))
+    shapes = list(zip(nums, known["dims"], strict=True))
     return [[torch.empty(shape, **options) for shape in shapes] for _ in ranks]
 
 
@@ -137,4 +194,11 @@ def _is_unknown(size: Any) -> bool:
     return type(size) is int and size == NOT_KNOWN  # a symbol is not asked
 
 
-_LOOK_UP = EffectOp("collection", "a collection", _run, _shapes, decode=_decode, handle="handle")
+_LOOK_UP = EffectOp(
+    "collection",
+    "a collection",
+    _run,
+    _shapes,
+    decode=lambda options, grid: options | {"grid": grid},
+    handle="handle",
+)

@@ -23,7 +23,7 @@ import itertools
 import json
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
 from shardwise.exchange.effects import check_place, install, with_autograd
+from shardwise.rules.picked_rows import unknown_length
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("effect(str call, bool[] needs, SymInt[] sizes, Tensor[] inputs) -> Tensor[]")
@@ -87,7 +88,7 @@ class EffectOp:
     gradient: Callable[..., torch.Tensor] | None = None
     #: The input that stands for what is no input, such as tables that backward updates: the same on
     #: every rank, with a gradient of zeros, so that torch calls backward.
-    handle: str = ""
+    handle: str | None = None
 
     def __post_init__(self) -> None:
         _declared[self.name] = self
@@ -139,43 +140,30 @@ class _Call:
     inputs: dict[str, tuple[int, str, str]]
     row_sparse: bool
 
-    @property
-    def num_ranks(self) -> int:
-        return 1 if self.grid is None else len(ranks_present(self.grid))
-
-    def num_parts(self, name: str) -> int:
-        return 1 if name == self.op.handle else self.num_ranks
+    def num_parts(self, name: str = "") -> int:
+        """How many tensors an input or an output is given as: one per rank present."""
+        if self.grid is None or name == self.op.handle:
+            return 1
+        return len(ranks_present(self.grid))
 
     def num_pieces(self, name: str) -> int:
         """How many tensors a gradient consists of: one, or row numbers and values."""
         return 2 if self.row_sparse and name == next(iter(self.inputs)) else 1
 
-    def parts(self, x: torch.Tensor, name: str | None = None) -> list[torch.Tensor]:
-        """The tensors of the ranks present."""
+    def parts(self, x: torch.Tensor, name: str = "") -> list[torch.Tensor]:
         return [x] if self.grid is None or name == self.op.handle else part_per_rank(self.grid, x)
 
-    def joined(self, parts: Iterator[torch.Tensor], sized: bool = True) -> torch.Tensor:
+    def joined(
+        self, parts: Iterator[torch.Tensor], name: str = "", sized: bool = True
+    ) -> torch.Tensor:
         """The next tensor of all ranks; not `sized` where it goes into a distributed one."""
-        if self.grid is None:
+        if self.grid is None or name == self.op.handle:
             return next(parts)
-        return one_tensor(self.grid, list(itertools.islice(parts, self.num_ranks)), sized=sized)
+        return one_tensor(self.grid, _next(parts, self.num_parts()), sized=sized)
 
-    def tensors(self, parts: Iterable[torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The inputs by name, as eager code takes them."""
-        left = iter(parts)
-        found = {
-            name: next(left) if name == self.op.handle else self.joined(left)
-            for name in self.inputs
-        }
-        return self.op.enter(self.known, {name: x.detach() for name, x in found.items()})
 
-    def of_each_rank(self, parts: Iterable[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
-        left = iter(parts)
-        columns = {name: list(itertools.islice(left, self.num_parts(name))) for name in self.inputs}
-        return [
-            {name: column[min(place, len(column) - 1)] for name, column in columns.items()}
-            for place in range(self.num_ranks)
-        ]
+def _next(items: Iterator[Any], num: int) -> list[Any]:
+    return list(itertools.islice(items, num))
 
 
 @functools.lru_cache(maxsize=1024)
@@ -225,7 +213,7 @@ class _Effect(UntracedFunction):
         # The inputs are saved for what traces alone: the graph has no use for their values.
         ctx.save_for_backward(number, *inputs)
         left = iter(out)
-        return tuple(call.joined(left) for _ in range(len(out) // call.num_ranks))
+        return tuple(call.joined(left) for _ in range(len(out) // call.num_parts()))
 
     @staticmethod
     @differentiated_once("an exchange between ranks")
@@ -240,13 +228,9 @@ class _Effect(UntracedFunction):
         return None, None, None, None, *own
 
 
-def _gradient(
-    call: _Call, name: str, x: torch.Tensor, found: Iterator[torch.Tensor]
-) -> torch.Tensor:
-    if name == call.op.handle:
-        return next(found)
+def _gradient(call: _Call, name: str, x: Any, found: Iterator[torch.Tensor]) -> torch.Tensor:
     if not isinstance(x, DTensor):
-        return call.joined(found)
+        return call.joined(found, name)
     assert call.op.gradient is not None, "an op says what the gradient of a DTensor is"
     pieces = [call.joined(found, sized=False) for _ in range(call.num_pieces(name))]
     return call.op.gradient(call.known, x, *pieces)
@@ -283,8 +267,9 @@ def _no_number() -> torch.Tensor:
 def _forward(
     text: str, needs: Sequence[bool], sizes: Sequence[Size], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call = _read(text)
-    tensors = call.tensors(inputs)
+    call, left = _read(text), iter(inputs)
+    tensors = {name: call.joined(left, name).detach() for name in call.inputs}
+    tensors = call.op.enter(call.known, tensors)
     for x, need in zip(tensors.values(), needs, strict=True):
         x.requires_grad_(need)
     with with_autograd(any(needs)):
@@ -370,9 +355,14 @@ def _pieces(grad: torch.Tensor) -> list[torch.Tensor]:
 def _forward_shapes(
     text: str, needs: Sequence[bool], sizes: Sequence[Size], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call = _read(text)
-    ranks = call.op.fake(call.known, sizes, call.of_each_rank(inputs))
-    return [*(part for output in zip(*ranks, strict=True) for part in output), _no_number()]
+    call, left = _read(text), iter(inputs)
+    given = {name: _next(left, call.num_parts(name)) for name in call.inputs}
+    ranks = [
+        {name: parts[place % len(parts)] for name, parts in given.items()}
+        for place in range(call.num_parts())
+    ]
+    outputs = zip(*call.op.fake(call.known, sizes, ranks), strict=True)
+    return [*(part for output in outputs for part in output), _no_number()]
 
 
 def _backward_shapes(
@@ -389,27 +379,13 @@ def _backward_shapes(
         if not need:
             continue
         options: Any = {"dtype": getattr(torch, dtype), "device": device}
-        shapes = [tuple(itertools.islice(left, ndim)) for _ in range(call.num_parts(name))]
+        shapes = [_next(left, ndim) for _ in range(call.num_parts(name))]
         if call.num_pieces(name) == 2:
-            nums = [unknown_size() for _ in shapes]
-            results += [torch.empty(n, dtype=torch.int64, device=device) for n in nums]
-            shapes = [(n, *shape[1:]) for n, shape in zip(nums, shapes, strict=True)]
+            nums = [unknown_length(number) for _ in shapes]
+            results += [torch.empty(num, dtype=torch.int64, device=device) for num in nums]
+            shapes = [[num, *shape[1:]] for num, shape in zip(nums, shapes, strict=True)]
         results += [torch.empty(shape, **options) for shape in shapes]
     return results
-
-
-def unknown_size() -> Size:
-    """A size that a graph learns when it runs.
-
-    `new_dynamic_size` of torch.library would ask whether sizes may be like that at all, which
-    torch.compile says no to without fullgraph=True.
-    """
-    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
-
-    shape_env: Any = torch.library.get_ctx()._shape_env
-    size = shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, min=0)
-    return size
 
 
 install(_library, "effect", _forward, _forward_shapes)

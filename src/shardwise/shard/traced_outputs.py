@@ -27,7 +27,8 @@ from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
-from shardwise.exchange.effect_op import EffectOp, unknown_size
+from shardwise.exchange.effect_op import EffectOp
+from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.blocks import sized
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, shared
@@ -135,7 +136,7 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
 def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:
     """The ranks of a simulated world share one graph."""
     if len(own) == len(known.ranks.ranks):
-        first, *others = _blocks(known, own)
+        first, *others = _block_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
             asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
             raise UnsupportedError(one_size(asked))
@@ -152,8 +153,7 @@ class _Sharded(UntracedFunction):
         first, *_ = part_per_rank(grid, extent)
         local = one_tensor(grid, part_per_rank(grid, block.detach()), sized=False)
         tiling = TilingToCome(SpecToCome(known.spec, grid), (first.shape[0], *row), first)
-        ctx.made = over(ShardedTensor, local, tiling)
-        ctx.made.grad_reduction = known.plan.grad_reduction
+        ctx.made = over(ShardedTensor, local, tiling, known.plan)
         return ctx.made
 
     @staticmethod
@@ -176,47 +176,37 @@ def _shapes(
     known: Output, _: Any, ranks: Sequence[dict[str, torch.Tensor]]
 ) -> list[list[torch.Tensor]]:
     like, own = ranks[0]["own"], [rank["own"].shape for rank in ranks]
-    if len(ranks) == len(known.ranks.ranks):
-        found, num_rows = _blocks(known, own), _num_rows(own)
+    if len(own) == len(known.ranks.ranks):
+        num_rows, found = _num_rows(own), _block_shapes(known, own)
     else:
-        num_rows = unknown_size()
-        found = [_block_to_come(known, own[0], num_rows)]
+        num_rows = unknown_length(like)
+        found = _block_shapes(known, [(0, *own[0][1:])])
+        if isinstance(known.spec, ChunkShardingSpec):
+            cut = known.spec.dim in (0, -len(own[0]))
+            found = [(unknown_length(like) if cut else num_rows, *found[0][1:])]
     return [[like.new_empty(shape), new_extent(like, num_rows)] for shape in found]
-
-
-def _blocks(known: Output, own: Sequence[Sequence[Size]]) -> list[Sequence[Size]]:
-    """The ranks' blocks, where all of them are present."""
-    joint = (_num_rows(own), *own[0][1:])
-    return [_block_shape(known, rank, joint) for rank in known.ranks.ranks]
 
 
 def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
     return sum(shape[0] for shape in shapes if shape)
 
 
-def _block_to_come(known: Output, shape: Sequence[Size], num_rows: Size) -> Sequence[Size]:
-    """This rank's block; how long it is along dim 0 depends on what others put out."""
-    rank = known.ranks.ranks[ranks_present(known.ranks)[0]]
-    if isinstance(known.plan.spec, EnumerableShardingSpec) or not shape:
-        return _block_shape(known, rank, shape)
-    block = _block_shape(known, rank, (0, *shape[1:]))
-    cut = isinstance(known.spec, ChunkShardingSpec) and known.spec.dim in (0, -len(shape))
-    return (unknown_size() if cut else num_rows, *block[1:])
-
-
-def _block_shape(known: Output, rank: int, shape: Sequence[Size]) -> Sequence[Size]:
-    """A rank's block of a joint tensor. What does not fit is found out when the op runs."""
-    spec, ndim = known.plan.spec, len(shape)
+def _block_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
+    """Of the ranks present. What does not fit is found out when the op runs."""
+    shape, spec = (_num_rows(own), *own[0][1:]), known.spec
+    ranks, ndim = [known.ranks.ranks[place] for place in ranks_present(known.ranks)], len(shape)
     if isinstance(spec, EnumerableShardingSpec):
-        return _enumerated(known, rank) or shape
+        return [_enumerated(known, rank) or shape for rank in ranks]
     assert isinstance(spec, ChunkShardingSpec), "there are two kinds of specs"
     if not -ndim <= spec.dim < ndim:
-        return shape
-    dim = spec.dim % ndim
-    chunks = zip(spec.placements, lengths(shape[dim], len(spec.placements), None), strict=True)
-    block = list(shape)
-    block[dim] = sum(length for place, length in chunks if place.rank == rank)
-    return block
+        return [shape for _ in ranks]
+    dim, found = spec.dim % ndim, []
+    pieces = lengths(shape[dim], len(spec.placements), None)
+    for rank in ranks:
+        chunks = zip(spec.placements, pieces, strict=True)
+        mine = sum(length for place, length in chunks if place.rank == rank)
+        found.append((*shape[:dim], mine, *shape[dim + 1 :]))
+    return found
 
 
 def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
