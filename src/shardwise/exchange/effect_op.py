@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.sources import source_digest
@@ -55,8 +56,6 @@ _ops: Any = torch.ops.shardwise
 
 #: Where compiled code expects the first number of a tensor.
 ALIGNED_BYTES = 16
-#: A size of a tensor while a compiler traces: a number or a symbol.
-Size = Any
 _declared: dict[str, EffectOp] = {}
 
 
@@ -374,16 +373,18 @@ def _backward_shapes(
     sizes: Sequence[Size],
 ) -> list[torch.Tensor]:
     call, left = _read(text), iter(sizes)
+    here = {grad.device.type: grad.device for grad in grads}
     results: list[torch.Tensor] = []
-    for (name, (ndim, dtype, device)), need in zip(call.inputs.items(), needs, strict=True):
+    for (name, (ndim, dtype, kind)), need in zip(call.inputs.items(), needs, strict=True):
         if not need:
             continue
-        options: Any = {"dtype": getattr(torch, dtype), "device": device}
+        device = here.get(kind, torch.device(kind))
         shapes = [_next(left, ndim) for _ in range(call.num_parts(name))]
         if call.num_pieces(name) == 2:
             nums = [unknown_length(number) for _ in shapes]
             results += [torch.empty(num, dtype=torch.int64, device=device) for num in nums]
             shapes = [[num, *shape[1:]] for num, shape in zip(nums, shapes, strict=True)]
+        options: Any = {"dtype": getattr(torch, dtype), "device": device}
         results += [torch.empty(shape, **options) for shape in shapes]
     return results
 

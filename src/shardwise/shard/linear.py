@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
+from shardwise.rules.traced_draws import is_traced
 from shardwise.shard.announce import announced
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
@@ -18,7 +19,7 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
-from shardwise.shard.traced import Call, declare, is_traced, traced
+from shardwise.shard.traced import Call, declare, traced
 
 
 def linear(
@@ -31,8 +32,8 @@ def linear(
         return F.linear(x, weight, whole)
     what = "F.linear"
     blocks = blocks_for(weight, what)
-    if is_traced(weight):
-        return traced("linear", weight, {}, input=x, bias=whole)
+    if is_traced(weight._local):
+        return traced(_LINEAR, weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape
 
@@ -116,4 +117,4 @@ def _outputs_of(
     return weight.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
 
 
-declare("linear", linear, _outputs_of)
+_LINEAR = declare("linear", linear, _outputs_of)

@@ -8,10 +8,11 @@ from __future__ import annotations
 import torch
 
 from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.rules.traced_draws import is_traced
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.traced import Call, declare, is_traced, traced
+from shardwise.shard.traced import Call, declare, traced
 from shardwise.shard.wanted import BagBatch, Lookup
 
 MODES = ("sum", "mean", "max")
@@ -29,8 +30,8 @@ def embedding(
     """`F.embedding` for each rank's own plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if is_traced(weight):
-        return traced("embedding", weight, lookup.options(), input=input)
+    if is_traced(weight._local):
+        return traced(_EMBEDDING, weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
 
@@ -52,10 +53,10 @@ def embedding_bag(
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
-    if is_traced(weight):
+    if is_traced(weight._local):
         options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
-        return traced("embedding_bag", weight, options, input=input, **tensors)
+        return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)
@@ -129,5 +130,5 @@ def _bags_of(
     return weight.new_empty((num_bags, call.tiling.shape[1]))
 
 
-declare("embedding", embedding, _rows_of)
-declare("embedding_bag", embedding_bag, _bags_of)
+_EMBEDDING = declare("embedding", embedding, _rows_of)
+_EMBEDDING_BAG = declare("embedding_bag", embedding_bag, _bags_of)

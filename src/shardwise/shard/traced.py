@@ -31,7 +31,6 @@ from shardwise.shard.tiling import Tiling, make_tiling
 WHAT = "a sharded module"
 #: What can be exported, beside what is compiled.
 INSTEAD = ", or export a module on DTensors (distribute_module)"
-_declared: dict[str, EffectOp] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,15 +51,9 @@ class Call:
         return torch.autocast(kind, dtype=getattr(torch, dtype))
 
 
-def is_traced(x: Any) -> bool:
-    """Whether a compiler goes through the program with tensors that have no values."""
-    local = x._local
-    return type(getattr(local, "_parts", (local,))[0]) is not torch.Tensor
-
-
 def declare(
     name: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]
-) -> None:
+) -> EffectOp:
     """Let graphs hold `eager(weight=..., **tensors, **options)`.
 
     `fake(call, **inputs)` is an empty tensor like one rank's result; `weight` is what it holds.
@@ -73,13 +66,11 @@ def declare(
     def shapes(call: Call, _: Any, ranks: Sequence[dict[str, Any]]) -> list[list[torch.Tensor]]:
         return [[fake(call, **inputs)] for inputs in ranks]
 
-    _declared[name] = EffectOp(
-        name, WHAT, run, shapes, INSTEAD, _decode, enter=_enter, gradient=_gradient
-    )
+    return EffectOp(name, WHAT, run, shapes, INSTEAD, _decode, enter=_enter, gradient=_gradient)
 
 
 def traced(
-    name: str,
+    op: EffectOp,
     weight: ShardedTensor,
     options: dict[str, Any],
     **given: torch.Tensor | None,
@@ -93,7 +84,7 @@ def traced(
         "options": options,
         "autocast_dtype": _autocast_dtype(tiling.grid.device_type),
     }
-    (out,) = _declared[name](
+    (out,) = op(
         tiling.grid,
         call,
         {"weight": weight, **given},
