@@ -16,8 +16,9 @@ from torch.testing import assert_close
 
 from shardwise import LocalTensor
 from shardwise.debug import CommDebugMode
-from shardwise.embedding import SGD, Adam, Jagged, RowWiseAdagrad, traced
+from shardwise.embedding import SGD, Adam, Jagged, RowWiseAdagrad
 from shardwise.errors import IdRangeError
+from shardwise.exchange import effect_op
 
 pytestmark = [
     # torch's compiler reads the gradient of what enters a graph, whether it is a leaf or not.
@@ -141,8 +142,10 @@ class Weighing(torch.nn.Module):
         return found["right"].sum() + found["first"].square().sum()  # one feature is not used
 
 
-@pytest.mark.parametrize("sharded", [False, True])
-def test_weights_that_learn_and_sizes_per_feature(mesh, sharded):
+@pytest.mark.parametrize("given", ["one device", "each rank", "all ranks"])
+def test_weights_that_learn_and_sizes_per_feature(mesh, given):
+    """Weights that all ranks share have a gradient per rank."""
+    sharded = given != "one device"
     ids = torch.arange(12) % 7
     batch = Jagged(
         ["left", "right", "first"],
@@ -154,10 +157,10 @@ def test_weights_that_learn_and_sizes_per_feature(mesh, sharded):
     model = Weighing((mesh, "row_wise") if sharded else None)
     for run in (model, compiled(copy.deepcopy(model))[0]):
         weights = torch.linspace(-1, 1, 12)
-        if sharded:
+        if given == "each rank":
             weights = LocalTensor.per_rank(lambda rank: torch.linspace(-1, rank, 12))
         weights.requires_grad_()
-        for _ in range(2):
+        for _ in range(2 if given != "all ranks" else 1):
             loss = run(batch, weights)
             loss.backward()
         outcomes.append([*on_each_rank(loss.detach()), *on_each_rank(weights.grad)])
@@ -198,12 +201,12 @@ def test_what_is_kept_for_backward_goes_with_the_graph():
     fast, _ = compiled(model)
     batch = batches(0)[0]
     loss = fast(*batch)
-    assert len(traced._kept) == 1
+    assert len(effect_op._kept) == 1
     loss.backward()
-    assert not traced._kept
+    assert not effect_op._kept
     del loss
     fast(*batch)
-    assert not traced._kept
+    assert not effect_op._kept
     for without in (torch.no_grad, torch.inference_mode):
         with without():
             assert_close(fast(*batch), model(*batch))

@@ -19,7 +19,8 @@ import shardwise
 from shardwise import DTensor, LocalTensor, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor.row_sparse import RowSparse
-from shardwise.shard import ShardingPlan, shard_module, shard_tensor, traced
+from shardwise.exchange import effect_op
+from shardwise.shard import ShardingPlan, shard_module, shard_tensor
 
 PLANS = {
     "rows": {"user.weight": chunks(0, 0, 1, 2, 3), "item.weight": chunks(0, 2, 0, 1)},
@@ -176,36 +177,45 @@ def test_training_steps(world):
         torch.testing.assert_close(tables[1].agreed(), tables[0].agreed())
 
 
-def test_what_forward_kept_is_used_once_and_may_be_gone(world, monkeypatch):
+@functorch.patch(donated_buffer=False)  # which torch asks for where a graph is retained
+def test_what_is_kept_for_backward_goes_with_the_graph(world):
+    """Backward runs as often as the graph is there for it, without another exchange of ids."""
     model = nn.Embedding(9, 6, max_norm=1.0)
     shard_module(model, ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     fast, ids = compiled(model)[0], ids_of(5)
     assert_as_eager(model, fast, ids)
-    counts = []
-    for kept in (1, 0):
-        monkeypatch.setattr(traced, "_MAX_KEPT", kept)
-        out = fast(ids)
-        assert len(traced._kept) == kept
+    assert not effect_op._kept
+    out, counts = fast(ids).sum(), []
+    assert len(effect_op._kept) == 1
+    (expected,) = torch.autograd.grad(model(ids).sum(), model.weight)
+    for retained in (True, False):
         with CommDebugMode() as comm:
-            (grad,) = torch.autograd.grad(out.sum(), model.weight)
+            (grad,) = torch.autograd.grad(out, model.weight, retain_graph=retained)
         counts.append(comm.get_total_counts())
-        assert not traced._kept
-        assert torch.equal(
-            grad.full_tensor().agreed(),
-            torch.autograd.grad(model(ids).sum(), model.weight)[0].full_tensor().agreed(),
-        )
-    assert counts == [1, 4]
+        assert torch.equal(grad.full_tensor().agreed(), expected.full_tensor().agreed())
+    assert counts == [1, 1]
+    assert not effect_op._kept
+    fast(ids)
+    assert not effect_op._kept
+
+
+def test_a_copy_of_what_was_saved_is_refused(world):
+    model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
+        out = compiled(model)[0](ids_of(5))
+    with pytest.raises(shardwise.ShardwiseError, match=r"a sharded module.*which was copied"):
+        out.sum().backward()
 
 
 def test_without_gradients(world):
     """Nothing is kept for a backward that cannot come."""
     model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     fast, ids = compiled(model)[0], ids_of(5)
-    traced._kept.clear()
     for without in (torch.no_grad, torch.inference_mode):
         with without():
-            assert torch.equal(fast(ids).on_rank(1), model(ids).on_rank(1))
-    assert not traced._kept
+            out = fast(ids)
+            assert torch.equal(out.on_rank(1), model(ids).on_rank(1))
+            assert not effect_op._kept
 
 
 def test_a_plain_output_is_local_already(world):
@@ -276,6 +286,20 @@ def test_local_tensors_on_every_backend(world, backend):
     assert_as_eager(model, fast, per_rank(lambda r, g: torch.randn(3, 6, generator=g)))
 
 
+def test_an_output_that_is_one_tensor_on_all_ranks(world):
+    """Its gradient is not: each rank has the losses of its own block."""
+    spec = chunks(0, 0, 1, 2, 3)
+    model = shard_module(nn.Linear(6, 5, bias=False), ShardingPlan({}, {"": spec}, [""]))
+    found = []
+    for run in (model, compiled(model)[0]):
+        model.zero_grad()
+        x = torch.linspace(-1, 1, 18).view(3, 6).requires_grad_()
+        out = run(x) * per_rank(lambda r, g: torch.tensor(float(r)))
+        out.square().sum().backward()
+        found.append([out.detach().on_rank(2), *(x.grad.on_rank(rank) for rank in range(4))])
+    torch.testing.assert_close(found[1], found[0])
+
+
 class Doubled(nn.Module):
     """Puts out a sharded tensor."""
 
@@ -332,10 +356,10 @@ def test_inductor_keeps_the_order_of_exchanges(world):
         (one.sum() + other.sum()).backward()
 
     _, codes = run_and_get_code(step)
-    found = [re.findall(r"shardwise\.(own\w+).*?\"what\": \"(\w+)", code) for code in codes]
+    found = [re.findall(r"shardwise\.(effect\w*).*?\"what\": \"(\w+)", code) for code in codes]
     assert found == [
-        [("own_batch", "embedding"), ("own_batch", "embedding_bag")],
-        [("own_batch_backward", "embedding_bag"), ("own_batch_backward", "embedding")],
+        [("effect", "embedding"), ("effect", "embedding_bag")],
+        [("effect_backward", "embedding_bag"), ("effect_backward", "embedding")],
     ]
 
 

@@ -27,12 +27,6 @@ from shardwise.embedding.describe import describe
 from shardwise.embedding.draw import draw_tables, generator_of_first_rank
 from shardwise.embedding.fused import FusedOptimizer
 from shardwise.embedding.in_backward import InBackward
-from shardwise.embedding.in_graph import (
-    jagged_in_graph,
-    lengths_in_graph,
-    look_up_in_graph,
-    num_bags_in_graph,
-)
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
@@ -41,7 +35,15 @@ from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import Tiling
-from shardwise.embedding.traced import NOT_KNOWN, enroll, form_of
+from shardwise.embedding.traced import (
+    NOT_KNOWN,
+    enroll,
+    form_of,
+    jagged_in_graph,
+    lengths_in_graph,
+    look_up_in_graph,
+    num_bags_in_graph,
+)
 from shardwise.errors import (
     ArgumentError,
     BatchError,
@@ -354,9 +356,7 @@ class _Collection(nn.Module):
         dims = [table.embedding_dim for table in self.tables for _ in table.features]
         if self._side_by_side:
             dims = [sum(dims)]
-        simulated = grid is not None and grid.world.simulated
-        ranks = grid.ranks if grid is not None and simulated else None
-        return form_of(dims, stacks.dtype, stacks.device, ranks)
+        return form_of(dims, stacks.dtype, stacks.device, grid)
 
     def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:
         """`_run`, as torch.compile reads it; `num_bags` of each feature, in the order of output."""

@@ -12,14 +12,14 @@ from shardwise.comm.agreement import gather_numbers
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
+from shardwise.rules.traced_draws import is_traced
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
 from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
-from shardwise.shard.traced import eager, hollow, is_traced, traced
-from shardwise.shard.traced_call import Call
+from shardwise.shard.traced import Call, declare, traced
 
 
 def linear(
@@ -32,8 +32,8 @@ def linear(
         return F.linear(x, weight, whole)
     what = "F.linear"
     blocks = blocks_for(weight, what)
-    if is_traced(weight):
-        return traced("linear", weight, {}, input=x, bias=whole)
+    if is_traced(weight._local):
+        return traced(_LINEAR, weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape
 
@@ -109,13 +109,12 @@ class ShareOfGradient(UntracedFunction):
 
 
 def _outputs_of(
-    call: Call, held: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
+    call: Call, weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    dtype = held.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
+    dtype = weight.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
     if bias is not None:
         dtype = torch.promote_types(dtype, bias.dtype)
-    return held.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
+    return weight.new_empty((*input.shape[:-1], call.tiling.shape[0]), dtype=dtype)
 
 
-eager["linear"] = linear
-hollow["linear"] = _outputs_of
+_LINEAR = declare("linear", linear, _outputs_of)

@@ -8,11 +8,11 @@ from __future__ import annotations
 import torch
 
 from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.rules.traced_draws import is_traced
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.traced import eager, hollow, is_traced, traced
-from shardwise.shard.traced_call import Call
+from shardwise.shard.traced import Call, declare, traced
 from shardwise.shard.wanted import BagBatch, Lookup
 
 MODES = ("sum", "mean", "max")
@@ -30,8 +30,8 @@ def embedding(
     """`F.embedding` for each rank's own plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if is_traced(weight):
-        return traced("embedding", weight, lookup.options(), input=input)
+    if is_traced(weight._local):
+        return traced(_EMBEDDING, weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
 
@@ -53,10 +53,10 @@ def embedding_bag(
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
-    if is_traced(weight):
+    if is_traced(weight._local):
         options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
-        return traced("embedding_bag", weight, options, input=input, **tensors)
+        return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)
@@ -113,13 +113,13 @@ def _check_mode(
 # -- in compiled code ----------------------------------------------------------------------------
 
 
-def _rows_of(call: Call, held: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
-    return held.new_empty((*input.shape, call.tiling.shape[1]))
+def _rows_of(call: Call, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+    return weight.new_empty((*input.shape, call.tiling.shape[1]))
 
 
 def _bags_of(
     call: Call,
-    held: torch.Tensor,
+    weight: torch.Tensor,
     input: torch.Tensor,
     offsets: torch.Tensor | None = None,
     per_sample_weights: torch.Tensor | None = None,
@@ -127,8 +127,8 @@ def _bags_of(
     num_bags = input.shape[0]
     if offsets is not None:
         num_bags = offsets.shape[0] - int(call.options["include_last_offset"])
-    return held.new_empty((num_bags, call.tiling.shape[1]))
+    return weight.new_empty((num_bags, call.tiling.shape[1]))
 
 
-eager.update({"embedding": embedding, "embedding_bag": embedding_bag})
-hollow.update({"embedding": _rows_of, "embedding_bag": _bags_of})
+_EMBEDDING = declare("embedding", embedding, _rows_of)
+_EMBEDDING_BAG = declare("embedding_bag", embedding_bag, _bags_of)

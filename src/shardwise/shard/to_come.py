@@ -109,17 +109,17 @@ def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any)
     *parts, extent = inner.values()
     local = parts[0] if roster is None else LocalTensor(parts, roster)
     if type(extent) is not torch.Tensor:
-        made = over(kind, local, TilingToCome(known, tuple(shape), extent))
-    else:
-        tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
-        made = kind.over(held_blocks(tiling, local), tiling)
-    made.grad_reduction = context.grad_reduction
-    return made
+        return over(kind, local, TilingToCome(known, tuple(shape), extent), context)
+    tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
+    return kind.over(held_blocks(tiling, local), tiling, like=context)
 
 
-def over(kind: type[ShardedTensor], local: torch.Tensor, tiling: TilingToCome) -> ShardedTensor:
-    """A tensor with a tiling to come out of the ranks' blocks."""
-    return unrecorded(kind.over, local, tiling)  # the part of a tiling that it asks for is there
+def over(
+    kind: type[ShardedTensor], local: torch.Tensor, tiling: TilingToCome, like: Any
+) -> ShardedTensor:
+    """A tensor with a tiling to come out of the ranks' blocks; `like` has its grad_reduction."""
+    # The part of a tiling that it asks for is there.
+    return unrecorded(kind.over, local, tiling, None, like)
 
 
 def new_extent(like: torch.Tensor, length: Size) -> torch.Tensor:
@@ -138,9 +138,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
     if context.flat.roster is not None:
         blocks = blocks.held_like(context.flat.roster)
     extent = new_extent(blocks, tiling.shape[0])
-    made = over(kind, blocks, TilingToCome(known, tiling.shape, extent))
-    made.grad_reduction = context.grad_reduction
-    return made
+    return over(kind, blocks, TilingToCome(known, tiling.shape, extent), context)
 
 
 # -- ops, while tracing --------------------------------------------------------------------------
@@ -161,12 +159,9 @@ def dispatch(
     if func._schema.is_mutable:
         return args[0]
 
-    def wrapped(local: torch.Tensor) -> ShardedTensor:
-        made = over(kind, local, first._tiling)
-        made.grad_reduction = first.grad_reduction
-        return made
-
-    return tree_map_only(torch.Tensor, wrapped, result)
+    return tree_map_only(
+        torch.Tensor, lambda local: over(kind, local, first._tiling, first), result
+    )
 
 
 def has_tiling_to_come(x: Any) -> bool:
@@ -200,9 +195,7 @@ class BlockToCome(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x = ctx.like
-        made = over(type(x), localize(x._tiling.grid, grad), x._tiling)
-        made.grad_reduction = x.grad_reduction
-        return made
+        return over(type(x), localize(x._tiling.grid, grad), x._tiling, x)
 
 
 def one_size(asked: str) -> str:
@@ -228,9 +221,7 @@ class SumToCome(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         x = ctx.like
         value = local_of(grad, x, "The gradient of a sum")
-        made = over(type(x), torch.ones_like(x._local) * value.to(x.dtype), x._tiling)
-        made.grad_reduction = x.grad_reduction
-        return made, None
+        return over(type(x), torch.ones_like(x._local) * value.to(x.dtype), x._tiling, x), None
 
 
 def summed(x: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

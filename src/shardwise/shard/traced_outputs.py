@@ -2,10 +2,9 @@
 
 Note [Outputs in compiled code]
 How much the others put out is not known before they say so, and it decides what a rank's block of
-the joint tensor is. So laying out is one op with effects, as in Note [Sharded modules in compiled
-code], whose result has a size that the graph learns when it runs. In a simulated world all ranks'
-sizes are at hand, and so are those of the result. A gradient has the shape of what this rank put
-out, which is known in both.
+the joint tensor is. So laying out is one op, as in Note [Effect ops], whose result has a size that
+the graph learns when it runs. In a simulated world all ranks' sizes are at hand, and so are those
+of the result. A gradient has the shape of what this rank put out, which is known in both.
 """
 
 from __future__ import annotations
@@ -18,9 +17,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import my_coordinate, one_for_all
-from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.once import differentiated_once
@@ -30,10 +26,12 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.exchange.effects import check_place, install, with_autograd
-from shardwise.shard.blocks import blocks_of, held_blocks
+from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
+from shardwise.exchange.effect_op import EffectOp
+from shardwise.rules.picked_rows import unknown_length
+from shardwise.shard.blocks import sized
 from shardwise.shard.group import home_grid
-from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted, shared
+from shardwise.shard.outputs import OutputPlan, arranged, joined, shared
 from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
@@ -46,25 +44,10 @@ from shardwise.shard.to_come import (
     one_size,
     over,
 )
-from shardwise.shard.traced import INSTEAD, apart, parts_of
-from shardwise.shard.traced_call import joined as together
-from shardwise.shard.traced_call import (
-    one_each,
-    read_roster,
-    read_spec,
-    spelled_roster,
-    spelled_spec,
-)
+from shardwise.shard.traced import INSTEAD, WHAT, read_spec, spelled_spec
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")
-_library.define(
-    "own_output(str plan, Tensor[] own) -> Tensor[]", tags=(torch.Tag.dynamic_output_shape,)
-)
-_library.define(
-    "own_output_backward(str plan, Tensor shapes, Tensor[] grads, SymInt[] sizes) -> Tensor[]"
-)
-_ops: Any = torch.ops.shardwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,8 +56,6 @@ class Output:
 
     plan: OutputPlan
     grid: Grid | None
-    #: Who holds which part of what was put out; None for a plain tensor.
-    roster: Roster | None = None
 
     @property
     def ranks(self) -> Grid:
@@ -86,42 +67,32 @@ class Output:
         assert self.plan.spec is not None, "without a spec nothing is laid out"
         return self.plan.spec
 
-    def text(self) -> str:
-        plan = self.plan
-        return json.dumps(
-            {
-                "code": source_digest(),
-                "where": plan.where,
-                "spec": None if plan.spec is None else spelled_spec(plan.spec),
-                "local": plan.local,
-                "grad_reduction": plan.grad_reduction,
-                "grid": None if self.grid is None else spelled_grid(self.grid),
-                "roster": spelled_roster(self.roster),
-            }
-        )
-
-    def whole(self) -> Roster | None:
-        """Each rank has a part of its own."""
-        return one_each(self.ranks) if self.ranks.world.simulated else None
-
-
-@functools.lru_cache(maxsize=1024)
-def read_output(text: str) -> Output:
-    read = json.loads(text)
-    spec = None if read["spec"] is None else read_spec(read["spec"])
-    plan = OutputPlan(read["where"], spec, read["local"], read["grad_reduction"])
-    grid = None if read["grid"] is None else read_grid(read["grid"])
-    return Output(plan, grid, read_roster(read["roster"]))
-
-
-world_caches.append(read_output.cache_clear)
-
 
 def output_text(plan: OutputPlan, process_group: Any) -> str:
     """A plan as an op of a graph can carry it: the same in every process."""
-    if plan.spec is None:
-        return Output(plan, None).text()
-    return Output(plan, home_grid(process_group, device_type_of(plan.spec))).text()
+    spec, grid = None, None
+    if plan.spec is not None:
+        spec = spelled_spec(plan.spec)
+        grid = spelled_grid(home_grid(process_group, device_type_of(plan.spec)))
+    options = (plan.where, spec, plan.local, plan.grad_reduction)
+    return json.dumps({"code": source_digest(), "options": options, "grid": grid})
+
+
+def _decode(options: Any, grid: Grid | None) -> Output:
+    where, spec, local, grad_reduction = options
+    spec = None if spec is None else read_spec(spec)
+    return Output(OutputPlan(where, spec, local, grad_reduction), grid)
+
+
+@functools.lru_cache(maxsize=1024)
+def _read(text: str) -> tuple[Any, Output]:
+    """The options of a plan, and what they say."""
+    read = json.loads(text)
+    grid = None if read["grid"] is None else read_grid(read["grid"])
+    return read["options"], _decode(read["options"], grid)
+
+
+world_caches.append(_read.cache_clear)
 
 
 # -- while tracing -------------------------------------------------------------------------------
@@ -129,25 +100,24 @@ def output_text(plan: OutputPlan, process_group: Any) -> str:
 
 def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     """`lay_out` as a compiler reads it."""
-    known = read_output(text)
+    options, known = _read(text)
     if isinstance(output, DTensor):
         if output._layout.symbolic and not isinstance(output, ShardedTensor):
             return _of_symbolic_size(output, known.plan)
         return arranged(output, known.plan)
-    if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in parts_of(output)):
+    own = part_per_rank(known.ranks, output)
+    if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in own):
         return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
-    check_place("a sharded module", INSTEAD)
-    roster = output._roster if isinstance(output, LocalTensor) else None
-    known = Output(known.plan, known.grid, roster)
     if known.plan.local:
-        _check_one_size(known, parts_of(output))
+        _check_one_size(known, [part.shape for part in own])
     elif not has_one_block(known.spec):
         raise UnsupportedError(
             f"output_plan of {known.plan.where!r} as {known.spec}, in compiled code: what a rank "
             "holds depends on what other ranks put out. Compile without fullgraph=True, or choose "
             "a ChunkShardingSpec that names every rank once."
         )
-    return TracedOutput.apply(output, known)
+    block, extent = _LAID_OUT(known.ranks, options, {"own": output})
+    return block if known.plan.local else _Sharded.apply(block, extent, own[0].shape[1:], known)
 
 
 def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
@@ -163,149 +133,80 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
     return shared(ordered.to_local(), len(x._layout.grid.ranks), plan)
 
 
-def _check_one_size(known: Output, own: Sequence[torch.Tensor]) -> None:
+def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:
     """The ranks of a simulated world share one graph."""
-    if known.ranks.world.simulated:
-        first, *others = _simulated_shapes(known, own)
+    if len(own) == len(known.ranks.ranks):
+        first, *others = _block_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
             asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
             raise UnsupportedError(one_size(asked))
 
 
-class TracedOutput(UntracedFunction):
-    """`apply(output, known)`; see Note [Outputs in compiled code]."""
+class _Sharded(UntracedFunction):
+    """`apply(block, extent, shape of a row, known)`: a tensor whose tiling is to come."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, known: Output) -> torch.Tensor:
-        ctx.known, ctx.text, ctx.plain = known, known.text(), type(x) is not LocalTensor
-        *blocks, extent, shapes = _ops.own_output(ctx.text, parts_of(x))
-        ctx.sizes = [size for shape in _each_shape(known, parts_of(x)) for size in shape]
-        ctx.save_for_backward(shapes)
-        whole = known.whole()
-        if known.plan.local:
-            return together(iter(blocks), whole)
-        local = blocks[0] if whole is None else LocalTensor(blocks, whole)
-        shape = (extent.shape[0], *x.shape[1:])
-        tiling = TilingToCome(SpecToCome(known.spec, known.ranks), shape, extent)
-        ctx.made = over(ShardedTensor, local, tiling)
-        ctx.made.grad_reduction = known.plan.grad_reduction
+    def forward(
+        ctx: Any, block: torch.Tensor, extent: torch.Tensor, row: Sequence[Size], known: Output
+    ) -> ShardedTensor:
+        grid = known.ranks
+        first, *_ = part_per_rank(grid, extent)
+        local = one_tensor(grid, part_per_rank(grid, block.detach()), sized=False)
+        tiling = TilingToCome(SpecToCome(known.spec, grid), (first.shape[0], *row), first)
+        ctx.made = over(ShardedTensor, local, tiling, known.plan)
         return ctx.made
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
-        (shapes,) = ctx.saved_tensors
-        whole = ctx.known.whole()
-        if not ctx.known.plan.local:
-            grad = local_of(grad, ctx.made, "A gradient")
-        grads = parts_of(grad if whole is None else grad.held_like(whole))
-        found = iter(_ops.own_output_backward(ctx.text, shapes, grads, ctx.sizes))
-        own = together(found, whole)
-        return one_for_all(own) if ctx.plain else own, None
+        return sized(local_of(grad, ctx.made, "A gradient")), None, None, None
 
 
-# -- what the ops do -----------------------------------------------------------------------------
+# -- the op --------------------------------------------------------------------------------------
 
 
-def _forward(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    known = read_output(text)
-    with with_autograd(enabled=False):
-        x = together(iter(own), known.roster).detach()
-        joint = joined(x, known.ranks, known.plan.grad_reduction)
-        found: Any = arranged(joint, known.plan)
-    blocks = found if known.plan.local else blocks_of(found._tiling, found._local)
-    parts = [part.clone() for part in parts_of(apart(blocks, known.whole()))]
-    shapes = torch.tensor([box.shard_sizes for box in joint._tiling.boxes])
-    return [*parts, new_extent(parts[0], joint.shape[0]), shapes]
+def _run(known: Output, own: torch.Tensor) -> list[torch.Tensor]:
+    joint = joined(own, known.ranks, known.plan.grad_reduction)
+    found: Any = arranged(joint, known.plan)
+    block = found if known.plan.local else found.local_tensor()
+    return [block, new_extent(block, joint.shape[0])]
 
 
-def _backward(
-    text: str, shapes: torch.Tensor, grads: Sequence[torch.Tensor], sizes: Sequence[int]
-) -> list[torch.Tensor]:
-    known = read_output(text)
-    plan, grid = known.plan, known.ranks
-    source = joint_tiling(shapes.tolist(), grid)
-    target = make_tiling(known.spec, source.shape, grid)
-    factor = len(grid.ranks) if plan.grad_reduction == "mean" else 1
-    with with_autograd(enabled=False):
-        grad = together(iter(grads), known.whole())
-        held = held_blocks(target, grad / factor if plan.local else grad)
-        own = parted(ShardedTensor.over(held, target), source, factor)
-    return [part.clone() for part in parts_of(apart(own, known.whole()))]
-
-
-# -- what the ops would do: shapes alone ---------------------------------------------------------
-
-
-def _each_shape(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
-    """The shapes that the ranks present put out."""
-    if not known.ranks.world.simulated:
-        return [own[0].shape]
-    if known.roster is None:
-        return [own[0].shape for _ in known.ranks.ranks]
-    return [own[known.roster.part_of(rank)].shape for rank in known.ranks.ranks]
-
-
-def _forward_shapes(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    known = read_output(text)
-    if known.ranks.world.simulated:
-        found, num_rows = _simulated_shapes(known, own), _num_rows(_each_shape(known, own))
+def _shapes(
+    known: Output, _: Any, ranks: Sequence[dict[str, torch.Tensor]]
+) -> list[list[torch.Tensor]]:
+    like, own = ranks[0]["own"], [rank["own"].shape for rank in ranks]
+    if len(own) == len(known.ranks.ranks):
+        num_rows, found = _num_rows(own), _block_shapes(known, own)
     else:
-        num_rows = _size_to_come()
-        found = [_shape_to_come(known, own[0].shape, num_rows)]
-    blocks = [own[0].new_empty(shape) for shape in found]
-    shapes = torch.empty((len(known.ranks.ranks), own[0].dim()), dtype=torch.int64, device="cpu")
-    return [*blocks, new_extent(own[0], num_rows), shapes]
-
-
-def _simulated_shapes(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
-    """The ranks' blocks, where all of them are present."""
-    shapes = _each_shape(known, own)
-    joint = (_num_rows(shapes), *shapes[0][1:])
-    return [_block_shape(known, rank, joint) for rank in known.ranks.ranks]
+        num_rows = unknown_length(like)
+        found = _block_shapes(known, [(0, *own[0][1:])])
+        if isinstance(known.spec, ChunkShardingSpec):
+            cut = known.spec.dim in (0, -len(own[0]))
+            found = [(unknown_length(like) if cut else num_rows, *found[0][1:])]
+    return [[like.new_empty(shape), new_extent(like, num_rows)] for shape in found]
 
 
 def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
     return sum(shape[0] for shape in shapes if shape)
 
 
-def _shape_to_come(known: Output, shape: Sequence[Size], num_rows: Size) -> Sequence[Size]:
-    """This rank's block; how long it is along dim 0 depends on what others put out."""
-    rank = known.ranks.ranks[my_coordinate(known.ranks)[0]]
-    if isinstance(known.plan.spec, EnumerableShardingSpec) or not shape:
-        return _block_shape(known, rank, shape)
-    block = _block_shape(known, rank, (0, *shape[1:]))
-    cut = isinstance(known.spec, ChunkShardingSpec) and known.spec.dim in (0, -len(shape))
-    return (_size_to_come() if cut else num_rows, *block[1:])
-
-
-def _size_to_come() -> Size:
-    """A size that a graph learns when it runs.
-
-    `new_dynamic_size` of torch.library would ask whether sizes may be like that at all, which
-    torch.compile says no to without fullgraph=True.
-    """
-    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
-
-    shape_env: Any = torch.library.get_ctx()._shape_env
-    size = shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, min=0)
-    return size
-
-
-def _block_shape(known: Output, rank: int, shape: Sequence[Size]) -> Sequence[Size]:
-    """A rank's block of a joint tensor. What does not fit is found out when the op runs."""
-    spec, ndim = known.plan.spec, len(shape)
+def _block_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
+    """Of the ranks present. What does not fit is found out when the op runs."""
+    shape, spec = (_num_rows(own), *own[0][1:]), known.spec
+    ranks, ndim = [known.ranks.ranks[place] for place in ranks_present(known.ranks)], len(shape)
     if isinstance(spec, EnumerableShardingSpec):
-        return _enumerated(known, rank) or shape
+        return [_enumerated(known, rank) or shape for rank in ranks]
     assert isinstance(spec, ChunkShardingSpec), "there are two kinds of specs"
     if not -ndim <= spec.dim < ndim:
-        return shape
-    dim = spec.dim % ndim
-    chunks = zip(spec.placements, lengths(shape[dim], len(spec.placements), None), strict=True)
-    block = list(shape)
-    block[dim] = sum(length for place, length in chunks if place.rank == rank)
-    return block
+        return [shape for _ in ranks]
+    dim, found = spec.dim % ndim, []
+    pieces = lengths(shape[dim], len(spec.placements), None)
+    for rank in ranks:
+        chunks = zip(spec.placements, pieces, strict=True)
+        mine = sum(length for place, length in chunks if place.rank == rank)
+        found.append((*shape[:dim], mine, *shape[dim + 1 :]))
+    return found
 
 
 def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
@@ -321,19 +222,5 @@ def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
     return None if tiling.blocks is None else tiling.block_shape(rank)
 
 
-def _backward_shapes(
-    text: str, shapes: torch.Tensor, grads: Sequence[torch.Tensor], sizes: Sequence[Size]
-) -> list[torch.Tensor]:
-    ndim = shapes.shape[1]
-    return [
-        grads[number].new_empty(sizes[number * ndim : (number + 1) * ndim])
-        for number in range(len(grads))
-    ]
-
-
-for _name, _fn, _fake in (
-    ("own_output", _forward, _forward_shapes),
-    ("own_output_backward", _backward, _backward_shapes),
-):
-    install(_library, _name, _fn, _fake)
+_LAID_OUT = EffectOp("lay_out", WHAT, _run, _shapes, INSTEAD, _decode)
 _library.impl("lay_out", _lay_out, "CompositeImplicitAutograd")
