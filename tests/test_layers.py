@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = [
     {"errors"},
+    {"_torch"},
     {"core"},
     {"comm", "random", "kernels", "launch"},
     {"redistribute"},

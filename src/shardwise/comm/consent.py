@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise._torch.compat import VERSION
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize
@@ -109,7 +110,7 @@ def _marked(error: Exception) -> Exception:
 
 def code_version() -> str:
     """The code that this process runs: torch's version, and a digest of this package's files."""
-    return f"torch {torch.__version__}, shardwise code {source_digest()[:12]}"
+    return f"torch {VERSION}, shardwise code {source_digest()[:12]}"
 
 
 def _difference(what: str, ranks: tuple[int, ...], requests: tuple[str, ...]) -> str:

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # declares the ops below
 
+from shardwise._torch.c10d import declare_collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
 from shardwise.debug.places import Place
+
+declare_collectives()  # as ops, which are counted below
 
 
 @dataclass(frozen=True, slots=True)

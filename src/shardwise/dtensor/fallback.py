@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload, decompositions, is_composite
 from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor import inference
 from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
@@ -31,7 +32,7 @@ kernels_above: dict[Any, Callable[..., Any]] = {}
 @functools.lru_cache(maxsize=1024)
 def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return None
     if op in _OWN_PARTS:
         return _OWN_PARTS[op]
@@ -43,12 +44,10 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
         return None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return op.decompose
-    # Imported late: it takes most of a second, and most programs never need it.
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(op)
+    # Asked last: its import takes most of a second, and most programs never need it.
+    return decompositions().get(op)
 
 
 rule_caches.append(parts_of.cache_clear)
@@ -126,17 +125,13 @@ def _weight_norm_backward(
 
 def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The gradient of a mean, which torch's parts divide by the number of elements."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
+    return decompositions()[op](grad, x, *rest) if x.numel() else x * grad
 
 
 def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     """Of a tensor that is repeated zero times, torch's parts make a plain one."""
-    from torch._decomp import decomposition_table
-
     if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
+        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
     sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
     return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
 

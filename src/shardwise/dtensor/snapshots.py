@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import current_node
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
@@ -240,7 +241,7 @@ def write_for_autograd(op: Any, args: Sequence[Any]) -> bool:
     The gradient of a write to a view is a copy of the tensor's gradient, which lies where it lies,
     with the same view of it overwritten. Nobody else knows that view.
     """
-    node = torch._C._current_autograd_node() if op is aten.copy_.default else None
+    node = current_node() if op is aten.copy_.default else None
     if node is None or not node.name().endswith("CopySlices"):
         return False
     known = args[0].__dict__.get(SOURCE)

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import is_contiguous_or_false, suggest_memory_format
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise._torch.dispatch import outside_modes
+from shardwise._torch.pytree import tree_leaves, tree_map
+from shardwise._torch.schema import OpOverload, is_contiguous_or_false, suggest_memory_format
+from shardwise._torch.symint import detect_fake_mode
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.symbols import noted
 from shardwise.rules.rule import Rule, TensorMeta
@@ -113,7 +114,7 @@ def _makes_anew(op: Any) -> bool:
 
     In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op is torch.ops.aten._unsafe_view.default:
+    if not isinstance(op, OpOverload) or op is torch.ops.aten._unsafe_view.default:
         return False
     aliased = any(x.alias_info for x in (*op._schema.returns, *op._schema.arguments))
     return not aliased and not op._schema.name.endswith("_strided")
@@ -208,6 +209,6 @@ def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
 @contextlib.contextmanager
 def _without_data(symbolic: bool) -> Any:
     """Outside all modes, so that nothing is counted or traced; symbolic sizes need a fake mode."""
-    fake = torch._guards.detect_fake_mode() if symbolic else None
-    with _disable_current_modes(), torch.no_grad(), fake or contextlib.nullcontext():
+    fake = detect_fake_mode() if symbolic else None
+    with outside_modes(), torch.no_grad(), fake or contextlib.nullcontext():
         yield

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import with_autograd
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
 from shardwise.core.once import differentiated_once
@@ -33,7 +34,7 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.row_sparse import make as make_row_sparse
-from shardwise.exchange.effects import check_place, install, with_autograd
+from shardwise.exchange.effects import check_place, install
 from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call

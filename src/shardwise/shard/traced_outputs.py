@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import with_autograd
+from shardwise._torch.symint import constrain_size
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
@@ -30,7 +32,7 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.exchange.effects import check_place, install, with_autograd
+from shardwise.exchange.effects import check_place, install
 from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted, shared
@@ -285,11 +287,9 @@ def _size_to_come() -> Size:
     `new_dynamic_size` of torch.library would ask whether sizes may be like that at all, which
     torch.compile says no to without fullgraph=True.
     """
-    from torch.fx.experimental.symbolic_shapes import _constrain_range_for_size
-
     shape_env: Any = torch.library.get_ctx()._shape_env
     size = shape_env.create_unbacked_symint()
-    _constrain_range_for_size(size, min=0)
+    constrain_size(size)
     return size
 
 
