@@ -7,6 +7,7 @@ touched but through here, and a test can take each name away.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.errors import UnsupportedError
+from shardwise.errors import TorchVersionError
 
 VERSION = torch.__version__
 OLDEST, NEWEST = "2.11", "2.13"
@@ -39,7 +40,7 @@ class Missing:
         self.__dict__.update(_name=name, _without=without)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise UnsupportedError(
+        raise TorchVersionError(
             f"torch {VERSION} has no {self._name}. Without it: {self._without}. shardwise is "
             f"tested on torch {OLDEST} to {NEWEST}; `shardwise doctor` lists what else is missing."
         )
@@ -83,17 +84,10 @@ class Names:
         except (AttributeError, ImportError):
             return instead.get("instead", Missing(name, without))
 
-    def later(self, name: str, without: str) -> Callable[[], Any]:
+    def later(self, name: str, without: str, **instead: Any) -> Callable[[], Any]:
         """As `find`, of a name that takes long to import: a function that does so when called."""
-        self._know(name, without, False)
-
-        def get() -> Any:
-            try:
-                return resolve(name)
-            except (AttributeError, ImportError):
-                return Missing(name, without)
-
-        return get
+        self._know(name, without, bool(instead))
+        return functools.partial(self.find, name, without, **instead)
 
     def make(
         self, names: str, of: str, without: str, build: Callable[..., Any], **instead: Any

@@ -60,7 +60,7 @@ def _packets() -> Iterator[tuple[Any, Any]]:
         # What torch.compile's inductor makes of them writes to a tensor that is there already.
         for variant in (name, f"{name}_", f"{name}_out"):
             if hasattr(native, variant):
-                yield getattr(native, variant), getattr(public, name)
+                yield getattr(native, variant), getattr(public, name, getattr(native, name))
     for name in (*_SENT_FIRST, *_SENT_SECOND):
         if hasattr(in_place, name):
             yield getattr(in_place, name), getattr(in_place, name)
