@@ -21,7 +21,10 @@ FakeWork: Any = _names.find(
     "torch.distributed's own collectives fail in a simulated world",
 )
 HashStore: Any = _names.find("torch._C._distributed_c10d.HashStore", _NO_SIMULATION)
-_world: Any = _names.find("torch.distributed.distributed_c10d._world", _NO_SIMULATION)
+#: Looked up when used: torch's tools for tests put another in its place.
+_world: Callable[[], Any] = _names.later(
+    "torch.distributed.distributed_c10d._world", _NO_SIMULATION
+)
 _update_default_pg: Any = _names.find(
     "torch.distributed.distributed_c10d._update_default_pg", _NO_SIMULATION
 )
@@ -74,10 +77,10 @@ def fresh_c10d() -> Iterator[None]:
     c10d keeps one world in module-level tables and the names of all groups in one registry, so
     groups made inside are named after those outside, and only they are taken out again.
     """
-    for needed in (_world, _update_default_pg, _unregister_group):
+    world = _world()
+    for needed in (_update_default_pg, _unregister_group):
         if isinstance(needed, Missing):
-            needed()  # before anything is changed
-    world = _world
+            needed()  # raises before anything is changed
     tables = [
         world.pg_map,
         world.pg_names,

@@ -106,7 +106,10 @@ def with_autograd(enabled: bool) -> Iterator[None]:
 # -- modes -----------------------------------------------------------------------------------
 
 if TYPE_CHECKING:
-    from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import (
+        return_and_correct_aliasing as return_and_correct_aliasing,
+    )
 else:
     TorchDispatchMode = _names.find(
         "torch.utils._python_dispatch.TorchDispatchMode",
@@ -124,28 +127,6 @@ active_modes: Callable[[], list[Any]] = _names.find(
     "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
     "activation checkpointing is not recognised in compiled code",
 )
-
-__all__ = [
-    "ABOVE_AUTOGRAD",
-    "NO_KEYS",
-    "TorchDispatchMode",
-    "active_modes",
-    "autocast_off",
-    "has_kernel",
-    "has_kernel_for_key",
-    "is_autocast",
-    "is_function_mode_enabled",
-    "make_wrapper",
-    "no_torch_function",
-    "ops_with_kernel",
-    "outside_modes",
-    "probe",
-    "return_and_correct_aliasing",
-    "undispatched",
-    "with_autograd",
-    "without_subclass_functions",
-    "without_torch_function",
-]
 
 
 def probe() -> Probe:

@@ -9,14 +9,12 @@ from shardwise._torch.compat import Names, Probe
 _names = Names()
 
 if TYPE_CHECKING:
-    from torch.utils._pytree import (
-        tree_flatten,
-        tree_iter,
-        tree_leaves,
-        tree_map,
-        tree_map_only,
-        tree_unflatten,
-    )
+    from torch.utils._pytree import tree_flatten as tree_flatten
+    from torch.utils._pytree import tree_iter as tree_iter
+    from torch.utils._pytree import tree_leaves as tree_leaves
+    from torch.utils._pytree import tree_map as tree_map
+    from torch.utils._pytree import tree_map_only as tree_map_only
+    from torch.utils._pytree import tree_unflatten as tree_unflatten
 else:
     _WITHOUT = "ops that take or return lists of tensors cannot be planned"
     tree_flatten = _names.find("torch.utils._pytree.tree_flatten", _WITHOUT)
@@ -25,16 +23,6 @@ else:
     tree_map = _names.find("torch.utils._pytree.tree_map", _WITHOUT)
     tree_map_only = _names.find("torch.utils._pytree.tree_map_only", _WITHOUT)
     tree_unflatten = _names.find("torch.utils._pytree.tree_unflatten", _WITHOUT)
-
-__all__ = [
-    "probe",
-    "tree_flatten",
-    "tree_iter",
-    "tree_leaves",
-    "tree_map",
-    "tree_map_only",
-    "tree_unflatten",
-]
 
 
 def probe() -> Probe:

@@ -14,8 +14,10 @@ _names = Names()
 _NO_PLANS = "calls of DTensors cannot be planned"
 
 if TYPE_CHECKING:
-    from torch._ops import OpOverload, OpOverloadPacket
-    from torch._prims_common import is_contiguous_or_false, suggest_memory_format
+    from torch._ops import OpOverload as OpOverload
+    from torch._ops import OpOverloadPacket as OpOverloadPacket
+    from torch._prims_common import is_contiguous_or_false as is_contiguous_or_false
+    from torch._prims_common import suggest_memory_format as suggest_memory_format
 else:
     OpOverload = _names.find("torch._ops.OpOverload", _NO_PLANS)
     OpOverloadPacket = _names.find("torch._ops.OpOverloadPacket", "register_rule() fails")
@@ -38,17 +40,6 @@ BINDINGS = tuple(
     for name in ("_VariableFunctions", "_nn", "TensorBase")
     if (home := _names.find(f"torch._C.{name}", _SLOWER, instead=None)) is not None
 )
-
-__all__ = [
-    "BINDINGS",
-    "OpOverload",
-    "OpOverloadPacket",
-    "decompositions",
-    "is_composite",
-    "is_contiguous_or_false",
-    "probe",
-    "suggest_memory_format",
-]
 
 
 def is_composite(op: OpOverload) -> bool:
