@@ -195,7 +195,7 @@ def test_doctor():
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 processes added a number over loopback" in ran.stdout
-    assert "works   dispatch    torch's dispatcher: wrapper tensors" in ran.stdout
+    assert " works  dispatch  " in ran.stdout
 
 
 def test_the_package_is_run_as_a_program():
