@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 
 LAYERS = [
     {"errors"},
+    {"_torch"},
     {"core"},
     {"comm", "random", "kernels", "launch"},
     {"redistribute"},
@@ -31,6 +32,20 @@ LAYERS = [
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
 TOP_LAYER = len(LAYERS) - 1
 
+#: The room for torch's internals; files elsewhere that name some, with the reason.
+INTERNALS_ROOM = "_torch"
+INTERNALS_ELSEWHERE: dict[str, str] = {}
+FRAMES = {
+    "_current_frames",
+    "_getframe",
+    "currentframe",
+    "extract_stack",
+    "f_back",
+    "f_globals",
+    "f_locals",
+    "tb_frame",
+    "walk_stack",
+}
 #: A DTensor needs its ops for the first call, and they need the class: it brings them along.
 UPWARD = ("shardwise.dtensor", "shardwise.ops.catalog")
 
@@ -151,6 +166,97 @@ def forbidden_faults(imports: list[Import]) -> list[str]:
     ]
 
 
+def is_private(part: str) -> bool:
+    return part.startswith("_") and not part.startswith("__")
+
+
+def names_of_torch(tree: ast.AST) -> set[str]:
+    """The names that a file has from torch."""
+    names = {"torch"}
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            base = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            names |= {
+                (alias.asname or alias.name).partition(".")[0]
+                for alias in node.names
+                if f"{base}{alias.name}.".startswith("torch.")
+            }
+    return names
+
+
+def chain(node: ast.expr) -> list[str]:
+    """`a.b.c` as a list; empty for what is no name with attributes."""
+    if isinstance(node, ast.Name):
+        return [node.id]
+    return (
+        [*found, node.attr]
+        if isinstance(node, ast.Attribute) and (found := chain(node.value))
+        else []
+    )
+
+
+def names_internals(node: ast.AST, from_torch: set[str]) -> bool:
+    """Whether this names a private part of torch, or looks at frames.
+
+    An op, `torch.ops.aten._name`, is none: it is named as public ones are.
+    """
+    if isinstance(node, ast.Import):
+        names = [alias.name.split(".") for alias in node.names]
+        return any(name[0] == "torch" and any(map(is_private, name)) for name in names)
+    if isinstance(node, ast.ImportFrom):
+        parts = (node.module or "").split(".")
+        imported = [part for alias in node.names for part in alias.name.split(".")]
+        frames = parts[0] in ("sys", "inspect", "traceback") and FRAMES & set(imported)
+        return bool(frames) or (parts[0] == "torch" and any(map(is_private, [*parts, *imported])))
+    if isinstance(node, ast.Attribute):
+        parts = chain(node)
+        if node.attr in FRAMES or (parts[:-1] == ["torch"] and node.attr.startswith("_")):
+            return True
+        private = is_private(node.attr) and parts and parts[0] in from_torch
+        return bool(private) and "ops" not in parts
+    if isinstance(node, ast.Call):
+        texts = [x.value for x in node.args if isinstance(x, ast.Constant) and type(x.value) is str]
+        of_torch = bool(node.args) and (chain(node.args[0]) or [""])[0] in from_torch
+        return any(
+            (text.startswith("torch.") and any(map(is_private, text.split("."))))
+            or (of_torch and is_private(text))
+            for text in texts
+        )
+    return False
+
+
+def internals_faults(package: Path) -> list[str]:
+    faults = []
+    for path in sorted(package.rglob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        from_torch, where = names_of_torch(tree), path.relative_to(package.parent)
+        if room(module_name(path, package)) == INTERNALS_ROOM or str(where) in INTERNALS_ELSEWHERE:
+            continue
+        faults += [
+            f"{where}:{node.lineno}: names a private part of torch, or a frame; take it from "
+            f"shardwise.{INTERNALS_ROOM}"
+            for node in ast.walk(tree)
+            if names_internals(node, from_torch)
+        ]
+    return list(dict.fromkeys(faults))
+
+
+def unnamed_faults(package: Path) -> list[str]:
+    """In the room itself: internals that are not taken by text, so that they could be missing."""
+    faults = []
+    for path in sorted((package / INTERNALS_ROOM).glob("*.py")):
+        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        from_torch = names_of_torch(tree)
+        for node in running_nodes(tree):
+            last = node.attr if isinstance(node, ast.Attribute) else ""
+            if isinstance(node, ast.Call) or last.startswith(("__", "f_")):
+                continue
+            if names_internals(node, from_torch):
+                where = f"{path.relative_to(package.parent)}:{node.lineno}"
+                faults.append(f"{where}: not by Names.find")
+    return faults
+
+
 def shortest_path(start: str, goal: str, graph: dict[str, set[str]]) -> list[str] | None:
     paths = [[start]]
     seen = {start}
@@ -206,6 +312,14 @@ def test_torch_dtensor_is_imported_only_by_interop(shardwise):
 
 def test_files_import_each_other_without_cycles(shardwise):
     report(cycle_faults(*shardwise))
+
+
+def test_internals_of_torch_have_one_room():
+    report(internals_faults(PACKAGE))
+
+
+def test_internals_of_torch_are_taken_by_name():
+    report(unnamed_faults(PACKAGE))
 
 
 # The rest checks the checker on small packages: one that sees nothing would call any house clean.
@@ -323,3 +437,58 @@ def test_cycle_lists_each_import_on_it(tmp_path):
         "shardwise/core/c.py:2: cycle shardwise.core.c -> shardwise.core.a"
         " -> shardwise.core.b -> shardwise.core.c",
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import torch._dynamo",
+        "import torch.utils._pytree as pytree",
+        "from torch import _C",
+        "from torch._C import _distributed_c10d",
+        "from torch.utils.checkpoint import _CachingTorchDispatchMode",
+        "x = torch._C.DispatchKey",
+        "x = torch.__version__",
+        "x = torch.Tensor._make_wrapper_subclass",
+        "from torch.optim import optimizer as hooks\nx = hooks._global_optimizer_pre_hooks",
+        "x = getattr(torch.autograd, '_get_sequence_nr', None)",
+        "import importlib\nx = importlib.import_module('torch._inductor.ir')",
+        "import sys\nx = sys.modules.get('torch._inductor.lowering')",
+        "import sys\nx = sys._getframe(1)",
+        "import inspect\nx = inspect.currentframe()",
+        "from inspect import currentframe",
+        "def f(frame):\n    return frame.f_back",
+        "import typing\nif typing.TYPE_CHECKING:\n    from torch._ops import OpOverload",
+    ],
+)
+def test_internal_is_seen(tmp_path, text):
+    play(tmp_path, {"core/__init__.py": "", "core/a.py": text, "_torch/__init__.py": text})
+    faults = internals_faults(tmp_path / "shardwise")
+    line = text.count("\n") + 1
+    assert [fault.partition(" ")[0] for fault in faults] == [f"shardwise/core/a.py:{line}:"]
+
+
+def test_what_torch_promises_is_no_internal(tmp_path):
+    text = """
+import torch
+from torch import nn
+from torch.fx.experimental.symbolic_shapes import guard_or_false
+x = torch.ops.aten._unsafe_view.default, torch.Tensor.__getitem__, nn.Module.__mro__
+y = getattr(x, "_layout"), x._schema, {"torch._lowrank": 1}
+"""
+    play(tmp_path, {"core.py": text})
+    assert internals_faults(tmp_path / "shardwise") == []
+
+
+def test_internal_that_is_not_taken_by_name_is_seen(tmp_path):
+    text = """
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    from torch._ops import OpOverload
+else:
+    OpOverload = names.find("torch._ops.OpOverload", "")
+key = torch._C.DispatchKey
+"""
+    play(tmp_path, {"_torch/__init__.py": "", "_torch/dispatch.py": text})
+    faults = unnamed_faults(tmp_path / "shardwise")
+    assert faults == ["shardwise/_torch/dispatch.py:7: not by Names.find"]

@@ -30,6 +30,7 @@ def test_shardwise():
         "ReplicationWarning",
         "Shard",
         "ShardwiseError",
+        "TorchVersionError",
         "UnsupportedError",
         "WorldError",
         "distribute_module",

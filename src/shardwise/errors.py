@@ -15,7 +15,8 @@
     ├── RankMismatchError  (RuntimeError)         ranks that disagree where they must not
     ├── RedistributionError (RuntimeError)        communication that strict mode does not allow
     ├── CheckpointError    (RuntimeError)         a checkpoint that is damaged or unfit
-    └── LaunchError        (RuntimeError)         a process of a launched job that ended or hangs
+    ├── LaunchError        (RuntimeError)         a process of a launched job that ended or hangs
+    └── TorchVersionError  (RuntimeError)         a torch that lacks what a feature is built on
 
     ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
 
@@ -92,6 +93,10 @@ class CheckpointError(ShardwiseError, RuntimeError):
 
 class LaunchError(ShardwiseError, RuntimeError):
     """A process of a launched job failed, died or did not answer in time."""
+
+
+class TorchVersionError(ShardwiseError, RuntimeError):
+    """This torch lacks a private name that the feature is built on."""
 
 
 class ReplicationWarning(UserWarning):

@@ -33,6 +33,7 @@ from shardwise.errors import (
     RedistributionError,
     ReplicationWarning,
     ShardwiseError,
+    TorchVersionError,
     UnsupportedError,
     WorldError,
 )
@@ -58,6 +59,7 @@ __all__ = [
     "ReplicationWarning",
     "Shard",
     "ShardwiseError",
+    "TorchVersionError",
     "UnsupportedError",
     "WorldError",
     "distribute_module",

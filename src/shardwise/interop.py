@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.c10d import strided_shard
 from shardwise.comm.local_tensor import LocalTensor, resolved
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
@@ -143,7 +144,6 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 def _placements_to_torch(layout: Layout) -> list[Any]:
     from torch.distributed import tensor as theirs
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     made: list[Any] = []
     for axis, placement in enumerate(map(plain, layout.placements)):
@@ -162,7 +162,7 @@ def _placements_to_torch(layout: Layout) -> list[Any]:
             order = layout.axes_of(placement.dim)
             before = order[: order.index(axis)]
             factor = math.prod(layout.grid.shape[a] for a in before if a > axis)
-            strided = _StridedShard(placement.dim, split_factor=factor)
+            strided = strided_shard()(placement.dim, split_factor=factor)
             made.append(strided if factor > 1 else theirs.Shard(placement.dim))
     return made
 
@@ -171,13 +171,12 @@ def _placements_from_torch(
     placements: Sequence[Any], grid: Grid
 ) -> tuple[list[Placement], tuple[int, ...]]:
     from torch.distributed import tensor as theirs
-    from torch.distributed.tensor.placement_types import _StridedShard
 
     found: list[Placement] = []
     order = list(range(len(placements)))
     for axis, placement in enumerate(placements):
         # Where torch's strided shard is a Shard itself depends on its version: asked first.
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, strided_shard()):
             found.append(Shard(placement.dim))
             later = _later_axes_before(placement, axis, placements, grid)
             if later:

@@ -190,11 +190,12 @@ def test_doctor():
         [sys.executable, "-c", program],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=300,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     assert "2 processes added a number over loopback" in ran.stdout
+    assert " works  dispatch  " in ran.stdout
 
 
 def test_the_package_is_run_as_a_program():

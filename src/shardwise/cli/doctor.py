@@ -11,12 +11,44 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from shardwise import __version__
+from shardwise._torch import (
+    autograd,
+    c10d,
+    compat,
+    dispatch,
+    dynamo,
+    effects,
+    frames,
+    functions,
+    inductor,
+    opaque,
+    pytree,
+    schema,
+    symint,
+)
 from shardwise.cli.console import console
 from shardwise.launch import LOOPBACK, launch
 
-OLDEST, NEWEST = (2, 11), (2, 13)
+#: The files of shardwise._torch, but for compat, which is examined as "torch".
+INTERNALS = (
+    dispatch,
+    schema,
+    pytree,
+    autograd,
+    functions,
+    c10d,
+    symint,
+    opaque,
+    dynamo,
+    effects,
+    inductor,
+    frames,
+)
 
 
 @dataclass(frozen=True)
@@ -39,7 +71,22 @@ def run_doctor() -> int:
         out.print(f"{mark[found.ok]}  [bold]{found.name}[/bold]: ", end="")
         out.print(found.text, markup=False)
         broken += found.ok is False
+    broken += _print_internals(out)
     return int(broken > 0)
+
+
+def _print_internals(out: Console) -> int:
+    """What shardwise relies on and torch does not promise; the number of faults."""
+    table = Table("", "torch's internals", "what they are for, or what stops working", box=None)
+    marks = {True: "[green]works[/green]", False: "[red]fails[/red]", None: "[dim]note[/dim]"}
+    broken = 0
+    for room in INTERNALS:
+        found = room.probe()
+        text = found.text or (room.__doc__ or "").partition("\n")[0]
+        table.add_row(marks[found.ok], room.__name__.rpartition(".")[2], escape(text))
+        broken += found.ok is False
+    out.print(table)
+    return broken
 
 
 def _try(examine: Callable[[], Finding]) -> Finding:
@@ -50,10 +97,8 @@ def _try(examine: Callable[[], Finding]) -> Finding:
 
 
 def _torch() -> Finding:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
-    tested = OLDEST <= version <= NEWEST
-    text = f"{torch.__version__}" + ("" if tested else "; shardwise is tested on 2.11 to 2.13")
-    return Finding("torch", tested, text)
+    found = compat.probe()
+    return Finding("torch", found.ok, "; ".join(filter(None, (compat.VERSION, found.text))))
 
 
 def _simulation() -> Finding:

@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from shardwise._torch.dispatch import has_kernel
 from shardwise.cli.console import console
 from shardwise.core.placements import short
 from shardwise.dtensor.fallback import parts_of
@@ -60,7 +61,7 @@ def how(op: Any) -> str:
     if find_rule(op) is not None:
         return "the rule of its kind"
     # A few that TorchScript alone uses are unknown to the dispatcher.
-    known = torch._C._dispatch_has_kernel(op.name())
+    known = has_kernel(op.name())
     return "taken apart" if known and parts_of(op) is not None else "no rule"
 
 

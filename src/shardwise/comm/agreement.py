@@ -22,6 +22,7 @@ from typing import TypeVar
 
 import torch
 
+from shardwise._torch.compat import VERSION
 from shardwise.comm import collectives
 from shardwise.comm.one_value import spans
 from shardwise.comm.ranks import each_rank, localize
@@ -268,7 +269,7 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     `request` describes what this rank asks for, one line each; lines that differ are named. Ranks
     that run different code are found the same way.
     """
-    request = f"torch {torch.__version__}, shardwise code {source_digest()[:12]}\n{request}"
+    request = f"torch {VERSION}, shardwise code {source_digest()[:12]}\n{request}"
     wrong = f"{type(problem).__name__}: {problem}" if problem is not None else None
     faults = Faults(grid, what, f"{what} fails, so no rank goes on. ")
     digest = hashlib.blake2b(f"{request}\0{wrong}".encode(), digest_size=16).digest()

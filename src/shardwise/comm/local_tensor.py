@@ -19,14 +19,15 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
+from shardwise._torch.dispatch import make_wrapper, no_torch_function
+from shardwise._torch.frames import Asker, asker
+from shardwise._torch.functions import neg_view
+from shardwise._torch.pytree import tree_flatten, tree_iter, tree_unflatten
 from shardwise.comm.one_value import agreed_value, mismatch, same_values, spans
 from shardwise.comm.rank_int import RankIntNode, rank_int, rank_values_of
 from shardwise.comm.roster import Roster, grouped, join, make_roster
 from shardwise.comm.stand_in import (
-    Asker,
-    asker,
     differing,
     no_constants,
     stand_in,
@@ -67,7 +68,7 @@ class LocalTensor(torch.Tensor):
     #: The shape and strides that a compiler has noted down for it; see comm.stand_in.
     _noted: tuple[Any, Any] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     @untraced
@@ -89,7 +90,7 @@ class LocalTensor(torch.Tensor):
                 shape = _per_rank(roster, [part.shape for part in parts], node)
                 stride = _per_rank(roster, [part.stride() for part in parts], node)
         make = functools.partial(
-            torch.Tensor._make_wrapper_subclass,
+            make_wrapper,
             cls,
             shape,
             strides=stride,
@@ -483,7 +484,7 @@ def resolved(x: torch.Tensor) -> torch.Tensor:
         return x
     # The bits first, so that what computes finds none: inside an op on a wrapper it would not look.
     x = x.conj() if conjugate else x
-    x = torch._neg_view(x) if negative else x
+    x = neg_view(x) if negative else x
     x = torch.conj_physical(x) if conjugate else x
     return torch.neg(x) if negative else x
 

@@ -14,8 +14,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from shardwise._torch.dispatch import make_wrapper, no_torch_function
+from shardwise._torch.pytree import tree_map_only
 from shardwise.comm.local_tensor import sized_copy
 
 Run = Callable[[torch.Tensor], torch.Tensor]
@@ -30,12 +31,12 @@ class Pending(torch.Tensor):
     _result: torch.Tensor | None
     _holder: weakref.ref[Any] | None
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, started: torch.Tensor, finish: Run, like: torch.Tensor) -> Pending:
         """`like` has the shape, strides and dtype of what comes out; see `finished_like`."""
-        self = torch.Tensor._make_wrapper_subclass(
+        self = make_wrapper(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=started.device
         )
         self._started, self._finish = started, finish

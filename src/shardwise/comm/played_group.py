@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._C import _distributed_c10d
 
+from shardwise._torch.c10d import FakeWork
 from shardwise.comm.local_tensor import LocalTensor, from_ranks
 from shardwise.comm.simulated_collectives import (
     Exchange,
@@ -25,8 +25,7 @@ from shardwise.comm.simulated_collectives import (
 from shardwise.comm.watch import watch
 from shardwise.errors import UnsupportedError
 
-# The stubs of torch describe neither what a Python group may leave out nor its newer names.
-_native: Any = _distributed_c10d
+# The stubs of torch do not describe what a Python group may leave out.
 _Group: Any = dist.ProcessGroup
 
 _REDUCE_OPS = {
@@ -60,7 +59,7 @@ class PlayedGroup(_Group):
         return "shardwise_simulated"
 
     def barrier(self, opts: Any = None) -> Any:
-        return _native.FakeWork()
+        return FakeWork()
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         name = _reduce_op(opts)
@@ -90,14 +89,14 @@ class PlayedGroup(_Group):
         for targets, x in zip(outputs, inputs, strict=True):
             rows = self._run(kind, as_local(x), lambda p: [torch.stack(list(p))] * len(p))
             _write_rows(targets, rows)
-        return _native.FakeWork()
+        return FakeWork()
 
     def _allgather_base(self, output: Any, x: Any, opts: Any = None) -> Any:
         gathered = self._run(
             "_allgather_base_", as_local(x), lambda parts: [torch.cat(list(parts))] * len(parts)
         )
         write(output, gathered)
-        return _native.FakeWork()
+        return FakeWork()
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         name = _reduce_op(opts)
@@ -106,7 +105,7 @@ class PlayedGroup(_Group):
                 "reduce_scatter_", _stacked(tensors), lambda p: reduce_parts(p, name).unbind(0)
             )
             write(target, found)
-        return _native.FakeWork()
+        return FakeWork()
 
     def _reduce_scatter_base(self, output: Any, x: Any, opts: Any = None) -> Any:
         name = _reduce_op(opts)
@@ -114,14 +113,14 @@ class PlayedGroup(_Group):
             "_reduce_scatter_base_", as_local(x), lambda p: reduce_parts(p, name).chunk(len(p))
         )
         write(output, found)
-        return _native.FakeWork()
+        return FakeWork()
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             return [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
 
         _write_rows(outputs, self._run("alltoall_", _stacked(inputs), exchange))
-        return _native.FakeWork()
+        return FakeWork()
 
     def alltoall_base(
         self, output: Any, x: Any, output_splits: Any, input_splits: Any, opts: Any = None
@@ -137,7 +136,7 @@ class PlayedGroup(_Group):
             return [torch.cat(column) for column in zip(*pieces, strict=True)]
 
         write(output, self._run("alltoall_base_", as_local(x), exchange))
-        return _native.FakeWork()
+        return FakeWork()
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         # One list per rank here, where allgather takes one per tensor.
@@ -146,12 +145,12 @@ class PlayedGroup(_Group):
     def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, x in zip(outputs, inputs, strict=True):
             self._allgather_base(output, x, opts)
-        return _native.FakeWork()
+        return FakeWork()
 
     def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         for output, x in zip(outputs, inputs, strict=True):
             self._reduce_scatter_base(output, x, opts)
-        return _native.FakeWork()
+        return FakeWork()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """This process speaks for the root, so what it received is what the root received."""
@@ -163,7 +162,7 @@ class PlayedGroup(_Group):
         for target, tensors in zip(outputs, inputs, strict=True):
             found = self._run("scatter_", _stacked(tensors), lambda p: p[opts.rootRank].unbind(0))
             write(target, found)
-        return _native.FakeWork()
+        return FakeWork()
 
     def _check_root(self, name: str, argument: str, lists: Any, opts: Any) -> None:
         if not lists or opts.rootRank != self.rank():
@@ -191,7 +190,7 @@ class PlayedGroup(_Group):
     def _rewrite(self, kind: str, tensors: Any, exchange: Exchange) -> Any:
         for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
             write(tensor, self._run(kind, as_local(tensor), exchange))
-        return _native.FakeWork()
+        return FakeWork()
 
     def _run(self, kind: str, x: LocalTensor, exchange: Exchange) -> LocalTensor:
         watch.tell(kind, x, self._name)

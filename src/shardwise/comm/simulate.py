@@ -9,22 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch.distributed as dist
-from torch._C import _distributed_c10d
-from torch.distributed import distributed_c10d
 
+from shardwise._torch.c10d import HashStore, fresh_c10d
 from shardwise.comm.played_group import PlayedGroup
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
 
 _BACKEND = "shardwise_simulated"
-# Private names that the stubs of torch do not describe, or describe wrongly.
-c10d: Any = distributed_c10d
-native: Any = _distributed_c10d
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -54,7 +49,7 @@ class simulate:
 
     def __enter__(self) -> simulate:
         stack = contextlib.ExitStack()
-        stack.enter_context(_fresh_c10d())
+        stack.enter_context(fresh_c10d())
         stack.enter_context(_played_world(self.world_size))
         self._entered.append(stack)
         return self
@@ -77,7 +72,7 @@ def _played_world(world_size: int) -> Iterator[None]:
         dist.Backend.register_backend(
             _BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
         )
-    dist.init_process_group(_BACKEND, store=native.HashStore(), rank=0, world_size=world_size)
+    dist.init_process_group(_BACKEND, store=HashStore(), rank=0, world_size=world_size)
     world = enter_world(dist.GroupMember.WORLD, simulated=True)
     try:
         yield
@@ -87,38 +82,3 @@ def _played_world(world_size: int) -> Iterator[None]:
 
 def _make_group(options: Any, backend_options: Any) -> Any:
     return PlayedGroup(options.group_rank, options.group_size, options.group_id)
-
-
-@contextlib.contextmanager
-def _fresh_c10d() -> Iterator[None]:
-    """Set torch.distributed's state aside, and put it back afterwards.
-
-    c10d keeps one world in module-level tables and the names of all groups in one registry, so
-    groups made inside are named after those outside, and only they are taken out again.
-    """
-    world = c10d._world
-    tables = [
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.tags_to_pg,
-        world.pg_to_tag,
-        world.pg_coalesce_state,
-    ]
-    kept = [dict(table) for table in tables]
-    group, count, excepthook = world.default_pg, world.group_count, sys.excepthook
-    for table in tables:
-        table.clear()
-    c10d._update_default_pg(None)
-    try:
-        yield
-    finally:
-        for name in world.pg_names.values():
-            native._unregister_process_group(name)
-        for table, entries in zip(tables, kept, strict=True):
-            table.clear()
-            table.update(entries)
-        c10d._update_default_pg(group)
-        world.group_count = count
-        sys.excepthook = excepthook  # init_process_group puts "[rank0]:" before every traceback

@@ -9,79 +9,13 @@ guards. They may not be 0 or 1, which the compiler takes for constants.
 from __future__ import annotations
 
 import math
-import os
-import sys
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any
 
 import torch
 
 from shardwise.comm.rank_int import surely_equal
 from shardwise.errors import UnsupportedError
-
-_torch = os.path.dirname(torch.__file__) + os.sep
-
-
-def _places(*names: str) -> tuple[str, ...]:
-    return tuple(_torch + name.replace("/", os.sep) for name in names)
-
-
-#: Not all of `_functorch`: vmap and its kin run in eager code, and compute with the sizes they get.
-_BOOKS = _places(
-    "_dynamo",
-    "_functorch/_aot_autograd",
-    "_functorch/aot_autograd.py",
-    "_functorch/partitioners.py",
-    "_subclasses",
-    "fx",
-    "utils/_python_dispatch.py",
-)
-_FORMULAS = _places("_decomp", "_refs")
-#: Files that the compiler shares with programs, and the function of it that asks from there.
-_SHARED = dict(
-    zip(
-        (*_places("_prims_common/__init__.py", "autograd/__init__.py"), "<string>"),
-        ("suggest_memory_format", "_make_grads", "guard"),
-        strict=True,
-    )
-)
-#: Where the compiler answers a program that it reads.
-_FOR_THE_PROGRAM = frozenset({"_method_size_stride", "method_attr_shape"})
-#: Where it looks for constants, to answer later without asking again; how far below that it asks.
-_LOOKS_FOR_CONSTANTS, _DEPTH = "specialize", 6
-
-
-class Asker(Enum):
-    """Who wants to know a size."""
-
-    PROGRAM = auto()
-    #: The compiler, for its books.
-    COMPILER = auto()
-    #: The compiler, which wants to know what will never change.
-    FOR_CONSTANTS = auto()
-    #: One of torch's own formulas, written in Python.
-    FORMULA = auto()
-
-
-def asker(own_file: str) -> Asker:
-    """Who asks: the first caller outside of `own_file`."""
-    frame: Any = sys._getframe(1)
-    while frame.f_code.co_filename == own_file:
-        frame = frame.f_back
-    file, name = frame.f_code.co_filename, frame.f_code.co_name
-    if file.startswith(_FORMULAS):
-        return Asker.FORMULA
-    if not file.startswith(_BOOKS):
-        above = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
-        # A guard is evaluated once more, to say why it failed.
-        again = name == "<module>" and above.startswith(_BOOKS)
-        return Asker.COMPILER if again or _SHARED.get(file) == name else Asker.PROGRAM
-    for _ in range(_DEPTH):
-        if frame is not None and frame.f_code.co_name == _LOOKS_FOR_CONSTANTS:
-            return Asker.FOR_CONSTANTS
-        frame = None if frame is None else frame.f_back
-    return Asker.PROGRAM if name in _FOR_THE_PROGRAM else Asker.COMPILER
 
 
 def no_constants() -> tuple[Any]:

@@ -21,6 +21,7 @@ import sympy  # type: ignore[import-untyped]
 import torch
 from torch.fx.experimental.sym_node import SymNode
 
+from shardwise._torch.symint import detect_fake_mode
 from shardwise.comm import rank_int
 from shardwise.comm.rank_int import RankIntNode, value_key
 from shardwise.core.world import World
@@ -33,7 +34,7 @@ _meanings: weakref.WeakKeyDictionary[Any, dict[Any, RankIntNode]] = weakref.Weak
 
 def node_for(part: torch.Tensor) -> type[RankIntNode]:
     """The kind of nodes for the sizes of a LocalTensor that is traced, given one of its parts."""
-    mode = torch._guards.detect_fake_mode([part])
+    mode = detect_fake_mode([part])
     env = None if mode is None else mode.shape_env
     if env is None:
         return RankIntNode

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._python_dispatch import _disable_current_modes
 
+from shardwise._torch.dispatch import outside_modes
 from shardwise.core.world import World, current_world
 from shardwise.errors import ArgumentError, WorldError
 
@@ -179,6 +179,6 @@ def grid_like(
 
 def _shape_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     # torch keeps the ranks in a tensor, and torch.export would note that it is read.
-    with _disable_current_modes():
+    with outside_modes():
         tensor: Any = mesh.mesh
         return tuple(tensor.shape), tuple(tensor.flatten().tolist())

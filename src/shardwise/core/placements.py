@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shardwise.core.opaque import ValueBase, graph_constant
+from shardwise._torch.opaque import ValueBase
+from shardwise.core.opaque import graph_constant
 from shardwise.errors import ArgumentError, LayoutError
 
 REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")

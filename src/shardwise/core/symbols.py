@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise._torch.symint import compute
 from shardwise.core.world import in_simulated_world
 
 _Result = TypeVar("_Result")
@@ -91,15 +92,12 @@ def _under_another_name(number: torch.SymInt, tracer: Any) -> Any:
 
 
 def _computed(number: torch.SymInt, tracer: Any) -> Any:
-    from torch.utils._sympy.interp import sympy_interp
-    from torch.utils._sympy.reference import PythonReferenceAnalysis
-
     expr, env = number.node.expr, number.node.shape_env
     symbols = {
         symbol: _tracked(env.create_symintnode(symbol, hint=None), tracer)
         for symbol in expr.free_symbols
     }
-    found = sympy_interp(PythonReferenceAnalysis, symbols, expr)
+    found = compute(expr, symbols)
     # Sizes that went through floats, as those of scaled images, are not computed in Python.
     return found if isinstance(found, (int, torch.SymInt)) else number
 

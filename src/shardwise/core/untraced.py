@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 
 import torch
 
+from shardwise._torch.dynamo import break_graph, leave_untraced
+
 _Fn = TypeVar("_Fn", bound=Callable[..., Any])
-_frames: Any = torch._C._dynamo.eval_frame
-_AS_IT_IS = _frames._FrameExecStrategy(_frames._FrameAction.SKIP, _frames._FrameAction.SKIP)
 
 
 def untraced(fn: _Fn) -> _Fn:
     """`fn`, to be run as it is, with all that it calls; the same function, at no cost."""
-    _frames.set_code_exec_strategy(fn.__code__, _AS_IT_IS)
+    leave_untraced(fn.__code__)
     return fn
 
 
@@ -39,11 +39,6 @@ class UntracedFunction(torch.autograd.Function):
 
 
 def breaks_graph(fn: _Fn, because: str = "it makes a tensor, or sets what one is") -> _Fn:
-    """`fn`, untraced; a compiled region that calls it has one graph before and one after.
-
-    What `torch.compiler.disable` does, without its import of the whole compiler.
-    """
-    fn._torchdynamo_disable = True  # type: ignore[attr-defined]
-    reason = f"{because}; call it outside, or without fullgraph=True"
-    fn._torchdynamo_disable_msg = reason  # type: ignore[attr-defined]
+    """`fn`, untraced; a compiled region that calls it has one graph before and one after."""
+    break_graph(fn, f"{because}; call it outside, or without fullgraph=True")
     return untraced(fn)

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise.comm.compiled_events import COLLECTIVE
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch

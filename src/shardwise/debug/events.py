@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives  # declares the ops below
 
+from shardwise._torch.c10d import declare_collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
 from shardwise.debug.places import Place
+
+declare_collectives()  # as ops, which are counted below
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +60,7 @@ def _packets() -> Iterator[tuple[Any, Any]]:
         # What torch.compile's inductor makes of them writes to a tensor that is there already.
         for variant in (name, f"{name}_", f"{name}_out"):
             if hasattr(native, variant):
-                yield getattr(native, variant), getattr(public, name)
+                yield getattr(native, variant), getattr(public, name, getattr(native, name))
     for name in (*_SENT_FIRST, *_SENT_SECOND):
         if hasattr(in_place, name):
             yield getattr(in_place, name), getattr(in_place, name)

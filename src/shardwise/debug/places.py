@@ -9,26 +9,17 @@ the forward pass has written down for which module the nodes of that number were
 
 from __future__ import annotations
 
-import sys
 import threading
 from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
 
-#: Packages whose lines nobody asks for: torch with what it compiles, this one, and what they call
-#: each other through. Code without a name was made by a program.
-_INSIDE = frozenset({"torch", "shardwise", "contextlib", "functools", "typing_extensions", ""})
-_MODULE_FILE = nn.modules.module.__file__
-
-#: The number that the next autograd node of this thread gets.
-_next_node_number = getattr(torch.autograd, "_get_sequence_nr", lambda: 0)
-_current_node = getattr(torch._C, "_current_autograd_node", lambda: None)
+from shardwise._torch.autograd import current_node, in_backward, next_node_number
+from shardwise._torch.frames import line_outside, running_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,14 +41,14 @@ class Places:
         self._paths: dict[int, tuple[nn.Module, str]] = {}
         self._thread = threading.get_ident()
         # Nodes below `_numbers[i]`, and not below the one before, were made for `_makers[i]`.
-        self._numbers = [_next_node_number()]
+        self._numbers = [next_node_number()]
         self._makers = [""]
 
     def mark(self) -> None:
         """To be called with each op: remembers for which module nodes were made since the last."""
         if threading.get_ident() != self._thread:
             return  # other threads count their nodes themselves
-        number = _next_node_number()
+        number = next_node_number()
         if number == self._numbers[-1] and torch.is_grad_enabled():
             return
         path = self._module()
@@ -69,7 +60,7 @@ class Places:
 
     def now(self) -> Place:
         """The place of what runs now."""
-        phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+        phase = "backward" if in_backward() else "forward"
         return Place(self._module(), self._line(), phase)
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
@@ -81,10 +72,10 @@ class Places:
     # -- modules -----------------------------------------------------------------------------
 
     def _module(self) -> str:
-        running = _running_modules(sys._getframe(2))
+        running = running_modules()
         if running:
             return self._path(running)
-        node = _current_node()
+        node = current_node()
         return "" if node is None else self._path_of_node(node)
 
     def _path(self, running: list[nn.Module]) -> str:
@@ -127,38 +118,11 @@ class Places:
     # -- lines -------------------------------------------------------------------------------
 
     def _line(self) -> str | None:
-        line = _line_outside(sys._getframe(2))
+        line = line_outside()
         if line is None and threading.get_ident() != self._thread:
             # Backward on a device's thread: the line is where the program waits for it.
-            line = _line_outside(sys._current_frames().get(self._thread))
+            line = line_outside(self._thread)
         return line
-
-
-def _running_modules(frame: FrameType | None) -> list[nn.Module]:
-    """The modules whose forward runs now, innermost first.
-
-    Those that merely wait for a backward pass that they started are left out.
-    """
-    found = []
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name == "_wrapped_call_impl" and frame.f_code.co_filename == _MODULE_FILE:
-            module = frame.f_locals["self"]
-            if not type(module).__module__.startswith("torch.fx"):  # a graph of torch.compile
-                found.append(module)
-        elif name == "_engine_run_backward":
-            break
-        frame = frame.f_back
-    return found
-
-
-def _line_outside(frame: FrameType | None) -> str | None:
-    while frame is not None:
-        package = frame.f_globals.get("__name__", "").partition(".")[0]
-        if package not in _INSIDE:
-            return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
-        frame = frame.f_back
-    return None
 
 
 def _join(prefix: str, name: str) -> str:

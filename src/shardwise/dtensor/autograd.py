@@ -24,6 +24,12 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import (
+    current_node,
+    current_transform,
+    is_legacy_batch,
+    is_transformed,
+)
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.ranks import localize, one_for_all
@@ -206,23 +212,18 @@ def in_formula() -> bool:
 
     Some make tensors of their own (zeros, a range), which are the same on every rank.
     """
-    node = torch._C._current_autograd_node()
+    node = current_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
-
-
-_is_legacy_batch = torch._C._functorch.is_legacy_batchedtensor
-_is_transformed = torch._C._functorch.is_functorch_wrapped_tensor
-_transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def _is_batch(grad: torch.Tensor) -> bool:
     """Whether this stands for many gradients, as under torch.vmap: what it holds is distributed."""
-    return _is_legacy_batch(grad) or _is_transformed(grad)
+    return is_legacy_batch(grad) or is_transformed(grad)
 
 
 def refuse_transformed(x: torch.Tensor, where: str) -> None:
     """Raise for a tensor of torch.func or torch.vmap, which hides what it holds."""
-    if _is_legacy_batch(x) or _is_transformed(x) or _transforms() is not None:
+    if is_legacy_batch(x) or is_transformed(x) or current_transform() is not None:
         raise UnsupportedError(
             f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
             "do not pass between plain and distributed tensors. Use torch.autograd.grad(..., "

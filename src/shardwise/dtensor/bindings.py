@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
+from shardwise._torch.dispatch import TorchDispatchMode, outside_modes
+from shardwise._torch.schema import BINDINGS, OpOverload
 from shardwise.rules.infer import hollowed
 from shardwise.rules.positional import in_order
 from shardwise.rules.rule import TensorMeta
 
 #: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
-_COMPOSITE = {torch.ops.aten.linear.default: torch._C._nn.linear}
+_COMPOSITE = {torch.ops.aten.linear.default: torch.nn.functional.linear}
 
 
 def fastest(
@@ -27,7 +28,7 @@ def fastest(
     """
     if op in _COMPOSITE:
         return _COMPOSITE[op]
-    with _disable_current_modes(), torch.no_grad():
+    with outside_modes(), torch.no_grad():
         for binding in _bindings(op):
             hollow_args, hollow_kwargs = hollowed(args, kwargs)
             try:
@@ -39,10 +40,9 @@ def fastest(
     return op._op  # without the Python method around it
 
 
-def _bindings(op: torch._ops.OpOverload) -> list[Callable[..., Any]]:
+def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
     name = op._schema.name.partition("::")[2]
-    homes = (torch._C._VariableFunctions, torch._C._nn, torch._C.TensorBase)
-    return [getattr(home, name) for home in homes if hasattr(home, name)]
+    return [getattr(home, name) for home in BINDINGS if hasattr(home, name)]
 
 
 class _OtherOp(Exception):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor.reduced import is_partial, reduced_layout
@@ -31,7 +32,7 @@ def bounded(
     call: Callable[..., Any], plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Callable[..., Any]:
     """`call`, which reduces its operands first where a number among them is not finite."""
-    if not isinstance(plan.op, torch._ops.OpOverload) or plan.local is not None:
+    if not isinstance(plan.op, OpOverload) or plan.local is not None:
         return call
     if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
         return call

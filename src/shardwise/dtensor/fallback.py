@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload, decompositions, is_composite
 from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
 from shardwise.dtensor.fused_step import fused_step
@@ -32,7 +33,7 @@ kernels_above: dict[Any, Callable[..., Any]] = {}
 @functools.lru_cache(maxsize=1024)
 def parts_of(op: Any) -> Callable[..., Any] | None:
     """A function that does what `op` does with other ops, or None."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return None
     if op in DECOMPOSITIONS:
         return DECOMPOSITIONS[op]
@@ -44,12 +45,10 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
         return functools.partial(_one_by_one, op)
     if op._schema.is_mutable:
         return None
-    if torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd"):
+    if is_composite(op):
         return op.decompose
-    # Imported late: it takes most of a second, and most programs never need it.
-    from torch._decomp import decomposition_table
-
-    return decomposition_table.get(op)
+    # Asked last: its import takes most of a second, and most programs never need it.
+    return decompositions().get(op)
 
 
 rule_caches.append(parts_of.cache_clear)

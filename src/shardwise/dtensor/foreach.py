@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.dtensor.entries import Entry
@@ -56,7 +57,7 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
 
 def is_foreach(op: Any) -> bool:
     """Whether the op is one for a single tensor, done to each of a list."""
-    return isinstance(op, torch._ops.OpOverload) and op._schema.name.startswith(
+    return isinstance(op, OpOverload) and op._schema.name.startswith(
         ("aten::_foreach_", "aten::_amp_foreach_")
     )
 

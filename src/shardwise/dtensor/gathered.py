@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import watch
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
@@ -32,7 +33,7 @@ def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     rule = find_rule(plain_op(op))
     if rule is not None and rule.found_shapes:
         return whole_entry(op, args)
-    if not isinstance(op, torch._ops.OpOverload) or not has_unknown_shape(op, args):
+    if not isinstance(op, OpOverload) or not has_unknown_shape(op, args):
         return None
     return whole_entry(op, args)
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import swap_tensors
 from shardwise.dtensor.snapshots import take_over
 from shardwise.errors import UnsupportedError
 
@@ -35,7 +36,7 @@ def becoming(name: str) -> Callable[..., Any]:
             view = view_of(x, *args, **kwargs)
         if view._layout.snapshot and not x._layout.snapshot:
             return turn(x, *args, **kwargs)  # which says why not
-        torch._C._swap_tensor_impl(x, view)
+        swap_tensors(x, view)
         base = type(x).wrap(view._local, view._layout)
         take_over(base, x)
         take_over(x, view)

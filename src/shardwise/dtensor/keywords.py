@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise._torch.pytree import tree_leaves, tree_map
+from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.dtensor.made_into import writer_of
 from shardwise.errors import LayoutError, UnsupportedError
@@ -78,7 +79,7 @@ def written_keywords(op: Any) -> tuple[str, ...]:
 
 
 @functools.lru_cache(maxsize=1024)
-def without_out(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def without_out(op: OpOverload) -> OpOverload | None:
     """The op with the same arguments that returns new tensors.
 
     >>> without_out(torch.ops.aten.add.out)

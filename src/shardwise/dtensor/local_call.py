@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload, is_composite
 from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
@@ -225,15 +226,14 @@ def _reads_sizes(op: Any, plan: CallPlan) -> bool:
 
 def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
     """Whether the local call is no single op of torch's."""
-    if plan.local is not None or not isinstance(op, torch._ops.OpOverload):
+    if plan.local is not None or not isinstance(op, OpOverload):
         return True
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite.name)
+    return is_composite(op)
 
 
 def _runs_itself_cast(op: Any, plan: CallPlan) -> bool:
     """Whether the local call is the op itself, and autocast is off in it."""
-    itself = plan.local is None and isinstance(op, torch._ops.OpOverload)
+    itself = plan.local is None and isinstance(op, OpOverload)
     return itself and is_cast_before(op)
 
 

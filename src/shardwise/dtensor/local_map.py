@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise._torch.pytree import tree_flatten, tree_unflatten
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size, lengths

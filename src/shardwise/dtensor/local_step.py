@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as hooks
 
+from shardwise._torch.functions import others_watch_steps
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
@@ -112,12 +113,7 @@ def _reduce(parameters: Iterable[Any]) -> None:
 
 def _others_look(optimizer: Any) -> bool:
     """Whether someone else's hooks would see the twin, or a state that is not wrapped yet."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or len(hooks._global_optimizer_pre_hooks) > 1
-        or len(hooks._global_optimizer_post_hooks) > 1
-    )
+    return others_watch_steps(optimizer)
 
 
 @dataclass(slots=True)

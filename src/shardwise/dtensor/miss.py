@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import undispatched
+from shardwise._torch.schema import OpOverload, is_composite
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.symbols import noted, settle_ones
@@ -160,7 +162,7 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     view = twin(*args, **kwargs)
     if view._layout.snapshot and not x._layout.snapshot:
         raise UnsupportedError(unsupported(op, [x._layout], [0]))
-    with torch._C._DisableTorchDispatch():
+    with undispatched():
         op(*args, **kwargs)  # the wrapper's own shape
     take_over(x, view)
     return x
@@ -227,10 +229,9 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
 
 def _may_return_views(op: Any) -> bool:
     """Whether views are what one device returns; a composite op, whatever its schema says."""
-    if _shares_memory(op) or not isinstance(op, torch._ops.OpOverload):
+    if _shares_memory(op) or not isinstance(op, OpOverload):
         return True
-    composite = torch._C.DispatchKey.CompositeImplicitAutograd.name
-    return torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), composite)
+    return is_composite(op)
 
 
 def _apart(result: Any, args: Sequence[Any]) -> Any:

@@ -11,14 +11,12 @@ compiled code torch takes many ops apart in Python, and all of these functions a
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
-from types import FrameType
 from typing import Any
 
 import torch
 
+from shardwise._torch.frames import maker
 from shardwise.comm.watch import watch
 from shardwise.dtensor import autograd
 from shardwise.dtensor.wrapped import Wrapped
@@ -74,10 +72,6 @@ _MAKERS: dict[tuple[str, str], bool] = {
 }
 
 
-#: Where torch keeps the Python functions that take an op apart.
-_TAKEN_APART = ("torch._decomp.", "torch._refs")
-
-
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
     """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
 
@@ -103,29 +97,11 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
 
 def _made_by_caller(value: torch.Tensor) -> bool:
     """Whether one of torch's own functions made the plain `value`, the same on every rank."""
-    frame: FrameType | None = sys._getframe(1)
-    takes_apart: FrameType | None = None
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        draws = _MAKERS.get((module, frame.f_code.co_qualname))
-        if draws is not None:
-            return _made_in(frame, value, draws)
-        if module.startswith(_TAKEN_APART):
-            takes_apart = frame  # the outermost counts: it hands what it made to others
-        if not module.startswith(("torch.", "shardwise.")):
-            break
-        frame = frame.f_back
-    return takes_apart is not None and _made_in(takes_apart, value, draws=False)
-
-
-def _made_in(frame: FrameType, value: torch.Tensor, draws: bool) -> bool:
-    """What a function got may be one rank's own; what it makes, if it got no plain tensor, not."""
-    code = frame.f_code
-    num_open = bool(code.co_flags & inspect.CO_VARARGS) + bool(
-        code.co_flags & inspect.CO_VARKEYWORDS
-    )
-    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount + num_open]
-    given = list(_tensors([frame.f_locals.get(name) for name in names]))
+    found = maker(_MAKERS)
+    if found is None:
+        return False
+    given, draws = list(_tensors(found[0])), found[1]
+    # What a function got may be one rank's own; what it makes, if it got no plain tensor, not.
     if any(x.dim() and not isinstance(x, Wrapped) for x in given):
         return False
     if draws:

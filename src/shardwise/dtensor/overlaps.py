@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import UnsupportedError
@@ -27,7 +28,7 @@ def watch_overlaps(op: Any, entry: Entry) -> None:
 
 def compares_memory(op: Any) -> bool:
     """Whether one device refuses this op operands that overlap the tensor it writes to."""
-    if not isinstance(op, torch._ops.OpOverload) or list(written_inputs(op)) != [0]:
+    if not isinstance(op, OpOverload) or list(written_inputs(op)) != [0]:
         return False
     return op is aten.copy_.default or torch.Tag.pointwise in op.tags
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import check_written_once, make_entry, mover, tensor_paths
@@ -40,7 +41,7 @@ def entry_of_call(
             raise
         return _through_reduction(op, args, kwargs, written[0])
     # What is drawn into the terms is not drawn again into the reduction, which is forgotten.
-    draws = isinstance(op, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    draws = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
     if not kwargs and not draws and entry.finish is not None:
         entry.finish = _reduction_follows(op, written[0])
     return entry

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.watch import because, watch
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, make_layout
@@ -64,7 +65,7 @@ def make_entry(
     if plan.steps is not None:
         entry.move = mover(paths, plan)
     binding = spelled if spelled is not op else None
-    runs_op = binding is None and plan.local is None and isinstance(op, torch._ops.OpOverload)
+    runs_op = binding is None and plan.local is None and isinstance(op, OpOverload)
     if runs_op and not symbolic:
         binding = fastest(op, args, kwargs, shape)
     if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:

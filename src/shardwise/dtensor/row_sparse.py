@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import make_wrapper
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import added_up
 from shardwise.comm.local_tensor import LocalTensor
@@ -216,7 +217,7 @@ def make(
 
 
 def _make(layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool) -> RowSparse:
-    out = torch.Tensor._make_wrapper_subclass(
+    out = make_wrapper(
         RowSparse, layout.shape, strides=layout.stride, dtype=values.dtype, device=values.device
     )
     out._local, out._rows, out._layout, out._coalesced = values, rows, layout, coalesced
@@ -264,9 +265,7 @@ class Held(torch.Tensor):
     @staticmethod
     @untraced
     def of(local: torch.Tensor, origin: RowSparse) -> Held:
-        out = torch.Tensor._make_wrapper_subclass(
-            Held, local.shape, dtype=local.dtype, device=local.device
-        )
+        out = make_wrapper(Held, local.shape, dtype=local.dtype, device=local.device)
         out.local, out.origin = local, origin
         return out
 

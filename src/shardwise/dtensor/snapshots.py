@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import current_node
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
@@ -275,7 +276,7 @@ def _in_gradient_of_write() -> bool:
     That is a copy of the tensor's gradient with the same view of it overwritten. Nobody else knows
     that view.
     """
-    node = torch._C._current_autograd_node()
+    node = current_node()
     return node is not None and bool(node.name().endswith("CopySlices"))
 
 

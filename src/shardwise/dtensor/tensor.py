@@ -23,6 +23,7 @@ import torch
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
@@ -59,15 +60,7 @@ from shardwise.errors import (
     MixedTensorsError,
 )
 
-# The keys of autocast too: torch would give a tensor of that backend none.
-_KEYS = functools.reduce(
-    lambda keys, key: keys.add(key),
-    (torch._C.DispatchKey.AutocastCPU, torch._C.DispatchKey.AutocastCUDA),
-    torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradPrivateUse3),
-)
-_make_wrapper = torch.Tensor._make_wrapper_subclass
 _strided = torch.strided
-_undispatched = torch._C._DisableTorchDispatch
 _item = torch.Tensor.__getitem__
 _matmul: Any = torch.Tensor.__matmul__
 _mm: Any = torch.mm
@@ -87,7 +80,7 @@ class DTensor(Wrapped):
 
     __slots__ = ()
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = no_torch_function
 
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise ArgumentError(
@@ -108,7 +101,7 @@ class DTensor(Wrapped):
 
     @staticmethod
     def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor:
-        out = _make_wrapper(
+        out = make_wrapper(
             DTensor,
             layout.shape,
             layout.stride,
@@ -122,7 +115,7 @@ class DTensor(Wrapped):
             None,
             False,
             False,
-            _KEYS,
+            ABOVE_AUTOGRAD,
         )
         out._local = local
         out._layout = layout
@@ -135,7 +128,7 @@ class DTensor(Wrapped):
             return out.view_as(out)  # type: ignore[return-value]
         # The same, for which nothing is planned.
         base = DTensor._wrap(local, layout, False)
-        guard = _undispatched()
+        guard = undispatched()
         try:
             view = base.as_subclass(DTensor)
         finally:
@@ -197,7 +190,7 @@ class DTensor(Wrapped):
         layout = entry.out
         if layout is None:
             return entry.finish(local, args, DTensor.wrap)  # type: ignore[misc]
-        out = _make_wrapper(
+        out = make_wrapper(
             DTensor,
             layout.shape,
             layout.stride,
@@ -211,7 +204,7 @@ class DTensor(Wrapped):
             None,
             False,
             False,
-            _KEYS,
+            ABOVE_AUTOGRAD,
         )
         out._local = local
         out._layout = layout
@@ -505,7 +498,7 @@ class DTensor(Wrapped):
             traced_views.remember(made)
             return made
         local = inner["_local"]
-        out = _make_wrapper(
+        out = make_wrapper(
             DTensor,
             outer_size,
             outer_stride,
@@ -519,7 +512,7 @@ class DTensor(Wrapped):
             None,
             False,
             False,
-            _KEYS,
+            ABOVE_AUTOGRAD,
         )
         out._local = local
         out._layout = layout

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import is_function_mode_enabled, without_torch_function
 from shardwise.core.grid import read_mesh
 from shardwise.core.placements import (
     REDUCE_OPS,
@@ -122,14 +123,14 @@ def is_traced() -> bool:
 
 def is_exported() -> bool:
     """Whether torch.export watches the program: not inside our ops, which it takes as they are."""
-    return torch.compiler.is_exporting() and torch._C._is_torch_function_mode_enabled()
+    return torch.compiler.is_exporting() and is_function_mode_enabled()
 
 
 def unwatched(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, of which torch.export does not see what it reads: it knows no tensor made in there."""
 
     def run(*args: Any) -> Any:
-        with torch._C.DisableTorchFunction():
+        with without_torch_function():
             return fn(*args)
 
     return run

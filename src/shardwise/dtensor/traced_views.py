@@ -15,8 +15,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
+from shardwise._torch.dispatch import TorchDispatchMode, return_and_correct_aliasing
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 

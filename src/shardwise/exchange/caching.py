@@ -12,8 +12,7 @@ import functools
 import weakref
 from typing import Any
 
-import torch
-from torch._guards import TracingContext
+from shardwise._torch.effects import current_compilation, let_decide
 
 #: The compilations that came by an op of this package.
 _compiling: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -23,12 +22,12 @@ class _OfThisPackage:
     """True while a graph is compiled that holds an op of this package."""
 
     def __bool__(self) -> bool:
-        return TracingContext.try_get() in _compiling
+        return current_compilation() in _compiling
 
 
 def may_be_kept() -> None:
     """The graph that is being traced may be kept on disk; called for each op with effects."""
-    context = TracingContext.try_get()
+    context = current_compilation()
     if context is not None:
         _compiling.add(context)
         _mark()
@@ -36,5 +35,4 @@ def may_be_kept() -> None:
 
 @functools.cache
 def _mark() -> None:
-    wrapper: Any = torch.ops.higher_order.with_effects
-    wrapper._cacheable = _OfThisPackage()
+    let_decide(_OfThisPackage())

@@ -29,6 +29,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import with_autograd
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.once import differentiated_once
@@ -39,7 +40,7 @@ from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
-from shardwise.exchange.effects import check_place, install, with_autograd
+from shardwise.exchange.effects import check_place, install
 from shardwise.rules.picked_rows import unknown_length
 
 _library = torch.library.Library("shardwise", "FRAGMENT")

@@ -8,15 +8,11 @@ swap two of them, on one rank and not on another. So their kernels are told here
 
 from __future__ import annotations
 
-import sys
-import weakref
 from typing import Any
 
-from torch.utils._pytree import tree_map
+from shardwise._torch.inductor import is_imported, lower_in_order
 
 _ops: list[Any] = []
-#: The last of these kernels in a graph that is being lowered.
-_last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def stays_in_order(op: Any) -> None:
@@ -25,28 +21,6 @@ def stays_in_order(op: Any) -> None:
 
 
 def keep_order() -> None:
-    """Tell inductor, if it is there: it takes a second to import, and other backends need none."""
-    lowering = sys.modules.get("torch._inductor.lowering")
-    while lowering is not None and _ops:
-        op = _ops.pop()
-        lowering.register_lowering(op, type_promotion_kind=None)(_lowered(op))
-
-
-def _lowered(op: Any) -> Any:
-    from torch._inductor import ir
-    from torch._inductor.virtualized import V
-
-    def run(*args: Any, **kwargs: Any) -> Any:
-        graph, start = V.graph, len(V.graph.operations)
-        result = ir.FallbackKernel.create(op, *args, **kwargs)
-        made = graph.operations[start:]
-        kernel = next(node for node in made if isinstance(node, ir.FallbackKernel))
-        before = _last.get(graph)
-        # Older ones have another kind of kernel for ops with effects.
-        star_deps = getattr(graph, "additional_star_deps", None)
-        if before is not None and star_deps is not None:
-            star_deps[kernel.get_operation_name()].add(before.get_name())
-        _last[graph] = made[-1]
-        return tree_map(lambda x: ir.TensorBox.create(x) if isinstance(x, ir.IRNode) else x, result)
-
-    return run
+    """Tell inductor, if it is there."""
+    while _ops and is_imported():
+        lower_in_order(_ops.pop())

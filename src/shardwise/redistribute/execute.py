@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.dispatch import autocast_off, is_autocast
 from shardwise.comm.ranks import each_rank
-from shardwise.core.autocast import casts_nothing, is_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.errors import CollectiveError
@@ -74,7 +74,7 @@ def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
     def run(x: torch.Tensor) -> torch.Tensor:
         try:
             if is_autocast():
-                with casts_nothing():
+                with autocast_off():
                     return start(x) if finish is None else finish(start(x))
             return start(x) if finish is None else finish(start(x))
         except RuntimeError as error:

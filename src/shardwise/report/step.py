@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_leaves
 
+from shardwise._torch.pytree import tree_leaves
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
+from shardwise._torch.functions import BatchStatistics
+from shardwise._torch.pytree import tree_map
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.report.case import Case, data_axes
@@ -99,7 +99,7 @@ def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
     left_out = {"no_sync", "zeros"} if updating else set()
     if _sparse(module):
         left_out |= {"clip", "zeros"}
-    if any(isinstance(inner, _NormBase) for inner in module.modules()):
+    if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
         left_out.add("save")  # each rank has statistics of its own: no common value to save
     if not data_axes(mesh, case.plan):
         left_out.add("no_sync")

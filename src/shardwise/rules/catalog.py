@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.rules.rule import Rule, Table
 
 #: The rules of all families in `ops`; `ops.catalog` fills it.
@@ -27,7 +28,7 @@ rule_caches: list[Callable[[], None]] = []
 def find_rule(op: Any) -> Rule | None:
     """The rule of an op; one that writes in place or copies a view has that of its twin."""
     rule = REGISTERED.get(op) or CATALOG.get(op)
-    if rule is not None or not isinstance(op, torch._ops.OpOverload):
+    if rule is not None or not isinstance(op, OpOverload):
         return rule
     twin = functional_twin(op) or view_twin(op)
     if twin is not None:
@@ -38,7 +39,7 @@ def find_rule(op: Any) -> Rule | None:
 rule_caches.append(find_rule.cache_clear)
 
 
-def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def functional_twin(op: OpOverload) -> OpOverload | None:
     """The op that does what `op` does to its first argument, but returns a new tensor.
 
     >>> functional_twin(torch.ops.aten.add_.Tensor)
@@ -53,9 +54,9 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 
 @functools.lru_cache(maxsize=4096)
-def written_twin(op: Any) -> torch._ops.OpOverload | None:
+def written_twin(op: Any) -> OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
-    if not isinstance(op, torch._ops.OpOverload) or written_inputs(op) != (0,):
+    if not isinstance(op, OpOverload) or written_inputs(op) != (0,):
         return None
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # the twin would draw other numbers
@@ -72,7 +73,7 @@ def written_twin(op: Any) -> torch._ops.OpOverload | None:
     return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
 
 
-def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops.OpOverload | None:
+def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> OpOverload | None:
     """The overload that takes these arguments (name and type) and writes to none of them."""
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
@@ -82,7 +83,7 @@ def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops
     return None
 
 
-def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def view_twin(op: OpOverload) -> OpOverload | None:
     """The view of which `op` returns a copy.
 
     >>> view_twin(torch.ops.aten.permute_copy.default)
@@ -97,12 +98,12 @@ def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
 
 def copies_view(op: Any) -> bool:
     """Whether the op returns a copy of a view."""
-    return isinstance(op, torch._ops.OpOverload) and view_twin(op) is not None
+    return isinstance(op, OpOverload) and view_twin(op) is not None
 
 
 def written_inputs(op: Any) -> tuple[int, ...]:
     """The positions of the arguments that the op writes to."""
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         return ()
     return tuple(
         position
@@ -113,10 +114,10 @@ def written_inputs(op: Any) -> tuple[int, ...]:
 
 def changes_shape(op: Any) -> bool:
     """Whether the op turns its argument into a view of itself."""
-    return isinstance(op, torch._ops.OpOverload) and torch.Tag.inplace_view in op.tags
+    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
 
 
-def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
+def has_unknown_shape(op: OpOverload, args: Sequence[Any]) -> bool:
     """Whether the values of the operands decide the shape of the result.
 
     `args` has layouts in place of tensors.
@@ -132,6 +133,6 @@ def has_unknown_shape(op: torch._ops.OpOverload, args: Sequence[Any]) -> bool:
 
 def is_view(op: Any) -> bool:
     """Whether the op returns an alias of an argument that it does not write to."""
-    return isinstance(op, torch._ops.OpOverload) and any(
+    return isinstance(op, OpOverload) and any(
         r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns
     )

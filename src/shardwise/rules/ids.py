@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.functions import assert_async
 from shardwise.comm import collectives
 from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate, Grid
@@ -75,7 +76,7 @@ def _raise_outside(low: int, high: int, num_rows: int) -> None:
 def _assert_in_range(num_rows: Any) -> Any:
     def check(_: Coordinate, ids: torch.Tensor) -> torch.Tensor:
         inside = ((ids >= 0) & (ids < num_rows)).all()
-        torch._assert_async(inside, f"index out of range in a table of {num_rows} rows")
+        assert_async(inside, f"index out of range in a table of {num_rows} rows")
         return ids
 
     return check

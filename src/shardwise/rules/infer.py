@@ -15,10 +15,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._prims_common import is_contiguous_or_false, suggest_memory_format
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwise._torch.dispatch import outside_modes
+from shardwise._torch.pytree import tree_leaves, tree_map, tree_map_only
+from shardwise._torch.schema import (
+    OpOverload,
+    has_python_meta,
+    is_contiguous_or_false,
+    suggest_memory_format,
+)
+from shardwise._torch.symint import detect_fake_mode
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.symbols import noted
 from shardwise.errors import ShardwiseError, UnsupportedError
@@ -163,10 +169,10 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
 def _asks_python(op: Any) -> bool:
     """Whether it is pointwise, with a shape function in Python that we know nothing better than."""
     return (
-        isinstance(op, torch._ops.OpOverload)
+        isinstance(op, OpOverload)
         and torch.Tag.pointwise in op.tags
         and torch.Tag.nondeterministic_seeded not in op.tags
-        and torch._C.DispatchKey.Meta in op.py_kernels
+        and has_python_meta(op)
         and op not in _SHAPES
         and len(op._schema.returns) == 1
         and not op.is_view
@@ -182,7 +188,7 @@ def _makes_anew(op: Any) -> bool:
 
     In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
     """
-    if not isinstance(op, torch._ops.OpOverload) or op in UNSAFE_VIEWS:
+    if not isinstance(op, OpOverload) or op in UNSAFE_VIEWS:
         return False
     aliased = any(x.alias_info for x in (*op._schema.returns, *op._schema.arguments))
     return not aliased and not op._schema.name.endswith("_strided")
@@ -346,6 +352,6 @@ def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
 @contextlib.contextmanager
 def _without_data(symbolic: bool) -> Any:
     """Outside all modes, so that nothing is counted or traced; symbolic sizes need a fake mode."""
-    fake = torch._guards.detect_fake_mode() if symbolic else None
-    with _disable_current_modes(), torch.no_grad(), fake or contextlib.nullcontext():
+    fake = detect_fake_mode() if symbolic else None
+    with outside_modes(), torch.no_grad(), fake or contextlib.nullcontext():
         yield

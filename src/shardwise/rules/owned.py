@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
+from shardwise._torch.functions import assert_async
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.rules.ids import has_values
@@ -39,7 +40,7 @@ def bad_index(index: torch.Tensor, size: Any, *, wraps: bool) -> int | None:
     lowest = -size if wraps else 0
     if index.is_cuda:
         inside = ((index >= lowest) & (index < size)).all()
-        torch._assert_async(inside, f"index out of bounds for a dim of size {size}")
+        assert_async(inside, f"index out of bounds for a dim of size {size}")
         return None
     low, high = map(int, torch.aminmax(index))
     return low if low < lowest else high if high >= size else None

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.symint import check_size
+
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
     "picked_rows(Tensor? keep, Tensor rows, Tensor values, bool by_freq) -> (Tensor, Tensor)"
@@ -61,7 +63,7 @@ def unknown_length(traced: Any) -> Any:
     """
     shape_env = traced.fake_mode.shape_env
     length = shape_env.create_unbacked_symint()
-    torch._check(length >= 0)
+    check_size(length >= 0)
     return length
 
 

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import torch
+from shardwise._torch.schema import OpOverload
 
 
 class Positional:
@@ -18,7 +18,7 @@ class Positional:
 
     __slots__ = ("_names", "_num_positional", "_schema", "op")
 
-    def __init__(self, op: torch._ops.OpOverload) -> None:
+    def __init__(self, op: OpOverload) -> None:
         self.op = op
         self._schema = op._schema
         arguments = op._schema.arguments
@@ -38,14 +38,12 @@ class Positional:
 
 
 @functools.lru_cache(maxsize=1024)
-def positional(op: torch._ops.OpOverload) -> Positional:
+def positional(op: OpOverload) -> Positional:
     """The one Positional of an op: keys of calls compare ops by identity."""
     return Positional(op)
 
 
-def in_order(
-    op: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> list[Any]:
+def in_order(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
     """All arguments in the order of the schema, defaults filled in."""
     return [
         args[position] if position < len(args) else kwargs.get(a.name, a.default_value)

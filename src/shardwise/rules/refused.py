@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
@@ -38,7 +39,7 @@ def refused_alike(
     op: Any, inputs: Sequence[Layout], call: Callable[..., Any]
 ) -> Callable[..., Any]:
     """The local call of `op`, which raises on every rank where it raises on one."""
-    if op not in REFUSED and isinstance(op, torch._ops.OpOverload):
+    if op not in REFUSED and isinstance(op, OpOverload):
         op = functional_twin(op)
     if op not in REFUSED:
         return call

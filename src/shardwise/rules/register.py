@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload, OpOverloadPacket
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError
@@ -72,17 +73,17 @@ def _check_names(op: Any, bound: dict[str, str]) -> None:
             )
 
 
-def overload(op: Any) -> torch._ops.OpOverload:
+def overload(op: Any) -> OpOverload:
     """The overload that `op` stands for: itself, the one of its packet, or of a custom op."""
     op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
-    if isinstance(op, torch._ops.OpOverloadPacket):
+    if isinstance(op, OpOverloadPacket):
         if len(op.overloads()) != 1:
             raise ArgumentError(
                 f"{op} has the overloads {', '.join(op.overloads())}: name one, as in "
                 f"{op}.{op.overloads()[0]}."
             )
         op = getattr(op, op.overloads()[0])
-    if not isinstance(op, torch._ops.OpOverload):
+    if not isinstance(op, OpOverload):
         raise ArgumentError(
             f"A rule belongs to an op such as torch.ops.aten.mm.default, found {op!r}. Make one of "
             "a Python function with torch.library.custom_op."

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import decompositions
 from shardwise.core.chunks import Size, divides, equal, lengths, smaller, surely_equal
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Partial, Shard
@@ -348,10 +349,8 @@ RULES: Table = table(
 
 def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     """Of a tensor that is repeated zero times, torch's parts make a plain one."""
-    from torch._decomp import decomposition_table
-
     if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decomposition_table[aten.repeat.default](x.contiguous(), repeats)  # as one device
+        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
     sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
     return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
 

@@ -10,6 +10,7 @@ import itertools
 import torch
 from torch.nn import functional as F
 
+from shardwise._torch.functions import embedding_bag
 from shardwise.shard import fused_lookup
 
 #: The number of mode="max" in torch's own op.
@@ -136,5 +137,5 @@ def maximum(
     if not table.numel() or not starts.numel():
         shape = (starts.numel(), table.shape[1])
         return table.new_zeros(shape), ids.new_full(shape, -1)
-    values, _, _, rows = torch._embedding_bag(table, ids, starts, mode=_MAXIMUM)
+    values, _, _, rows = embedding_bag(table, ids, starts, mode=_MAXIMUM)
     return values, rows

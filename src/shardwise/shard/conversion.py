@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise._torch.functions import parse_to
 from shardwise.core.untraced import UntracedFunction
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.shard.blocks import on_device
@@ -50,7 +51,7 @@ class Conversion:
 
 def asked_for(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Conversion:
     """The arguments of `to`, as any tensor's, and the group that the result belongs to."""
-    device, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise UnsupportedError(
             f"A sharded tensor was asked for memory_format={memory_format}: its pieces are kept "

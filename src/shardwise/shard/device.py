@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.remote_device import _remote_device
 
+from shardwise._torch.c10d import RemoteDevice
 from shardwise.errors import ArgumentError, LayoutError
 
 _TEXT = re.compile(r"rank:(\d+)/(.+)")
@@ -34,7 +34,7 @@ def parse_device(given: Any) -> RankDevice:
     """The place that a text names."""
     if isinstance(given, RankDevice):
         return given
-    if isinstance(given, _remote_device):
+    if isinstance(given, RemoteDevice):
         given = str(given)
     if not isinstance(given, str):
         raise ArgumentError(f"A placement is a text such as 'rank:0/cpu', found {given!r}.")

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
 
+from shardwise._torch.pytree import tree_flatten, tree_unflatten
 from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor

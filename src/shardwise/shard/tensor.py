@@ -12,12 +12,18 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.dispatch import (
+    ABOVE_AUTOGRAD,
+    NO_KEYS,
+    make_wrapper,
+    without_subclass_functions,
+)
 from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import untraced
 from shardwise.dtensor.flat import FlatContext, flattened
-from shardwise.dtensor.tensor import _KEYS, DTensor, _lasting
+from shardwise.dtensor.tensor import DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
 from shardwise.shard import to_come
 from shardwise.shard.blocks import natural_spec
@@ -34,9 +40,6 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
-
-_make_wrapper = torch.Tensor._make_wrapper_subclass
-_NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)
 
 GRAD_REDUCTIONS = ("mean", "sum")
 
@@ -82,8 +85,8 @@ class ShardedTensor(DTensor):
         """A sharded tensor out of what the ranks hold, unchecked."""
         layout = layout or tiling.layout(local.dtype)
         stride = layout.stride if tiling.natural else contiguous_stride(tiling.shape)
-        keys = _KEYS if tiling.natural else _NO_KEYS
-        out = _make_wrapper(
+        keys = ABOVE_AUTOGRAD if tiling.natural else NO_KEYS
+        out = make_wrapper(
             ShardedTensor,
             tiling.shape,
             stride,
@@ -107,12 +110,12 @@ class ShardedTensor(DTensor):
 
     @classmethod
     @untraced
-    def __torch_function__(  # type: ignore[override]
+    def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
         special = functions.get(func)
-        with torch._C.DisableTorchFunctionSubclass():
+        with without_subclass_functions():
             return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
 
     @classmethod

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
+from shardwise._torch.pytree import tree_flatten, tree_map_only, tree_unflatten
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import localize
 from shardwise.core.chunks import Size

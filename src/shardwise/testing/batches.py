@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.embedding import Jagged

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from torch._ops import OpOverload
 from torch.distributed.device_mesh import init_device_mesh
 
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.simulate import simulate
 from shardwise.core.layout import partials_commute
 from shardwise.core.placements import REPLICATE, Placement, Shard

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise.core.placements import Placement
 from shardwise.rules.catalog import find_rule
 from shardwise.rules.infer import infer_outputs

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.c10d import root_mesh
 from shardwise.core.grid import Grid, grid_like, grid_of
 from shardwise.errors import LayoutError
 
@@ -87,7 +88,7 @@ class MeshAxes:
 def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
     """All axes of `mesh`, in the whole mesh that it was taken from."""
     given = grid_of(mesh)
-    root = mesh._get_root_mesh() if hasattr(mesh, "_get_root_mesh") else mesh
+    root = root_mesh(mesh)
     grid = given if root is mesh else grid_of(root)
     axes = _named(grid, given) or _spanned(grid, given.ranks)
     if axes is None:

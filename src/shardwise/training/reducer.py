@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise._torch.autograd import after_backward, in_backward
 from shardwise.comm import collectives
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
@@ -265,7 +266,7 @@ class Reducer:
 
     def drop_unfinished(self) -> None:
         """A backward that raised half-way leaves nothing behind."""
-        if self.queued and torch._C._current_graph_task_id() == -1:
+        if self.queued and not in_backward():
             self._forget()
 
     @untraced
@@ -292,7 +293,7 @@ class Reducer:
         self.buckets, self.of_rows = self._current_buckets()
         self.missing = [{id(p) for p in bucket.parameters} for bucket in self.buckets]
         self.number = {id(p): i for i, b in enumerate(self.buckets) for p in b.parameters}
-        torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        after_backward(self._finish)
 
     def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
         """Of what is trained now, outside of `no_sync`, and the parameters that come as rows."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.functions import fused_sdp_choice
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.tensor import DTensor
 
@@ -39,7 +40,7 @@ def scaled_dot_product_attention(
         return math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
     if is_causal and attn_mask is None and distributed:
         operands = (query, key, value, None, dropout_p, True)
-        if torch._fused_sdp_choice(*operands, **options) == _NO_KERNEL:
+        if fused_sdp_choice(*operands, **options) == _NO_KERNEL:
             attn_mask, is_causal = _causal_mask(query, key), False
     decompose = aten.scaled_dot_product_attention.default.decompose
     return decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -10,8 +10,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from shardwise._torch.dispatch import ops_with_kernel
+from shardwise._torch.pytree import tree_leaves
+from shardwise._torch.schema import OpOverload
 from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import contiguous_stride, make_layout
@@ -45,7 +47,7 @@ _MAKE_TENSORS = (
 )
 
 
-def _put_together(op: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _put_together(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
             check_plain(op, leaf)
@@ -323,12 +325,12 @@ _OTHER_OUT_FORMS = (
 
 def _composite_out_forms() -> list[str]:
     """The composite ops with `out=`, but for those that make tensors without values."""
-    registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+    registered = ops_with_kernel("CompositeImplicitAutograd")
     names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
     found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
     return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith("empty.")]
 
 
-def _name(op: torch._ops.OpOverload) -> str:
+def _name(op: OpOverload) -> str:
     name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
     return f"{name}.{overload}" if overload else name

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from shardwise.core.autocast import is_autocast
+from shardwise._torch.dispatch import is_autocast
 from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import direct_apply

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import decompositions
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.above_autograd.constant import read_from
 from shardwise.dtensor.tensor import run
@@ -167,9 +168,7 @@ KERNELS = (("cross_entropy_loss", cross_entropy), ("nll_loss_nd", nll_loss))
 
 def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
     """The gradient of a mean, which torch's parts divide by the number of elements."""
-    from torch._decomp import decomposition_table
-
-    return decomposition_table[op](grad, x, *rest) if x.numel() else x * grad
+    return decompositions()[op](grad, x, *rest) if x.numel() else x * grad
 
 
 def _binary_cross_entropy(

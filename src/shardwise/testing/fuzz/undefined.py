@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+
+from shardwise._torch.dispatch import TorchDispatchMode
+from shardwise._torch.pytree import tree_leaves
 
 aten = torch.ops.aten
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 
+from shardwise._torch.pytree import tree_leaves, tree_map, tree_map_only
 from shardwise.testing.op_sweep.compare import same
 from shardwise.testing.op_sweep.table import Sample, tensors_of
 

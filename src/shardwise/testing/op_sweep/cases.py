@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
+from shardwise._torch.pytree import tree_map
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Placement
 from shardwise.dtensor.autograd import gradient_layout

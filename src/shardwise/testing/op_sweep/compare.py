@@ -6,8 +6,8 @@ from collections.abc import Callable
 from typing import Any, cast
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from shardwise._torch.pytree import tree_leaves
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
 

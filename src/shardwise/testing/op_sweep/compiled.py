@@ -17,8 +17,9 @@ from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.utils._pytree import tree_map
 
+from shardwise._torch.dynamo import reset
+from shardwise._torch.pytree import tree_map
 from shardwise.testing.op_sweep.alone import Alone, copied, gradients, placed
 from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.compare import compare
@@ -41,7 +42,7 @@ class Compiler:
 
     def __call__(self, fn: Callable[..., Any]) -> Callable[..., Any]:
         # Each case starts anew: no limit on recompilations, and nothing found of an earlier one.
-        torch._dynamo.reset()
+        reset()
 
         def region(*args: Any, **kwargs: Any) -> Any:
             return fn(*args, **kwargs)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
+from shardwise._torch.compat import VERSION
 from shardwise.testing.op_sweep.result import KINDS, OUTCOMES, OpResult, tally
 
 
@@ -39,7 +38,7 @@ def table(results: Sequence[OpResult], *, notes: bool = True) -> str:
 
 def as_json(results: Sequence[OpResult], settings: dict[str, Any]) -> dict[str, Any]:
     return {
-        "torch": torch.__version__,
+        "torch": VERSION,
         "settings": settings,
         "summary": {kind: dict(tally(results, kind)) for kind in KINDS},
         "ops": [result.as_json() for result in results],

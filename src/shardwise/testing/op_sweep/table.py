@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from shardwise._torch.pytree import tree_leaves
 from shardwise.testing.op_sweep.pick import Pick, evenly
 
 _TABLE = "torch.testing._internal.common_methods_invocations"

@@ -13,8 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from shardwise._torch.pytree import tree_map_only
 from shardwise.testing.op_sweep.alone import fixed_gradients, placed
 from shardwise.testing.op_sweep.pick import lots_of
 from shardwise.testing.op_sweep.table import Sample, tensors_of

@@ -1,0 +1,82 @@
+"""What autograd does right now: which node runs, in which backward pass, under which transform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from shardwise._torch.compat import Names, Probe
+
+_names = Names()
+_NO_PHASE = "CommDebugMode does not know forward from backward"
+
+#: The node that runs on this thread; None outside backward.
+current_node: Callable[[], Any] = _names.find(
+    "torch._C._current_autograd_node",
+    "torch's backward formulas that make plain tensors raise MixedTensorsError",
+    instead=lambda: None,
+)
+#: The number that the next node of this thread gets.
+next_node_number: Callable[[], int] = _names.find(
+    "torch.autograd._get_sequence_nr",
+    "collectives of backward are not assigned to modules",
+    instead=lambda: 0,
+)
+_graph_task: Callable[[], int] = _names.find(
+    "torch._C._current_graph_task_id", "data_parallel() and fully_shard() fail in backward"
+)
+_engine: Any = _names.find(
+    "torch.autograd.Variable._execution_engine",
+    "data_parallel() and fully_shard() fail in backward",
+)
+#: Lets two tensors change places, whoever holds them.
+swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = _names.find(
+    "torch._C._swap_tensor_impl", "t_() and its kin fail on DTensors"
+)
+_NO_TRANSFORMS = "tensors of torch.func are not recognised"
+#: Whether a tensor stands for many, as in the older vmap that autograd uses.
+is_legacy_batch: Callable[[Any], bool] = _names.find(
+    "torch._C._functorch.is_legacy_batchedtensor", _NO_TRANSFORMS, instead=lambda x: False
+)
+#: Whether a tensor belongs to a transform of torch.func.
+is_transformed: Callable[[Any], bool] = _names.find(
+    "torch._C._functorch.is_functorch_wrapped_tensor", _NO_TRANSFORMS, instead=lambda x: False
+)
+#: The innermost transform of torch.func that runs, or None.
+current_transform: Callable[[], Any] = _names.find(
+    "torch._C._functorch.peek_interpreter_stack", _NO_TRANSFORMS, instead=lambda: None
+)
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward pass."""
+    return _graph_task() != -1
+
+
+def after_backward(fn: Callable[[], None]) -> None:
+    """Run `fn` when the backward pass that runs now has ended."""
+    _engine.queue_callback(fn)
+
+
+def probe() -> Probe:
+    return _names.probe(_tells, "gradients are not reduced where backward ends")
+
+
+def _tells() -> bool:
+    seen: list[Any] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        seen.append((in_backward(), current_node() is not None))
+        after_backward(lambda: seen.append("end"))
+
+    with torch.enable_grad():
+        x = torch.ones(2, requires_grad=True)
+        before = next_node_number()
+        y = x * 2
+        y.register_hook(hook)
+        y.sum().backward()
+    plain = not is_legacy_batch(x) and not is_transformed(x) and current_transform() is None
+    counted = next_node_number() >= before + 2 and not in_backward() and current_node() is None
+    return plain and counted and seen == [(True, True), "end"]

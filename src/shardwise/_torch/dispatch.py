@@ -1,0 +1,154 @@
+"""torch's dispatcher: wrapper tensors, dispatch keys, modes, and which op has which kernel."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from shardwise._torch.compat import Names, Probe
+
+_names = Names()
+_NO_DTENSOR = "no DTensor can be made"
+_NO_AUTOCAST = "local tensors cannot be kept from torch.autocast"
+_NO_MODES = "what DTensors compute internally cannot be kept from modes such as CommDebugMode"
+
+#: Makes a tensor without memory of its own, whose ops arrive at its `__torch_dispatch__`.
+make_wrapper: Any = _names.find("torch.Tensor._make_wrapper_subclass", _NO_DTENSOR)
+#: As a class's `__torch_function__`: the class takes no part in that protocol, at no cost.
+no_torch_function: Any = _names.find("torch._C._disabled_torch_function_impl", _NO_DTENSOR)
+#: Contexts in which a protocol is off: `__torch_dispatch__` of subclasses, `__torch_function__` of
+#: subclasses and modes, that of subclasses alone.
+undispatched: Any = _names.find(
+    "torch._C._DisableTorchDispatch", "ops that change the shape of a DTensor in place fail"
+)
+without_torch_function: Any = _names.find(
+    "torch._C.DisableTorchFunction", "DTensors with uneven shards cannot be exported"
+)
+without_subclass_functions: Any = _names.find(
+    "torch._C.DisableTorchFunctionSubclass", "functions on ShardedTensors fail"
+)
+is_function_mode_enabled: Callable[[], bool] = _names.find(
+    "torch._C._is_torch_function_mode_enabled", "torch.export of DTensors fails"
+)
+#: Whether an op, by name, has a kernel at all; whether it has one for a dispatch key, by name.
+has_kernel: Callable[[str], bool] = _names.find(
+    "torch._C._dispatch_has_kernel", "`shardwise rules` cannot say which ops are taken apart"
+)
+has_kernel_for_key: Callable[[str, str], bool] = _names.find(
+    "torch._C._dispatch_has_kernel_for_dispatch_key", "calls of DTensors cannot be planned"
+)
+#: The names of all ops with a kernel for a dispatch key, by name.
+ops_with_kernel: Callable[[str], list[str]] = _names.find(
+    "torch._C._dispatch_get_registrations_for_dispatch_key",
+    "composite ops with out= do not take DTensors",
+    instead=lambda key: [],
+)
+
+# -- keys ------------------------------------------------------------------------------------
+
+#: The keys of a DTensor besides those of its device: the third private backend's, and those of
+#: autocast, which torch would not give to a tensor of that backend.
+ABOVE_AUTOGRAD: Any = _names.make(
+    "DispatchKeySet DispatchKey",
+    "torch._C",
+    _NO_DTENSOR,
+    lambda keys, key: keys(key.AutogradPrivateUse3).add(key.AutocastCPU).add(key.AutocastCUDA),
+)
+NO_KEYS: Any = _names.make(
+    "DispatchKeySet DispatchKey", "torch._C", _NO_DTENSOR, lambda keys, key: keys(key.Undefined)
+)
+#: A context in which autocast is off; dear, so ask `is_autocast` first.
+autocast_off: Callable[[], Any] = _names.make(
+    "DispatchKeySet DispatchKey _ExcludeDispatchKeyGuard",
+    "torch._C",
+    _NO_AUTOCAST,
+    lambda keys, key, exclude: functools.partial(
+        exclude, keys(key.AutocastCPU).add(key.AutocastCUDA)
+    ),
+)
+
+
+def _autocast_enabled() -> bool:
+    return torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+
+
+#: Whether autocast is on for any device.
+is_autocast: Callable[[], bool] = _names.find(
+    "torch._C._is_any_autocast_enabled", "each op takes longer", instead=_autocast_enabled
+)
+
+_NO_AUTOGRAD = "sharded modules and collections cannot run in compiled code"
+_keys: Any = _names.find("torch._C.DispatchKey", _NO_DTENSOR)
+_excluded: Any = _names.find("torch._C._dispatch_tls_local_exclude_set", _NO_AUTOGRAD)
+_included: Any = _names.find("torch._C._dispatch_tls_local_include_set", _NO_AUTOGRAD)
+_with_keys: Any = _names.find("torch._C._ForceDispatchKeyGuard", _NO_AUTOGRAD)
+
+
+@contextlib.contextmanager
+def with_autograd(enabled: bool) -> Iterator[None]:
+    """Autograd as a program has it: compiled code runs below it."""
+    excluded = _excluded()
+    for key in (
+        _keys.ADInplaceOrView,
+        _keys.AutogradFunctionality,
+        _keys.AutogradOther,
+        _keys.AutogradNestedTensor,
+    ):
+        excluded = excluded.remove(key)
+    with _with_keys(_included(), excluded), torch.set_grad_enabled(enabled):
+        yield
+
+
+# -- modes -----------------------------------------------------------------------------------
+
+if TYPE_CHECKING:
+    from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+    from torch.utils._python_dispatch import (
+        return_and_correct_aliasing as return_and_correct_aliasing,
+    )
+else:
+    TorchDispatchMode = _names.find(
+        "torch.utils._python_dispatch.TorchDispatchMode",
+        "CommDebugMode is missing, and local ops take longer",
+    )
+    return_and_correct_aliasing = _names.find(
+        "torch.utils._python_dispatch.return_and_correct_aliasing",
+        "views of DTensors cannot enter compiled code",
+    )
+
+#: A context in which no mode sees what runs.
+outside_modes: Any = _names.find("torch.utils._python_dispatch._disable_current_modes", _NO_MODES)
+#: The modes that see what runs now.
+active_modes: Callable[[], list[Any]] = _names.find(
+    "torch.utils._python_dispatch._get_current_dispatch_mode_stack",
+    "activation checkpointing is not recognised in compiled code",
+)
+
+
+def probe() -> Probe:
+    return _names.probe(_dispatches, "ops on DTensors do not arrive at their planner")
+
+
+def _dispatches() -> bool:
+    seen = []
+
+    class Wrapper(torch.Tensor):
+        __torch_function__ = no_torch_function
+
+        @classmethod
+        def __torch_dispatch__(  # type: ignore[override]
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append((func, is_autocast()))
+            return torch.empty(2)
+
+    plain = (None, None, torch.float32, torch.strided, torch.device("cpu"), False, False)
+    x = make_wrapper(Wrapper, (2,), (1,), *plain, None, False, False, ABOVE_AUTOGRAD)
+    with outside_modes(), torch.autocast("cpu"), autocast_off(), with_autograd(True):
+        torch.neg(x)
+    kernels = has_kernel("aten::mm") and has_kernel_for_key("aten::mm", "AutocastCPU")
+    return kernels and [func for func, _ in seen] == [torch.ops.aten.neg.default]

@@ -1,0 +1,80 @@
+"""Private functions of torch on tensors and modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._torch.compat import Names, Probe
+
+_names = Names()
+
+neg_view: Callable[[torch.Tensor], torch.Tensor] = _names.find(
+    "torch._neg_view", "tensors with the negative bit cannot be shards"
+)
+#: Which kernel of attention torch would take, as a number.
+fused_sdp_choice: Callable[..., int] = _names.find(
+    "torch._fused_sdp_choice", "causal attention on DTensors fails"
+)
+#: Stops a GPU's work where a condition does not hold, without waiting for it.
+assert_async: Callable[[torch.Tensor, str], None] = _names.find(
+    "torch._assert_async", "ids on a GPU cannot be checked"
+)
+embedding_bag: Callable[..., Any] = _names.find(
+    "torch._embedding_bag", "bags with mode='max' fail in sharded modules"
+)
+#: The arguments of `Tensor.to`, sorted out.
+parse_to: Callable[..., Any] = _names.find("torch._C._nn._parse_to", "ShardedTensor.to() fails")
+#: The norms that keep statistics of batches.
+BatchStatistics: Any = _names.find(
+    "torch.nn.modules.batchnorm._NormBase", "`shardwise report` cannot train models"
+)
+_pre_hooks: Any = _names.find(
+    "torch.optim.optimizer._global_optimizer_pre_hooks",
+    "optimizer steps on DTensors take longer",
+    instead=None,
+)
+_post_hooks: Any = _names.find(
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+    "optimizer steps on DTensors take longer",
+    instead=None,
+)
+
+
+def others_watch_steps(optimizer: Any) -> bool:
+    """Whether hooks on steps other than one for all optimizers, before and after, would run."""
+    if _pre_hooks is None or _post_hooks is None:
+        return True
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or len(_pre_hooks) > 1
+        or len(_post_hooks) > 1
+    )
+
+
+def probe() -> Probe:
+    return _names.probe(_compute, "some functions on DTensors and sharded modules fail")
+
+
+def _compute() -> bool:
+    x, starts = torch.ones(3, 2), torch.tensor([0, 2])
+    assert_async(torch.tensor(True), "")
+    bags = embedding_bag(x, torch.tensor([0, 1, 2]), starts, mode=2)
+    heads = torch.ones(1, 1, 2, 4)
+    chosen = int(
+        fused_sdp_choice(heads, heads, heads, None, 0.0, True, scale=None, enable_gqa=False)
+    )
+    device, dtype, *_ = parse_to("cpu", torch.float64)
+    parsed = device == torch.device("cpu") and dtype is torch.float64
+    return (
+        neg_view(x).is_neg()
+        and bags[0].shape == (2, 2)
+        and len(bags) == 4
+        and chosen >= -1
+        and parsed
+        and isinstance(nn.BatchNorm1d(2), BatchStatistics)
+    )
