@@ -61,6 +61,10 @@ ABOVE_AUTOGRAD: Any = _names.make(
 NO_KEYS: Any = _names.make(
     "DispatchKeySet DispatchKey", "torch._C", _NO_DTENSOR, lambda keys, key: keys(key.Undefined)
 )
+#: The key under which an op has a shape function in Python, if it has one.
+META_KEY: Any = _names.make(
+    "DispatchKey", "torch._C", "calls of DTensors cannot be planned", lambda key: key.Meta
+)
 #: A context in which autocast is off; dear, so ask `is_autocast` first.
 autocast_off: Callable[[], Any] = _names.make(
     "DispatchKeySet DispatchKey _ExcludeDispatchKeyGuard",
