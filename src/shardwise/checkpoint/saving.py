@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import (
     INDEX_NAME,
@@ -34,6 +33,7 @@ from shardwise.checkpoint.pieces import pieces_of, reduced
 from shardwise.checkpoint.shares import Held, Share, share_out
 from shardwise.checkpoint.tree import Node, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
+from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
 #: How much of its pieces a rank copies, at most, before an asynchronous save goes on without it.
@@ -256,7 +256,7 @@ class _RankFile:
         number = f"{writers.index(rank) + 1:05d}-of-{len(writers):05d}"
         self._name = f"model-{number}.safetensors"
         self._keys = _keys(self._shares)
-        table = {k: (s.dtype, s.box.shape) for k, s in zip(self._keys, self._shares, strict=True)}
+        table = {k: (s.dtype, s.box.sizes) for k, s in zip(self._keys, self._shares, strict=True)}
         self._values = [job._values[rank, s.name, s.box] for s in self._shares]
         self._file = TensorFile(job.half / self._name, table, {"format": "pt"})
 
@@ -299,7 +299,7 @@ def _keys(shares: Sequence[Share]) -> list[str]:
     keys = []
     for share in shares:
         several = names.count(share.name) > 1
-        offset = ",".join(map(str, share.box.offset))
+        offset = ",".join(map(str, share.box.offsets))
         keys.append(f"{share.name}[{offset}]" if several else share.name)
     if len(set(keys)) != len(keys):
         raise CheckpointError("Two pieces of a file have one key: a name ends like an offset.")

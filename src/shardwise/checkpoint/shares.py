@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.boxes import Box, fills
+from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 
 
@@ -30,7 +30,7 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.box.volume * self.dtype.itemsize
 
 
 def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
@@ -52,11 +52,11 @@ def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
     shares = []
     for name, boxes in holders.items():
         whole = wholes[name][1]
-        why = fills(list(boxes), whole.shape)
+        why = why_not_tiled(list(boxes), whole.shape)
         if why is not None:
             raise CheckpointError(f"The ranks do not hold {name} as pieces of one tensor: {why}.")
         # A tensor without elements has one piece nevertheless, so that its dtype is kept.
-        full = [box for box in boxes if box.numel] or list(boxes)[:1]
+        full = [box for box in boxes if box.volume] or list(boxes)[:1]
         shares += [(Share(name, whole.dtype, box), boxes[box]) for box in full]
     return _balanced(shares, len(held))
 

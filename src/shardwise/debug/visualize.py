@@ -37,12 +37,11 @@ def tiling(layout: Layout) -> Tiling:
     holders: dict[tuple[Span, ...], list[int]] = {}
     idle = []
     for rank, coordinate in layout.grid.coordinates.items():
-        offset, shape = layout.box(coordinate)
-        if 0 in shape and 0 not in layout.shape:
+        box = layout.box(coordinate)
+        if 0 in box.sizes and 0 not in layout.shape:
             idle.append(rank)
             continue
-        block = tuple((start, start + n) for start, n in zip(offset, shape, strict=True))
-        holders.setdefault(block, []).append(rank)
+        holders.setdefault(box.spans, []).append(rank)
     spans = tuple(tuple(sorted(set(along))) for along in zip(*holders, strict=True))
     return Tiling(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
 

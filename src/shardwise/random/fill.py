@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
+from shardwise.core.box import Box
 from shardwise.core.layout import contiguous_stride
 from shardwise.random.generators import digest, generator_for, kept
-from shardwise.random.slabs import overlap, slabs
+from shardwise.random.slabs import slabs
 
 #: Values per chunk: about the size of a cache, a multiple of 16.
 CHUNK = 1 << 18
@@ -76,6 +77,10 @@ class Block:
     part: torch.Tensor
     operand: torch.Tensor | None = None
 
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.part.shape))
+
 
 def fill_exactly(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
     """Write to each block what one device would have there."""
@@ -94,7 +99,7 @@ def fill_quickly(blocks: Sequence[Block], draw: Draw) -> None:
     device = blocks[0].part.device
     generator = generator_for(device, draw.generator)
     for block in blocks:
-        seed = digest(generator, block.offset, tuple(block.part.shape))
+        seed = digest(generator, *block.box)
         with kept(generator):
             generator.manual_seed(seed & (2**63 - 1))
             draw.run(block.part, block.operand)
@@ -118,10 +123,10 @@ def _fill_at_once(whole: Whole, blocks: Sequence[Block], draw: Draw, device: tor
         ).fill_(ANY_PROBABILITY)
         for block in blocks:
             assert block.operand is not None, "either every block has an operand or none"
-            operand[_slices(block)] = block.operand
+            operand[block.box.slices] = block.operand
     draw.run(values, operand)
     for block in blocks:
-        block.part.copy_(values[_slices(block)])
+        block.part.copy_(values[block.box.slices])
 
 
 def _is_whole(block: Block, whole: Whole) -> bool:
@@ -131,10 +136,6 @@ def _is_whole(block: Block, whole: Whole) -> bool:
         whole.stride,
         whole.dtype,
     )
-
-
-def _slices(block: Block) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(block.offset, block.part.shape, strict=True))
 
 
 # -- in chunks -------------------------------------------------------------------------------
@@ -172,18 +173,21 @@ def _meetings(
     shape: Sequence[int], start: int, stop: int, blocks: Sequence[Block], run: torch.Tensor
 ) -> Any:
     """The pieces of a run of values that blocks hold: of the run, of the part, of the operand."""
+    at = 0
     for slab in slabs(shape, start, stop):
-        values = run[slab.start - start : slab.stop - start].view(slab.shape)
+        values = run[at : at + slab.volume].view(slab.sizes)
+        at += slab.volume
         for block in blocks:
-            met = overlap(slab.offset, slab.shape, block.offset, block.part.shape)
+            met = slab.intersect(block.box)
             if met is not None:
-                given = None if block.operand is None else block.operand[met[1]]
-                yield values[met[0]], block.part[met[1]], given
+                here = met.within(block.box).slices
+                given = None if block.operand is None else block.operand[here]
+                yield values[met.within(slab).slices], block.part[here], given
 
 
 def _anyone_holds(shape: Sequence[int], start: int, stop: int, blocks: Sequence[Block]) -> bool:
     return any(
-        overlap(slab.offset, slab.shape, block.offset, block.part.shape) is not None
+        slab.intersect(block.box) is not None
         for slab in slabs(shape, start, stop)
         for block in blocks
     )

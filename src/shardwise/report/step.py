@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
 from shardwise.comm.local_tensor import LocalTensor
+from shardwise.core.box import Box
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short
 from shardwise.debug.visualize import Part, tiling
@@ -203,8 +204,7 @@ def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> P
         parts = tuple(Part(box, held) for box, held in holders.items())
         placements = short(tensor.placements)
     else:
-        whole = tuple((0, size) for size in tensor.shape)
-        parts, placements = (Part(whole, tuple(ranks)),), "on each rank"
+        parts, placements = (Part(Box.whole(tensor.shape).spans, tuple(ranks)),), "on each rank"
     return ParameterReport(
         name,
         tuple(tensor.shape),
