@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.rank_int import surely_equal
+from shardwise.core.chunks import surely_equal
 from shardwise.errors import UnsupportedError
 
 _torch = os.path.dirname(torch.__file__) + os.sep

@@ -19,9 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from shardwise.core.layout import Layout
 from shardwise.dtensor.made_into import writer_of
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.rules.catalog import with_arguments
 from shardwise.rules.infer import hollowed
 from shardwise.rules.positional import in_order, positional
+from shardwise.rules.twins import with_arguments
 
 
 class TensorByKeyword(Exception):

@@ -34,13 +34,13 @@ from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
     changes_shape,
     find_rule,
-    functional_twin,
     is_view,
     written_inputs,
     written_twin,
 )
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 

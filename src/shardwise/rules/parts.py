@@ -13,15 +13,6 @@ from shardwise.core.layout import Layout
 from shardwise.rules.views import Cut
 
 
-def functional(op: Any) -> Any:
-    """The op that returns a new tensor; planning writes that back for an op in place."""
-    if not op._schema.is_mutable:
-        return op
-    namespace, _, name = op._schema.name.partition("::")
-    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"))
-    return getattr(packet, op._schema.overload_name or "default")
-
-
 def differing_axes(layouts: Sequence[Layout]) -> list[int]:
     """The axes along which ranks hold different values of one of the tensors."""
     axes = range(layouts[0].grid.num_axes) if layouts else ()

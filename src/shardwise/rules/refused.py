@@ -16,10 +16,10 @@ import torch
 from shardwise.comm.consent import raise_together
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
-from shardwise.rules.catalog import functional_twin
 from shardwise.rules.ids import has_values
 from shardwise.rules.loss import bce, nll
 from shardwise.rules.parts import differing_axes
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 

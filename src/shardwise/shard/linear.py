@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
+from shardwise.rules.ids import has_values
 from shardwise.shard.announce import announced
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
@@ -18,7 +19,7 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Stretch
-from shardwise.shard.traced import eager, hollow, is_traced, traced
+from shardwise.shard.traced import eager, hollow, traced
 from shardwise.shard.traced_call import Call
 
 
@@ -32,7 +33,7 @@ def linear(
         return F.linear(x, weight, whole)
     what = "F.linear"
     blocks = blocks_for(weight, what)
-    if is_traced(weight):
+    if not has_values(weight._local):
         return traced("linear", weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape

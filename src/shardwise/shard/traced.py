@@ -58,12 +58,6 @@ eager: dict[str, Callable[..., torch.Tensor]] = {}
 hollow: dict[str, Callable[..., torch.Tensor]] = {}
 
 
-def is_traced(x: Any) -> bool:
-    """Whether a compiler goes through the program with tensors that have no values."""
-    local = x._local
-    return type(local._parts[0] if isinstance(local, LocalTensor) else local) is not torch.Tensor
-
-
 def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
     return list(x._parts) if isinstance(x, LocalTensor) else [x]
 
