@@ -25,7 +25,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
-from shardwise.core.grid import grid_of, spelled_mesh
+from shardwise.core.encode import encode_mesh
+from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.symbols import noted, unrecorded
@@ -377,7 +378,7 @@ class DTensor(Wrapped):
         if is_traced():  # and the compiler decides itself how late to wait
             return traced_from_local(
                 local_tensor,
-                spelled_mesh(mesh),
+                encode_mesh(mesh),
                 placements,
                 run_check,
                 shape,

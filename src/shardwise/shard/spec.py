@@ -167,3 +167,24 @@ holes, or reach beyond the tensor.
 
     def places(self) -> tuple[RankDevice, ...]:
         return tuple(box.place for box in self.shards)
+
+
+def encode_spec(spec: ShardingSpec) -> Any:
+    """A spec as values that files and JSON can hold; `decode_spec` reads them."""
+    if isinstance(spec, ChunkShardingSpec):
+        return "chunk", spec.dim, [str(place) for place in spec.placements]
+    if isinstance(spec, EnumerableShardingSpec):
+        return "enumerable", [(*shard.box, str(shard.placement)) for shard in spec.shards]
+    raise ArgumentError(f"{spec!r} is your own kind of spec: a file cannot hold it.")
+
+
+def decode_spec(encoded: Any) -> ShardingSpec:
+    """The spec that `encode_spec` encoded.
+
+    >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    >>> decode_spec(encode_spec(spec)) == spec
+    True
+    """
+    if encoded[0] == "chunk":
+        return ChunkShardingSpec(*encoded[1:])
+    return EnumerableShardingSpec([ShardMetadata(*shard) for shard in encoded[1]])

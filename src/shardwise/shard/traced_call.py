@@ -12,15 +12,11 @@ import torch
 
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster, make_roster
-from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
 from shardwise.core.world import current_world, world_caches
-from shardwise.shard.spec import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardingSpec,
-    ShardMetadata,
-)
+from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tiling import Tiling, make_tiling
 
 
@@ -55,9 +51,9 @@ class Call:
             {
                 "code": source_digest(),
                 "what": self.what,
-                "spec": spelled_spec(tiling.spec),
+                "spec": encode_spec(tiling.spec),
                 "shape": tiling.shape,
-                "grid": spelled_grid(grid),
+                "grid": encode_grid(grid),
                 "grad_reduction": self.grad_reduction,
                 "writes": self.writes,
                 "options": self.options,
@@ -93,25 +89,12 @@ def spelled_roster(roster: Roster | None) -> Any:
     return None if roster is None else (roster.ranks, roster.index)
 
 
-def spelled_spec(spec: ShardingSpec) -> Any:
-    if isinstance(spec, ChunkShardingSpec):
-        return spec.dim, list(map(repr, spec.placements))
-    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
-    return [(b.shard_offsets, b.shard_sizes, repr(b.placement)) for b in spec.shards]
-
-
-def read_spec(spelled: Any) -> ShardingSpec:
-    if isinstance(spelled[0], int):
-        return ChunkShardingSpec(*spelled)
-    return EnumerableShardingSpec([ShardMetadata(*box) for box in spelled])
-
-
 @functools.lru_cache(maxsize=1024)
 def read_call(text: str) -> Call:
     read = json.loads(text)
     return Call(
         read["what"],
-        make_tiling(read_spec(read["spec"]), tuple(read["shape"]), read_grid(read["grid"])),
+        make_tiling(decode_spec(read["spec"]), tuple(read["shape"]), decode_grid(read["grid"])),
         read["grad_reduction"],
         read["writes"],
         read["options"],

@@ -22,7 +22,8 @@ from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import my_coordinate, one_for_all
 from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
-from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sources import source_digest
@@ -34,7 +35,13 @@ from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, joint_tiling, parted, shared
-from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    decode_spec,
+    encode_spec,
+)
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
 from shardwise.shard.to_come import (
@@ -51,9 +58,7 @@ from shardwise.shard.traced_call import joined as together
 from shardwise.shard.traced_call import (
     one_each,
     read_roster,
-    read_spec,
     spelled_roster,
-    spelled_spec,
 )
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -92,10 +97,10 @@ class Output:
             {
                 "code": source_digest(),
                 "where": plan.where,
-                "spec": None if plan.spec is None else spelled_spec(plan.spec),
+                "spec": None if plan.spec is None else encode_spec(plan.spec),
                 "local": plan.local,
                 "grad_reduction": plan.grad_reduction,
-                "grid": None if self.grid is None else spelled_grid(self.grid),
+                "grid": None if self.grid is None else encode_grid(self.grid),
                 "roster": spelled_roster(self.roster),
             }
         )
@@ -108,9 +113,9 @@ class Output:
 @functools.lru_cache(maxsize=1024)
 def read_output(text: str) -> Output:
     read = json.loads(text)
-    spec = None if read["spec"] is None else read_spec(read["spec"])
+    spec = None if read["spec"] is None else decode_spec(read["spec"])
     plan = OutputPlan(read["where"], spec, read["local"], read["grad_reduction"])
-    grid = None if read["grid"] is None else read_grid(read["grid"])
+    grid = None if read["grid"] is None else decode_grid(read["grid"])
     return Output(plan, grid, read_roster(read["roster"]))
 
 
