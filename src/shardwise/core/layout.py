@@ -345,3 +345,13 @@ def contiguous_stride(shape: Sequence[Size]) -> Shape:
         stride.append(step)
         step = step * (size if type(size) is not int or size > 1 else 1)
     return tuple(reversed(stride))
+
+
+def dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
+    """The strides of a dense tensor whose dims lie in memory in this order.
+
+    >>> dense_stride((2, 3, 4), (0, 2, 1))
+    (12, 1, 3)
+    """
+    dense = contiguous_stride([shape[d] for d in outermost_first])
+    return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))

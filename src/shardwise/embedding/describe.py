@@ -12,7 +12,7 @@ from shardwise.embedding.tiling import Tiling
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StepTraffic:
     """Bytes that one rank sends in a step."""
 
     ids: float
@@ -35,7 +35,7 @@ def held_bytes(tiling: Tiling, number_bytes: int = 4) -> list[int]:
 
 def traffic(
     route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
-) -> list[Traffic]:
+) -> list[StepTraffic]:
     """What each rank sends in a step with bags of that many ids, drawn evenly from all rows."""
     num = route.num_ranks
     ids = [0.0] * num
@@ -56,7 +56,7 @@ def traffic(
                     gradients[asker] += back
     copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
     reduced = 2 * (num - 1) / num * copied * number_bytes
-    return [Traffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
+    return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
 
 
 def describe(
