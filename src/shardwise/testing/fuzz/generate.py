@@ -16,8 +16,8 @@ import torch
 
 from shardwise.testing.fuzz.compare import difference, grad_of, tolerance
 from shardwise.testing.fuzz.hand import MOST, Draft, Hand, NoFit
-from shardwise.testing.fuzz.program import Item, Program, Step, compiled
-from shardwise.testing.fuzz.run import Run
+from shardwise.testing.fuzz.program import Item, Program, Statement, compiled
+from shardwise.testing.fuzz.run import WorldState
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import scalar
 from shardwise.testing.fuzz.worlds import OneDevice
@@ -115,7 +115,7 @@ class Growth:
         leaves, size = list(self.hand.made), len(self.items)
         self.hand.made.clear()
         self._add_leaves([leaf.name for leaf in leaves], leaves)
-        step: Step | None = None
+        step: Statement | None = None
         try:
             step = self._step(draft)
             self.exact.execute(step)
@@ -136,10 +136,10 @@ class Growth:
         self.hand.values = self.exact.slots()
         return True
 
-    def _step(self, draft: Draft) -> Step:
+    def _step(self, draft: Draft) -> Statement:
         """The draft with names for what it makes: as many as there are results."""
         if draft.statement:
-            return Step(draft.before + draft.code)
+            return Statement(draft.before + draft.code)
         made = self._result(draft)
         if isinstance(made, tuple | list):
             if not 1 <= len(made) <= 6 or not all(isinstance(m, torch.Tensor) for m in made):
@@ -152,7 +152,7 @@ class Growth:
                 raise NoFit
             names = (self._new_name(),)
             targets = names[0]
-        return Step(f"{draft.before}{targets} = {draft.code}", names)
+        return Statement(f"{draft.before}{targets} = {draft.code}", names)
 
     def _result(self, draft: Draft) -> Any:
         """What an expression gives; an error is the step's own and comes again when it runs."""
@@ -179,7 +179,7 @@ class Growth:
             return False
         return self.random.random() < 0.08 and len(self.items) > 2
 
-    def _sound(self, step: Step) -> bool:
+    def _sound(self, step: Statement) -> bool:
         """Whether all is bounded, and the same in spite of rounding errors."""
         slots = self.exact.slots()
         if not all(map(_bounded, slots.values())):
@@ -199,8 +199,8 @@ class Growth:
     # -- the two runs ------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        self.exact = Run(OneDevice(), self.seed)
-        self.noisy = Run(OneDevice(), self.seed)
+        self.exact = WorldState(OneDevice(), self.seed)
+        self.noisy = WorldState(OneDevice(), self.seed)
         for item in self.items:
             self._execute(item)
         self.hand.values = self.exact.slots()
@@ -225,7 +225,7 @@ class Growth:
 
 def steady(program: Program) -> bool:
     """Whether the program gives the same on one device in spite of rounding errors."""
-    exact, noisy = Run(OneDevice(), program.seed), Run(OneDevice(), program.seed)
+    exact, noisy = WorldState(OneDevice(), program.seed), WorldState(OneDevice(), program.seed)
     with contextlib.suppress(Exception):
         for item in program.items:
             exact.execute(item)
@@ -234,7 +234,7 @@ def steady(program: Program) -> bool:
     return exact.done == noisy.done and _alike(exact, noisy)
 
 
-def _alike(exact: Run, noisy: Run) -> bool:
+def _alike(exact: WorldState, noisy: WorldState) -> bool:
     """Whether two runs hold the same, up to a share of the tolerance."""
     slots, others = exact.slots(), noisy.slots()
     allowed = tolerance(slots.values(), exact.casts) * SHARE
@@ -260,12 +260,12 @@ def _bounded(value: Any) -> bool:
     return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
 
 
-def _disturb(state: Run, item: Item, exact: Run) -> None:
+def _disturb(state: WorldState, item: Item, exact: WorldState) -> None:
     """Add rounding errors to what the item has made, where it holds memory of its own.
 
     A zero gets the sign that it does not have in `exact`.
     """
-    if not isinstance(item, Step):
+    if not isinstance(item, Statement):
         return
     slots, others = state.slots(), exact.slots()
     taken = {

@@ -47,7 +47,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Step:
+class Statement:
     """A statement. `makes` are the slots that it assigns; the others in its text it reads."""
 
     code: str
@@ -58,7 +58,7 @@ class Step:
         return frozenset(_SLOT.findall(self.code)) - set(self.makes)
 
 
-Item = Leaf | Step
+Item = Leaf | Statement
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ _CAST = re.compile(r'autocast\("cpu", torch\.(\w+)\)')
 
 
 @dataclass
-class Run:
+class WorldState:
     """What a world holds after some items: the slots, and the generator of its own."""
 
     world: OneDevice
@@ -61,9 +61,9 @@ class Run:
         return {name: v for name, v in self.scope.items() if name[0] == "v" and name[1:].isdigit()}
 
 
-def run(program: Program, world: OneDevice) -> Run:
+def run(program: Program, world: OneDevice) -> WorldState:
     """Run until the end or an error."""
-    state = Run(world, program.seed)
+    state = WorldState(world, program.seed)
     for item in program.items:
         try:
             state.execute(item)
