@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.index import Index, SavedPiece, SavedTensor
-from shardwise.checkpoint.safetensors import Entry, read_header
+from shardwise.checkpoint.safetensors import TensorEntry, read_header
 from shardwise.checkpoint.sums import BLOCK_BYTES, block_sum
 from shardwise.checkpoint.write import SLAB_BYTES, bytes_of
 from shardwise.core.box import Box
@@ -25,7 +25,7 @@ _WHOLE_ROW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ReadRequest:
     """A block of a saved tensor, and the memory it is wanted in."""
 
     name: str
@@ -42,7 +42,7 @@ class Reader:
         #: How many bytes were read from files, headers aside.
         self.num_bytes = 0
         self._files: dict[str, int] = {}
-        self._entries: dict[str, dict[str, Entry]] = {}
+        self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
@@ -55,7 +55,7 @@ class Reader:
             os.close(number)
         self._files.clear()
 
-    def check(self, wishes: Sequence[Wish]) -> None:
+    def check(self, wishes: Sequence[ReadRequest]) -> None:
         """Raise unless every byte that the wishes need is there and fits its checksum."""
         blocks: dict[SavedPiece, set[int]] = {}
         names: dict[SavedPiece, str] = {}
@@ -70,7 +70,7 @@ class Reader:
             if piece.sums is not None:
                 self._check_blocks(piece, sorted(touched), names[piece])
 
-    def fill(self, wishes: Sequence[Wish]) -> None:
+    def fill(self, wishes: Sequence[ReadRequest]) -> None:
         """Copy what is wished for into its memory."""
         for wish in wishes:
             for piece, part in _parts(wish):
@@ -83,7 +83,7 @@ class Reader:
     def path(self, file: str) -> Path:
         return self.index.folder / file
 
-    def _entry(self, piece: SavedPiece, wish: Wish) -> Entry:
+    def _entry(self, piece: SavedPiece, wish: ReadRequest) -> TensorEntry:
         if piece.file not in self._entries:
             self._entries[piece.file] = self._open(piece.file)
         entry = self._entries[piece.file].get(piece.key)
@@ -94,7 +94,7 @@ class Reader:
             )
         return entry
 
-    def _open(self, file: str) -> dict[str, Entry]:
+    def _open(self, file: str) -> dict[str, TensorEntry]:
         path = self.path(file)
         known = self.index.files.get(file)
         if known is not None and path.exists() and path.stat().st_size != known.num_bytes:
@@ -138,9 +138,9 @@ class Reader:
 
     def _copy(
         self,
-        wish: Wish,
+        wish: ReadRequest,
         piece: SavedPiece,
-        entry: Entry,
+        entry: TensorEntry,
         part: Box,
         start: int,
         length: int,
@@ -160,7 +160,7 @@ class Reader:
         spot.copy_(read[wanted.within(box).slices])
 
 
-def _parts(wish: Wish) -> Iterator[tuple[SavedPiece, Box]]:
+def _parts(wish: ReadRequest) -> Iterator[tuple[SavedPiece, Box]]:
     """The saved pieces that a wish touches, and the block that it takes from each."""
     for piece in wish.saved.pieces:
         part = piece.box.intersect(wish.box) if wish.box.volume else None

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.index import Index, SavedTensor, read_index
-from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.read import Reader, ReadRequest
 from shardwise.checkpoint.tree import decode
 from shardwise.errors import CheckpointError
 
@@ -98,7 +98,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
             for piece in tensor.pieces:
                 one = SavedTensor(tensor.dtype, tensor.shape, (piece,))
                 # A check looks at boxes only; no memory is needed.
-                wish = Wish(name, one, piece.box, torch.empty(0))
+                wish = ReadRequest(name, one, piece.box, torch.empty(0))
                 try:
                     reader.check([wish])
                 except CheckpointError as error:

@@ -30,7 +30,7 @@ from shardwise.checkpoint.index import (
     pack_index,
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
-from shardwise.checkpoint.shares import Held, Share, share_out
+from shardwise.checkpoint.shares import ChunkToWrite, HeldBoxes, share_out
 from shardwise.checkpoint.tree import Node, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
 from shardwise.core.box import Box
@@ -44,7 +44,7 @@ COPY_BYTES = 1 << 30
 class _Told:
     """What a rank tells the others before anything is written."""
 
-    held: dict[str, Held]
+    held: dict[str, HeldBoxes]
     node: Node
     ties: dict[str, str]
 
@@ -142,7 +142,7 @@ class _Job:
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
         told = self.crew.together(lambda: self._tell(state))
         self._node, self._ties = told[0].node, told[0].ties
-        self._wholes: dict[str, Held] = {}
+        self._wholes: dict[str, HeldBoxes] = {}
         for one in told:
             self._node = merge(self._node, one.node)
             self._ties = {**self._ties, **one.ties}
@@ -154,7 +154,7 @@ class _Job:
 
     def _tell(self, state: Any) -> list[_Told]:
         tree = make_tree(state)
-        held: list[dict[str, Held]] = [{} for _ in self.crew.present]
+        held: list[dict[str, HeldBoxes]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
             pieces = pieces_of(reduced(value), name, self.crew.present)
             boxes: dict[int, list[Box]] = {rank: [] for rank in self.crew.present}
@@ -163,7 +163,7 @@ class _Job:
                     boxes[piece.rank].append(piece.box)
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
-                held[place][name] = Held(pieces.shape, pieces.dtype, tuple(mine))
+                held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
         return [_Told(table, tree.node, tree.ties) for table in held]
 
     def _make_folder(self) -> None:
@@ -293,7 +293,7 @@ class _RankFile:
             self._file.close()
 
 
-def _keys(shares: Sequence[Share]) -> list[str]:
+def _keys(shares: Sequence[ChunkToWrite]) -> list[str]:
     """The keys of pieces in one file: the name, with the offset where a file has several."""
     names = [share.name for share in shares]
     keys = []

@@ -12,7 +12,7 @@ from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBoxes:
     """What a rank tells of a tensor: the whole, and the blocks that it holds."""
 
     shape: tuple[int, ...]
@@ -21,7 +21,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ChunkToWrite:
     """A piece that has found its writer."""
 
     name: str
@@ -33,10 +33,10 @@ class Share:
         return self.box.volume * self.dtype.itemsize
 
 
-def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
+def share_out(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite]]:
     """The pieces that each rank writes. The same on every rank, since all get the same tables."""
     holders: dict[str, dict[Box, list[int]]] = {}
-    wholes: dict[str, tuple[int, Held]] = {}
+    wholes: dict[str, tuple[int, HeldBoxes]] = {}
     for rank, table in enumerate(held):
         for name, mine in table.items():
             first_rank, first = wholes.setdefault(name, (rank, mine))
@@ -57,13 +57,15 @@ def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
             raise CheckpointError(f"The ranks do not hold {name} as pieces of one tensor: {why}.")
         # A tensor without elements has one piece nevertheless, so that its dtype is kept.
         full = [box for box in boxes if box.volume] or list(boxes)[:1]
-        shares += [(Share(name, whole.dtype, box), boxes[box]) for box in full]
+        shares += [(ChunkToWrite(name, whole.dtype, box), boxes[box]) for box in full]
     return _balanced(shares, len(held))
 
 
-def _balanced(shares: Sequence[tuple[Share, list[int]]], num_ranks: int) -> list[list[Share]]:
+def _balanced(
+    shares: Sequence[tuple[ChunkToWrite, list[int]]], num_ranks: int
+) -> list[list[ChunkToWrite]]:
     loads = [0] * num_ranks
-    mine: list[list[tuple[int, Share]]] = [[] for _ in range(num_ranks)]
+    mine: list[list[tuple[int, ChunkToWrite]]] = [[] for _ in range(num_ranks)]
     # Pieces with one holder first, then the largest: what can go anywhere fills the gaps.
     order = sorted(
         range(len(shares)), key=lambda i: (len(shares[i][1]) > 1, -shares[i][0].num_bytes, i)

@@ -20,7 +20,7 @@ from shardwise.checkpoint.index import (
     pack_index,
     read_index,
 )
-from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.read import Reader, ReadRequest
 from shardwise.checkpoint.write import (
     SLAB_BYTES,
     TensorFile,
@@ -142,7 +142,7 @@ def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
     saved = reader.index.tensors[name]
     for box in _slabs(Box.whole(saved.shape), saved.dtype.itemsize):
         rows = torch.empty(box.sizes, dtype=saved.dtype)
-        wish = [Wish(name, saved, box, rows)]
+        wish = [ReadRequest(name, saved, box, rows)]
         reader.check(wish)
         reader.fill(wish)
         yield bytes_of(rows)
