@@ -27,7 +27,7 @@ class Complaint:
 
 
 @dataclass(frozen=True, slots=True)
-class Bags:
+class FeatureBags:
     """The ids of all features in the declared order."""
 
     values: torch.Tensor
@@ -58,7 +58,7 @@ class Bags:
 
 def bags_of(
     tables: Sequence[Table], batch: Jagged, *, weights_train: bool, side_by_side: bool
-) -> Bags | Complaint:
+) -> FeatureBags | Complaint:
     """The bags of one rank, in the order in which the tables declare their features.
 
     Features that are put `side_by_side` need equally many.
@@ -80,7 +80,7 @@ def bags_of(
     id_starts = _id_starts(lengths, sizes, bag_starts)
     place_of = {feature: place for place, feature in enumerate(features)}
     places = [place_of[feature] for feature in owners]
-    bags = Bags(
+    bags = FeatureBags(
         values=batch.values,
         lengths=lengths,
         weights=batch.weights,
@@ -191,7 +191,7 @@ def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence
 
 
 def _ids_complaint(
-    bags: Bags, features: Sequence[str], owners: dict[str, Table]
+    bags: FeatureBags, features: Sequence[str], owners: dict[str, Table]
 ) -> Complaint | None:
     numbers = [n for n in range(len(features)) if bags.num_ids(n)]
     if not numbers:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.embedding.routing import Route
-from shardwise.embedding.tiling import Tiling
+from shardwise.embedding.tiling import TableTiling
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class StepTraffic:
         return self.ids + self.rows + self.gradients + self.copies
 
 
-def held_bytes(tiling: Tiling, number_bytes: int = 4) -> list[int]:
+def held_bytes(tiling: TableTiling, number_bytes: int = 4) -> list[int]:
     """The bytes of tables on each rank."""
     return [
         sum(stack.num_rows * stack.width for stack in stacks) * number_bytes
@@ -60,7 +60,7 @@ def traffic(
 
 
 def describe(
-    tiling: Tiling,
+    tiling: TableTiling,
     *,
     pooled: bool,
     batch_size: int,
@@ -94,7 +94,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _kind_lines(tiling: Tiling) -> Sequence[str]:
+def _kind_lines(tiling: TableTiling) -> Sequence[str]:
     kinds: dict[str, list[str]] = {}
     for table, cut in zip(tiling.tables, tiling.cuts, strict=True):
         kinds.setdefault(cut.kind, []).append(table.name)
