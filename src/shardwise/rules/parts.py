@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from shardwise.core.layout import Layout
-from shardwise.rules.views import Cut
+from shardwise.rules.views import DimSlice
 
 
 def differing_axes(layouts: Sequence[Layout]) -> list[int]:
@@ -76,7 +76,7 @@ class OwnedSelectScatter:
 class OwnedSliceScatter:
     """Writes this rank's part of a slice."""
 
-    cut: Cut
+    cut: DimSlice
 
     def __call__(
         self,
