@@ -96,7 +96,10 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
     reaching: list[int] = []
     for number in sorted(filled, key=lambda i: boxes[i].offsets):
         box = boxes[number]
-        reaching = [i for i in reaching if not box.sizes or boxes[i].spans[0][1] > box.offsets[0]]
+        if box.sizes:
+            reaching = [
+                i for i in reaching if boxes[i].offsets[0] + boxes[i].sizes[0] > box.offsets[0]
+            ]
         for other in reaching:
             if boxes[other].intersect(box) is not None:
                 return other, number
