@@ -24,9 +24,9 @@ import torch
 from benchmarks.planner_steps import rank_correlation
 from benchmarks.planner_tasks import DLRM_IDS, DLRM_ROWS
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
-from shardwise.embedding.batch import Bags, bags_of
+from shardwise.embedding.batch import FeatureBags, bags_of
 from shardwise.embedding.routing import Route, pack
-from shardwise.planner.calibrate import Sample, draw_batch, fit_kernel
+from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
 from shardwise.planner.constants import Constants
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import price, shares_of
@@ -101,7 +101,9 @@ def step_times(
     return statistics.median(forward), statistics.median(backward)
 
 
-def measure_kernels(device: str, cases: Any, repeats: int) -> tuple[list[Sample], list[Sample]]:
+def measure_kernels(
+    device: str, cases: Any, repeats: int
+) -> tuple[list[KernelTiming], list[KernelTiming]]:
     lookups, updates = [], []
     for num, rows, dim, bags, ids, skew in cases:
         tables = [Table(f"t{i}", rows, dim) for i in range(num)]
@@ -115,8 +117,8 @@ def measure_kernels(device: str, cases: Any, repeats: int) -> tuple[list[Sample]
             different * dim * 4.0,
         )
         forward, backward = step_times(tables, batch.to(device), device, repeats)
-        lookups.append(Sample(*figures, forward))
-        updates.append(Sample(*figures, backward))
+        lookups.append(KernelTiming(*figures, forward))
+        updates.append(KernelTiming(*figures, backward))
         print(
             f"{num:4} x {rows:9} x {dim:4}, {bags:6} bags of {ids:3}: {1e3 * forward:8.3f} "
             f"{1e3 * backward:8.3f} ms",
@@ -134,7 +136,7 @@ def measure_packing(device: str) -> tuple[float, float, float]:
         route = Route(Plan.of(kind).tiling(tables, 8), pooled=True)
         batch = draw_batch(tables, bags, ids, 1.0).to(device)
         found = bags_of(route.tiling.tables, batch, weights_train=False, side_by_side=False)
-        assert isinstance(found, Bags), "a good batch"
+        assert isinstance(found, FeatureBags), "a good batch"
         times = [measure(lambda: pack(route, found)) for _ in range(6)]
         return statistics.median(times[1:])
 

@@ -8,12 +8,12 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
+from shardwise.core.encode import decode_placement
 from shardwise.demo import criteo
 from shardwise.demo.criteo import read_clicks
 from shardwise.embedding import Plan, Table
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel import load_plan as load_module_plan
-from shardwise.planfile.placements import parse_placement
 from shardwise.report import Mesh
 from shardwise.shard import load_plan as load_sharding_plan
 
@@ -163,6 +163,6 @@ def test_a_click_log_costs_what_is_used_of_it(folder):
 
 @hypothesis.given(st.text(max_size=20) | WORDS | st.from_regex(r"(\w{1,3}=-?\d{1,30},?)+"))
 def test_meshes_and_placements_as_text(text):
-    for read in (Mesh.parse, parse_placement):
+    for read in (Mesh.parse, decode_placement):
         with contextlib.suppress(ShardwiseError):
             read(text)

@@ -22,8 +22,8 @@ from shardwise import (
     distribute_tensor,
     local_map,
 )
+from shardwise.core.encode import decode_placements, encode_placements
 from shardwise.debug import CommDebugMode
-from shardwise.dtensor.traced import read, spelled
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -170,8 +170,8 @@ def test_leaves_are_made_outside(pair):
 
 def test_placements_as_numbers():
     placements = [Shard(1, sizes=(3, 0)), R, Partial("max"), Shard(2)]
-    assert read(spelled(placements)) == placements
-    assert read(spelled(None)) is None
+    assert decode_placements(encode_placements(placements)) == placements
+    assert decode_placements(encode_placements(None)) is None
 
 
 def test_functions_of_local_tensors(pair):

@@ -180,7 +180,7 @@ def test_integers_of_narrow_and_wide_ranges(ranges):
     fill._words.clear()
     for args in ranges:
         expected, after = seeded(lambda a=args: torch.zeros(40, 32, dtype=torch.int64).random_(*a))
-        block = fill.Block((30, 0), torch.zeros(10, 32, dtype=torch.int64))
+        block = fill.DrawnShard((30, 0), torch.zeros(10, 32, dtype=torch.int64))
         whole_draw = fill.Whole((40, 32), (32, 1), torch.int64)
         _, state = seeded(fill.fill_exactly, whole_draw, [block], draw_of(random_from, args, None))
         assert torch.equal(block.part, expected[30:])

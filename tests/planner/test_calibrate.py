@@ -7,7 +7,7 @@ from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner import workload
 from shardwise.planner.calibrate import (
-    Sample,
+    KernelTiming,
     draw_batch,
     fit_kernel,
     least_squares_from_zero,
@@ -33,7 +33,7 @@ def test_pieces_are_found_again():
         row, touched = float(draw.choice([16, 64, 512])), 10 ** draw.uniform(4, 9)
         seconds = truth.call_s + tiles * truth.tile_s
         seconds += float(truth.seconds(ids, bags, row, touched)) - truth.tile_s
-        samples.append(Sample(tiles, ids, bags, row, touched, seconds))
+        samples.append(KernelTiming(tiles, ids, bags, row, touched, seconds))
     found = fit_kernel(samples)
     assert found.byte_s == pytest.approx(truth.byte_s, rel=0.01)
     assert found.call_s == pytest.approx(truth.call_s, rel=0.01)

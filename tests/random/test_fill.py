@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwise.random import fill
-from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
+from shardwise.random.fill import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
 
 DRAWS = {
     "normal": (lambda t, _: t.normal_(0.5, 2.0), (torch.float32, torch.float64, torch.bfloat16)),
@@ -65,7 +65,7 @@ def test_blocks_hold_what_one_device_draws(name, dtype, whole, length, data):
     expected = torch.empty_strided(shape, stride, dtype=dtype)
     run(expected, None)
     after = torch.get_rng_state()
-    blocks = [Block(at, torch.zeros(n, dtype=dtype)) for at, n in cut(shape, data.draw)]
+    blocks = [DrawnShard(at, torch.zeros(n, dtype=dtype)) for at, n in cut(shape, data.draw)]
     torch.manual_seed(5)
     with chunks_of(length):
         fill_exactly(Whole(shape, stride, dtype), blocks, Draw(run, name))
@@ -87,8 +87,8 @@ def test_real_chunks(kind, turned):
     expected = torch.empty_strided((rows, 641), stride, dtype=dtype)
     run(expected, None)
     after = torch.get_rng_state()
-    tail = Block((rows - 5, 0), torch.zeros(5, 641, dtype=dtype))
-    column = Block((0, 640), torch.zeros(rows, 1, dtype=dtype))
+    tail = DrawnShard((rows - 5, 0), torch.zeros(5, 641, dtype=dtype))
+    column = DrawnShard((0, 640), torch.zeros(rows, 1, dtype=dtype))
     torch.manual_seed(5)
     fill_exactly(Whole((rows, 641), stride, dtype), [tail, column], Draw(run, kind[0]))
     assert torch.equal(torch.get_rng_state(), after)
@@ -109,7 +109,7 @@ def test_probabilities_are_needed_only_where_a_block_is(whole, data):
     blocks = []
     for at, sizes in cut(shape, data.draw):
         box = tuple(slice(o, o + n) for o, n in zip(at, sizes, strict=True))
-        blocks.append(Block(at, torch.zeros(sizes), chances[box]))
+        blocks.append(DrawnShard(at, torch.zeros(sizes), chances[box]))
     torch.manual_seed(5)
     with chunks_of(32):
         fill_exactly(
@@ -133,7 +133,7 @@ def test_a_draw_that_chunks_differ_in_is_drawn_at_once():
     torch.manual_seed(5)
     expected = torch.empty(200)
     reseeds(expected, None)
-    block = Block((150,), torch.zeros(50))
+    block = DrawnShard((150,), torch.zeros(50))
     torch.manual_seed(5)
     with chunks_of(64):
         fill_exactly(Whole((200,), (1,), torch.float32), [block], Draw(reseeds, "reseeds"))
@@ -157,14 +157,14 @@ def test_no_tensor_is_larger_than_a_chunk():
     part = torch.empty(4, 10 * fill.CHUNK // 40)
     whole = Whole((40, part.shape[1]), (part.shape[1], 1), torch.float32)
     with Largest() as largest:
-        fill_exactly(whole, [Block((8, 0), part)], Draw(lambda t, _: t.normal_(), "normal"))
+        fill_exactly(whole, [DrawnShard((8, 0), part)], Draw(lambda t, _: t.normal_(), "normal"))
     assert part.numel() < largest.num_values * 4 < 40 * part.shape[1]
     assert largest.num_values <= max(part.numel(), fill.CHUNK + 16)
 
 
 def test_quick_draws_depend_on_the_block_and_on_the_state():
     def drawn(offset):
-        block = Block(offset, torch.empty(3, 4))
+        block = DrawnShard(offset, torch.empty(3, 4))
         fill_quickly([block], Draw(lambda t, _: t.normal_(), "normal"))
         return block.part
 
@@ -183,7 +183,7 @@ def test_a_quick_draw_leaves_a_state_that_does_not_depend_on_the_blocks():
     states = []
     for sizes in ([4], [1, 7]):
         torch.manual_seed(3)
-        blocks = [Block((i,), torch.empty(n)) for i, n in enumerate(sizes)]
+        blocks = [DrawnShard((i,), torch.empty(n)) for i, n in enumerate(sizes)]
         fill_quickly(blocks, Draw(lambda t, _: t.normal_(), "normal"))
         states.append(torch.get_rng_state())
     assert torch.equal(*states)

@@ -16,10 +16,11 @@ from samples import (
 
 from shardwise import DTensor, Partial, Replicate, Shard
 from shardwise.rules import gathered, random
-from shardwise.rules.catalog import CATALOG, find_rule, functional_twin
+from shardwise.rules.catalog import CATALOG, find_rule
 from shardwise.rules.pointwise import pointwise_rule
 from shardwise.rules.positional import plain_op
 from shardwise.rules.rule import Choice, Rule, merge, table
+from shardwise.rules.twins import functional_twin
 from shardwise.testing import Sample, check_doors, check_rule, missing_choices
 from shardwise.testing.rule_doors import DOOR_MESHES
 
@@ -134,6 +135,7 @@ def test_ops_that_torch_calls_pointwise_are_pointwise():
 def test_in_place_ops_share_the_rule_of_their_twin():
     assert functional_twin(aten.add_.Tensor) is aten.add.Tensor
     assert functional_twin(aten.add.Tensor) is None
+    assert functional_twin(aten.pow_.Scalar) is aten.pow.Tensor_Scalar
     assert find_rule(aten.add_.Tensor) is find_rule(aten.add.Tensor)
 
 

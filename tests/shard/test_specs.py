@@ -9,7 +9,6 @@ from torch.distributed.remote_device import _remote_device
 
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
-from shardwise.shard.spec import overlap
 
 
 @given(
@@ -72,8 +71,6 @@ def test_overlaps():
     first = ShardMetadata([0, 0], [3, 4], "rank:0/cpu")
     with pytest.raises(LayoutError, match="overlap"):
         EnumerableShardingSpec([first, ShardMetadata([2, 3], [3, 4], "rank:1/cpu")])
-    assert overlap(first, ShardMetadata([2, 3], [3, 4], "rank:1/cpu")) == ((2, 3), (1, 1))
-    assert overlap(first, ShardMetadata([3, 0], [1, 4], "rank:1/cpu")) is None
 
 
 def test_holes_and_pieces_outside():

@@ -18,7 +18,7 @@ from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
 from shardwise.testing.fuzz.noise import steady
 from shardwise.testing.fuzz.play import Reference, play
-from shardwise.testing.fuzz.program import Leaf, Program, Step
+from shardwise.testing.fuzz.program import Leaf, Program, Statement
 from shardwise.testing.fuzz.result import Result, failures, summary, told
 from shardwise.testing.fuzz.run import _NAMES, run
 from shardwise.testing.fuzz.script import script
@@ -127,11 +127,11 @@ LONG = Program(
     (
         _leaf("v0", Shard(1), Partial("avg"), grad=True),
         _leaf("v1", Shard(0), Partial()),
-        Step("v2 = v0.tanh()", ("v2",)),
-        Step("v3 = torch.sin(v1)", ("v3",)),
-        Step("v4, v5 = v2.split([1, 3])", ("v4", "v5")),
-        Step("v6 = v3 + v2", ("v6",)),
-        Step("v5.sum().backward()"),
+        Statement("v2 = v0.tanh()", ("v2",)),
+        Statement("v3 = torch.sin(v1)", ("v3",)),
+        Statement("v4, v5 = v2.split([1, 3])", ("v4", "v5")),
+        Statement("v6 = v3 + v2", ("v6",)),
+        Statement("v5.sum().backward()"),
     ),
 )
 
@@ -145,7 +145,7 @@ def test_a_failure_is_shrunk_to_what_is_needed(wrong_sine):
     outcome = play_alone(LONG)
     assert (outcome.kind, outcome.aspect, outcome.slot) == ("wrong", "value", "v3")
     small, why = shrink(LONG, outcome)
-    assert [type(item) for item in small.items] == [Leaf, Step]
+    assert [type(item) for item in small.items] == [Leaf, Statement]
     assert small.mesh == (2,)
     assert small.items[0].placements == (Partial(),)
     assert small.items[0].shape == (1, 1)
@@ -167,7 +167,7 @@ def test_the_script_of_a_failure_runs_on_its_own(tmp_path):
 PATCHED = Program(
     0,
     (2,),
-    (_leaf("v0", Shard(0)), Step("v1 = w.round_trip(v0)", ("v1",)), Step("v0.add_(1)")),
+    (_leaf("v0", Shard(0)), Statement("v1 = w.round_trip(v0)", ("v1",)), Statement("v0.add_(1)")),
 )
 
 
@@ -206,7 +206,7 @@ def test_outcomes(monkeypatch, world, door, kind, aspect):
 
 
 def test_what_both_refuse_is_no_failure():
-    program = Program(0, (2,), (_leaf("v0", Shard(0)), Step("v1 = v0.view(7)", ("v1",))))
+    program = Program(0, (2,), (_leaf("v0", Shard(0)), Statement("v1 = v0.view(7)", ("v1",))))
     assert play_alone(program).kind == "torch-refused"
 
 
@@ -217,8 +217,8 @@ def test_a_wrong_gradient_is_found(monkeypatch):
         (2,),
         (
             _leaf("v0", Shard(0), grad=True),
-            Step("v1 = w.round_trip(v0)", ("v1",)),
-            Step("v1.sin().sum().backward()"),
+            Statement("v1 = w.round_trip(v0)", ("v1",)),
+            Statement("v1.sin().sum().backward()"),
         ),
     )
     outcome = play_alone(program)
@@ -233,13 +233,13 @@ def test_places_count_differently_in_the_loss(monkeypatch):
         (2,),
         (
             _leaf("v0", Shard(0), shape=(4, 1), grad=True),
-            Step("v1 = v0.expand(4, 3)", ("v1",)),
-            Step("v2 = w.round_trip(v1)", ("v2",)),
-            Step("w.weighted(v1).backward()"),
+            Statement("v1 = v0.expand(4, 3)", ("v1",)),
+            Statement("v2 = w.round_trip(v1)", ("v2",)),
+            Statement("w.weighted(v1).backward()"),
         ),
     )
     assert play_alone(program).kind == "ok"
-    program = program.with_item(3, Step("v1.retain_grad(); w.weighted(v2).backward()"))
+    program = program.with_item(3, Statement("v1.retain_grad(); w.weighted(v2).backward()"))
     outcome = play_alone(program)
     assert (outcome.kind, outcome.slot) == ("wrong", "v1.grad")
 
@@ -247,7 +247,7 @@ def test_places_count_differently_in_the_loss(monkeypatch):
 def test_what_comes_before_a_refusal_is_compared(monkeypatch):
     monkeypatch.setattr(Sharded, "round_trip", _twice)
     monkeypatch.setattr(Sharded, "full_tensor", _fail(UnsupportedError("no")))
-    program = Program(0, (2,), (*PATCHED.items, Step("v2 = w.full_tensor(v0)", ("v2",))))
+    program = Program(0, (2,), (*PATCHED.items, Statement("v2 = w.full_tensor(v0)", ("v2",))))
     assert play_alone(program).kind == "wrong"
 
 
@@ -307,14 +307,16 @@ def test_what_rounds_inside_of_autocast_counts_as_rounded():
         Leaf("v1", (4, 3, 3), torch.float32, (Replicate(),)),
     ]
     step = 'with torch.autocast("cpu", torch.bfloat16): v2 = F.bilinear(v0, v0, v1)'
-    program = Program(7, (2,), (*leaves, Step(step, ("v2",))))
+    program = Program(7, (2,), (*leaves, Statement(step, ("v2",))))
     with simulate(2):
         assert play(program, Sharded((2,))).kind == "ok"
 
 
 def test_empty_leaves_are_of_one_rank_each():
     leaf = Leaf("v0", (1, 0), torch.float32, (Shard(1),))
-    program = Program(7, (2,), (leaf, Step("v1 = v0.sum()", ("v1",)), Step("v1.normal_()")))
+    program = Program(
+        7, (2,), (leaf, Statement("v1 = v0.sum()", ("v1",)), Statement("v1.normal_()"))
+    )
     with simulate(2):
         assert play(program, Sharded((2,))).kind == "ok"
 
@@ -322,11 +324,11 @@ def test_empty_leaves_are_of_one_rank_each():
 def test_what_a_kernel_wrote_before_it_raised_is_not_asked_for():
     items = (
         _leaf("v0", Replicate(), Shard(1), shape=(2, 4), grad=True),
-        Step("v3 = F.pad(v0, (1, 1), value=1.25)", ("v3",)),
-        Step("v4 = v3.mT", ("v4",)),
+        Statement("v3 = F.pad(v0, (1, 1), value=1.25)", ("v3",)),
+        Statement("v4 = v3.mT", ("v4",)),
         Leaf("v5", (2,), torch.int64, (Partial("sum"), Replicate()), high=2),
         _leaf("v6", Shard(0), Partial("min"), shape=(6, 2), grad=True),
-        Step("v4.index_add_(1, v5 - 1, v6)"),
+        Statement("v4.index_add_(1, v5 - 1, v6)"),
     )
     with simulate(4):
         assert play(Program(7, (2, 2), items), Sharded((2, 2))).kind == "torch-refused"
@@ -334,7 +336,11 @@ def test_what_a_kernel_wrote_before_it_raised_is_not_asked_for():
 
 def test_a_gradient_stays_as_it_is_when_its_leaf_is_turned():
     leaf = _leaf("v0", Shard(1), shape=(3, 3), grad=True)
-    items = (leaf, Step("v0.sin().sum().backward()"), Step("with torch.no_grad(): v0.t_()"))
+    items = (
+        leaf,
+        Statement("v0.sin().sum().backward()"),
+        Statement("with torch.no_grad(): v0.t_()"),
+    )
     with simulate(2):
         assert play(Program(7, (2,), items), Sharded((2,))).kind == "ok"
 
@@ -365,7 +371,7 @@ def _program(*steps, shape=(4, 4), dtype=torch.float64, placement=None, grad=Fal
     leaf = Leaf(f"v{number}", shape, dtype, (placement or Shard(0),), None, grad)
     made = re.compile(r"^(v\d+)(?:, (v\d+))? = ")
     names = [tuple(n for n in m.groups() if n) if (m := made.match(s)) else () for s in steps]
-    return Program(0, (2,), (leaf, *map(Step, steps, names)))
+    return Program(0, (2,), (leaf, *map(Statement, steps, names)))
 
 
 KINK = _program(

@@ -19,8 +19,8 @@ from shardwise.testing.op_sweep.doors import reading
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.play import outcome_of, play_operator
 from shardwise.testing.op_sweep.result import OpResult
-from shardwise.testing.op_sweep.table import Sample, operators, samples
-from shardwise.testing.op_sweep.ways import Way, further_ways, ways
+from shardwise.testing.op_sweep.table import OpCall, operators, samples
+from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, ways
 from shardwise.testing.op_sweep.writes import repeats_memory
 
 # One or two of each family, small and quick; the whole table is a command (docs/operators.md).
@@ -81,11 +81,11 @@ def test_a_wrong_number_is_found(monkeypatch):
 
 def _outcomes(op, *tensors, num=12, inplace=None):
     """kind -> outcomes of an op that is not in torch's table, over many readings and writes."""
-    sample = Sample(tensors, {}, (True,) * len(tensors), lambda result: result)
+    sample = OpCall(tensors, {}, (True,) * len(tensors), lambda result: result)
     found = {}
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2))
-        way = Way((2, 2), ((Shard(0), Shard(0)),) * len(tensors), (1, 0))
+        way = OperandLayouts((2, 2), ((Shard(0), Shard(0)),) * len(tensors), (1, 0))
         for kind, case in Cases(Alone(Op(op, inplace), sample), way, mesh, 0, num_doors=num).each():
             found.setdefault(kind, set()).add(outcome_of(case)[0])
     return found

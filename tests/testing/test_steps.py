@@ -9,14 +9,14 @@ import torch
 from shardwise import simulate
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
-from shardwise.testing.steps import Case, Door, doors, prove
+from shardwise.testing.steps import Door, StepCase, doors, prove
 from shardwise.testing.steps.__main__ import main
 from shardwise.testing.steps.draw import MESHES, draw_cases
 from shardwise.testing.steps.judge import judge
 from shardwise.testing.steps.kinds import KINDS
 from shardwise.testing.steps.options import OPTIONS
 from shardwise.testing.steps.subject import training_of
-from shardwise.testing.steps.training import Outcome, play, play_alone
+from shardwise.testing.steps.training import TrainingOutcome, play, play_alone
 
 # torch says so once in a process, of what its own optimizers do with sparse gradients.
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
@@ -25,7 +25,7 @@ NUM_CASES, NUM_PARTS = 600, 6
 
 
 def case(text):
-    return Case.parse(text)
+    return StepCase.parse(text)
 
 
 def verdict(text):
@@ -177,7 +177,7 @@ def test_a_copied_module_that_moves_on_is_found(outcomes, tmp_path):
 
 def test_ranks_that_refuse_differently_are_wrong(outcomes, tmp_path):
     training, (first, _) = outcomes
-    refused = Outcome(refused="LayoutError: not here")
+    refused = TrainingOutcome(refused="LayoutError: not here")
     assert judge(training, [first, refused], tmp_path).kind == "wrong"
     assert judge(training, [refused, refused], tmp_path).kind == "refused"
 
@@ -199,7 +199,7 @@ def test_cases_are_drawn_alike_and_cover_what_there_is():
 
 @pytest.mark.parametrize("each", draw_cases(40, seed=2), ids=str)
 def test_text_of_a_case_says_it_all(each):
-    assert Case.parse(str(each)) == each
+    assert StepCase.parse(str(each)) == each
 
 
 @pytest.mark.parametrize(
@@ -214,7 +214,7 @@ def test_text_of_a_case_says_it_all(each):
 )
 def test_a_text_that_is_no_case_is_refused(text, capsys):
     with pytest.raises(ArgumentError):
-        Case.parse(text)
+        StepCase.parse(text)
     assert main(["--replay", text]) == 2
 
 

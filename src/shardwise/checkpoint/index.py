@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.boxes import Box, fills
 from shardwise.checkpoint.safetensors import (
     DTYPES,
     bounded_json,
@@ -28,6 +27,7 @@ from shardwise.checkpoint.safetensors import (
 )
 from shardwise.checkpoint.sums import BLOCK_BYTES
 from shardwise.checkpoint.tree import Node, check_node
+from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 
 FORMAT = "shardwise checkpoint 1"
@@ -107,7 +107,7 @@ def pack_index(
 
 
 def _packed(name: str, tensor: SavedTensor) -> dict[str, Any]:
-    pieces = [[p.file, p.key, p.box.offset, p.box.shape, p.sums] for p in tensor.pieces]
+    pieces = [[p.file, p.key, *p.box, p.sums] for p in tensor.pieces]
     return {
         "dtype": dtype_name(tensor.dtype, name),
         "shape": tensor.shape,
@@ -151,7 +151,7 @@ def _index_of_file(path: Path) -> Index:
         name: SavedTensor(
             entry.dtype,
             entry.shape,
-            (SavedPiece(path.name, name, Box((0,) * len(entry.shape), entry.shape), None),),
+            (SavedPiece(path.name, name, Box.whole(entry.shape), None),),
         )
         for name, entry in header.entries.items()
     }
@@ -226,7 +226,7 @@ def _saved_tensor(path: Path, name: str, row: Any, files: Mapping[str, Any]) -> 
         raise _damaged(path, f"{name!r} has no pieces")
     dtype, shape = DTYPES[row["dtype"]], tuple(row["shape"])
     pieces = tuple(_saved_piece(path, name, dtype, len(shape), p, files) for p in row["pieces"])
-    why = fills([piece.box for piece in pieces], shape)
+    why = why_not_tiled([piece.box for piece in pieces], shape)
     if why is not None:
         raise _damaged(path, f"the pieces of {name!r} do not make it up: {why}")
     return SavedTensor(dtype, shape, pieces)
@@ -242,7 +242,7 @@ def _saved_piece(
     if not (isinstance(key, str) and isinstance(file, str) and file in files and sizes_fit):
         raise _damaged(path, f"a piece of {name!r} is {str(row)[:80]}")
     box = Box(tuple(offset), tuple(shape))
-    num_blocks = -(-box.numel * dtype.itemsize // BLOCK_BYTES)
+    num_blocks = -(-box.volume * dtype.itemsize // BLOCK_BYTES)
     _hexadecimal(path, sums, num_blocks)
     return SavedPiece(file, key, box, sums)
 
@@ -270,7 +270,7 @@ def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
         entry = headers[file].get(name)
         if entry is None:
             raise _damaged(path, f"it says that {name!r} is in {file!r}, which does not have it")
-        whole = Box((0,) * len(entry.shape), entry.shape)
+        whole = Box.whole(entry.shape)
         pieces = (SavedPiece(file, name, whole, None),)
         tensors[name] = SavedTensor(entry.dtype, entry.shape, pieces)
     return Index(path.parent, tensors, _flat_node(tensors), digest=digest)

@@ -18,7 +18,7 @@ from torch import nn
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import Index, read_index
 from shardwise.checkpoint.pieces import is_partial, pieces_of
-from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.read import Reader, ReadRequest
 from shardwise.checkpoint.saving import wait_for_saves
 from shardwise.checkpoint.templates import tensor_like
 from shardwise.checkpoint.tree import (
@@ -60,7 +60,7 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
         if digest != digests[0]:
             raise CheckpointError(f"Ranks 0 and {rank} see different checkpoints at {path}.")
     with Reader(index[0]) as reader:
-        wishes: list[Wish] = []
+        wishes: list[ReadRequest] = []
 
         def check() -> list[None]:
             wishes.extend(matching.wishes(crew))
@@ -96,9 +96,9 @@ class _Matching:
                 f"The state does not fit the checkpoint in {self.index.folder}:\n{shown}{more}"
             )
 
-    def wishes(self, crew: Crew) -> list[Wish]:
+    def wishes(self, crew: Crew) -> list[ReadRequest]:
         """The blocks that the ranks present need, each memory once."""
-        wishes: list[Wish] = []
+        wishes: list[ReadRequest] = []
         seen: set[tuple[Any, ...]] = set()
         for name, target in self._targets:
             saved = self.index.tensor(name)
@@ -115,7 +115,7 @@ class _Matching:
                 if piece.rank not in crew.present or not memory.numel() or key in seen:
                     continue
                 seen.add(key)
-                wishes.append(Wish(name, saved, piece.box, memory))
+                wishes.append(ReadRequest(name, saved, piece.box, memory))
         return wishes
 
     # -- walking -----------------------------------------------------------------------------

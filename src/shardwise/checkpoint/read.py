@@ -6,18 +6,18 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import Index, SavedPiece, SavedTensor
-from shardwise.checkpoint.safetensors import Entry, read_header
+from shardwise.checkpoint.safetensors import TensorEntry, read_header
 from shardwise.checkpoint.sums import BLOCK_BYTES, block_sum
 from shardwise.checkpoint.write import SLAB_BYTES, bytes_of
+from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
 #: Rows up to this length are read whole although only a part is needed: fewer, longer reads.
@@ -25,7 +25,7 @@ _WHOLE_ROW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class ReadRequest:
     """A block of a saved tensor, and the memory it is wanted in."""
 
     name: str
@@ -42,7 +42,7 @@ class Reader:
         #: How many bytes were read from files, headers aside.
         self.num_bytes = 0
         self._files: dict[str, int] = {}
-        self._entries: dict[str, dict[str, Entry]] = {}
+        self._entries: dict[str, dict[str, TensorEntry]] = {}
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def __enter__(self) -> Reader:
@@ -55,7 +55,7 @@ class Reader:
             os.close(number)
         self._files.clear()
 
-    def check(self, wishes: Sequence[Wish]) -> None:
+    def check(self, wishes: Sequence[ReadRequest]) -> None:
         """Raise unless every byte that the wishes need is there and fits its checksum."""
         blocks: dict[SavedPiece, set[int]] = {}
         names: dict[SavedPiece, str] = {}
@@ -70,7 +70,7 @@ class Reader:
             if piece.sums is not None:
                 self._check_blocks(piece, sorted(touched), names[piece])
 
-    def fill(self, wishes: Sequence[Wish]) -> None:
+    def fill(self, wishes: Sequence[ReadRequest]) -> None:
         """Copy what is wished for into its memory."""
         for wish in wishes:
             for piece, part in _parts(wish):
@@ -83,18 +83,18 @@ class Reader:
     def path(self, file: str) -> Path:
         return self.index.folder / file
 
-    def _entry(self, piece: SavedPiece, wish: Wish) -> Entry:
+    def _entry(self, piece: SavedPiece, wish: ReadRequest) -> TensorEntry:
         if piece.file not in self._entries:
             self._entries[piece.file] = self._open(piece.file)
         entry = self._entries[piece.file].get(piece.key)
-        if entry is None or (entry.dtype, entry.shape) != (wish.saved.dtype, piece.box.shape):
+        if entry is None or (entry.dtype, entry.shape) != (wish.saved.dtype, piece.box.sizes):
             raise CheckpointError(
                 f"{self.path(piece.file)} is damaged: it has no {piece.key!r} of shape "
-                f"{piece.box.shape} and {wish.saved.dtype}, which is a piece of {wish.name}."
+                f"{piece.box.sizes} and {wish.saved.dtype}, which is a piece of {wish.name}."
             )
         return entry
 
-    def _open(self, file: str) -> dict[str, Entry]:
+    def _open(self, file: str) -> dict[str, TensorEntry]:
         path = self.path(file)
         known = self.index.files.get(file)
         if known is not None and path.exists() and path.stat().st_size != known.num_bytes:
@@ -138,17 +138,17 @@ class Reader:
 
     def _copy(
         self,
-        wish: Wish,
+        wish: ReadRequest,
         piece: SavedPiece,
-        entry: Entry,
+        entry: TensorEntry,
         part: Box,
         start: int,
         length: int,
         box: Box,
     ) -> None:
-        wanted = box.meet(part)
+        wanted = box.intersect(part)
         assert wanted is not None, "a stretch holds some of what it is read for"
-        spot = wish.target[wanted.within(wish.box)]
+        spot = wish.target[wanted.within(wish.box).slices]
         position = entry.start + start
         direct = wanted == box and spot.dtype == entry.dtype and spot.is_contiguous()
         if direct and spot.device.type == "cpu":
@@ -156,14 +156,14 @@ class Reader:
             return
         buffer = self._buffer(length)
         self._read(piece.file, position, bytes_of(buffer))
-        read = buffer.view(entry.dtype).view(box.shape)
-        spot.copy_(read[wanted.within(box)])
+        read = buffer.view(entry.dtype).view(box.sizes)
+        spot.copy_(read[wanted.within(box).slices])
 
 
-def _parts(wish: Wish) -> Iterator[tuple[SavedPiece, Box]]:
+def _parts(wish: ReadRequest) -> Iterator[tuple[SavedPiece, Box]]:
     """The saved pieces that a wish touches, and the block that it takes from each."""
     for piece in wish.saved.pieces:
-        part = piece.box.meet(wish.box) if wish.box.numel else None
+        part = piece.box.intersect(wish.box) if wish.box.volume else None
         if part is not None:
             yield piece, part
 
@@ -174,32 +174,28 @@ def stretches(part: Box, outer: Box, itemsize: int) -> Iterator[tuple[int, int, 
     Each comes as the first byte, the number of bytes, and the block; none is much longer than a
     slab. A block may be wider than `part` where rows are short.
 
-    >>> [box for *_, box in stretches(Box((1, 1), (2, 2)), Box((0, 0), (4, 4)), 4)]
-    [Box(offset=(1, 0), shape=(2, 4))]
+    >>> [box for *_, box in stretches(Box((1, 1), (2, 2)), Box.whole((4, 4)), 4)]
+    [Box(offsets=(1, 0), sizes=(2, 4))]
     """
     for box in _stretches(part, outer, itemsize, 0):
-        yield box.start_in(outer) * itemsize, box.numel * itemsize, box
+        yield box.position_in(outer) * itemsize, box.volume * itemsize, box
 
 
 def _stretches(part: Box, outer: Box, itemsize: int, dim: int) -> Iterator[Box]:
-    if dim == len(part.shape):
+    if dim == len(part.sizes):
         yield part
         return
-    row_bytes = math.prod(outer.shape[dim + 1 :]) * itemsize
-    whole_rows = part.shape[dim + 1 :] == outer.shape[dim + 1 :]
+    row_bytes = math.prod(outer.sizes[dim + 1 :]) * itemsize
+    whole_rows = part.sizes[dim + 1 :] == outer.sizes[dim + 1 :]
     read_whole = row_bytes <= (SLAB_BYTES if whole_rows else _WHOLE_ROW_BYTES)
     num_rows = max(SLAB_BYTES // row_bytes, 1) if read_whole else 1
-    for start in range(0, part.shape[dim], num_rows):
-        count = min(num_rows, part.shape[dim] - start)
-        rows = replace(
-            part,
-            offset=(*part.offset[:dim], part.offset[dim] + start, *part.offset[dim + 1 :]),
-            shape=(*part.shape[:dim], count, *part.shape[dim + 1 :]),
-        )
+    for start in range(0, part.sizes[dim], num_rows):
+        count = min(num_rows, part.sizes[dim] - start)
+        rows = part.along(dim, start, count)
         if read_whole:
             yield Box(
-                (*rows.offset[: dim + 1], *outer.offset[dim + 1 :]),
-                (*rows.shape[: dim + 1], *outer.shape[dim + 1 :]),
+                (*rows.offsets[: dim + 1], *outer.offsets[dim + 1 :]),
+                (*rows.sizes[: dim + 1], *outer.sizes[dim + 1 :]),
             )
         else:
             yield from _stretches(rows, outer, itemsize, dim + 1)

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import Index, SavedTensor, read_index
-from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.read import Reader, ReadRequest
 from shardwise.checkpoint.tree import decode
 from shardwise.errors import CheckpointError
 
@@ -82,7 +81,7 @@ def _size(index: Index, name: str) -> int:
 
 
 def _report(name: str, tensor: SavedTensor) -> TensorReport:
-    pieces = tuple((p.file, p.box.offset, p.box.shape) for p in tensor.pieces)
+    pieces = tuple((p.file, *p.box) for p in tensor.pieces)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorReport(name, dtype, tensor.shape, tensor.num_bytes, pieces)
 
@@ -99,7 +98,7 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
             for piece in tensor.pieces:
                 one = SavedTensor(tensor.dtype, tensor.shape, (piece,))
                 # A check looks at boxes only; no memory is needed.
-                wish = Wish(name, one, Box(piece.box.offset, piece.box.shape), torch.empty(0))
+                wish = ReadRequest(name, one, piece.box, torch.empty(0))
                 try:
                     reader.check([wish])
                 except CheckpointError as error:

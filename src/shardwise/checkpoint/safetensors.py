@@ -47,7 +47,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """One tensor of a file; `start` counts from the beginning of the file."""
 
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Entry:
 class Header:
     """The table of a file, and the bytes it was read from."""
 
-    entries: dict[str, Entry]
+    entries: dict[str, TensorEntry]
     metadata: dict[str, str]
     raw: bytes
     file_bytes: int
@@ -81,7 +81,7 @@ def dtype_name(dtype: torch.dtype, what: str) -> str:
 
 def pack_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
-) -> tuple[bytes, dict[str, Entry]]:
+) -> tuple[bytes, dict[str, TensorEntry]]:
     """The bytes before the data, and where each tensor goes, in the given order."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     relative: dict[str, int] = {}
@@ -106,7 +106,7 @@ def pack_header(
             f"{MAX_HEADER_BYTES} are read. Save fewer, larger tensors."
         )
     first = 8 + len(text)
-    entries = {n: Entry(*tensors[n], first + relative[n]) for n in tensors}
+    entries = {n: TensorEntry(*tensors[n], first + relative[n]) for n in tensors}
     return struct.pack("<Q", len(text)) + text, entries
 
 
@@ -160,7 +160,7 @@ def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return table
 
 
-def _entry(path: Path, name: str, spec: Any, first: int) -> Entry:
+def _entry(path: Path, name: str, spec: Any, first: int) -> TensorEntry:
     if not isinstance(spec, dict) or set(spec) != {"dtype", "shape", "data_offsets"}:
         raise _damaged(path, f"{name!r} does not have a dtype, a shape and data_offsets")
     offsets = spec["data_offsets"]
@@ -168,7 +168,7 @@ def _entry(path: Path, name: str, spec: Any, first: int) -> Entry:
         raise _damaged(path, f"the shape or the offsets of {name!r} are no lists of sizes")
     if not isinstance(spec["dtype"], str) or spec["dtype"] not in DTYPES:
         raise _damaged(path, f"{name!r} has the unknown dtype {str(spec['dtype'])[:40]!r}")
-    entry = Entry(DTYPES[spec["dtype"]], tuple(spec["shape"]), first + offsets[0])
+    entry = TensorEntry(DTYPES[spec["dtype"]], tuple(spec["shape"]), first + offsets[0])
     if entry.num_bytes != offsets[1] - offsets[0]:
         raise _damaged(path, f"{name!r} has bytes {offsets} for shape {entry.shape}")
     return entry
@@ -183,7 +183,9 @@ def natural_numbers(value: Any) -> bool:
     )
 
 
-def _check_cover(path: Path, entries: Mapping[str, Entry], first: int, file_bytes: int) -> None:
+def _check_cover(
+    path: Path, entries: Mapping[str, TensorEntry], first: int, file_bytes: int
+) -> None:
     """Tensors lie one after the other and fill the file."""
     position = first
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import (
     INDEX_NAME,
@@ -31,9 +30,10 @@ from shardwise.checkpoint.index import (
     pack_index,
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
-from shardwise.checkpoint.shares import Held, Share, share_out
+from shardwise.checkpoint.shares import ChunkToWrite, HeldBoxes, share_out
 from shardwise.checkpoint.tree import Node, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
+from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
 #: How much of its pieces a rank copies, at most, before an asynchronous save goes on without it.
@@ -44,7 +44,7 @@ COPY_BYTES = 1 << 30
 class _Told:
     """What a rank tells the others before anything is written."""
 
-    held: dict[str, Held]
+    held: dict[str, HeldBoxes]
     node: Node
     ties: dict[str, str]
 
@@ -142,7 +142,7 @@ class _Job:
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
         told = self.crew.together(lambda: self._tell(state))
         self._node, self._ties = told[0].node, told[0].ties
-        self._wholes: dict[str, Held] = {}
+        self._wholes: dict[str, HeldBoxes] = {}
         for one in told:
             self._node = merge(self._node, one.node)
             self._ties = {**self._ties, **one.ties}
@@ -154,7 +154,7 @@ class _Job:
 
     def _tell(self, state: Any) -> list[_Told]:
         tree = make_tree(state)
-        held: list[dict[str, Held]] = [{} for _ in self.crew.present]
+        held: list[dict[str, HeldBoxes]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
             pieces = pieces_of(reduced(value), name, self.crew.present)
             boxes: dict[int, list[Box]] = {rank: [] for rank in self.crew.present}
@@ -163,7 +163,7 @@ class _Job:
                     boxes[piece.rank].append(piece.box)
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
-                held[place][name] = Held(pieces.shape, pieces.dtype, tuple(mine))
+                held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
         return [_Told(table, tree.node, tree.ties) for table in held]
 
     def _make_folder(self) -> None:
@@ -256,7 +256,7 @@ class _RankFile:
         number = f"{writers.index(rank) + 1:05d}-of-{len(writers):05d}"
         self._name = f"model-{number}.safetensors"
         self._keys = _keys(self._shares)
-        table = {k: (s.dtype, s.box.shape) for k, s in zip(self._keys, self._shares, strict=True)}
+        table = {k: (s.dtype, s.box.sizes) for k, s in zip(self._keys, self._shares, strict=True)}
         self._values = [job._values[rank, s.name, s.box] for s in self._shares]
         self._file = TensorFile(job.half / self._name, table, {"format": "pt"})
 
@@ -293,13 +293,13 @@ class _RankFile:
             self._file.close()
 
 
-def _keys(shares: Sequence[Share]) -> list[str]:
+def _keys(shares: Sequence[ChunkToWrite]) -> list[str]:
     """The keys of pieces in one file: the name, with the offset where a file has several."""
     names = [share.name for share in shares]
     keys = []
     for share in shares:
         several = names.count(share.name) > 1
-        offset = ",".join(map(str, share.box.offset))
+        offset = ",".join(map(str, share.box.offsets))
         keys.append(f"{share.name}[{offset}]" if several else share.name)
     if len(set(keys)) != len(keys):
         raise CheckpointError("Two pieces of a file have one key: a name ends like an offset.")

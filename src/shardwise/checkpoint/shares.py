@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.checkpoint.boxes import Box, fills
+from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
+class HeldBoxes:
     """What a rank tells of a tensor: the whole, and the blocks that it holds."""
 
     shape: tuple[int, ...]
@@ -21,7 +21,7 @@ class Held:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class ChunkToWrite:
     """A piece that has found its writer."""
 
     name: str
@@ -30,13 +30,13 @@ class Share:
 
     @property
     def num_bytes(self) -> int:
-        return self.box.numel * self.dtype.itemsize
+        return self.box.volume * self.dtype.itemsize
 
 
-def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
+def share_out(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite]]:
     """The pieces that each rank writes. The same on every rank, since all get the same tables."""
     holders: dict[str, dict[Box, list[int]]] = {}
-    wholes: dict[str, tuple[int, Held]] = {}
+    wholes: dict[str, tuple[int, HeldBoxes]] = {}
     for rank, table in enumerate(held):
         for name, mine in table.items():
             first_rank, first = wholes.setdefault(name, (rank, mine))
@@ -52,18 +52,20 @@ def share_out(held: Sequence[Mapping[str, Held]]) -> list[list[Share]]:
     shares = []
     for name, boxes in holders.items():
         whole = wholes[name][1]
-        why = fills(list(boxes), whole.shape)
+        why = why_not_tiled(list(boxes), whole.shape)
         if why is not None:
             raise CheckpointError(f"The ranks do not hold {name} as pieces of one tensor: {why}.")
         # A tensor without elements has one piece nevertheless, so that its dtype is kept.
-        full = [box for box in boxes if box.numel] or list(boxes)[:1]
-        shares += [(Share(name, whole.dtype, box), boxes[box]) for box in full]
+        full = [box for box in boxes if box.volume] or list(boxes)[:1]
+        shares += [(ChunkToWrite(name, whole.dtype, box), boxes[box]) for box in full]
     return _balanced(shares, len(held))
 
 
-def _balanced(shares: Sequence[tuple[Share, list[int]]], num_ranks: int) -> list[list[Share]]:
+def _balanced(
+    shares: Sequence[tuple[ChunkToWrite, list[int]]], num_ranks: int
+) -> list[list[ChunkToWrite]]:
     loads = [0] * num_ranks
-    mine: list[list[tuple[int, Share]]] = [[] for _ in range(num_ranks)]
+    mine: list[list[tuple[int, ChunkToWrite]]] = [[] for _ in range(num_ranks)]
     # Pieces with one holder first, then the largest: what can go anywhere fills the gaps.
     order = sorted(
         range(len(shares)), key=lambda i: (len(shares[i][1]) > 1, -shares[i][0].num_bytes, i)

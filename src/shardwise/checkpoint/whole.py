@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 
-from shardwise.checkpoint.boxes import Box
 from shardwise.checkpoint.index import (
     INDEX_NAME,
     Index,
@@ -21,7 +20,7 @@ from shardwise.checkpoint.index import (
     pack_index,
     read_index,
 )
-from shardwise.checkpoint.read import Reader, Wish
+from shardwise.checkpoint.read import Reader, ReadRequest
 from shardwise.checkpoint.write import (
     SLAB_BYTES,
     TensorFile,
@@ -29,6 +28,7 @@ from shardwise.checkpoint.write import (
     sync_folder,
     write_synced,
 )
+from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
 MAX_FILE_BYTES = 5 << 30
@@ -106,7 +106,7 @@ def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
         sums, files[file] = _write_file(reader, half / file, names)
         for name in names:
             saved = index.tensors[name]
-            whole = Box((0,) * len(saved.shape), saved.shape)
+            whole = Box.whole(saved.shape)
             piece = SavedPiece(file, name, whole, sums[name])
             tensors[name] = SavedTensor(saved.dtype, saved.shape, (piece,))
     data = pack_index(tensors, index.node, index.ties, files, 1)
@@ -140,9 +140,9 @@ def _write_file(
 def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, some rows at a time, checked."""
     saved = reader.index.tensors[name]
-    for box in _slabs(Box((0,) * len(saved.shape), saved.shape), saved.dtype.itemsize):
-        rows = torch.empty(box.shape, dtype=saved.dtype)
-        wish = [Wish(name, saved, box, rows)]
+    for box in _slabs(Box.whole(saved.shape), saved.dtype.itemsize):
+        rows = torch.empty(box.sizes, dtype=saved.dtype)
+        wish = [ReadRequest(name, saved, box, rows)]
         reader.check(wish)
         reader.fill(wish)
         yield bytes_of(rows)
@@ -150,10 +150,10 @@ def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
 
 def _slabs(whole: Box, itemsize: int) -> Iterator[Box]:
     """Blocks of whole rows that follow each other in memory."""
-    if not whole.shape or whole.numel * itemsize <= SLAB_BYTES:
+    if not whole.sizes or whole.volume * itemsize <= SLAB_BYTES:
         yield whole
         return
-    num_rows = max(SLAB_BYTES * whole.shape[0] // (whole.numel * itemsize), 1)
-    for start in range(0, whole.shape[0], num_rows):
-        count = min(num_rows, whole.shape[0] - start)
-        yield Box((start, *whole.offset[1:]), (count, *whole.shape[1:]))
+    total = whole.sizes[0]
+    num_rows = max(SLAB_BYTES * total // (whole.volume * itemsize), 1)
+    for start in range(0, total, num_rows):
+        yield whole.along(0, start, min(num_rows, total - start))

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.safetensors import Entry, pack_header
+from shardwise.checkpoint.safetensors import TensorEntry, pack_header
 from shardwise.checkpoint.sums import BLOCK_BYTES, Sums
 
 #: The most that is copied at a time: to the CPU, or into one stretch of memory.
@@ -41,7 +41,7 @@ class TensorFile:
 
     def write(self, key: str, slabs: Iterator[memoryview]) -> str:
         """Write the bytes of a tensor; the checksums of its blocks."""
-        entry: Entry = self._entries[key]
+        entry: TensorEntry = self._entries[key]
         position, sums = entry.start, Sums()
         for slab in slabs:
             for start in range(0, slab.nbytes, BLOCK_BYTES):

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from shardwise.comm.roster import Roster, grouped
+from shardwise.core.chunks import surely_equal
 from shardwise.core.world import World
 from shardwise.errors import RankMismatchError
 
@@ -40,13 +41,6 @@ def rank_int(
     if kept and all(surely_equal(value, values[0]) for value in values):
         return values[0]
     return torch.SymInt((node or RankIntNode)(world, ranks, tuple(values)))
-
-
-def surely_equal(one: Any, other: Any) -> bool:
-    """Whether two sizes are equal; where they are symbols, whatever these turn out to be."""
-    if type(one) is not torch.SymInt and type(other) is not torch.SymInt:
-        return bool(one == other)
-    return one is other or value_key(one) == value_key(other)
 
 
 def value_key(value: Any) -> Hashable:

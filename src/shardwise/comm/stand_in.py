@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.rank_int import surely_equal
+from shardwise.core.chunks import surely_equal
 from shardwise.errors import UnsupportedError
 
 

@@ -110,8 +110,10 @@ def settled(size: Size) -> Size:
 
 def surely_equal(a: Size, b: Size) -> bool:
     """Whether two sizes are equal whatever their symbols stand for: nothing is guarded."""
-    if type(a) is int and type(b) is int:
-        return a == b
+    if type(a) is not torch.SymInt and type(b) is not torch.SymInt:
+        return bool(a == b)
+    if a is b:
+        return True
     from torch.fx.experimental.symbolic_shapes import statically_known_true
 
     return statically_known_true(a == b)

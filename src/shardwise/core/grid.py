@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import weakref
 from typing import Any
 
@@ -119,34 +118,6 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     number = id(mesh)
     _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
     return grid
-
-
-def spelled_mesh(mesh: DeviceMesh) -> str:
-    """`mesh` as text, for compiled code and for exported programs, which are saved.
-
-    It says nothing of the world: a program that is loaded works with a mesh of its own.
-    """
-    return json.dumps(spelled_grid(grid_of(mesh)))
-
-
-# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before.
-spelled_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
-def read_mesh(text: str) -> DeviceMesh:
-    """The mesh of the current world that `spelled_mesh` wrote down."""
-    return read_grid(json.loads(text)).mesh
-
-
-def spelled_grid(grid: Grid) -> Any:
-    """What JSON can hold of a grid."""
-    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
-
-
-def read_grid(spelled: Any) -> Grid:
-    """The grid of the current world that `spelled_grid` describes."""
-    device_type, shape, ranks, names = spelled
-    return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
 
 
 def grid_like(

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from shardwise.core.box import Box
 from shardwise.core.chunks import Size, lengths, piece, settled
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
@@ -63,7 +64,7 @@ class Layout:
     #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
     expanded: tuple[int, ...]
     #: The block of this process; filled on first use, never in a simulated world.
-    here: tuple[Shape, Shape] | None
+    here: Box | None
 
     @property
     def ndim(self) -> int:
@@ -104,15 +105,15 @@ class Layout:
         """The axes that shard `dim`, outermost first."""
         return tuple(a for a in self.order if self.placements[a].is_shard(dim))
 
-    def box(self, coordinate: Coordinate) -> tuple[Shape, Shape]:
-        """`(offset, shape)` of the block that `coordinate` holds."""
+    def box(self, coordinate: Coordinate) -> Box:
+        """The box that `coordinate` holds."""
         if coordinate != self.grid.coordinate:
             return self._box(coordinate)
         if self.here is None:
             self.here = self._box(coordinate)
         return self.here
 
-    def _box(self, coordinate: Coordinate) -> tuple[Shape, Shape]:
+    def _box(self, coordinate: Coordinate) -> Box:
         offset: list[Size] = [0] * self.ndim
         shape = list(self.shape)
         for axis in self.order:
@@ -125,8 +126,8 @@ class Layout:
                 )
                 offset[dim] = offset[dim] + start
         if self.symbolic:
-            return tuple(noted(offset)), tuple(noted(shape))
-        return tuple(offset), tuple(shape)
+            return Box(tuple(noted(offset)), tuple(noted(shape)))
+        return Box(tuple(offset), tuple(shape))
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
         """The shape of the block that `coordinate` holds."""
@@ -344,3 +345,13 @@ def contiguous_stride(shape: Sequence[Size]) -> Shape:
         stride.append(step)
         step = step * (size if type(size) is not int or size > 1 else 1)
     return tuple(reversed(stride))
+
+
+def dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
+    """The strides of a dense tensor whose dims lie in memory in this order.
+
+    >>> dense_stride((2, 3, 4), (0, 2, 1))
+    (12, 1, 3)
+    """
+    dense = contiguous_stride([shape[d] for d in outermost_first])
+    return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class InputMove:
     """One step for one input. It did not run when an earlier call had left its result."""
 
     step: Step
@@ -52,7 +52,7 @@ class PlannedCall:
 
     op: str
     inputs: tuple[Layout, ...]
-    moves: tuple[tuple[Move, ...], ...]
+    moves: tuple[tuple[InputMove, ...], ...]
     outputs: tuple[Layout, ...]
     implicit: bool
     place: Place
@@ -280,15 +280,15 @@ _COLLECTIVES = {
 
 def _moves(
     steps: Sequence[Sequence[Step]], events: Sequence[CommEvent]
-) -> tuple[tuple[Move, ...], ...]:
+) -> tuple[tuple[InputMove, ...], ...]:
     """Each step with what it sent: events come in the order of steps."""
     left = list(events)
 
-    def move(step: Step) -> Move:
+    def move(step: Step) -> InputMove:
         if not step.communicates:
-            return Move(step, ran=True, num_bytes=0)
+            return InputMove(step, ran=True, num_bytes=0)
         if left and left[0].kind == _COLLECTIVES[step.kind]:
-            return Move(step, ran=True, num_bytes=left.pop(0).num_bytes)
-        return Move(step, ran=False, num_bytes=0)
+            return InputMove(step, ran=True, num_bytes=left.pop(0).num_bytes)
+        return InputMove(step, ran=False, num_bytes=0)
 
     return tuple(tuple(map(move, each)) for each in steps)

@@ -11,7 +11,7 @@ from shardwise.core.placements import short
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from shardwise.debug.explain import Explanation, Move, PlannedCall
+    from shardwise.debug.explain import Explanation, InputMove, PlannedCall
 
 
 #: A longer line sticks out; it does not push the others to the right.
@@ -86,7 +86,7 @@ def _details(call: PlannedCall) -> Iterator[str]:
         yield f"{event.kind}{axis}, {event.num_bytes:,} bytes{_marked(event.implicit)}"
 
 
-def _move(move: Move, call: PlannedCall) -> str:
+def _move(move: InputMove, call: PlannedCall) -> str:
     step = move.step
     before, after = (
         short([layout.placements[step.axis]])[1:-1] for layout in (step.source, step.target)

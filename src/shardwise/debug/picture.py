@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
-from typing import Protocol
 
 #: Dark enough for white letters, on a light page and on a dark one.
 COLOURS = ("#2f6fb4", "#2e8555", "#b1565b", "#7a5cb0", "#0f7f8c", "#a2671a", "#b04a8c", "#5c6670")
@@ -13,14 +13,12 @@ WIDTH, HEIGHT = 160.0, 88.0
 _DEPTH = 10.0
 
 
-class Block(Protocol):
-    """A part of a tensor: its (start, stop) per dim, and the ranks that hold it."""
+@dataclass(frozen=True, slots=True)
+class HeldBox:
+    """A box of a tensor, as (start, stop) per dim, and the ranks that hold it."""
 
-    @property
-    def box(self) -> tuple[tuple[int, int], ...]: ...
-
-    @property
-    def ranks(self) -> tuple[int, ...]: ...
+    box: tuple[tuple[int, int], ...]
+    ranks: tuple[int, ...]
 
 
 def colour(*ranks: int) -> str:
@@ -39,7 +37,7 @@ def ranks_text(ranks: Sequence[int]) -> str:
     return ", ".join(shown)
 
 
-def parts_svg(shape: Sequence[int], parts: Iterable[Block]) -> str:
+def parts_svg(shape: Sequence[int], parts: Iterable[HeldBox]) -> str:
     """A picture of the parts: rows downwards, columns to the right, leading dims as layers.
 
     Vectors are one row. Layers of a tensor of three dims or more lie behind each other.
@@ -62,7 +60,7 @@ def parts_svg(shape: Sequence[int], parts: Iterable[Block]) -> str:
 
 
 def _rect(
-    block: Block, shape: Sequence[int], x: float, y: float, width: float, height: float
+    block: HeldBox, shape: Sequence[int], x: float, y: float, width: float, height: float
 ) -> str:
     rows, columns = (0.0, 1.0), (0.0, 1.0)
     if len(shape) > 1:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.debug.explain_report import layout_text
-from shardwise.debug.picture import parts_svg
+from shardwise.debug.picture import HeldBox, parts_svg
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 
@@ -24,7 +24,7 @@ Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class HolderMap:
     """The parts of a tensor: the spans of each dim, and the ranks that hold each block of spans."""
 
     spans: tuple[tuple[Span, ...], ...]
@@ -32,19 +32,18 @@ class Tiling:
     idle: tuple[int, ...]
 
 
-def tiling(layout: Layout) -> Tiling:
+def tiling(layout: Layout) -> HolderMap:
     """Who holds what. The dims are cut independently, so blocks are products of spans."""
     holders: dict[tuple[Span, ...], list[int]] = {}
     idle = []
     for rank, coordinate in layout.grid.coordinates.items():
-        offset, shape = layout.box(coordinate)
-        if 0 in shape and 0 not in layout.shape:
+        box = layout.box(coordinate)
+        if 0 in box.sizes and 0 not in layout.shape:
             idle.append(rank)
             continue
-        block = tuple((start, start + n) for start, n in zip(offset, shape, strict=True))
-        holders.setdefault(block, []).append(rank)
+        holders.setdefault(box.spans, []).append(rank)
     spans = tuple(tuple(sorted(set(along))) for along in zip(*holders, strict=True))
-    return Tiling(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
+    return HolderMap(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
 
 
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None = None) -> None:
@@ -88,14 +87,6 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None
         print("\n".join(_lines(layout, header)))
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A block of a tensor, and the ranks that hold it."""
-
-    box: tuple[Span, ...]
-    ranks: tuple[int, ...]
-
-
 class ShardingPicture:
     """Who holds which part of a tensor, drawn by a notebook as SVG; printed, it is text.
 
@@ -120,7 +111,7 @@ class ShardingPicture:
 
     def _repr_svg_(self) -> str:
         tiles = tiling(self._layout)
-        return parts_svg(self._layout.shape, [Part(*held) for held in tiles.holders.items()])
+        return parts_svg(self._layout.shape, [HeldBox(*held) for held in tiles.holders.items()])
 
     def _repr_html_(self) -> str:
         said = [self._header] * bool(self._header) + [_title(self._layout)]
@@ -140,7 +131,7 @@ def _title(layout: Layout) -> str:
     return f"{layout_text(layout)}, {layout.dtype} on {layout.grid!r}"
 
 
-def _remarks(layout: Layout, tiles: Tiling) -> Iterator[str]:
+def _remarks(layout: Layout, tiles: HolderMap) -> Iterator[str]:
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             name = layout.grid.axis_name(axis)
@@ -159,7 +150,7 @@ class _Grid:
     cells: list[list[tuple[int, ...]]]
 
 
-def _grids(tiles: Tiling) -> Iterator[_Grid]:
+def _grids(tiles: HolderMap) -> Iterator[_Grid]:
     """A grid for each block of the leading dims; a missing row or column dim has one entry."""
     rows: Sequence[tuple[Span, ...]] = [()]
     columns: Sequence[tuple[Span, ...]] = [()]

@@ -34,7 +34,7 @@ TENSOR_PLAN: dict[str, Any] = {
 }
 
 
-class Block(nn.Module):
+class TransformerBlock(nn.Module):
     """Attention, then an MLP, each added to what came in."""
 
     def __init__(self) -> None:
@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(NUM_SYMBOLS, WIDTH)
         self.position = nn.Embedding(LENGTH, WIDTH)
-        self.blocks = nn.Sequential(*(Block() for _ in range(NUM_BLOCKS)))
+        self.blocks = nn.Sequential(*(TransformerBlock() for _ in range(NUM_BLOCKS)))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, NUM_SYMBOLS, bias=False)
 

@@ -17,8 +17,8 @@ from shardwise.demo.recommending import EXAMPLES_PER_STEP, MIXED_PLAN, Recommend
 from shardwise.demo.show import BOUND, bar, facts, show
 from shardwise.demo.training import (
     Keeping,
-    Run,
     Task,
+    TrainingRun,
     largest_difference,
     train_alone,
     train_in_processes,
@@ -86,7 +86,7 @@ def _run(options: Options, console: Console, joined: bool) -> int:
     num_ranks = options.processes or options.ranks
     world = f"{num_ranks} gloo processes" if options.processes else f"{num_ranks} simulated ranks"
     keeping = _keeping(options)
-    train: Callable[..., Run] = train_in_processes if options.processes else train_simulated
+    train: Callable[..., TrainingRun] = train_in_processes if options.processes else train_simulated
     if joined:
         train = train_sharded
     with bar(console, world, task.num_steps) as progress:
@@ -104,7 +104,9 @@ def _keeping(options: Options) -> Keeping | None:
     return Keeping(options.checkpoints, options.checkpoint_every, options.keep, options.resume)
 
 
-def _report(one: Run, many: Run, world: str, options: Options, console: Console) -> int:
+def _report(
+    one: TrainingRun, many: TrainingRun, world: str, options: Options, console: Console
+) -> int:
     assert many.report is not None, "a sharded training reports a step"
     # Every line of the demonstration is the package's own.
     many.report.collectives = [replace(each, line=None) for each in many.report.collectives]

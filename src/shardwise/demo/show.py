@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwise.demo import training
-from shardwise.demo.training import Run, largest_difference
+from shardwise.demo.training import TrainingRun, largest_difference
 from shardwise.report.step import StepReport
 
 #: Differences beyond this are not rounding.
@@ -48,7 +48,7 @@ def bar(console: Console, label: str, num_steps: int) -> Iterator[training.Progr
         )
 
 
-def facts(one: Run, many: Run, world: str) -> dict[str, str]:
+def facts(one: TrainingRun, many: TrainingRun, world: str) -> dict[str, str]:
     """The figures of a demonstration, as text."""
     found = {
         "training": f"{len(many.losses)} steps, {many.num_examples:,} examples, {world}",

@@ -80,7 +80,7 @@ class Keeping:
 
 
 @dataclass
-class Run:
+class TrainingRun:
     """What a training left behind."""
 
     losses: list[float]
@@ -93,7 +93,7 @@ class Run:
     num_resumed: int = 0
 
 
-def train_alone(task: Task, progress: Progress) -> Run:
+def train_alone(task: Task, progress: Progress) -> TrainingRun:
     """On one device."""
     model = task.model()
     run = _Training(task, model, 0).run(progress)
@@ -103,7 +103,7 @@ def train_alone(task: Task, progress: Progress) -> Run:
 
 def train_simulated(
     task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
-) -> Run:
+) -> TrainingRun:
     """In one process that plays all ranks."""
     with simulate(num_ranks):
         return train_sharded(task, num_ranks, progress, keeping)
@@ -111,18 +111,20 @@ def train_simulated(
 
 def train_in_processes(
     task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
-) -> Run:
+) -> TrainingRun:
     """In processes that talk through gloo; the report of one step has each rank's own memory."""
 
     def noted(rank: int, value: tuple[int, float, float]) -> None:
         progress(*value)
 
     runs = launch(_one_process, num_ranks, task, num_ranks, keeping, on_note=noted)
-    run: Run = runs[0]
+    run: TrainingRun = runs[0]
     return run
 
 
-def _one_process(note: Note, task: Task, num_ranks: int, keeping: Keeping | None) -> Run | None:
+def _one_process(
+    note: Note, task: Task, num_ranks: int, keeping: Keeping | None
+) -> TrainingRun | None:
     leads = dist.get_rank() == 0
     progress: Progress = (lambda *what: note(what)) if leads else (lambda *what: None)
     run = train_sharded(task, num_ranks, progress, keeping)
@@ -131,7 +133,7 @@ def _one_process(note: Note, task: Task, num_ranks: int, keeping: Keeping | None
 
 def train_sharded(
     task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
-) -> Run:
+) -> TrainingRun:
     """In the world that is there; every rank calls it and gets the same."""
     mesh = Mesh(("ranks",), (num_ranks,)).make()
     request = f"{task.title}: {task.identity()}, {task.num_steps} steps, {keeping}"
@@ -169,7 +171,7 @@ class _Training:
             if latest is not None:
                 self._resume(self.series, latest)
 
-    def run(self, progress: Progress) -> Run:
+    def run(self, progress: Progress) -> TrainingRun:
         num_resumed, num_examples = self.num_done, 0
         report, batch = None, None
         begin = time.perf_counter()
@@ -195,7 +197,9 @@ class _Training:
             report = self._reported_step(batch)  # all was done before: the step is only looked at
         if report is not None and len(each := _from_all(report.memory)) > 1:
             report.memory = [memory[rank] for rank, memory in enumerate(each)]
-        return Run(losses, parameters, seconds, num_examples, report, num_resumed=num_resumed)
+        return TrainingRun(
+            losses, parameters, seconds, num_examples, report, num_resumed=num_resumed
+        )
 
     # -- steps -------------------------------------------------------------------------------
 
@@ -296,7 +300,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return value.agreed().clone() if isinstance(value, LocalTensor) else value.clone()
 
 
-def largest_difference(one: Run, many: Run) -> tuple[float, str]:
+def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:
     """Between the parameters of two runs, and in which."""
     found = (0.0, "")
     for name, value in one.parameters.items():

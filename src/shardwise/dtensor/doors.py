@@ -11,7 +11,14 @@ from shardwise.comm.agreement import gather
 from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
-from shardwise.core.layout import Layout, Shape, contiguous_stride, make_layout, normalize
+from shardwise.core.layout import (
+    Layout,
+    Shape,
+    contiguous_stride,
+    dense_stride,
+    make_layout,
+    normalize,
+)
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import world_caches
 from shardwise.dtensor.wrapped import Wrapped
@@ -145,14 +152,9 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
         return contiguous_stride(shape)
     local_stride = local.stride()
     outermost_first = sorted(range(local.dim()), key=lambda d: -local_stride[d])
-    if local_stride != _dense_stride(local.shape, outermost_first):
+    if local_stride != dense_stride(local.shape, outermost_first):
         return contiguous_stride(shape)  # a view with gaps or repeats has no order worth keeping
-    return _dense_stride(shape, outermost_first)
-
-
-def _dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
-    dense = contiguous_stride([shape[d] for d in outermost_first])
-    return tuple(dense[outermost_first.index(d)] for d in range(len(shape)))
+    return dense_stride(shape, outermost_first)
 
 
 def check_plain_part(value: Any, asked: str) -> None:

@@ -21,8 +21,9 @@ from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step
-from shardwise.rules.catalog import functional_twin, written_inputs
+from shardwise.rules.catalog import written_inputs
 from shardwise.rules.propagate import CallPlan
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})

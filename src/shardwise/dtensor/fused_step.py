@@ -38,7 +38,7 @@ def fused_step(op: Any, *lists: Sequence[torch.Tensor], **options: Any) -> None:
     names = [argument.name for argument in op._schema.arguments[: len(lists)]]
     given = {name: items for name, items in zip(names, lists, strict=True) if items}
     rows: list[list[Any]] = []
-    loans: list[_Loan] = []
+    loans: list[_LentTensors] = []
     for cells in zip(*given.values(), strict=True):
         row = dict(zip(given, cells, strict=True))
         found, lent = _local_rows(op, row, unset=bool(options.get("is_first_step")))
@@ -61,7 +61,7 @@ def written_lists(op: Any, options: Mapping[str, Any]) -> set[str]:
 
 
 @dataclass(slots=True)
-class _Loan:
+class _LentTensors:
     """The plain tensors that stand for a DTensor in the kernel's lists."""
 
     name: str
@@ -80,7 +80,7 @@ class _Loan:
 
 def _local_rows(
     op: Any, cells: Mapping[str, Any], *, unset: bool
-) -> tuple[list[list[Any]], list[_Loan]]:
+) -> tuple[list[list[Any]], list[_LentTensors]]:
     """One parameter with all that belongs to it: a row here, one per part in a simulated world.
 
     `unset`: its momentum holds no values yet.
@@ -89,7 +89,7 @@ def _local_rows(
     if not any(isinstance(tensor, Wrapped) for tensor in tensors.values()):
         return [list(cells.values())], []
     _check(op, tensors)
-    loans: dict[str, _Loan] = {}
+    loans: dict[str, _LentTensors] = {}
     for position, (name, tensor) in enumerate(tensors.items()):
         if unset and name == _MOMENTA:
             tensor.zero_()  # played ranks must agree on what they hold
@@ -123,7 +123,9 @@ def _check(op: Any, tensors: Mapping[str, Any]) -> None:
             )
 
 
-def _lend(op: Any, position: int, name: str, tensor: Any, first: _Loan | None) -> _Loan:
+def _lend(
+    op: Any, position: int, name: str, tensor: Any, first: _LentTensors | None
+) -> _LentTensors:
     """`tensor` as the first loan, the parameter's, lies; what is Partial is reduced."""
     layout = tensor._layout
     if first is None:
@@ -138,14 +140,14 @@ def _lend(op: Any, position: int, name: str, tensor: Any, first: _Loan | None) -
             moved = autograd.move(tensor, target, own=True)
     local = moved._local
     if not isinstance(local, LocalTensor):
-        return _Loan(name, tensor, target, None, [local], moved is not tensor)
+        return _LentTensors(name, tensor, target, None, [local], moved is not tensor)
     roster = local._roster if first is None else first.roster
     assert roster is not None, "all parts of a simulated world are played"
     apart = moved is not tensor or local._roster is not roster
-    return _Loan(name, tensor, target, roster, list(local.held_like(roster)._parts), apart)
+    return _LentTensors(name, tensor, target, roster, list(local.held_like(roster)._parts), apart)
 
 
-def _share_strides(loans: Sequence[_Loan], number: int) -> None:
+def _share_strides(loans: Sequence[_LentTensors], number: int) -> None:
     """Make the tensors of a row meet in memory: the kernels walk through it without strides."""
     parts = [loan.parts[number] for loan in loans]
     if all(part.is_contiguous() for part in parts):

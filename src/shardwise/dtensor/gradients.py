@@ -51,27 +51,27 @@ def reduced_together(
     tensors: Sequence[Any], bucket_bytes: int = BUCKET_BYTES
 ) -> list[tuple[torch.Tensor, Layout]]:
     """Local tensor and layout of each DTensor, reduced where it was Partial."""
-    held: dict[int, Held] = {}
+    held: dict[int, HeldGradient] = {}
     for tensor in tensors:
         known = recall(tensor)
         if known is None or known[1] is not reduced_layout(tensor._layout):
             known = tensor._local, tensor._layout
-        held.setdefault(id(tensor), Held(*known))
+        held.setdefault(id(tensor), HeldGradient(*known))
     _reduce_all(list(held.values()), bucket_bytes)
     return [(held[id(tensor)].local, held[id(tensor)].layout) for tensor in tensors]
 
 
 @dataclass(slots=True)
-class Held:
+class HeldGradient:
     """What a DTensor holds, on the way to its reduction."""
 
     local: torch.Tensor
     layout: Layout
 
 
-def _reduce_all(gradients: Sequence[Held], bucket_bytes: int) -> None:
+def _reduce_all(gradients: Sequence[HeldGradient], bucket_bytes: int) -> None:
     for axis in range(max((g.layout.grid.num_axes for g in gradients), default=0)):
-        alike: dict[Any, list[Held]] = defaultdict(list)
+        alike: dict[Any, list[HeldGradient]] = defaultdict(list)
         for gradient in gradients:
             layout = gradient.layout
             if axis < layout.grid.num_axes and isinstance(layout.placements[axis], Partial):
@@ -83,8 +83,8 @@ def _reduce_all(gradients: Sequence[Held], bucket_bytes: int) -> None:
                     _reduce_bucket(bucket, reduce_op, grid, axis)
 
 
-def _buckets(gradients: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
-    buckets: list[list[Held]] = []
+def _buckets(gradients: Sequence[HeldGradient], bucket_bytes: int) -> list[list[HeldGradient]]:
+    buckets: list[list[HeldGradient]] = []
     room = 0
     for gradient in gradients:
         size = math.prod(gradient.layout.shape) * gradient.layout.dtype.itemsize
@@ -97,7 +97,7 @@ def _buckets(gradients: Sequence[Held], bucket_bytes: int) -> list[list[Held]]:
 
 
 @without_autocast
-def _reduce_bucket(bucket: Sequence[Held], reduce_op: str, grid: Grid, axis: int) -> None:
+def _reduce_bucket(bucket: Sequence[HeldGradient], reduce_op: str, grid: Grid, axis: int) -> None:
     def flatten(_: Any, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in parts])
 

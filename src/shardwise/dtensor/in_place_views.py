@@ -19,6 +19,7 @@ import torch
 from shardwise._torch.autograd import swap_tensors
 from shardwise.dtensor.snapshots import take_over
 from shardwise.errors import UnsupportedError
+from shardwise.rules.ids import has_values
 
 
 def becoming(name: str) -> Callable[..., Any]:
@@ -26,7 +27,7 @@ def becoming(name: str) -> Callable[..., Any]:
     turn, view_of = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
     def method(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() or not _has_values(x):
+        if torch.compiler.is_compiling() or not has_values(x._local):
             return turn(x, *args, **kwargs)
         if x.is_leaf and x.requires_grad:
             return _turned_leaf(turn, x, *args, **kwargs)
@@ -62,7 +63,3 @@ def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
         hook.remove()
         x.requires_grad_()
     return x
-
-
-def _has_values(x: Any) -> bool:
-    return type(getattr(x._local, "_parts", (x._local,))[0]) is torch.Tensor

@@ -22,9 +22,9 @@ from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.dtensor.made_into import writer_of
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.rules.catalog import with_arguments
 from shardwise.rules.infer import check_target_dtypes, hollowed
 from shardwise.rules.positional import in_order, positional
+from shardwise.rules.twins import with_arguments
 
 
 class TensorByKeyword(Exception):

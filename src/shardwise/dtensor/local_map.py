@@ -13,7 +13,8 @@ from shardwise._torch.pytree import tree_flatten, tree_unflatten
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size, lengths
-from shardwise.core.grid import Grid, grid_of, spelled_mesh
+from shardwise.core.encode import encode_mesh
+from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, normalize
 from shardwise.core.placements import Placement, Shard, short
 from shardwise.dtensor.doors import all_metas
@@ -166,7 +167,7 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
 def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of parts whose shapes may differ: the ranks tell each other their shapes."""
     if is_traced() and isinstance(local, LocalTensor):
-        return traced_from_uneven(local, spelled_mesh(mesh), placements)
+        return traced_from_uneven(local, encode_mesh(mesh), placements)
     rows = [shape for _, shape in all_metas(local, grid_of(mesh), "local_map")]
     return _from_shapes(local, mesh, placements, rows)
 

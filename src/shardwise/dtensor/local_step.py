@@ -30,7 +30,8 @@ from shardwise._torch.functions import others_watch_steps
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
-from shardwise.core.layout import Layout, make_layout
+from shardwise.core.layout import Layout
+from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.foreach import count_writes
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.reduced import is_partial
@@ -279,7 +280,7 @@ def _adopt(loan: _Loan, state: dict[str, Any]) -> None:
                 share[name] = _strided_like(share[name], part)
             parts = [share[name] for share in loan.shares]
             local = parts[0] if loan.roster is None else LocalTensor(parts, loan.roster)
-            state[name] = DTensor.wrap(local, _like(loan.layout, value.dtype))
+            state[name] = DTensor.wrap(local, with_dtype(loan.layout, value.dtype))
     loan.known, loan.lent = list(state.values()), list(loan.shares[0].values())
 
 
@@ -288,11 +289,3 @@ def _strided_like(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     if value.stride() == part.stride():
         return value
     return torch.empty_like(part, dtype=value.dtype).copy_(value)
-
-
-def _like(layout: Layout, dtype: torch.dtype) -> Layout:
-    if layout.dtype == dtype:
-        return layout
-    return make_layout(
-        layout.grid, layout.placements, layout.shape, layout.stride, dtype, layout.order
-    )

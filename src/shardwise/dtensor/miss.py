@@ -36,7 +36,6 @@ from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.rules.catalog import (
     changes_shape,
     find_rule,
-    functional_twin,
     is_view,
     written_inputs,
     written_twin,
@@ -44,6 +43,7 @@ from shardwise.rules.catalog import (
 from shardwise.rules.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, hollowed
 from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import unsupported
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 

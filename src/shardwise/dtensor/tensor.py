@@ -27,7 +27,8 @@ from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_fun
 from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
 from shardwise.comm.ranks import localize
-from shardwise.core.grid import grid_of, spelled_mesh
+from shardwise.core.encode import encode_mesh
+from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
 from shardwise.core.symbols import noted, unrecorded
@@ -379,7 +380,7 @@ class DTensor(Wrapped):
         if is_dynamo_compiling() or (is_exporting() and is_exported()):
             return traced_from_local(
                 local_tensor,
-                spelled_mesh(mesh),
+                encode_mesh(mesh),
                 placements,
                 run_check,
                 shape,

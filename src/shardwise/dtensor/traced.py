@@ -2,7 +2,7 @@
 
 torch.compile reads the Python of a region and refuses what it cannot read, such as the making of a
 tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers and texts, so
-placements are spelled as numbers and meshes as text.
+placements are encoded as numbers and meshes as text.
 
 `torch.export` notes ops on DTensors, not what they do to local tensors, and asks for the origin of
 each local tensor that is read: `redistribute` and `to_local` are ops there too.
@@ -16,13 +16,9 @@ from typing import Any
 import torch
 
 from shardwise._torch.dispatch import is_function_mode_enabled, without_torch_function
-from shardwise.core.grid import read_mesh
+from shardwise.core.encode import decode_mesh, decode_placements, encode_placements
 from shardwise.core.placements import (
-    REDUCE_OPS,
-    REPLICATE,
-    Partial,
     Placement,
-    Shard,
 )
 from shardwise.errors import UnsupportedError
 
@@ -37,49 +33,6 @@ _library.define(
 )
 _library.define("to_local(Tensor x, int[]? grad_placements) -> Tensor")
 _library.define("from_uneven(Tensor local, str mesh, int[] placements) -> Tensor")
-
-_REPLICATE, _SHARD, _PARTIAL = range(3)
-
-
-def spelled(placements: Sequence[Placement] | None) -> list[int] | None:
-    """Placements as numbers.
-
-    >>> spelled([Shard(1, sizes=(3, 0)), REPLICATE, Partial("max")])
-    [1, 1, 2, 3, 0, 0, 2, 3]
-    """
-    if placements is None:
-        return None
-    numbers: list[int] = []
-    for placement in [placements] if isinstance(placements, Placement) else placements:
-        if isinstance(placement, Shard):
-            sizes = placement.sizes
-            numbers += [_SHARD, placement.dim, -1 if sizes is None else len(sizes)]
-            numbers += [] if sizes is None else list(sizes)
-        elif isinstance(placement, Partial):
-            numbers += [_PARTIAL, REDUCE_OPS.index(placement.reduce_op)]
-        else:
-            numbers.append(_REPLICATE)
-    return numbers
-
-
-def read(numbers: Sequence[int] | None) -> list[Placement] | None:
-    """The placements that `spelled` spelled.
-
-    >>> read([1, 1, 2, 3, 0, 0, 2, 3])
-    [Shard(1, sizes=(3, 0)), Replicate(), Partial(max)]
-    """
-    if numbers is None:
-        return None
-    left, found = iter(numbers), list[Placement]()
-    for kind in left:
-        if kind == _SHARD:
-            dim, num = next(left), next(left)
-            found.append(Shard(dim, None if num < 0 else tuple(next(left) for _ in range(num))))
-        elif kind == _PARTIAL:
-            found.append(Partial(REDUCE_OPS[next(left)]))
-        else:
-            found.append(REPLICATE)
-    return found
 
 
 def traced_from_local(
@@ -98,20 +51,25 @@ def traced_from_local(
             "Python. Check outside torch.compile, and leave run_check out inside."
         )
     return torch.ops.shardwise.from_local(
-        local, mesh, spelled(placements), shape, stride, spelled(grad_placements)
+        local,
+        mesh,
+        encode_placements(placements),
+        shape,
+        stride,
+        encode_placements(grad_placements),
     )
 
 
 def traced_from_uneven(local: torch.Tensor, mesh: str, placements: Any) -> Any:
     """What `install_from_uneven` was given, as torch.compile reads it."""
-    return torch.ops.shardwise.from_uneven(local, mesh, spelled(placements))
+    return torch.ops.shardwise.from_uneven(local, mesh, encode_placements(placements))
 
 
 def install_from_uneven(from_uneven: Callable[[torch.Tensor, Any, list[Placement]], Any]) -> None:
     """Let the op do what this does."""
 
     def run(local: torch.Tensor, mesh: str, placements: Any) -> Any:
-        return from_uneven(local, read_mesh(mesh), read(placements) or [])
+        return from_uneven(local, decode_mesh(mesh), decode_placements(placements) or [])
 
     _library.impl("from_uneven", unwatched(run), "CompositeImplicitAutograd")
 
@@ -145,13 +103,13 @@ def exported_redistribute(
 ) -> Any:
     """`x.redistribute(...)`, as torch.export notes it."""
     return torch.ops.shardwise.redistribute(
-        x, spelled(placements), order, forward_dtype, backward_dtype
+        x, encode_placements(placements), order, forward_dtype, backward_dtype
     )
 
 
 def exported_to_local(x: torch.Tensor, grad_placements: Sequence[Placement] | None) -> Any:
     """`x.to_local(...)`, as torch.export notes it."""
-    return torch.ops.shardwise.to_local(x, spelled(grad_placements))
+    return torch.ops.shardwise.to_local(x, encode_placements(grad_placements))
 
 
 def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
@@ -162,24 +120,24 @@ def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
     ) -> Any:
         return from_local(
             local,
-            read_mesh(mesh),
-            read(placements),
+            decode_mesh(mesh),
+            decode_placements(placements),
             shape=shape,
             stride=stride,
-            grad_placements=read(grad),
+            grad_placements=decode_placements(grad),
         )
 
     def move(x: Any, placements: Any, order: Any, forward_dtype: Any, backward_dtype: Any) -> Any:
         return redistribute(
             x,
-            placements=read(placements),
+            placements=decode_placements(placements),
             order=order,
             forward_dtype=forward_dtype,
             backward_dtype=backward_dtype,
         )
 
     def leave(x: Any, grad_placements: Any) -> Any:
-        return to_local(x, grad_placements=read(grad_placements))
+        return to_local(x, grad_placements=decode_placements(grad_placements))
 
     _library.impl("from_local", unwatched(run), "CompositeImplicitAutograd")
     _library.impl("redistribute", unwatched(move), "CompositeImplicitAutograd")

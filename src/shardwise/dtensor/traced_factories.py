@@ -12,10 +12,15 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import read_mesh, spelled_mesh
+from shardwise.core.encode import (
+    decode_mesh,
+    decode_placements,
+    encode_mesh,
+    encode_placements,
+)
 from shardwise.core.placements import Placement
 from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.traced import is_traced, read, spelled, unwatched
+from shardwise.dtensor.traced import is_traced, unwatched
 from shardwise.errors import ArgumentError
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -48,9 +53,9 @@ def traced_create(size: Sequence[Any], value: Any, options: dict[str, Any]) -> A
     if options.get("layout", torch.strided) is not torch.strided:
         raise ArgumentError(f"A DTensor is strided, and layout={options['layout']} was asked for.")
     mesh = options.get("device_mesh")
-    spelling = spelled_mesh(mesh if mesh is not None else current_mesh())
-    placements = spelled(options.get("placements"))
-    return torch.ops.shardwise.create(size, value, spelling, placements, options.get("dtype"))
+    encoded = encode_mesh(mesh if mesh is not None else current_mesh())
+    placements = encode_placements(options.get("placements"))
+    return torch.ops.shardwise.create(size, value, encoded, placements, options.get("dtype"))
 
 
 def traced_distribute(
@@ -60,8 +65,8 @@ def traced_distribute(
     source: int | None,
 ) -> Any:
     """`distribute_tensor` of a tensor that needs no gradient."""
-    spelling = spelled_mesh(mesh if mesh is not None else current_mesh())
-    return torch.ops.shardwise.distribute(tensor, spelling, spelled(placements), source)
+    encoded = encode_mesh(mesh if mesh is not None else current_mesh())
+    return torch.ops.shardwise.distribute(tensor, encoded, encode_placements(placements), source)
 
 
 def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
@@ -72,11 +77,17 @@ def install(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
     """
 
     def run_create(size: Any, value: Any, mesh: str, placements: Any, dtype: Any) -> Any:
-        options = {"device_mesh": read_mesh(mesh), "placements": read(placements), "dtype": dtype}
+        options = {
+            "device_mesh": decode_mesh(mesh),
+            "placements": decode_placements(placements),
+            "dtype": dtype,
+        }
         return create(size, value, **options)
 
     def run_distribute(tensor: Any, mesh: str, placements: Any, source: Any) -> Any:
-        return distribute(tensor, read_mesh(mesh), read(placements), src_data_rank=source)
+        return distribute(
+            tensor, decode_mesh(mesh), decode_placements(placements), src_data_rank=source
+        )
 
     _library.impl("create", unwatched(run_create), "CompositeImplicitAutograd")
     _library.impl("distribute", unwatched(run_distribute), "CompositeImplicitAutograd")

@@ -24,7 +24,7 @@ from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
-from shardwise.embedding.batch import Bags, bags_of, unfit
+from shardwise.embedding.batch import FeatureBags, bags_of, unfit
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.routing import (
     Packed,
@@ -55,14 +55,14 @@ class Ahead:
         self,
         route: Route,
         grid: Grid | None,
-        found: Sequence[Bags | Fault],
+        found: Sequence[FeatureBags | Fault],
         weights: torch.Tensor | None,
     ) -> None:
         self.route, self.grid = route, grid
         #: Of the ids, as the batch has them: their gradient goes there.
         self.weights = weights
         packed = [each if isinstance(each, Fault) else pack(route, each) for each in found]
-        self._bags = [each for each in found if isinstance(each, Bags)]
+        self._bags = [each for each in found if isinstance(each, FeatureBags)]
         self._packed = [each for each in packed if isinstance(each, Packed)]
         self._ranks = [0] if grid is None else ranks_present(grid)
         self._notes = [each.note for each in self._packed]

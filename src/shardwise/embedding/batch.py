@@ -20,7 +20,7 @@ from shardwise.errors import BatchError, IdRangeError
 
 
 @dataclass(frozen=True, slots=True)
-class Bags:
+class FeatureBags:
     """The ids of all features in the declared order."""
 
     values: torch.Tensor
@@ -56,7 +56,7 @@ def unfit(text: str) -> Fault:
 
 def bags_of(
     tables: Sequence[Table], batch: Jagged, *, weights_train: bool, side_by_side: bool
-) -> Bags | Fault:
+) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
     Features that are put `side_by_side` need equally many.
@@ -78,7 +78,7 @@ def bags_of(
     id_starts = _id_starts(lengths, sizes, bag_starts)
     place_of = {feature: place for place, feature in enumerate(features)}
     places = [place_of[feature] for feature in owners]
-    bags = Bags(
+    bags = FeatureBags(
         values=batch.values,
         lengths=lengths,
         weights=batch.weights,
@@ -188,7 +188,9 @@ def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence
     return list(itertools.accumulate(counts, initial=0))
 
 
-def _ids_complaint(bags: Bags, features: Sequence[str], owners: dict[str, Table]) -> Fault | None:
+def _ids_complaint(
+    bags: FeatureBags, features: Sequence[str], owners: dict[str, Table]
+) -> Fault | None:
     numbers = [n for n in range(len(features)) if bags.num_ids(n)]
     if not numbers:
         return None

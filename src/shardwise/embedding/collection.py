@@ -34,7 +34,7 @@ from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
-from shardwise.embedding.tiling import Tiling
+from shardwise.embedding.tiling import TableTiling
 from shardwise.embedding.traced import (
     NOT_KNOWN,
     enroll,
@@ -258,7 +258,7 @@ class _Collection(nn.Module):
         grid: Grid,
         plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
         grad_reduction: str,
-    ) -> tuple[Plan, Tiling]:
+    ) -> tuple[Plan, TableTiling]:
         """The plan and the parts that it makes, once all ranks have said that theirs are these."""
         problem: ShardwiseError | None = None
         old = self._engine.stacks

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 import torch
 
 from shardwise.embedding.routing import Route
-from shardwise.embedding.tiling import Tiling
+from shardwise.embedding.tiling import TableTiling
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class StepTraffic:
     """Bytes that one rank sends in a step."""
 
     ids: float
@@ -25,7 +25,7 @@ class Traffic:
         return self.ids + self.rows + self.gradients + self.copies
 
 
-def held_bytes(tiling: Tiling, number_bytes: int = 4) -> list[int]:
+def held_bytes(tiling: TableTiling, number_bytes: int = 4) -> list[int]:
     """The bytes of tables on each rank."""
     return [
         sum(stack.num_rows * stack.width for stack in stacks) * number_bytes
@@ -35,7 +35,7 @@ def held_bytes(tiling: Tiling, number_bytes: int = 4) -> list[int]:
 
 def traffic(
     route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
-) -> list[Traffic]:
+) -> list[StepTraffic]:
     """What each rank sends in a step with bags of that many ids, drawn evenly from all rows."""
     num = route.num_ranks
     ids = [0.0] * num
@@ -56,11 +56,11 @@ def traffic(
                     gradients[asker] += back
     copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
     reduced = 2 * (num - 1) / num * copied * number_bytes
-    return [Traffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
+    return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
 
 
 def describe(
-    tiling: Tiling,
+    tiling: TableTiling,
     *,
     pooled: bool,
     batch_size: int,
@@ -94,7 +94,7 @@ def describe(
     return "\n".join(lines)
 
 
-def _kind_lines(tiling: Tiling) -> Sequence[str]:
+def _kind_lines(tiling: TableTiling) -> Sequence[str]:
     kinds: dict[str, list[str]] = {}
     for table, cut in zip(tiling.tables, tiling.cuts, strict=True):
         kinds.setdefault(cut.kind, []).append(table.name)

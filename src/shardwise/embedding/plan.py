@@ -33,7 +33,7 @@ import torch
 from shardwise.core.chunks import lengths
 from shardwise.embedding.describe import describe
 from shardwise.embedding.table import Table
-from shardwise.embedding.tiling import Cut, Tiling, make_tiling
+from shardwise.embedding.tiling import TableSplit, TableTiling, make_tiling
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planfile.files import read_plan_file, write_plan_file
 
@@ -95,11 +95,11 @@ class Plan:
         entries = {k: v if isinstance(v, str) else dict(v) for k, v in self.entries.items()}
         write_plan_file(path, entries, form=FORMAT, section="tables")
 
-    def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[Cut]:
+    def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[TableSplit]:
         """How each table is split over so many ranks, or an error that names what does not fit."""
         chosen = self._chosen(tables)
         load = [0] * num_ranks
-        found: dict[str, Cut] = {}
+        found: dict[str, TableSplit] = {}
         homeless: list[Table] = []
         for table in tables:
             kind, options = chosen[table.name]
@@ -158,7 +158,7 @@ class Plan:
             heapq.heapreplace(heap, (numbers + size, rank))
         return [(chosen[table.name][0], found[table.name]) for table in tables]
 
-    def tiling(self, tables: Sequence[Table], num_ranks: int) -> Tiling:
+    def tiling(self, tables: Sequence[Table], num_ranks: int) -> TableTiling:
         """The parts of all tables on so many ranks."""
         return make_tiling(tables, self.cuts(tables, num_ranks), num_ranks)
 
@@ -244,9 +244,9 @@ def _checked_entry(name: str, entry: Any) -> None:
         raise LayoutError(f"Plan entry {name!r}: grid needs ranks, those that share the rows.")
 
 
-def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> Cut:
+def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> TableSplit:
     if kind == "data_parallel":
-        return Cut(kind, (table.num_embeddings,) * num_ranks)
+        return TableSplit(kind, (table.num_embeddings,) * num_ranks)
     everywhere = list(range(num_ranks))
     given = [options["rank"]] if kind == "table_wise" else options.get("ranks", everywhere)
     ranks = _checked_ranks(table, kind, given, num_ranks)
@@ -256,7 +256,7 @@ def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) ->
     sizes = [0] * num_ranks
     for rank, piece in zip(ranks, pieces, strict=True):
         sizes[rank] = piece
-    return Cut(kind, tuple(sizes))
+    return TableSplit(kind, tuple(sizes))
 
 
 def _cut_fits(table: Table, kind: str, num_parts: int) -> None:
@@ -289,6 +289,6 @@ def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[
     return sorted(given)
 
 
-def _num_numbers(table: Table, cut: Cut, rank: int) -> int:
+def _num_numbers(table: Table, cut: TableSplit, rank: int) -> int:
     other = table.num_embeddings if cut.by_columns else table.embedding_dim
     return cut.sizes[rank] * other

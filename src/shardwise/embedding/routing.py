@@ -22,8 +22,8 @@ import torch
 
 from shardwise.core.chunks import chunk_length
 from shardwise.embedding.backend import Run
-from shardwise.embedding.batch import Bags
-from shardwise.embedding.tiling import Tile, Tiling
+from shardwise.embedding.batch import FeatureBags
+from shardwise.embedding.tiling import TableTiling, Tile
 from shardwise.exchange.order import counted, divided, repeated, stable_order
 
 
@@ -41,7 +41,7 @@ class Leg:
 class Route:
     """What is the same for every batch: the legs to each rank, and those that stay at home."""
 
-    def __init__(self, tiling: Tiling, *, pooled: bool) -> None:
+    def __init__(self, tiling: TableTiling, *, pooled: bool) -> None:
         self.tiling, self.pooled = tiling, pooled
         self.num_ranks = tiling.num_ranks
         feature_tables = [t for t, table in enumerate(tiling.tables) for _ in table.features]
@@ -132,7 +132,7 @@ class _Split:
 class _Outgoing:
     """What one rank sends on each leg, whether its table is split by rows or not."""
 
-    def __init__(self, route: Route, bags: Bags) -> None:
+    def __init__(self, route: Route, bags: FeatureBags) -> None:
         self.bags = bags
         self._split = _split_by_owner(route, bags) if route.split_features else None
 
@@ -186,7 +186,7 @@ class _Outgoing:
         return {key: self._split.positions[span] for key, span in self._split.spans.items()}
 
 
-def pack(route: Route, bags: Bags) -> Packed:
+def pack(route: Route, bags: FeatureBags) -> Packed:
     """The messages of one rank; see Note [Messages]."""
     outgoing = _Outgoing(route, bags)
     writers = [outgoing.write_lengths] if route.pooled else []
@@ -213,7 +213,7 @@ def pack(route: Route, bags: Bags) -> Packed:
     return Packed(message, sent, ids_per_leg, positions, _note(route, bags, ids_per_leg))
 
 
-def _note(route: Route, bags: Bags, ids_per_leg: Sequence[Sequence[int]]) -> torch.Tensor:
+def _note(route: Route, bags: FeatureBags, ids_per_leg: Sequence[Sequence[int]]) -> torch.Tensor:
     """Per rank: the bags of each feature, the ids to each stack of its, and if ids have weights.
 
     The last is 0 without weights, 1 with them, 2 if they want a gradient.
@@ -228,7 +228,7 @@ def _note(route: Route, bags: Bags, ids_per_leg: Sequence[Sequence[int]]) -> tor
     return torch.tensor(rows, dtype=torch.int64)
 
 
-def _split_by_owner(route: Route, bags: Bags) -> _Split:
+def _split_by_owner(route: Route, bags: FeatureBags) -> _Split:
     """Sort the ids of all row-split features by owner; each bag stays in order."""
     features = route.split_features
     num_ids = sum(bags.num_ids(f) for f in features)
@@ -268,7 +268,7 @@ def _split_by_owner(route: Route, bags: Bags) -> _Split:
 
 
 def _lengths_per_owner(
-    route: Route, bags: Bags, owners: torch.Tensor, num_ids: int
+    route: Route, bags: FeatureBags, owners: torch.Tensor, num_ids: int
 ) -> tuple[torch.Tensor | None, list[list[int]]]:
     """Per owner the length of each bag (None unpooled), and how many ids of each feature."""
     features = route.split_features
@@ -289,7 +289,7 @@ def _lengths_per_owner(
 
 
 @dataclass(slots=True)
-class Asked:
+class StackRequest:
     """What one stack is asked for: ids, and where each bag begins; None for unpooled lookups."""
 
     ids: torch.Tensor
@@ -317,7 +317,9 @@ def message_sizes(route: Route, rank: int, notes: torch.Tensor) -> list[int]:
     return sizes
 
 
-def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) -> dict[int, Asked]:
+def unpack(
+    route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor
+) -> dict[int, StackRequest]:
     """What the stacks of a rank are asked for, out of the messages of all ranks."""
     stacks = sorted({leg.tile.stack for leg in route.legs[rank]})
     legs_of = {k: [leg for leg in route.legs[rank] if leg.tile.stack == k] for k in stacks}
@@ -351,7 +353,7 @@ def unpack(route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor) 
                 one = torch.ones((), dtype=torch.float32, device=message.device)
                 pieces[k][2].append(one.view(torch.int32).to(message.dtype).expand(nums[k]))
     return {
-        k: Asked(
+        k: StackRequest(
             ids=torch.cat(pieces[k][1]),
             lengths=torch.cat(pieces[k][0]) if route.pooled else None,
             weights=torch.cat(pieces[k][2]).to(torch.int32).view(torch.float32)
@@ -369,7 +371,7 @@ def _run(leg: Leg, num_bags: int) -> Run:
     return Run(num_bags, leg.tile.base, leg.tile.num_rows)
 
 
-def asked_at_home(route: Route, rank: int, bags: Bags) -> dict[int, Asked]:
+def asked_at_home(route: Route, rank: int, bags: FeatureBags) -> dict[int, StackRequest]:
     """What a rank asks of the tables that it holds a copy of."""
     found = {}
     for k in sorted({leg.tile.stack for leg in route.home[rank]}):
@@ -381,7 +383,7 @@ def asked_at_home(route: Route, rank: int, bags: Bags) -> dict[int, Asked]:
             weights = torch.cat([bags.weights_of(leg.feature) for leg in legs]).float()
         num = sum(bags.num_bags[leg.feature] for leg in legs) if route.pooled else ids.shape[0]
         runs = tuple(_run(leg, bags.num_bags[leg.feature]) for leg in legs)
-        found[k] = Asked(
+        found[k] = StackRequest(
             ids.to(route.id_dtype),
             lengths.to(route.id_dtype) if route.pooled else None,
             weights,

@@ -11,7 +11,7 @@ from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.tiling import Tile, Tiling
+from shardwise.embedding.tiling import TableTiling, Tile
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
 
 
@@ -21,7 +21,9 @@ class Stacks:
     `weights[i][k]` is stack k of the i-th rank present. Without a mesh there is one rank.
     """
 
-    def __init__(self, tiling: Tiling, grid: Grid | None, dtype: torch.dtype, device: torch.device):
+    def __init__(
+        self, tiling: TableTiling, grid: Grid | None, dtype: torch.dtype, device: torch.device
+    ):
         self.tiling, self.grid, self.dtype, self.device = tiling, grid, dtype, device
         self.ranks = [0] if grid is None else ranks_present(grid)
         self.weights = [

@@ -14,8 +14,8 @@ import torch
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.backend import Backend, Query, look_up_stacks
-from shardwise.embedding.batch import Bags
-from shardwise.embedding.routing import Asked, Leg, Packed, Route
+from shardwise.embedding.batch import FeatureBags
+from shardwise.embedding.routing import Leg, Packed, Route, StackRequest
 from shardwise.embedding.scratch import Scratch
 from shardwise.exchange.between import finished, start_exchange
 
@@ -30,11 +30,11 @@ class Visit:
     """One rank's side of a step."""
 
     rank: int
-    bags: Bags
+    bags: FeatureBags
     packed: Packed
     notes: torch.Tensor
-    asked: dict[int, Asked]
-    home: dict[int, Asked]
+    asked: dict[int, StackRequest]
+    home: dict[int, StackRequest]
 
     def query(self, stack: int) -> Query:
         asked = self.asked[stack] if stack in self.asked else self.home[stack]
@@ -192,5 +192,5 @@ def home_views(
         at[k] += num
 
 
-def _id_counts(bags: Bags) -> list[int]:
+def _id_counts(bags: FeatureBags) -> list[int]:
     return [end - start for start, end in zip(bags.ids_from, bags.ids_to, strict=True)]

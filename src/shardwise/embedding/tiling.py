@@ -48,7 +48,7 @@ class Stack:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TableSplit:
     """How one table is split: the kind, and how many rows or columns each rank gets."""
 
     kind: str
@@ -74,11 +74,11 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Tiling:
+class TableTiling:
     """`tiles[t]` are the parts of table t in the order of ranks; `stacks[r]` what rank r holds."""
 
     tables: tuple[Table, ...]
-    cuts: tuple[Cut, ...]
+    cuts: tuple[TableSplit, ...]
     tiles: tuple[tuple[Tile, ...], ...]
     stacks: tuple[tuple[Stack, ...], ...]
 
@@ -94,7 +94,7 @@ class Tiling:
         return next((tile for tile in self.tiles[table] if tile.rank == rank), None)
 
 
-def make_tiling(tables: Sequence[Table], cuts: Sequence[Cut], num_ranks: int) -> Tiling:
+def make_tiling(tables: Sequence[Table], cuts: Sequence[TableSplit], num_ranks: int) -> TableTiling:
     """Lay the parts of the tables out over ranks, equal widths of a rank in one stack."""
     tiles: list[list[Tile]] = [[] for _ in tables]
     stacks = []
@@ -117,10 +117,10 @@ def make_tiling(tables: Sequence[Table], cuts: Sequence[Cut], num_ranks: int) ->
                 for key, members in found.items()
             )
         )
-    return Tiling(tuple(tables), tuple(cuts), tuple(map(tuple, tiles)), tuple(stacks))
+    return TableTiling(tuple(tables), tuple(cuts), tuple(map(tuple, tiles)), tuple(stacks))
 
 
-def _extent(table: Table, cut: Cut, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _extent(table: Table, cut: TableSplit, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
     if cut.replicated:
         return rows, columns

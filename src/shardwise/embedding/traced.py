@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise.comm.local_tensor import collective_handlers
-from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import untraced
 from shardwise.embedding.jagged import Jagged
@@ -58,7 +59,7 @@ def form_of(
 ) -> str:
     """What is known of results: their widths, and the ranks that get one."""
     name = str(dtype).removeprefix("torch.")
-    spelled = None if grid is None else spelled_grid(grid)
+    spelled = None if grid is None else encode_grid(grid)
     return json.dumps({"dims": dims, "dtype": name, "device": device.type, "grid": spelled})
 
 
@@ -147,7 +148,7 @@ def _traced(
     inputs = {"handle": handle, **dict(zip(names, tensors, strict=True))}
     if type(handle) is torch.Tensor and not torch.compiler.is_exporting():  # nothing is traced
         return list(_look_up(options, **inputs))
-    grid = None if options["grid"] is None else read_grid(options["grid"])
+    grid = None if options["grid"] is None else decode_grid(options["grid"])
     return list(_LOOK_UP(grid, options, inputs, sizes=sizes))
 
 

@@ -31,7 +31,8 @@ import torch
 
 from shardwise._torch.dispatch import with_autograd
 from shardwise.core.chunks import Size
-from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction, untraced
@@ -112,7 +113,7 @@ class EffectOp:
         call = {
             "what": self.name,
             "code": source_digest(),
-            "grid": None if grid is None else spelled_grid(grid),
+            "grid": None if grid is None else encode_grid(grid),
             "inputs": {name: _description(_local(x)) for name, x in given.items()},
             "row_sparse": row_sparse,
             "options": options,
@@ -170,7 +171,7 @@ def _next(items: Iterator[Any], num: int) -> list[Any]:
 def _read(text: str) -> _Call:
     call = json.loads(text)
     op = _declared[call["what"]]
-    grid = None if call["grid"] is None else read_grid(call["grid"])
+    grid = None if call["grid"] is None else decode_grid(call["grid"])
     known = op.decode(call["options"], grid)
     return _Call(op, known, grid, call["inputs"], call["row_sparse"])
 

@@ -34,7 +34,7 @@ class Parts(NamedTuple):
         )
 
 
-class Scratch:
+class KernelScratch:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, Parts] = {}

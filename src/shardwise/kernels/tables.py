@@ -18,7 +18,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from shardwise.kernels import DTYPES
 from shardwise.kernels.launch import Launches
 from shardwise.kernels.memory import padded_dim
-from shardwise.kernels.scratch import Scratch, is_captured
+from shardwise.kernels.scratch import KernelScratch, is_captured
 
 #: Columns of `TableSet.features`.
 FEATURE_COLUMNS = (
@@ -110,7 +110,7 @@ class TableSet:
         #: What graphs that were captured read: it stays when the next batch has other sizes.
         self._in_graphs: list[torch.Tensor] = []
         self.device = tables[0].device
-        self.scratch = Scratch(self.device)
+        self.scratch = KernelScratch(self.device)
         self.launches = Launches(self.device)
 
     @cached_property

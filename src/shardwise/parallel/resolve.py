@@ -12,9 +12,9 @@ from torch import nn
 from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.hugging_face import with_experts_joined
-from shardwise.parallel.paths import matching_modules, nearest_paths
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.words import style_of
+from shardwise.planfile.paths import all_paths, matching_modules, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def _no_match(
     styles: Mapping[str, ParallelStyle],
     targets: list[Target],
 ) -> str:
-    near = nearest_paths(module, pattern)
+    near = nearest(pattern, list(all_paths(module)))
     modules = f"{len(targets)} module{'' if len(targets) == 1 else 's'}"
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
     return (

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from shardwise.core.encode import decode_placement, encode_placement
 from shardwise.core.placements import Placement, Replicate
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.parallel.experts import ExpertParallel
@@ -19,7 +20,6 @@ from shardwise.parallel.prepare import (
 from shardwise.parallel.sequence import ReplicateParallel, SequenceParallel
 from shardwise.parallel.style import ParallelStyle
 from shardwise.planfile.files import Entry
-from shardwise.planfile.placements import parse_placement, placement_text
 
 #: What each word makes: those of `tp_plan` that mean the same here, and "experts", our own. See
 #: `hugging_face` for the others.
@@ -150,7 +150,7 @@ def _options(style: ParallelStyle) -> dict[str, Any]:
 
 def _to_text(value: Any) -> Any:
     if isinstance(value, Placement):
-        return placement_text(value)
+        return encode_placement(value)
     if isinstance(value, tuple):
         return [_to_text(item) for item in value]
     if isinstance(value, dict):
@@ -167,4 +167,4 @@ def _from_text(option: str, value: Any) -> Any:
         return tuple(_from_text(option, item) for item in value)
     if not isinstance(value, str):
         raise ArgumentError(f"{option} takes placements as text, found {value!r}.")
-    return None if value == _NOTHING else parse_placement(value)
+    return None if value == _NOTHING else decode_placement(value)

@@ -32,7 +32,7 @@ TOUCHED = (1e5, 4e6, 2e8)
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class KernelTiming:
     """One measured kernel call."""
 
     tiles: int
@@ -216,7 +216,7 @@ def draw_batch(
 
 def measure_case(
     case: tuple[int, int, int, int, int, float], repeats: int
-) -> tuple[Sample, Sample]:
+) -> tuple[KernelTiming, KernelTiming]:
     """The forward and the backward pass of one collection."""
     num, rows, dim, bags, per_bag, skew = case
     tables = [Table(f"t{i}", rows, dim) for i in range(num)]
@@ -243,13 +243,13 @@ def measure_case(
         dim * 4.0,
         different * dim * 4.0,
     )
-    return Sample(*figures, min(forward)), Sample(*figures, min(backward))
+    return KernelTiming(*figures, min(forward)), KernelTiming(*figures, min(backward))
 
 
 # -- fitting ---------------------------------------------------------------------------------
 
 
-def fit_kernel(samples: Sequence[Sample], touched: Sequence[float] = TOUCHED) -> Kernel:
+def fit_kernel(samples: Sequence[KernelTiming], touched: Sequence[float] = TOUCHED) -> Kernel:
     """Non-negative constants with the least relative errors; see Note [Seconds per byte]."""
     logs = np.log(np.asarray(touched))
     rows = []

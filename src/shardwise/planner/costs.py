@@ -20,7 +20,7 @@ from shardwise.core.chunks import lengths
 from shardwise.embedding.fused import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.errors import ArgumentError
 from shardwise.planner.constants import Constants
-from shardwise.planner.problem import ANY, Array, Flat, Ints, Option
+from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Option
 from shardwise.planner.workload import TableUse
 
 OPTIMIZERS: dict[str, type[FusedOptimizer]] = {
@@ -165,30 +165,32 @@ class Loads:
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class SplitKind:
     """A kind of sharding and how many ranks hold a part."""
 
     kind: str
     holders: int
 
 
-def ways(setting: Setting, use: TableUse) -> list[Way]:
+def ways(setting: Setting, use: TableUse) -> list[SplitKind]:
     """Those that a table may be laid out in."""
     num, table = setting.num_ranks, use.table
-    found = [Way("table_wise", 1)]
+    found = [SplitKind("table_wise", 1)]
     if num > 1:
-        found += [Way("data_parallel", num)]
+        found += [SplitKind("data_parallel", num)]
         if table.num_embeddings >= LEAST_ROWS * num:
-            found.append(Way("row_wise", num))
+            found.append(SplitKind("row_wise", num))
         counts = _counts(num, setting.ranks_per_host)
         found += [
-            Way("grid", k) for k in counts if k < num and table.num_embeddings >= LEAST_ROWS * k
+            SplitKind("grid", k)
+            for k in counts
+            if k < num and table.num_embeddings >= LEAST_ROWS * k
         ]
         most = min(use.max_column_cuts or num, num, table.embedding_dim // LEAST_COLUMNS)
         if use.kinds is not None and "column_wise" in use.kinds:
             most = max(most, min(num, table.embedding_dim, use.max_column_cuts or num))
         found += [
-            Way("column_wise", k)
+            SplitKind("column_wise", k)
             for k in sorted({*counts, num})
             if 1 < k <= most and table.embedding_dim % k == 0
         ]
@@ -208,19 +210,19 @@ def _counts(num_ranks: int, ranks_per_host: int) -> list[int]:
     return sorted(k for k in found if 1 < k < num_ranks)
 
 
-def _forced(setting: Setting, use: TableUse) -> list[Way]:
+def _forced(setting: Setting, use: TableUse) -> list[SplitKind]:
     """Kinds that a user insists on, also where they make no sense."""
     num, found = setting.num_ranks, []
     for kind in use.kinds or ():
         if kind == "column_wise":
             most = min(num, use.table.embedding_dim)
-            found += [Way(kind, k) for k in range(most, 0, -1) if use.table.embedding_dim % k == 0][
-                :1
-            ]
+            found += [
+                SplitKind(kind, k) for k in range(most, 0, -1) if use.table.embedding_dim % k == 0
+            ][:1]
         elif kind == "grid":
-            found.append(Way(kind, max(1, num // 2)))
+            found.append(SplitKind(kind, max(1, num // 2)))
         else:
-            found.append(Way(kind, 1 if kind == "table_wise" else num))
+            found.append(SplitKind(kind, 1 if kind == "table_wise" else num))
     return found
 
 
@@ -229,7 +231,7 @@ class TableOptions:
     """The options of each table, their loads in arrays, and what all of them load anyway."""
 
     options: list[list[Option]]
-    flat: Flat
+    flat: FlatOptions
     common: Array
 
 
@@ -240,7 +242,7 @@ def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
     counts = [len(each) for each in per_table]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     owner = np.repeat(np.arange(len(uses)), counts)
-    wanted: dict[Way, list[int]] = {}
+    wanted: dict[SplitKind, list[int]] = {}
     for start, each in zip(first.tolist(), per_table, strict=False):
         for number, way in enumerate(each):
             wanted.setdefault(way, []).append(start + number)
@@ -256,7 +258,7 @@ def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
     least = np.minimum.reduceat(everywhere, first[:-1])
     everywhere -= least[owner]
     mean = everywhere + piece * (holders / setting.num_ranks)[:, None]
-    flat = Flat(first, owner, mean, everywhere + piece)
+    flat = FlatOptions(first, owner, mean, everywhere + piece)
     loaded = (everywhere.max(1) > 0).tolist()
     made = [
         _option(
@@ -269,7 +271,7 @@ def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
     return TableOptions(options, flat, least.sum(0))
 
 
-def way_loads(loads: Loads, way: Way) -> tuple[Array, Array | None]:
+def way_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
     """Per table: the load on every rank, and on each holder; None where all ranks hold alike."""
     num = loads.setting.num_ranks
     if way.kind == "data_parallel":
@@ -287,7 +289,7 @@ def way_loads(loads: Loads, way: Way) -> tuple[Array, Array | None]:
 _FIRST = np.zeros(1 << 14, np.int64)
 
 
-def _option(way: Way, everywhere: Array | None, piece: Array, holders: int) -> Option:
+def _option(way: SplitKind, everywhere: Array | None, piece: Array, holders: int) -> Option:
     pieces = piece[None][_FIRST[:holders]] if holders else None
     named = way.kind in ("table_wise", "row_wise", "data_parallel")
     label = way.kind if named else f"{way.kind} on {way.holders}"

@@ -21,7 +21,7 @@ BAR_WIDTH = 28
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class TableChoice:
     """One table of a plan: what was chosen, why, and what the next best would cost."""
 
     table: str
@@ -77,7 +77,7 @@ def limits(result: PlanResult) -> list[str]:
     return found
 
 
-def choices(result: PlanResult, most: int = MOST_EXPLAINED) -> list[Choice]:
+def choices(result: PlanResult, most: int = MOST_EXPLAINED) -> list[TableChoice]:
     """The tables that load ranks most, each with its next best option."""
     problem, solution = result.problem, result.solution
     assignment = solution.assignment
@@ -90,7 +90,7 @@ def choices(result: PlanResult, most: int = MOST_EXPLAINED) -> list[Choice]:
     return [_choice(result, packing, int(table)) for table in order]
 
 
-def _choice(result: PlanResult, packing: Packing, table: int) -> Choice:
+def _choice(result: PlanResult, packing: Packing, table: int) -> TableChoice:
     problem, assignment = result.problem, result.solution.assignment
     mine, ranks = assignment.chosen[table], assignment.ranks[table]
     options = problem.options[table]
@@ -110,7 +110,7 @@ def _choice(result: PlanResult, packing: Packing, table: int) -> Choice:
     packing.put(table, mine, ranks)
     best = min(costs, key=lambda n: (costs[n], n)) if costs else None
     held = tuple(sorted(ranks.tolist()))
-    return Choice(
+    return TableChoice(
         problem.names[table],
         options[mine].label,
         held,

@@ -17,7 +17,7 @@ from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.table import Table
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.planner.constants import Constants
-from shardwise.planner.costs import Setting, Way, table_options
+from shardwise.planner.costs import Setting, SplitKind, table_options
 from shardwise.planner.price import Price, cores_at_once, price
 from shardwise.planner.problem import Assignment, Problem
 from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
@@ -245,7 +245,7 @@ def plan_of(assignment: Assignment, work: Workload, setting: Setting) -> Plan:
     """The plan file's entries for an assignment."""
     entries: dict[str, Entry] = {}
     for number, use in enumerate(work.uses):
-        way: Way = assignment.option(number).what
+        way: SplitKind = assignment.option(number).what
         ranks = sorted(assignment.ranks[number].tolist())
         entry: Entry = way.kind
         if way.kind == "table_wise":

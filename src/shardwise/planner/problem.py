@@ -63,7 +63,7 @@ class Problem:
     #: How many ranks can compute at the same time; fewer than ranks where they share cores.
     at_once: float | None = None
     #: The options in arrays, where whoever made them has those already.
-    given_flat: Flat | None = None
+    given_flat: FlatOptions | None = None
 
     def __post_init__(self) -> None:
         if self.num_ranks % self.ranks_per_host:
@@ -79,12 +79,12 @@ class Problem:
         return self.num_ranks // self.ranks_per_host
 
     @cached_property
-    def flat(self) -> Flat:
-        return Flat.of(self) if self.given_flat is None else self.given_flat
+    def flat(self) -> FlatOptions:
+        return FlatOptions.of(self) if self.given_flat is None else self.given_flat
 
 
 @dataclass(frozen=True, eq=False)
-class Flat:
+class FlatOptions:
     """All options of all tables in arrays, those of a table side by side."""
 
     #: Where the options of each table begin, and one behind the last.
@@ -95,7 +95,7 @@ class Flat:
     peak: Array
 
     @staticmethod
-    def of(problem: Problem) -> Flat:
+    def of(problem: Problem) -> FlatOptions:
         counts = [len(each) for each in problem.options]
         first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
         table = np.repeat(np.arange(len(counts)), counts)
@@ -112,7 +112,7 @@ class Flat:
                     mean[at] += option.pieces.sum(0) / problem.num_ranks
                     peak[at] += option.pieces.max(0)
                 at += 1
-        return Flat(first, table, mean, peak)
+        return FlatOptions(first, table, mean, peak)
 
 
 @dataclass(slots=True, eq=False)

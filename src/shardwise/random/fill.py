@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 
+from shardwise.core.box import Box
 from shardwise.core.layout import contiguous_stride
 from shardwise.random.generators import digest, generator_for, kept
-from shardwise.random.slabs import overlap, slabs
+from shardwise.random.slabs import slabs
 
 #: Values per chunk: about the size of a cache, a multiple of 16.
 CHUNK = 1 << 18
@@ -69,15 +70,19 @@ class Whole:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class DrawnShard:
     """A part of the whole that somebody holds, and the part of the operand that goes with it."""
 
     offset: tuple[int, ...]
     part: torch.Tensor
     operand: torch.Tensor | None = None
 
+    @property
+    def box(self) -> Box:
+        return Box(self.offset, tuple(self.part.shape))
 
-def fill_exactly(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
+
+def fill_exactly(whole: Whole, blocks: Sequence[DrawnShard], draw: Draw) -> None:
     """Write to each block what one device would have there."""
     if not math.prod(whole.shape):
         return
@@ -89,12 +94,12 @@ def fill_exactly(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
         _fill_at_once(whole, blocks, draw, device)
 
 
-def fill_quickly(blocks: Sequence[Block], draw: Draw) -> None:
+def fill_quickly(blocks: Sequence[DrawnShard], draw: Draw) -> None:
     """Write other values, drawn block by block from seeds of their own."""
     device = blocks[0].part.device
     generator = generator_for(device, draw.generator)
     for block in blocks:
-        seed = digest(generator, block.offset, tuple(block.part.shape))
+        seed = digest(generator, *block.box)
         with kept(generator):
             generator.manual_seed(seed & (2**63 - 1))
             draw.run(block.part, block.operand)
@@ -105,7 +110,9 @@ def fill_quickly(blocks: Sequence[Block], draw: Draw) -> None:
 # -- at once ---------------------------------------------------------------------------------
 
 
-def _fill_at_once(whole: Whole, blocks: Sequence[Block], draw: Draw, device: torch.device) -> None:
+def _fill_at_once(
+    whole: Whole, blocks: Sequence[DrawnShard], draw: Draw, device: torch.device
+) -> None:
     first = blocks[0]
     if len(blocks) == 1 and _is_whole(first, whole):
         draw.run(first.part, first.operand)
@@ -118,13 +125,13 @@ def _fill_at_once(whole: Whole, blocks: Sequence[Block], draw: Draw, device: tor
         ).fill_(ANY_PROBABILITY)
         for block in blocks:
             assert block.operand is not None, "either every block has an operand or none"
-            operand[_slices(block)] = block.operand
+            operand[block.box.slices] = block.operand
     draw.run(values, operand)
     for block in blocks:
-        block.part.copy_(values[_slices(block)])
+        block.part.copy_(values[block.box.slices])
 
 
-def _is_whole(block: Block, whole: Whole) -> bool:
+def _is_whole(block: DrawnShard, whole: Whole) -> bool:
     part = block.part
     return (tuple(part.shape), part.stride(), part.dtype) == (
         whole.shape,
@@ -133,14 +140,10 @@ def _is_whole(block: Block, whole: Whole) -> bool:
     )
 
 
-def _slices(block: Block) -> tuple[slice, ...]:
-    return tuple(slice(o, o + n) for o, n in zip(block.offset, block.part.shape, strict=True))
-
-
 # -- in chunks -------------------------------------------------------------------------------
 
 
-def _fill_in_chunks(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
+def _fill_in_chunks(whole: Whole, blocks: Sequence[DrawnShard], draw: Draw) -> None:
     order = sorted(range(len(whole.shape)), key=lambda d: -whole.stride[d])
     shape = [whole.shape[d] for d in order]
     num_values = math.prod(shape)
@@ -169,29 +172,34 @@ def _fill_in_chunks(whole: Whole, blocks: Sequence[Block], draw: Draw) -> None:
 
 
 def _meetings(
-    shape: Sequence[int], start: int, stop: int, blocks: Sequence[Block], run: torch.Tensor
+    shape: Sequence[int], start: int, stop: int, blocks: Sequence[DrawnShard], run: torch.Tensor
 ) -> Any:
     """The pieces of a run of values that blocks hold: of the run, of the part, of the operand."""
+    at = 0
     for slab in slabs(shape, start, stop):
-        values = run[slab.start - start : slab.stop - start].view(slab.shape)
+        values = run[at : at + slab.volume].view(slab.sizes)
+        at += slab.volume
         for block in blocks:
-            met = overlap(slab.offset, slab.shape, block.offset, block.part.shape)
+            met = slab.intersect(block.box)
             if met is not None:
-                given = None if block.operand is None else block.operand[met[1]]
-                yield values[met[0]], block.part[met[1]], given
+                here = met.within(block.box).slices
+                given = None if block.operand is None else block.operand[here]
+                yield values[met.within(slab).slices], block.part[here], given
 
 
-def _anyone_holds(shape: Sequence[int], start: int, stop: int, blocks: Sequence[Block]) -> bool:
+def _anyone_holds(
+    shape: Sequence[int], start: int, stop: int, blocks: Sequence[DrawnShard]
+) -> bool:
     return any(
-        overlap(slab.offset, slab.shape, block.offset, block.part.shape) is not None
+        slab.intersect(block.box) is not None
         for slab in slabs(shape, start, stop)
         for block in blocks
     )
 
 
-def _turned(block: Block, order: Sequence[int]) -> Block:
+def _turned(block: DrawnShard, order: Sequence[int]) -> DrawnShard:
     """The block with its dims in the order of memory."""
-    return Block(
+    return DrawnShard(
         tuple(block.offset[d] for d in order),
         block.part.permute(*order) if order else block.part,
         None if block.operand is None else block.operand.permute(*order),
@@ -207,7 +215,7 @@ def _buffer(length: int, dtype: torch.dtype, contiguous: bool) -> torch.Tensor:
 _agree: dict[Any, bool] = {}
 
 
-def _chunks_agree(whole: Whole, block: Block, draw: Draw) -> bool:
+def _chunks_agree(whole: Whole, block: DrawnShard, draw: Draw) -> bool:
     """Whether this build of torch draws the same in chunks as at once; tried once per kind."""
     key = (draw.name, whole.dtype, whole.contiguous)
     if key not in _agree:
@@ -226,7 +234,7 @@ def _chunks_agree(whole: Whole, block: Block, draw: Draw) -> bool:
 _words: dict[Any, int] = {}
 
 
-def _words_per_value(whole: Whole, block: Block, draw: Draw) -> int:
+def _words_per_value(whole: Whole, block: DrawnShard, draw: Draw) -> int:
     """How many numbers of 32 bits a value takes from the generator; 0 if that does not say it all.
 
     Tried once per kind, from a state with and from one without half a pair of normal values.
@@ -244,7 +252,7 @@ def _words_per_value(whole: Whole, block: Block, draw: Draw) -> int:
 
 
 def _skips_alike(
-    whole: Whole, block: Block, draw: Draw, generator: torch.Generator, words: int, pair: int
+    whole: Whole, block: DrawnShard, draw: Draw, generator: torch.Generator, words: int, pair: int
 ) -> bool:
     length = 1 << 12
     states = []
@@ -264,7 +272,7 @@ def _skip(num_words: int, generator: torch.Generator | None) -> None:
     torch.empty(num_words, dtype=torch.uint8).random_(generator=generator)
 
 
-def _trial(whole: Whole, block: Block, draw: Draw, lengths: Sequence[int]) -> torch.Tensor:
+def _trial(whole: Whole, block: DrawnShard, draw: Draw, lengths: Sequence[int]) -> torch.Tensor:
     drawn = []
     for length in lengths:
         operand = None

@@ -26,7 +26,7 @@ _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
 @dataclass(frozen=True)
-class Sharded:
+class ShardedCase:
     """A module that a plan was applied to, and the axes along which each rank has its own batch."""
 
     module: nn.Module
@@ -65,7 +65,7 @@ class Case:
             )
         return made
 
-    def shard(self, module: nn.Module, mesh: DeviceMesh) -> Sharded:
+    def shard(self, module: nn.Module, mesh: DeviceMesh) -> ShardedCase:
         return apply_plan(module, mesh, self.plan, self.data)
 
 
@@ -111,7 +111,7 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
 
 def apply_plan(
     module: nn.Module, mesh: DeviceMesh, plan: str | None, data: str = DATA[0]
-) -> Sharded:
+) -> ShardedCase:
     """Shard a module as a plan file says, and let ranks train it along the data axes.
 
     A plan of tables shards the collections in the module, on a mesh of one axis. With `data` of
@@ -122,14 +122,14 @@ def apply_plan(
     if plan is not None and _section(plan) == "modules":
         module = parallelize_module(module, mesh, load_plan(plan), strict=True)
         _train_along(module, mesh, axes, data)
-        return Sharded(module, said, axes)
+        return ShardedCase(module, said, axes)
     collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
     if plan is None and collections:
         raise LayoutError("The model has a collection of tables: give a plan of tables for it.")
     if plan is not None:
         _shard_tables(plan, module, collections, mesh)
     _train_along(module, mesh, axes, data)
-    return Sharded(module, said, axes)
+    return ShardedCase(module, said, axes)
 
 
 def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: DeviceMesh) -> None:

@@ -34,8 +34,7 @@ def bytes_on(tensor: torch.Tensor, rank: int) -> int:
         coordinate = layout.grid.coordinates.get(rank)
         if coordinate is None:
             return 0
-        _, shape = layout.box(coordinate)
-        return int(torch.Size(shape).numel()) * layout.dtype.itemsize
+        return layout.box(coordinate).volume * layout.dtype.itemsize
     part = tensor.on_rank(rank) if isinstance(tensor, LocalTensor) else tensor
     if part.layout is not torch.strided:
         return sum(bytes_on(inner, rank) for inner in _inside(part))

@@ -49,7 +49,7 @@ class Parity:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class StepResult:
     """What a step gave: per kind, tensors by name."""
 
     outputs: Values
@@ -84,7 +84,7 @@ def check_in_processes(case: Case, mesh: Mesh, tolerance: float = TOLERANCE) -> 
 
 
 def _compare(
-    case: Case, mesh: Mesh, many: Outcome, parts: tuple[int, ...], tolerance: float
+    case: Case, mesh: Mesh, many: StepResult, parts: tuple[int, ...], tolerance: float
 ) -> Parity:
     one = play_alone(case, parts)
     found: list[Difference] = []
@@ -96,7 +96,7 @@ def _compare(
 # -- both sides ------------------------------------------------------------------------------
 
 
-def play_alone(case: Case, parts: tuple[int, ...]) -> Outcome:
+def play_alone(case: Case, parts: tuple[int, ...]) -> StepResult:
     """One step on one device; `parts` tells for each rank which part of the batch it brings."""
     module, batch = case.build()
     torch.manual_seed(case.seed)
@@ -113,7 +113,7 @@ def play_alone(case: Case, parts: tuple[int, ...]) -> Outcome:
     return _finish(module, outputs)
 
 
-def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, tuple[int, ...]]:
+def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     """One step in the world that is there, and which part of the batch each rank brought."""
     module, batch = case.build()
     sharded = case.shard(module, mesh.make())
@@ -130,7 +130,7 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[Outcome, tuple[int, ...]]:
     return _finish(sharded.module, outputs), brought
 
 
-def _finish(module: nn.Module, outputs: Values) -> Outcome:
+def _finish(module: nn.Module, outputs: Values) -> StepResult:
     gradients = {
         name: _whole(p.grad) for name, p in module.named_parameters() if p.grad is not None
     }
@@ -138,7 +138,7 @@ def _finish(module: nn.Module, outputs: Values) -> Outcome:
         [p for p in module.parameters() if p.grad is not None] or [_NOTHING], RATE
     ).step()
     parameters = {name: _whole(p.detach()) for name, p in module.named_parameters()}
-    return Outcome(outputs, gradients, parameters, {"the next draws": torch.rand(4)})
+    return StepResult(outputs, gradients, parameters, {"the next draws": torch.rand(4)})
 
 
 _NOTHING = torch.zeros(1, requires_grad=True)

@@ -13,9 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.pytree import tree_leaves
 from shardwise.comm.local_tensor import LocalTensor
+from shardwise.core.box import Box
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short
-from shardwise.debug.visualize import Part, tiling
+from shardwise.debug.picture import HeldBox
+from shardwise.debug.visualize import tiling
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
@@ -30,7 +32,7 @@ class ParameterReport:
     shape: tuple[int, ...]
     dtype: str
     placements: str
-    parts: tuple[Part, ...]
+    parts: tuple[HeldBox, ...]
     bytes_per_rank: tuple[int, ...]
 
 
@@ -200,11 +202,10 @@ def _total(loss: torch.Tensor) -> torch.Tensor:
 def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:
     if isinstance(tensor, DTensor):
         holders = tiling(tensor._layout).holders
-        parts = tuple(Part(box, held) for box, held in holders.items())
+        parts = tuple(HeldBox(box, held) for box, held in holders.items())
         placements = short(tensor.placements)
     else:
-        whole = tuple((0, size) for size in tensor.shape)
-        parts, placements = (Part(whole, tuple(ranks)),), "on each rank"
+        parts, placements = (HeldBox(Box.whole(tensor.shape).spans, tuple(ranks)),), "on each rank"
     return ParameterReport(
         name,
         tuple(tensor.shape),

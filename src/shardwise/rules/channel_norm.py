@@ -27,7 +27,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class ChannelSplit:
     """How one axis cuts channels, and the groups that they form."""
 
     channels: Placement
@@ -35,7 +35,7 @@ class Cut:
     groups: Placement
 
 
-def _group_cuts(call: Call, x: int) -> Iterator[Cut]:
+def _group_cuts(call: Call, x: int) -> Iterator[ChannelSplit]:
     channels, groups = call.inputs[x].shape[1], call.argument("group")
     per_group = channels // groups
     for sizes in call.splits([(x, 1)]):
@@ -49,7 +49,7 @@ def _group_cuts(call: Call, x: int) -> Iterator[Cut]:
         wide = tuple(n * per_group for n in counts)
         if not can_name(wide, channels, call.axis_size):
             continue
-        yield Cut(
+        yield ChannelSplit(
             shard_with(1, wide, channels, call.axis_size),
             shard_with(0, wide, channels, call.axis_size),
             shard_with(1, counts, groups, call.axis_size),

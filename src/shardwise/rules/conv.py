@@ -22,7 +22,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class ConvSplit:
     """How one axis places the input, the weight, the output, and what has one entry per channel."""
 
     input: Placement
@@ -35,7 +35,7 @@ class Way:
     alone: tuple[int, int] | None = None
 
 
-def _ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[Way]:
+def _ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[ConvSplit]:
     """The ways of a call whose operands number `x` and `weight` are input and weight.
 
     `output` is the number of the operand that lies like the output (its gradient), if one does.
@@ -43,26 +43,26 @@ def _ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[Way]:
     batch = [(x, 0)] + ([(output, 0)] if output is not None else [])
     for sizes in call.splits(batch):
         cut = Shard(0, sizes)
-        yield Way(cut, REPLICATE, cut, REPLICATE, (cut, SUM, SUM))
+        yield ConvSplit(cut, REPLICATE, cut, REPLICATE, (cut, SUM, SUM))
     if call.argument("groups") == 1:
         yield from _channel_ways(call, x, weight, output)
     else:
         yield from _group_ways(call, x)
 
 
-def _channel_ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[Way]:
+def _channel_ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[ConvSplit]:
     out_dim, in_dim = (1, 0) if call.argument("transposed") else (0, 1)
     places = [(weight, out_dim)] + ([(output, 1)] if output is not None else [])
     for sizes in call.splits(places):
         by_out, channels = Shard(out_dim, sizes), Shard(1, sizes)
         each = Shard(0, sizes)
-        yield Way(REPLICATE, by_out, channels, each, (SUM, by_out, each))
+        yield ConvSplit(REPLICATE, by_out, channels, each, (SUM, by_out, each))
     for sizes in call.splits([(x, 1), (weight, in_dim)]):
         by_in, channels = Shard(in_dim, sizes), Shard(1, sizes)
-        yield Way(channels, by_in, SUM, SUM, (channels, by_in, REPLICATE))
+        yield ConvSplit(channels, by_in, SUM, SUM, (channels, by_in, REPLICATE))
 
 
-def _group_ways(call: Call, x: int) -> Iterator[Way]:
+def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
     """Whole groups: the cut of the channels follows the cut of the groups."""
     groups, channels = call.argument("groups"), call.inputs[x].shape[1]
     per_group = channels // groups
@@ -77,7 +77,7 @@ def _group_ways(call: Call, x: int) -> Iterator[Way]:
         source, each = shard_with(1, before, channels, parts), shard_with(0, after, out, parts)
         weight = shard_with(0, before, channels, parts) if call.argument("transposed") else each
         target = shard_with(1, after, out, parts)
-        yield Way(source, weight, target, each, (source, weight, each), (0, 1))
+        yield ConvSplit(source, weight, target, each, (source, weight, each), (0, 1))
 
 
 def _out_channels(call: Call) -> int:

@@ -12,7 +12,7 @@ from shardwise.core.chunks import lengths
 from shardwise.core.layout import shard_with
 from shardwise.core.placements import Shard
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.rules.views import Cut, Link, link_choices, reordered_choices, unchanged, view
+from shardwise.rules.views import DimSlice, Link, link_choices, reordered_choices, unchanged, view
 
 aten = torch.ops.aten
 
@@ -55,7 +55,7 @@ def _diagonal_choices(call: Call) -> Iterator[Choice]:
             return
         local = LocalCall(OwnedDiagonal(offset, rows, columns, cut, sign), per_rank=True)
         for sizes in call.splits([(0, cut)]):
-            kept = Cut(cut, first, 1, count).lengths(lengths(size, call.axis_size, sizes))
+            kept = DimSlice(cut, first, 1, count).lengths(lengths(size, call.axis_size, sizes))
             target = shard_with(ndim - 2, kept, count, call.axis_size)
             alone = ((0, rows), (0, columns))
             yield Choice((Shard(cut, sizes),), (target,), local, alone=alone)

@@ -17,7 +17,7 @@ from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
 from shardwise.errors import RankMismatchError
-from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
+from shardwise.random.fill import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
 from shardwise.random.generators import generator_digest, generator_kind
 from shardwise.random.mode import setting
 
@@ -36,7 +36,7 @@ def draw_parts(
         if share is not None:
             part.fill_(share)
             part = torch.empty_like(part)  # drawn all the same: generators stay in step
-        blocks.append(Block(layout.box(coordinates[0])[0], part, given))
+        blocks.append(DrawnShard(layout.box(coordinates[0])[0], part, given))
     if setting.mode == "fast":
         fill_quickly(blocks, draw)
     else:

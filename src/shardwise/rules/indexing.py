@@ -24,8 +24,8 @@ from shardwise.rules.owned import (
     owned_put,
     owned_take,
 )
-from shardwise.rules.parts import functional
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 
@@ -151,7 +151,7 @@ def _mask_put_choices(call: Call) -> Iterator[Choice]:
     if not all(equal(s, 1) for s in call.inputs[-1].shape):
         return
     # A local call of its own: on another axis, the one above would find a part of the mask.
-    local = LocalCall(functional(call.op))
+    local = LocalCall(functional_twin(call.op) or call.op)
     for dim in range(call.inputs[0].ndim):
         inside = dim < metas[0].ndim
         for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
@@ -211,7 +211,7 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
 
 def _owned_write_choices(call: Call, at: int, cut_dim: int) -> Iterator[Choice]:
     """The tensor is cut along `cut_dim`, which may be the dim `at` that is indexed."""
-    local = LocalCall(OwnedWrite(functional(call.op), at), per_rank=True)
+    local = LocalCall(OwnedWrite(functional_twin(call.op) or call.op, at), per_rank=True)
     others = (REPLICATE,) * (len(call.inputs) - 1)
     # Index and source would be cut otherwise than the tensor where another axis cuts them too.
     alone = () if cut_dim == at else ((0, cut_dim),)

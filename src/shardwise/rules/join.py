@@ -13,7 +13,7 @@ from shardwise.core.layout import shard_with
 from shardwise.core.placements import NormPartial, Placement, Shard
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.rules.views import Cut, link_choices, slice_cut, unchanged
+from shardwise.rules.views import DimSlice, link_choices, slice_cut, unchanged
 
 aten = torch.ops.aten
 
@@ -51,7 +51,7 @@ def stack_choices(call: Call) -> Iterator[Choice]:
 class OwnedSplit:
     """The parts of each section that lie in this rank's piece: views of it."""
 
-    cuts: tuple[Cut, ...]
+    cuts: tuple[DimSlice, ...]
 
     def __call__(self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any) -> Any:
         offset = layouts[0].box(coordinate)[0][self.cuts[0].dim]
@@ -72,7 +72,7 @@ def split_choices(call: Call) -> Iterator[Choice]:
     if any(type(s) is not int for s in sections):
         return
     starts = [sum(sections[:i]) for i in range(num)]
-    cuts = tuple(Cut(at, start, 1, n) for start, n in zip(starts, sections, strict=True))
+    cuts = tuple(DimSlice(at, start, 1, n) for start, n in zip(starts, sections, strict=True))
     local = LocalCall(OwnedSplit(cuts), per_rank=True)
     for sizes in call.splits([(0, at)]):
         pieces = lengths(sum(sections), call.axis_size, sizes)
@@ -98,7 +98,7 @@ def unbind_choices(call: Call) -> Iterator[Choice]:
 class OwnedSliceGrad:
     """Puts the gradient of this rank's part of a slice where it was taken from."""
 
-    cut: Cut
+    cut: DimSlice
 
     def __call__(
         self, coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, *_: Any

@@ -16,8 +16,8 @@ from shardwise.rules.notation import (
     rule,
     sharded_choices,
 )
-from shardwise.rules.parts import functional
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 
@@ -89,7 +89,8 @@ def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, .
 
     def choices(call: Call) -> Iterator[Choice]:
         pattern = patterns[call.inputs[0].ndim]
-        local = LocalCall(AddedInFull(functional(call.op)), per_rank=True) if guarded else None
+        op = functional_twin(call.op) or call.op
+        local = LocalCall(AddedInFull(op), per_rank=True) if guarded else None
         for choice in pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,)):
             yield replace(choice, local=local)
 

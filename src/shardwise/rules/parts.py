@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from shardwise.rules.views import Cut
+from shardwise.rules.views import DimSlice
 
 
 def functional(op: Any) -> Any:
@@ -78,7 +78,7 @@ class OwnedSelectScatter:
 class OwnedSliceScatter:
     """Writes this rank's part of a slice."""
 
-    cut: Cut
+    cut: DimSlice
 
     def __call__(
         self,

@@ -25,7 +25,7 @@ from shardwise.rules.draws import draw_of, draw_parts, new_parts
 from shardwise.rules.ids import has_values
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, differing_axes, table
-from shardwise.rules.traced_draws import assembled, is_traced, model_of, sliced
+from shardwise.rules.traced_draws import assembled, model_of, sliced
 
 aten = torch.ops.aten
 
@@ -74,7 +74,7 @@ class Fill:
         device = torch.device(options.get("device") or x.device)
         generator = options.get("generator")
         writer, before = _WRITERS.get(self.op, (None, ()))
-        if is_traced(x):
+        if not has_values(x):
             drawing = {} if generator is None else {"generator": generator}
             parts = sliced(self.op(model_of(layout, device), *args, **drawing), layout)
             return parts if writer is not None else x.copy_(parts)
@@ -120,7 +120,7 @@ class Bernoulli:
         p: torch.Tensor | None = None,
         generator: torch.Generator | None = None,
     ) -> torch.Tensor:
-        if is_traced(x):
+        if not has_values(x):
             chances = assembled(layouts[-1], x if p is None else p)
             drawing = {} if generator is None else {"generator": generator}
             drawn = aten.bernoulli.Tensor(model_of(layouts[-1], x.device), chances, **drawing)
@@ -154,7 +154,7 @@ class Normal:
         dtype = layout.dtype
         if isinstance(std, torch.Tensor):
             _check_deviations(layouts[-2], std)
-        if is_traced(tensor):
+        if not has_values(tensor):
             model = model_of(layout, tensor.device)
             drawn = sliced(aten.normal_functional.default(model, generator=generator), layout)
         else:
@@ -197,7 +197,7 @@ class Dropout:
         if train is False:
             # Not the op: on a rank that owns nothing it returns a mask of another dtype.
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
-        if is_traced(x):
+        if not has_values(x):
             ones = torch.ones_like(model_of(layout, x.device, dtype))
             mask = sliced(aten.native_dropout.default(ones, p, True)[1], layout)
         else:

@@ -17,9 +17,9 @@ from shardwise._torch.schema import OpOverload
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
-from shardwise.rules.catalog import functional_twin
 from shardwise.rules.ids import has_values
 from shardwise.rules.rule import differing_axes
+from shardwise.rules.twins import functional_twin
 
 aten = torch.ops.aten
 

@@ -20,7 +20,7 @@ from shardwise.comm.ranks import each_rank
 from shardwise.core.chunks import piece
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
-from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.embedding import (
@@ -30,6 +30,7 @@ from shardwise.rules.embedding import (
     table_grad,
     table_stays,
 )
+from shardwise.rules.gathered_bags import with_placement
 from shardwise.rules.ids import id_range, raise_out_of_range, sharded_axes, widened
 from shardwise.rules.row_sparse import SPARSE_GRAD, SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
@@ -125,18 +126,11 @@ def _gathered(
 ) -> tuple[torch.Tensor, None]:
     table, ids_layout, out = layouts
     met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
-    everywhere = _with(ids_layout, met, REPLICATE)
-    terms = _with(out, met, SUM)
+    everywhere = with_placement(ids_layout, met, REPLICATE)
+    terms = with_placement(out, met, SUM)
     all_ids = execute(ids, find_steps(ids_layout, everywhere))
     rows = lookup((table, everywhere), weight, all_ids)
     return execute(rows, find_steps(terms, out)), None
-
-
-def _with(layout: Layout, axes: Sequence[int], placement: Placement) -> Layout:
-    placements = list(layout.placements)
-    for axis in axes:
-        placements[axis] = placement
-    return layout.with_placements(tuple(placements))
 
 
 EXCHANGED = LocalCall(_exchanged, together=True)
@@ -254,7 +248,7 @@ def _gathered_grad(
 ) -> Any:
     grad_layout, ids_layout, table = layouts
     met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
-    there = [_with(layout, met, REPLICATE) for layout in (grad_layout, ids_layout)]
+    there = [with_placement(layout, met, REPLICATE) for layout in (grad_layout, ids_layout)]
     grad = execute(grad, find_steps(grad_layout, there[0]))
     ids = execute(ids, find_steps(ids_layout, there[1]))
     fn = SPARSE_GRAD.fn if sparse else table_grad

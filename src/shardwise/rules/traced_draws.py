@@ -7,19 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard
 from shardwise.random.fill import ANY_PROBABILITY
 from shardwise.rules.draws import parted_axes, parts_of
-
-
-def is_traced(x: torch.Tensor) -> bool:
-    """Whether a tensor has no values yet."""
-    part = x._parts[0] if isinstance(x, LocalTensor) else x
-    return type(part) is not torch.Tensor
 
 
 def sliced(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

@@ -222,7 +222,7 @@ def _selected(call: Call) -> list[Link]:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class DimSlice:
     """A slice of a dim of known size: `start`, `step`, and how many entries it takes."""
 
     dim: int
@@ -251,7 +251,7 @@ class Cut:
         return aten.slice.Tensor(x, self.dim, first, stop, self.step)
 
 
-def slice_cut(call: Call, dim: int, size: Any, count: Any) -> Cut | None:
+def slice_cut(call: Call, dim: int, size: Any, count: Any) -> DimSlice | None:
     """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes.
 
     A symbol among its bounds becomes a number, with a graph for each, only where the dim is cut.
@@ -263,7 +263,7 @@ def slice_cut(call: Call, dim: int, size: Any, count: Any) -> Cut | None:
     if not any(p.is_shard(dim) for p in placed) and _is_symbolic(bounds):
         return None
     start, _, step = bounds.indices(size)
-    return Cut(dim, start, step, count)
+    return DimSlice(dim, start, step, count)
 
 
 def _is_symbolic(bounds: slice) -> bool:
@@ -276,7 +276,7 @@ def _is_symbolic(bounds: slice) -> bool:
 class OwnedSlice:
     """The part of a slice that lies in this rank's piece: a view of it."""
 
-    cut: Cut
+    cut: DimSlice
 
     def __call__(self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any) -> Any:
         return self.cut.of(x, layouts[0].box(coordinate)[0][self.cut.dim])

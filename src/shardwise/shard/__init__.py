@@ -10,7 +10,7 @@ from shardwise.shard.create import (
     shard_tensor,
     zeros,
 )
-from shardwise.shard.describe import PlanReport
+from shardwise.shard.describe import ShardingPlanReport as PlanReport
 from shardwise.shard.files import load_plan, save_plan
 from shardwise.shard.functions import custom_sharded_op_impl
 from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.shard.paths import find_tensor
+from shardwise.planfile.paths import find_tensor
 from shardwise.shard.row_owners import wire_dtype
 from shardwise.shard.spec import ShardingSpec, ShardMetadata
 
@@ -29,7 +29,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class PlanReport:
+class ShardingPlanReport:
     """What a plan would do to a module. Printed, it is a table."""
 
     #: For each parameter of the plan: its shape, how it is cut, and its bytes on each rank.
@@ -71,7 +71,9 @@ def _listed(sizes: tuple[int, ...]) -> str:
     return ", ".join(f"{size:,} B" for size in sizes)
 
 
-def report(module: nn.Module, plan: Mapping[str, Any], world_size: int | None) -> PlanReport:
+def report(
+    module: nn.Module, plan: Mapping[str, Any], world_size: int | None
+) -> ShardingPlanReport:
     specs = {path: entry for path, entry in plan.items() if isinstance(entry, ShardingSpec)}
     owners = {path: find_tensor(module, path) for path in specs}
     boxes = {path: spec.boxes(tuple(owners[path][2].shape)) for path, spec in specs.items()}
@@ -92,7 +94,7 @@ def report(module: nn.Module, plan: Mapping[str, Any], world_size: int | None) -
         if id(tensor) not in ids and not any(path.startswith(f"{s}.") for s in sharders):
             whole.append(path)
             totals = [size + tensor.numel() * tensor.element_size() for size in totals]
-    return PlanReport(sharded, sharders, tuple(whole), tuple(totals), forwards)
+    return ShardingPlanReport(sharded, sharders, tuple(whole), tuple(totals), forwards)
 
 
 def _bytes(

@@ -30,10 +30,10 @@ def lookup(
     """As `F.embedding_bag`; the ids are in range."""
     edges = torch.nn.functional.pad(starts, (0, 1), value=ids.shape[0])
     padding = -1 if padding_idx is None else padding_idx
-    return _Lookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
+    return _RowsLookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
 
 
-class _Lookup(UntracedFunction):
+class _RowsLookup(UntracedFunction):
     @staticmethod
     def forward(
         ctx: Any,

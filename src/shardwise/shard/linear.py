@@ -12,7 +12,7 @@ from shardwise.comm.agreement import gather_numbers
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
-from shardwise.rules.traced_draws import is_traced
+from shardwise.rules.ids import has_values
 from shardwise.shard.blocks import natural_spec
 from shardwise.shard.own_batch import Exchange, OwnBatch, blocks_for
 from shardwise.shard.routes import ToEveryone
@@ -32,7 +32,7 @@ def linear(
         return F.linear(x, weight, whole)
     what = "F.linear"
     blocks = blocks_for(weight, what)
-    if is_traced(weight._local):
+    if not has_values(weight._local):
         return traced(_LINEAR, weight, {}, input=x, bias=whole)
     dim = blocks.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape

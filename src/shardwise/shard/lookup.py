@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.rules.traced_draws import is_traced
+from shardwise.rules.ids import has_values
 from shardwise.shard import by_columns, by_rows
 from shardwise.shard.own_batch import blocks_for
 from shardwise.shard.tensor import ShardedTensor
@@ -30,7 +30,7 @@ def embedding(
     """`F.embedding` for each rank's own plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-    if is_traced(weight._local):
+    if not has_values(weight._local):
         return traced(_EMBEDDING, weight, lookup.options(), input=input)
     way = by_rows if lookup.blocks.dim == 0 else by_columns
     return way.embedding(lookup, input)
@@ -53,7 +53,7 @@ def embedding_bag(
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
-    if is_traced(weight._local):
+    if not has_values(weight._local):
         options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)

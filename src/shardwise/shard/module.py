@@ -18,6 +18,7 @@ from shardwise.errors import (
     ShardwiseError,
     WorldError,
 )
+from shardwise.planfile.paths import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,
@@ -27,7 +28,6 @@ from shardwise.shard.create import (
 from shardwise.shard.group import home_grid
 from shardwise.shard.output_hook import output_hook
 from shardwise.shard.outputs import OutputPlan
-from shardwise.shard.paths import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ShardingSpec
 from shardwise.shard.tiling import device_type_of

@@ -32,7 +32,7 @@ class Reshard(UntracedFunction):
         return sharded_like(grad, ctx.source, ctx.kind), None
 
 
-class Block(UntracedFunction):
+class ToLocalShard(UntracedFunction):
     """A rank's block as a plain tensor; its gradient is the block of the tensor's gradient."""
 
     @staticmethod

@@ -35,7 +35,7 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
 from shardwise.shard.blocks import held_blocks, sized
-from shardwise.shard.routes import Route
+from shardwise.shard.routes import BatchRoute
 from shardwise.shard.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Blocks, Tiling
@@ -62,7 +62,7 @@ class Exchange:
     what: str
     tiling: Tiling
     blocks: Blocks
-    route: Route
+    route: BatchRoute
     #: `local(stretch, block, *there, *travelling)`: what a rank computes for those who ask.
     local: Callable[..., Results]
     #: `finish(*results, *own, *staying)`: what the caller gets out of the results that came home.

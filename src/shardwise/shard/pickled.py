@@ -12,14 +12,9 @@ import torch
 from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.roster import make_roster
 from shardwise.core.world import current_world
-from shardwise.errors import ArgumentError, WorldError
+from shardwise.errors import WorldError
 from shardwise.shard.group import group_ranks, home_grid
-from shardwise.shard.spec import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardingSpec,
-    ShardMetadata,
-)
+from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tiling import Tiling, make_tiling
 
 _group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", default=None)
@@ -41,7 +36,7 @@ def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
     if isinstance(local, LocalTensor):
         held = ("simulated", local._parts, local._roster.ranks, local._roster.index)
     grid = tiling.grid
-    return held, _plain_spec(tiling.spec), (tiling.shape, grid.device_type, grid.ranks)
+    return held, encode_spec(tiling.spec), (tiling.shape, grid.device_type, grid.ranks)
 
 
 def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
@@ -54,7 +49,7 @@ def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
             "full_tensor() to move values between worlds."
         )
     group = group_of_load(ranks, "The tensor")
-    tiling = make_tiling(_spec_of(spec), tuple(shape), home_grid(group, device_type))
+    tiling = make_tiling(decode_spec(spec), tuple(shape), home_grid(group, device_type))
     if held[0] == "real":
         return held[1], tiling
     return LocalTensor(held[1], make_roster(world, held[2], held[3])), tiling
@@ -71,18 +66,3 @@ def group_of_load(ranks: Sequence[int], what: str) -> Any:
             "or reshard(spec) before saving."
         )
     return group
-
-
-def _plain_spec(spec: ShardingSpec) -> Any:
-    if isinstance(spec, ChunkShardingSpec):
-        return ("chunk", spec.dim, [str(place) for place in spec.placements])
-    if isinstance(spec, EnumerableShardingSpec):
-        boxes = [(b.shard_offsets, b.shard_sizes, str(b.placement)) for b in spec.shards]
-        return ("enumerable", boxes)
-    raise ArgumentError(f"{spec!r} is your own kind of spec: a file cannot hold it.")
-
-
-def _spec_of(plain: Any) -> ShardingSpec:
-    if plain[0] == "chunk":
-        return ChunkShardingSpec(plain[1], plain[2])
-    return EnumerableShardingSpec([ShardMetadata(*box) for box in plain[1]])

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from shardwise.shard.describe import PlanReport, report
+from shardwise.shard.describe import ShardingPlanReport, report
 from shardwise.shard.spec import ShardingSpec
 
 
@@ -43,7 +43,7 @@ class ShardingPlan:
     output_plan: Mapping[str, ShardingSpec] | None = None
     return_local_tensor: Sequence[str] | None = None
 
-    def describe(self, module: nn.Module, world_size: int | None = None) -> PlanReport:
+    def describe(self, module: nn.Module, world_size: int | None = None) -> ShardingPlanReport:
         """Bytes per rank, the balance, and what each forward will communicate.
 
         Nothing is changed, no world is needed, and the module may be on the meta device.

@@ -20,7 +20,7 @@ from shardwise.shard.tiling import Blocks
 from shardwise.shard.uneven import all_gather_uneven, reduce_scatter_uneven
 
 
-class Route(Protocol):
+class BatchRoute(Protocol):
     @property
     def grid(self) -> Grid: ...
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.core.box import Box, overlapping
 from shardwise.core.chunks import chunk_length, lengths
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.shard.device import RankDevice, parse_device
@@ -52,8 +51,12 @@ class ShardMetadata:
         return self.place.rank
 
     @property
+    def box(self) -> Box:
+        return Box(tuple(self.shard_offsets), tuple(self.shard_sizes))
+
+    @property
     def numel(self) -> int:
-        return math.prod(self.shard_sizes)
+        return self.box.volume
 
 
 def _numbers(given: Any) -> Shape:
@@ -144,15 +147,17 @@ holes, or reach beyond the tensor.
             raise LayoutError("EnumerableShardingSpec needs at least one shard.")
         if len({len(box.shard_sizes) for box in boxes}) > 1:
             raise LayoutError(f"The shards of a spec have one number of dims, found {boxes}.")
-        _check_apart(boxes)
+        pair = overlapping([box.box for box in boxes])
+        if pair is not None:
+            raise LayoutError(f"{boxes[pair[0]]} and {boxes[pair[1]]} overlap.")
         object.__setattr__(self, "shards", boxes)
 
     def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
+        whole = Box.whole(size)
         for box in self.shards:
-            ends = [o + s for o, s in zip(box.shard_offsets, box.shard_sizes, strict=True)]
-            if len(ends) != len(size) or any(e > s for e, s in zip(ends, size, strict=True)):
+            if len(box.shard_sizes) != len(size) or not whole.contains(box.box):
                 raise LayoutError(f"{box} lies outside a tensor of shape {tuple(size)}.")
-        held, wanted = sum(box.numel for box in self.shards), math.prod(size)
+        held, wanted = sum(box.numel for box in self.shards), whole.volume
         if held != wanted:
             raise LayoutError(
                 f"The shards hold {held} of the {wanted} values of shape {tuple(size)}: they leave "
@@ -164,29 +169,22 @@ holes, or reach beyond the tensor.
         return tuple(box.place for box in self.shards)
 
 
-def overlap(a: ShardMetadata, b: ShardMetadata) -> tuple[Shape, Shape] | None:
-    """`(offsets, sizes)` of what two boxes share; None when that is nothing."""
-    offsets, sizes = [], []
-    for start_a, size_a, start_b, size_b in zip(
-        a.shard_offsets, a.shard_sizes, b.shard_offsets, b.shard_sizes, strict=True
-    ):
-        start = max(start_a, start_b)
-        length = min(start_a + size_a, start_b + size_b) - start
-        if length <= 0:
-            return None
-        offsets.append(start)
-        sizes.append(length)
-    return tuple(offsets), tuple(sizes)
+def encode_spec(spec: ShardingSpec) -> Any:
+    """A spec as values that files and JSON can hold; `decode_spec` reads them."""
+    if isinstance(spec, ChunkShardingSpec):
+        return "chunk", spec.dim, [str(place) for place in spec.placements]
+    if isinstance(spec, EnumerableShardingSpec):
+        return "enumerable", [(*shard.box, str(shard.placement)) for shard in spec.shards]
+    raise ArgumentError(f"{spec!r} is your own kind of spec: a file cannot hold it.")
 
 
-def _check_apart(boxes: Sequence[ShardMetadata]) -> None:
-    # Sorted by where they start along dim 0, only boxes that start before another ends can meet it.
-    ordered = sorted((b for b in boxes if b.numel), key=lambda b: tuple(b.shard_offsets[:1]))
-    for number, first in enumerate(ordered):
-        for second in itertools.islice(ordered, number + 1, None):
-            if first.shard_sizes and (
-                second.shard_offsets[0] >= first.shard_offsets[0] + first.shard_sizes[0]
-            ):
-                break
-            if overlap(first, second) is not None:
-                raise LayoutError(f"{first} and {second} overlap.")
+def decode_spec(encoded: Any) -> ShardingSpec:
+    """The spec that `encode_spec` encoded.
+
+    >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
+    >>> decode_spec(encode_spec(spec)) == spec
+    True
+    """
+    if encoded[0] == "chunk":
+        return ChunkShardingSpec(*encoded[1:])
+    return EnumerableShardingSpec([ShardMetadata(*shard) for shard in encoded[1]])

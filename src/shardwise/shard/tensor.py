@@ -31,7 +31,7 @@ from shardwise.shard.conversion import asked_for, converted
 from shardwise.shard.device import RankDevice
 from shardwise.shard.dispatch import dispatch
 from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from shardwise.shard.moves import Block, Reshard, sharded_like
+from shardwise.shard.moves import Reshard, ToLocalShard, sharded_like
 from shardwise.shard.pickled import packed, unpacked
 from shardwise.shard.reshard import move_pieces
 from shardwise.shard.spec import (
@@ -207,7 +207,7 @@ class ShardedTensor(DTensor):
                 f"A rank has several pieces of this tensor, which do not join to one block: "
                 f"{self.sharding_spec()}. Use local_shards(), or reshard() it first."
             )
-        return Block.apply(self)
+        return ToLocalShard.apply(self)
 
     @property
     def process_group(self) -> Any:

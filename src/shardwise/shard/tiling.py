@@ -111,7 +111,7 @@ class Tiling:
         """What a rank holds of a whole tensor, as a copy."""
         held = self.held(rank, whole.dtype, self.device(rank))
         for box, piece in zip(self.on_rank(rank), self.pieces(rank, held), strict=True):
-            piece.copy_(box_of(whole, box.shard_offsets, box.shard_sizes))
+            piece.copy_(whole[box.box.slices])
         return held
 
     def __deepcopy__(self, memo: Any) -> Tiling:
@@ -119,13 +119,6 @@ class Tiling:
 
     def __reduce__(self) -> Any:
         return make_tiling, (self.spec, self.shape, self.grid)
-
-
-def box_of(whole: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    """A view of one box."""
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        whole = whole.narrow(dim, offset, size)
-    return whole
 
 
 @functools.lru_cache(maxsize=4096)

@@ -19,12 +19,7 @@ from shardwise.core.grid import Grid
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.exchange.between import one_tensor, part_per_rank
 from shardwise.exchange.effect_op import EffectOp
-from shardwise.shard.spec import (
-    ChunkShardingSpec,
-    EnumerableShardingSpec,
-    ShardingSpec,
-    ShardMetadata,
-)
+from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, make_tiling
 
@@ -78,7 +73,7 @@ def traced(
     """What eager code gives, as one op of a graph."""
     tiling = weight._tiling
     call = {
-        "spec": spelled_spec(tiling.spec),
+        "spec": encode_spec(tiling.spec),
         "shape": tiling.shape,
         "grad_reduction": weight.grad_reduction,
         "options": options,
@@ -102,7 +97,7 @@ def _autocast_dtype(device_type: str) -> str | None:
 
 def _decode(call: Any, grid: Grid | None) -> Call:
     assert grid is not None, "a tiling has the ranks of a group"
-    tiling = make_tiling(read_spec(call["spec"]), tuple(call["shape"]), grid)
+    tiling = make_tiling(decode_spec(call["spec"]), tuple(call["shape"]), grid)
     return Call(tiling, call["grad_reduction"], call["options"], call["autocast_dtype"])
 
 
@@ -119,16 +114,3 @@ def _gradient(call: Call, weight: Any, *held: torch.Tensor) -> torch.Tensor:
     if len(held) == 2:
         return make_row_sparse(layout, *held)
     return ShardedTensor.over(held[0], call.tiling, layout, like=weight)
-
-
-def spelled_spec(spec: ShardingSpec) -> Any:
-    if isinstance(spec, ChunkShardingSpec):
-        return spec.dim, list(map(repr, spec.placements))
-    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
-    return [(b.shard_offsets, b.shard_sizes, repr(b.placement)) for b in spec.shards]
-
-
-def read_spec(spelled: Any) -> ShardingSpec:
-    if isinstance(spelled[0], int):
-        return ChunkShardingSpec(*spelled)
-    return EnumerableShardingSpec([ShardMetadata(*box) for box in spelled])

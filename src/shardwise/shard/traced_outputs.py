@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from shardwise.core.chunks import Size, lengths
-from shardwise.core.grid import Grid, read_grid, spelled_grid
+from shardwise.core.encode import decode_grid, encode_grid
+from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.sources import source_digest
@@ -32,7 +33,13 @@ from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.blocks import sized
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, shared
-from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    ShardingSpec,
+    decode_spec,
+    encode_spec,
+)
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, make_tiling
 from shardwise.shard.to_come import (
@@ -44,7 +51,7 @@ from shardwise.shard.to_come import (
     one_size,
     over,
 )
-from shardwise.shard.traced import INSTEAD, WHAT, read_spec, spelled_spec
+from shardwise.shard.traced import INSTEAD, WHAT
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")
@@ -72,15 +79,15 @@ def output_text(plan: OutputPlan, process_group: Any) -> str:
     """A plan as an op of a graph can carry it: the same in every process."""
     spec, grid = None, None
     if plan.spec is not None:
-        spec = spelled_spec(plan.spec)
-        grid = spelled_grid(home_grid(process_group, device_type_of(plan.spec)))
+        spec = encode_spec(plan.spec)
+        grid = encode_grid(home_grid(process_group, device_type_of(plan.spec)))
     options = (plan.where, spec, plan.local, plan.grad_reduction)
     return json.dumps({"code": source_digest(), "options": options, "grid": grid})
 
 
 def _decode(options: Any, grid: Grid | None) -> Output:
     where, spec, local, grad_reduction = options
-    spec = None if spec is None else read_spec(spec)
+    spec = None if spec is None else decode_spec(spec)
     return Output(OutputPlan(where, spec, local, grad_reduction), grid)
 
 
@@ -88,7 +95,7 @@ def _decode(options: Any, grid: Grid | None) -> Output:
 def _read(text: str) -> tuple[Any, Output]:
     """The options of a plan, and what they say."""
     read = json.loads(text)
-    grid = None if read["grid"] is None else read_grid(read["grid"])
+    grid = None if read["grid"] is None else decode_grid(read["grid"])
     return read["options"], _decode(read["options"], grid)
 
 

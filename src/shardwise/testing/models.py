@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
-class Attention(nn.Module):
+class CausalAttention(nn.Module):
     """Causal attention with rotary positions."""
 
     cosines: Tensor
@@ -55,7 +55,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
-        self.attention = Attention(width, num_heads, max_length, dropout)
+        self.attention = CausalAttention(width, num_heads, max_length, dropout)
         self.up, self.gate = (nn.Linear(width, hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(hidden, width, bias=False)
         self.drop = nn.Dropout(dropout)
@@ -128,7 +128,7 @@ class ConvNet(nn.Module):
         return torch.randn(size, 3, 8, 8), classes
 
 
-class Recommender(nn.Module):
+class ClickModel(nn.Module):
     """Bags of categories, an MLP for numbers, products of all pairs, an MLP on top."""
 
     MODES = ("sum", "mean", "max")

@@ -14,6 +14,7 @@ import torch
 
 from shardwise.comm.local_tensor import LocalTensor, from_ranks
 from shardwise.comm.one_value import same_values
+from shardwise.core.box import Box
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial
@@ -31,7 +32,7 @@ def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         coordinate = grid.coordinates[rank]
         place = tuple(coordinate[axis] for axis in axes)
         if place not in blocks:
-            blocks[place] = in_memory_order(tensor[_place(layout.box(coordinate))], layout)
+            blocks[place] = in_memory_order(tensor[layout.box(coordinate).slices], layout)
         held.append(blocks[place])
     local: torch.Tensor = from_ranks(grid.world, grid.ranks, held)
     for axis, placement in enumerate(layout.placements):
@@ -85,20 +86,15 @@ def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
             for line in grid.lines(axis):
                 value = _reduced([parts[rank] for rank in line], placement)
                 parts.update(dict.fromkeys(line, value))
-    blocks: dict[Any, torch.Tensor] = {}
+    blocks: dict[Box, torch.Tensor] = {}
     for rank, part in parts.items():
         first = blocks.setdefault(layout.box(grid.coordinates[rank]), part)
         if first is not part and not same_values(first, part):
             raise RankMismatchError(f"Rank {rank} holds other values of a block than its replicas.")
     whole = parts[grid.ranks[0]].new_empty(layout.shape)
     for box, part in blocks.items():
-        whole[_place(box)] = part
+        whole[box.slices] = part
     return whole
-
-
-def _place(box: Any) -> tuple[slice, ...]:
-    offset, shape = box
-    return tuple(slice(at, at + size) for at, size in zip(offset, shape, strict=True))
 
 
 def _reduced(terms: Sequence[torch.Tensor], partial: Partial) -> torch.Tensor:

@@ -26,7 +26,7 @@ from shardwise.rules.positional import Positional, plain_op
 from shardwise.rules.propagate import CallPlan, every_plan
 from shardwise.rules.rule import Call, Rule, TensorMeta
 from shardwise.testing.parts import gathered, scattered
-from shardwise.testing.sample import Alone
+from shardwise.testing.sample import SampleAlone
 
 #: Terms in which an input may lie; norms are for inputs without negative values only.
 _PARTIALS: tuple[Partial, ...] = (*map(Partial, REDUCE_OPS), NormPartial())
@@ -35,7 +35,7 @@ _PARTIALS: tuple[Partial, ...] = (*map(Partial, REDUCE_OPS), NormPartial())
 class Played:
     """The sample in a simulated world: its tensors are cut once for each layout."""
 
-    def __init__(self, alone: Alone, grid: Grid) -> None:
+    def __init__(self, alone: SampleAlone, grid: Grid) -> None:
         self._alone, self._grid = alone, grid
         schema = getattr(alone.call.op, "_schema", None)
         self._written = schema is not None and schema.is_mutable
@@ -82,7 +82,7 @@ def grid_of_shape(shape: tuple[int, ...]) -> Grid:
     return grid_of(DeviceMesh("cpu", torch.arange(math.prod(shape)).view(shape)))
 
 
-def _starting_layouts(alone: Alone, grid: Grid) -> Iterator[list[Layout]]:
+def _starting_layouts(alone: SampleAlone, grid: Grid) -> Iterator[list[Layout]]:
     call = alone.call
     whole = [layout_of(meta, (REPLICATE,) * grid.num_axes, grid) for meta in call.inputs]
     yield whole

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shardwise.comm.simulate import simulate
 from shardwise.rules.rule import Rule
 from shardwise.testing.played import Played, grid_of_shape, in_words
-from shardwise.testing.sample import Alone, Sample, rule_for
+from shardwise.testing.sample import Sample, SampleAlone, rule_for
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
@@ -59,7 +59,7 @@ def check_rule(
     """
     rule = rule or rule_for(sample)
     report = Report()
-    alone = Alone(sample)
+    alone = SampleAlone(sample)
     with simulate(max(map(math.prod, meshes))):
         for shape in meshes:
             world = Played(alone, grid_of_shape(shape))

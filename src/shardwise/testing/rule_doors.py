@@ -26,10 +26,10 @@ from shardwise.testing.op_sweep import alone as op_sweep_alone
 from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.pick import lots_of
 from shardwise.testing.op_sweep.play import outcome_of
-from shardwise.testing.op_sweep.table import Sample as Case
-from shardwise.testing.op_sweep.ways import Way
+from shardwise.testing.op_sweep.table import OpCall
+from shardwise.testing.op_sweep.ways import OperandLayouts
 from shardwise.testing.played import Played, grid_of_shape
-from shardwise.testing.sample import Alone, Sample, rule_for
+from shardwise.testing.sample import Sample, SampleAlone, rule_for
 
 #: A mesh of each number of axes; axes of two, so that choices of one axis serve on any.
 DOOR_MESHES: tuple[tuple[int, ...], ...] = ((2,), (2, 2), (2, 2, 2))
@@ -94,7 +94,7 @@ class _Entry:
 
 def _on_one_device(sample: Sample) -> op_sweep_alone.Alone:
     """The call with gradients of as many operands as the op takes."""
-    tensors = Alone(sample).tensors
+    tensors = SampleAlone(sample).tensors
     every = tuple(t.is_floating_point() or t.is_complex() for t in tensors)
     first = (every[0], *[False] * (len(every) - 1)) if every else ()
     for wants_grad in (every, first):
@@ -104,26 +104,28 @@ def _on_one_device(sample: Sample) -> op_sweep_alone.Alone:
 
 
 def _alone(sample: Sample, wants_grad: tuple[bool, ...]) -> op_sweep_alone.Alone:
-    case = Case(sample.args, dict(sample.kwargs), wants_grad, lambda result: result)
+    case = OpCall(sample.args, dict(sample.kwargs), wants_grad, lambda result: result)
     return op_sweep_alone.Alone(_Entry(sample.op), case)
 
 
 def _choices(sample: Sample, rule: Rule) -> list[tuple[Placement, ...]]:
     """The placements of the operands along one axis of two, for each choice of the rule."""
     with simulate(2):
-        played = Played(Alone(sample), grid_of_shape((2,)))
+        played = Played(SampleAlone(sample), grid_of_shape((2,)))
         return list(
             dict.fromkeys(tuple(lo.placements[0] for lo in p.inputs) for p in played.plans(rule))
         )
 
 
-def _drawn(shape: tuple[int, ...], choices: Sequence[tuple[Placement, ...]], lots: Random) -> Way:
+def _drawn(
+    shape: tuple[int, ...], choices: Sequence[tuple[Placement, ...]], lots: Random
+) -> OperandLayouts:
     """A choice for each axis; where they do not go together, the operand is whole there."""
     num_axes = len(shape)
     along = [lots.choice(choices) for _ in shape]
     operands = tuple(_together(placements) for placements in zip(*along, strict=True))
     order = tuple(lots.sample(range(num_axes), num_axes))
-    return Way(shape, operands, None if order == tuple(range(num_axes)) else order)
+    return OperandLayouts(shape, operands, None if order == tuple(range(num_axes)) else order)
 
 
 def _together(placements: Sequence[Placement]) -> tuple[Placement, ...]:

@@ -14,7 +14,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Replicate, Shard
 from shardwise.rules.rule import Call, Rule, TensorMeta
 from shardwise.testing.played import Played, difference, grid_of_shape, in_words, layout_of
-from shardwise.testing.sample import Alone, Sample, rule_for
+from shardwise.testing.sample import Sample, SampleAlone, rule_for
 
 
 def missing_choices(
@@ -27,7 +27,7 @@ def missing_choices(
     """
     rule = rule or rule_for(sample)
     missing = []
-    alone = Alone(sample)
+    alone = SampleAlone(sample)
     call = alone.call
     if not call.outputs:
         return []  # an answer about a part is none about the whole
@@ -72,7 +72,9 @@ def _ways(meta: TensorMeta, sums: bool = True) -> list[Placement]:
     return [REPLICATE, *terms, *(Shard(d) for d in range(meta.ndim))]
 
 
-def _right_outputs(alone: Alone, parts: list[torch.Tensor], grid: Grid) -> Iterator[list[Layout]]:
+def _right_outputs(
+    alone: SampleAlone, parts: list[torch.Tensor], grid: Grid
+) -> Iterator[list[Layout]]:
     try:
         found = alone.run(parts, alone.sample.op)
     except Exception:

@@ -42,7 +42,7 @@ def rule_for(sample: Sample) -> Rule:
     return rule
 
 
-class Alone:
+class SampleAlone:
     """The sample on one device: found out once, compared with many times."""
 
     def __init__(self, sample: Sample) -> None:

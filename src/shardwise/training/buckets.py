@@ -29,7 +29,7 @@ class Bucket:
 
 
 @dataclass(slots=True)
-class Sent:
+class SentBucket:
     """A row on its way: whose gradients, and through which collectives, one after the other."""
 
     parameters: list[nn.Parameter]
@@ -90,7 +90,7 @@ def flattened(members: Sequence[nn.Parameter], grid: Grid, share: float) -> torc
     return each_rank(grid, flatten, *(localize(grid, part) for part in parts), axes=())
 
 
-def put_back(sent: Sent, row: torch.Tensor) -> None:
+def put_back(sent: SentBucket, row: torch.Tensor) -> None:
     """The reverse of `flattened`, of what was reduced: gradients of the parameters."""
     grid = sent.collectives[0][0]
     held = [localize(grid, _local(p).detach()) for p in sent.parameters]

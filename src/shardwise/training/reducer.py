@@ -36,7 +36,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.training.buckets import (
     Bucket,
     Collective,
-    Sent,
+    SentBucket,
     collectives_for,
     flattened,
     make_buckets,
@@ -53,7 +53,7 @@ _DOOR = "_gradient_door"
 _owners: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
-class Door:
+class DeclaredModule:
     """What was declared of one module, and whether backward reduces its gradients now."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -131,12 +131,12 @@ def declare(
     *declared: DataAxes,
     bucket_bytes: int | None = None,
     source: int | None = None,
-) -> Door:
+) -> DeclaredModule:
     """Say that these are data axes for all parameters of `module`, those that come later too."""
-    door: Door | None = module.__dict__.get(_DOOR)
+    door: DeclaredModule | None = module.__dict__.get(_DOOR)
     fresh = door is None
     if door is None:
-        door = Door(module)
+        door = DeclaredModule(module)
     before = dict(door.__dict__)
     door.declared = list(dict.fromkeys([*door.declared, *declared]))
     door.bucket_bytes = bucket_bytes or door.bucket_bytes
@@ -153,13 +153,13 @@ def declare(
     return door
 
 
-def door_of(module: nn.Module) -> Door | None:
+def door_of(module: nn.Module) -> DeclaredModule | None:
     return module.__dict__.get(_DOOR)
 
 
-def doors_of(parameters: list[nn.Parameter]) -> list[Door]:
+def doors_of(parameters: list[nn.Parameter]) -> list[DeclaredModule]:
     """The doors that reach some of these parameters."""
-    found: dict[int, Door] = {}
+    found: dict[int, DeclaredModule] = {}
     for parameter in parameters:
         reducer = _owners.get(id(parameter))
         for door in reducer.reached_by[id(parameter)] if reducer is not None else ():
@@ -189,7 +189,7 @@ def _tables(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def enrol(door: Door) -> None:
+def enrol(door: DeclaredModule) -> None:
     """Make the reducer of a door and of those with parameters in common."""
     found = [_owners.get(id(p)) for p in door.parameters]
     reducers = list({id(r): r for r in (door.reducer, *found) if r is not None}.values())
@@ -203,10 +203,12 @@ def enrol(door: Door) -> None:
 class Reducer:
     """Reduces the gradients of the parameters that some doors reach; see Note [Buckets]."""
 
-    def __init__(self, doors: list[Door]) -> None:
+    def __init__(self, doors: list[DeclaredModule]) -> None:
         self.doors = sorted(doors, key=lambda door: -len(door.parameters))
         self.parameters = {id(p): p for door in self.doors for p in door.parameters}
-        self.reached_by: dict[int, list[Door]] = {number: [] for number in self.parameters}
+        self.reached_by: dict[int, list[DeclaredModule]] = {
+            number: [] for number in self.parameters
+        }
         for door in self.doors:
             for parameter in door.parameters:
                 self.reached_by[id(parameter)].append(door)
@@ -260,7 +262,7 @@ class Reducer:
         self.of_rows: list[nn.Parameter] = []
         self.number: dict[int, int] = {}
         self.missing: list[set[int]] = []
-        self.sent: list[Sent] = []
+        self.sent: list[SentBucket] = []
         self.num_started = 0
         self.queued = False
 
@@ -326,7 +328,7 @@ class Reducer:
                 with torch.no_grad(), because("data_parallel", implicit=False):
                     row = flattened(members, path[0][0], bucket.reduction.share)
                     row = _start_reduction(row, path[0])
-                self.sent.append(Sent(members, path, row))
+                self.sent.append(SentBucket(members, path, row))
 
     @untraced
     def _finish(self) -> None:
@@ -358,7 +360,7 @@ class Reducer:
                 row = flattened(dense, path[0][0], reduction.share)
                 for each in path:
                     row = collectives.finished(_start_reduction(row, each))
-                put_back(Sent(dense, path, row), row)
+                put_back(SentBucket(dense, path, row), row)
             for parameter, kind in zip(members, kinds, strict=True):
                 if kind == ROWS:
                     average_rows(parameter, reduction)

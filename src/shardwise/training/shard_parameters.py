@@ -23,7 +23,7 @@ _ASKED = "_sharded_over"
 
 
 @dataclass(slots=True)
-class Asked:
+class ShardRequest:
     """Along which axes to split, and whether around what other axes split."""
 
     axes: MeshAxes
@@ -60,7 +60,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = F
     asked = module.__dict__.setdefault(_ASKED, [])
     if not asked:
         module.register_forward_pre_hook(_check_split)
-    asked.append(Asked(axes, outermost))
+    asked.append(ShardRequest(axes, outermost))
     split_parameters(module)
     return module
 
@@ -78,7 +78,7 @@ def split_parameters(module: nn.Module) -> None:
     follow_all(parameters)
 
 
-def _split_all(module: nn.Module, asked: Asked) -> int:
+def _split_all(module: nn.Module, asked: ShardRequest) -> int:
     made: dict[int, nn.Parameter] = {}
     for owner in module.modules():
         if getattr(owner, "lays_out_itself", False):

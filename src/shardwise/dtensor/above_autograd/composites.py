@@ -16,7 +16,7 @@ from shardwise._torch.pytree import tree_leaves
 from shardwise._torch.schema import OpOverload
 from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
-from shardwise.core.layout import contiguous_stride, make_layout
+from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.keywords import run_by_keyword
@@ -214,7 +214,7 @@ def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None =
     """The entries at these places of the memory that the whole tensor would have on one device."""
     layout = x._layout
     order = layout.memory_order or tuple(range(x.dim()))
-    if layout.stride != _dense_stride(layout.shape, order):
+    if layout.stride != dense_stride(layout.shape, order):
         raise UnsupportedError(
             f"aten.as_strided.default does not have a sharding strategy registered for a view with "
             f"gaps or repeats: {layout!r} has the strides {tuple(layout.stride)}, and what lies "
@@ -254,11 +254,6 @@ class PutBack(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         with implicit_replication():
             return Picked.apply(grad, ctx.places), None, None
-
-
-def _dense_stride(shape: Any, order: Any) -> tuple[int, ...]:
-    dense = contiguous_stride([shape[d] for d in order])
-    return tuple(dense[order.index(d)] for d in range(len(shape)))
 
 
 def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:

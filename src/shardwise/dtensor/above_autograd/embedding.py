@@ -25,7 +25,7 @@ _table_lookup = aten.embedding.default
 _table_grad = aten.embedding_dense_backward.default
 
 
-class Lookup(UntracedFunction):
+class EmbeddingLookup(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
         rows, routing = _look_up(weight, ids)
@@ -86,7 +86,7 @@ class LookupGrad(UntracedFunction):
         return rows, None, None, None, None
 
 
-_apply_lookup = direct_apply(Lookup)
+_apply_lookup = direct_apply(EmbeddingLookup)
 
 
 def embedding(

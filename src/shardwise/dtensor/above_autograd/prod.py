@@ -17,7 +17,7 @@ from shardwise.dtensor.tensor import DTensor
 aten = torch.ops.aten
 
 
-class Product(UntracedFunction):
+class Prod(UntracedFunction):
     """`args` are of the op; without a dim among them it is the product of all entries."""
 
     @staticmethod
@@ -65,7 +65,7 @@ def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> A
 def _prod(op: Any, x: Any, args: tuple[Any, ...], dtype: Any) -> Any:
     kwargs = {} if dtype is None else {"dtype": dtype}
     if torch.is_grad_enabled() and x.requires_grad:
-        return Product.apply(x, op, args, kwargs)
+        return Prod.apply(x, op, args, kwargs)
     return DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
 
 

@@ -15,8 +15,8 @@ import torch
 
 from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
 from shardwise.testing.fuzz.noise import alike, bounded, disturb
-from shardwise.testing.fuzz.program import Item, Program, Step
-from shardwise.testing.fuzz.run import Run, execute
+from shardwise.testing.fuzz.program import Item, Program, Statement
+from shardwise.testing.fuzz.run import WorldState, execute
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import scalar
 from shardwise.testing.fuzz.worlds import OneDevice
@@ -110,7 +110,7 @@ class Growth:
         leaves, size = list(self.hand.made), len(self.items)
         self.hand.made.clear()
         self._add_leaves([leaf.name for leaf in leaves], leaves)
-        step: Step | None = None
+        step: Statement | None = None
         try:
             step = self._step(draft)
             self.exact.execute(step)
@@ -131,10 +131,10 @@ class Growth:
         self.hand.values = self.exact.slots()
         return True
 
-    def _step(self, draft: Draft) -> Step:
+    def _step(self, draft: Draft) -> Statement:
         """The draft with names for what it makes: as many as there are results."""
         if draft.statement:
-            return Step(draft.before + draft.code)
+            return Statement(draft.before + draft.code)
         made = self._result(draft)
         if isinstance(made, tuple | list):
             if not 1 <= len(made) <= 6 or not all(isinstance(m, torch.Tensor) for m in made):
@@ -147,7 +147,7 @@ class Growth:
                 raise NoFit
             names = (self._new_name(),)
             targets = names[0]
-        return Step(f"{draft.before}{targets} = {draft.code}", names)
+        return Statement(f"{draft.before}{targets} = {draft.code}", names)
 
     def _result(self, draft: Draft) -> Any:
         """What an expression gives; an error is the step's own and comes again when it runs."""
@@ -174,7 +174,7 @@ class Growth:
             return False
         return self.random.random() < 0.08 and len(self.items) > 2
 
-    def _sound(self, step: Step) -> bool:
+    def _sound(self, step: Statement) -> bool:
         """Whether all is bounded, and the same in spite of rounding errors."""
         slots = self.exact.slots()
         if not all(map(bounded, slots.values())):
@@ -194,8 +194,8 @@ class Growth:
     # -- the two runs ------------------------------------------------------------------------
 
     def _restart(self) -> None:
-        self.exact = Run(OneDevice(), self.seed)
-        self.noisy = Run(OneDevice(), self.seed)
+        self.exact = WorldState(OneDevice(), self.seed)
+        self.noisy = WorldState(OneDevice(), self.seed)
         for item in self.items:
             self._execute(item)
         self.hand.values = self.exact.slots()

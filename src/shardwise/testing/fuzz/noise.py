@@ -9,8 +9,8 @@ import torch
 
 from shardwise.testing.fuzz.compare import difference, grad_of, tolerance
 from shardwise.testing.fuzz.hand import MOST
-from shardwise.testing.fuzz.program import Item, Program, Step
-from shardwise.testing.fuzz.run import Run
+from shardwise.testing.fuzz.program import Item, Program, Statement
+from shardwise.testing.fuzz.run import WorldState
 from shardwise.testing.fuzz.worlds import OneDevice
 
 #: The largest number that a program may hold.
@@ -37,9 +37,9 @@ def steady(program: Program) -> bool:
     return exact.done == noisy.done and alike(exact, noisy)
 
 
-def _both(program: Program, draw: int = 0) -> tuple[Run, Run]:
+def _both(program: Program, draw: int = 0) -> tuple[WorldState, WorldState]:
     """The program without and with rounding errors."""
-    exact, noisy = Run(OneDevice(), program.seed), Run(OneDevice(), program.seed)
+    exact, noisy = WorldState(OneDevice(), program.seed), WorldState(OneDevice(), program.seed)
     with contextlib.suppress(Exception):
         for item in program.items:
             exact.execute(item)
@@ -48,7 +48,7 @@ def _both(program: Program, draw: int = 0) -> tuple[Run, Run]:
     return exact, noisy
 
 
-def alike(exact: Run, noisy: Run) -> bool:
+def alike(exact: WorldState, noisy: WorldState) -> bool:
     """Whether two runs hold the same, up to a share of the tolerance."""
     slots, others = exact.slots(), noisy.slots()
     allowed = tolerance(slots.values(), exact.casts) * SHARE
@@ -74,14 +74,14 @@ def bounded(value: Any) -> bool:
     return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
 
 
-def disturb(state: Run, item: Item, exact: Run, draw: int = 0) -> None:
+def disturb(state: WorldState, item: Item, exact: WorldState, draw: int = 0) -> None:
     """Add rounding errors to what the item has made, where it holds memory of its own.
 
     They are of the size of the largest entry, which cancellation may leave in any, and pull towards
     zero: an entry that is next to zero comes to its other side. A zero gets the sign that it does
     not have in `exact`.
     """
-    if not isinstance(item, Step):
+    if not isinstance(item, Statement):
         return
     slots, others = state.slots(), exact.slots()
     taken = {

@@ -27,7 +27,7 @@ from shardwise.testing.fuzz.compare import (
 )
 from shardwise.testing.fuzz.noise import hangs_on_rounding
 from shardwise.testing.fuzz.program import Program
-from shardwise.testing.fuzz.run import Run, run
+from shardwise.testing.fuzz.run import WorldState, run
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 from shardwise.testing.op_sweep.result import brief
 
@@ -41,7 +41,7 @@ REFUSALS = (UnsupportedError, LayoutError, MixedTensorsError, LeafError, Argumen
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """How a program ended: `aspect` is what differs, in `slot`, and `note` says it in words."""
 
     kind: str
@@ -59,13 +59,13 @@ class Reference:
     """The program on one device, with what each slot held after each step."""
 
     program: Program
-    run: Run = field(init=False)
+    run: WorldState = field(init=False)
     history: dict[str, list[Any]] = field(default_factory=dict)
     #: Why there is nothing to compare with after `run.done` items, if so.
     undefined: str | None = None
 
     def __post_init__(self) -> None:
-        self.run = Run(OneDevice(), self.program.seed)
+        self.run = WorldState(OneDevice(), self.program.seed)
         for item in self.program.items:
             if not item.makes:  # it may write to what slots hold
                 self._note()
@@ -89,20 +89,20 @@ class Reference:
                 self.history.setdefault(name, []).append(value.detach().clone())
 
 
-def play(program: Program, world: Sharded) -> Outcome:
+def play(program: Program, world: Sharded) -> ProgramOutcome:
     """Play in the simulated world that is entered."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _play(program, world)
 
 
-def _play(program: Program, world: Sharded) -> Outcome:
+def _play(program: Program, world: Sharded) -> ProgramOutcome:
     expected = Reference(program)
     if expected.undefined is not None:
         # What came before must be right all the same.
         before = _play(program.upto(expected.run.done), world)
         note = repr(program.items[expected.run.done].code)
-        return before if before.failed else Outcome("undefined", expected.undefined, note)
+        return before if before.failed else ProgramOutcome("undefined", expected.undefined, note)
     found = run(program, world)
     if found.error is None or expected.run.error is None or found.done != expected.run.done:
         if found.error is not None:
@@ -111,18 +111,18 @@ def _play(program: Program, world: Sharded) -> Outcome:
             error = expected.run.error
             code = program.items[expected.run.done].code
             note = f"accepted {code!r}, where one device raises {type(error).__name__}: "
-            return Outcome("wrong", "accepted", note + brief(error))
+            return ProgramOutcome("wrong", "accepted", note + brief(error))
     outcome = _compare(expected, found)
     if outcome is not None and _turned_since(program, outcome):
-        return Outcome("ok")  # torch too leaves a gradient as it is when its leaf is turned
+        return ProgramOutcome("ok")  # torch too leaves a gradient as it is when its leaf is turned
     if outcome is not None and outcome.kind == "wrong" and _is_rounding(program, outcome, world):
-        return Outcome("undefined", undefined.ROUNDING, outcome.note)
+        return ProgramOutcome("undefined", undefined.ROUNDING, outcome.note)
     if outcome is None and expected.run.error is not None:
-        return Outcome("torch-refused", note=brief(expected.run.error))
-    return outcome or Outcome("ok")
+        return ProgramOutcome("torch-refused", note=brief(expected.run.error))
+    return outcome or ProgramOutcome("ok")
 
 
-def _is_rounding(program: Program, outcome: Outcome, world: Sharded) -> bool:
+def _is_rounding(program: Program, outcome: ProgramOutcome, world: Sharded) -> bool:
     """Whether a number differs that hangs on rounding on one device, and not in float64."""
     if outcome.aspect not in ("value", "gradient value"):
         return False
@@ -132,7 +132,7 @@ def _is_rounding(program: Program, outcome: Outcome, world: Sharded) -> bool:
     return wide == program or not _play(wide, world).failed
 
 
-def _turned_since(program: Program, outcome: Outcome) -> bool:
+def _turned_since(program: Program, outcome: ProgramOutcome) -> bool:
     """Whether a gradient lies otherwise since its leaf was turned after the last backward."""
     if outcome.aspect != "gradient place":
         return False
@@ -146,7 +146,7 @@ def _turned_since(program: Program, outcome: Outcome) -> bool:
     return False
 
 
-def _raised(program: Program, world: Sharded, found: Run) -> Outcome:
+def _raised(program: Program, world: Sharded, found: WorldState) -> ProgramOutcome:
     """Ours raises where one device does not; what came before must be right all the same."""
     error = found.error
     assert error is not None, "an error is told about"
@@ -155,8 +155,8 @@ def _raised(program: Program, world: Sharded, found: Run) -> Outcome:
         return before
     note = f"{program.items[found.done].code!r}: {type(error).__name__}: {brief(error)}"
     if isinstance(error, REFUSALS):
-        return Outcome("refused", _plain(error), note)
-    return Outcome("crash", f"{type(error).__name__} {_plain(error)}", note)
+        return ProgramOutcome("refused", _plain(error), note)
+    return ProgramOutcome("crash", f"{type(error).__name__} {_plain(error)}", note)
 
 
 def _plain(error: BaseException) -> str:
@@ -164,25 +164,27 @@ def _plain(error: BaseException) -> str:
     return " ".join(word for word in str(error).split()[:14] if word.isalpha())
 
 
-def _compare(expected: Reference, found: Run) -> Outcome | None:
+def _compare(expected: Reference, found: WorldState) -> ProgramOutcome | None:
     ours, theirs = found.slots(), expected.run.slots()
     allowed = tolerance(theirs.values(), expected.run.casts)
     for name, value in theirs.items():
         try:
             why = difference(whole(ours[name]), value, allowed)
         except Different as error:
-            return Outcome("wrong", "parts", f"{name}: {error}", name)
+            return ProgramOutcome("wrong", "parts", f"{name}: {error}", name)
         except REFUSALS as error:
-            return Outcome("refused", _plain(error), f"reading {name}: {brief(error)}", name)
+            return ProgramOutcome("refused", _plain(error), f"reading {name}: {brief(error)}", name)
         except Exception as error:
             aspect = f"{type(error).__name__} {_plain(error)}"
-            return Outcome("crash", aspect, f"reading {name}: {brief(error)}", name)
+            return ProgramOutcome("crash", aspect, f"reading {name}: {brief(error)}", name)
         before = expected.history.get(name, [])[-1:] if expected.run.error is not None else []
         if why and not _held_before(whole(ours[name]), before, allowed):
             # A kernel that raises may have written to some entries; who checks first has to none.
             if _held_before(whole(ours[name]), expected.history.get(name, []), allowed):
-                return Outcome("stale", "value", f"{name} {why}, as it was before a write", name)
-            return Outcome("wrong", _aspect(why), f"{name} {why}", name)
+                return ProgramOutcome(
+                    "stale", "value", f"{name} {why}, as it was before a write", name
+                )
+            return ProgramOutcome("wrong", _aspect(why), f"{name} {why}", name)
     # Where both raised, backward may have come to any point.
     if expected.run.error is None:
         # An op that returns its operand has made no other tensor.
@@ -195,19 +197,21 @@ def _compare(expected: Reference, found: Run) -> Outcome | None:
                 try:
                     ours[name].clone()
                 except REFUSALS as error:  # nobody can use it, nor differentiate it
-                    return Outcome("refused", _plain(error), f"using {name}: {brief(error)}", name)
-                return Outcome("wrong", "requires_grad", note, f"{name}.requires_grad")
+                    return ProgramOutcome(
+                        "refused", _plain(error), f"using {name}: {brief(error)}", name
+                    )
+                return ProgramOutcome("wrong", "requires_grad", note, f"{name}.requires_grad")
             try:
                 why = _grad_difference(ours[name], theirs[name], allowed)
             except Exception as error:
                 aspect = f"{type(error).__name__} {_plain(error)}"
                 note = f"reading the gradient of {name}: {brief(error)}"
-                return Outcome("crash", aspect, note, f"{name}.grad")
+                return ProgramOutcome("crash", aspect, note, f"{name}.grad")
             if why:
                 aspect = f"gradient {_aspect(why)}"
-                return Outcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
+                return ProgramOutcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
         if not torch.equal(found.rng, expected.run.rng):
-            return Outcome("wrong", "generator", "the generator is left in another state")
+            return ProgramOutcome("wrong", "generator", "the generator is left in another state")
     return None
 
 

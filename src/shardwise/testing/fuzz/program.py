@@ -53,7 +53,7 @@ class Leaf:
 
 
 @dataclass(frozen=True)
-class Step:
+class Statement:
     """A statement. `makes` are the slots that it assigns; the others in its text it reads."""
 
     code: str
@@ -64,7 +64,7 @@ class Step:
         return frozenset(_SLOT.findall(self.code)) - set(self.makes)
 
 
-Item = Leaf | Step
+Item = Leaf | Statement
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ _CAST = re.compile(r'autocast\("cpu", torch\.(\w+)\)')
 
 
 def execute(code: str, scope: dict[str, Any]) -> None:
-    """Run a statement. An error keeps no frame alive.
+    """WorldState a statement. An error keeps no frame alive.
 
     A context that waits in a frame for its end goes on until the frame is gone: `checkpoint` of a
     function that raises would, in torch 2.11, recompute it in the backward of later programs.
@@ -44,7 +44,7 @@ def execute(code: str, scope: dict[str, Any]) -> None:
 
 
 @dataclass
-class Run:
+class WorldState:
     """What a world holds after some items: the slots, and the generator of its own."""
 
     world: OneDevice
@@ -61,7 +61,7 @@ class Run:
         self.rng = torch.Generator().manual_seed(self.seed).get_state()
 
     def execute(self, item: Item) -> None:
-        """Run one item; what it raises is what one would see."""
+        """WorldState one item; what it raises is what one would see."""
         torch.set_rng_state(self.rng)
         try:
             execute(item.code, self.scope)
@@ -75,9 +75,9 @@ class Run:
         return {name: v for name, v in self.scope.items() if name[0] == "v" and name[1:].isdigit()}
 
 
-def run(program: Program, world: OneDevice) -> Run:
-    """Run until the end or an error."""
-    state = Run(world, program.seed)
+def run(program: Program, world: OneDevice) -> WorldState:
+    """WorldState until the end or an error."""
+    state = WorldState(world, program.seed)
     for item in program.items:
         try:
             state.execute(item)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from shardwise.testing.fuzz.play import Outcome
+from shardwise.testing.fuzz.play import ProgramOutcome
 from shardwise.testing.fuzz.program import Program
 
 _HEAD = """\
@@ -20,7 +20,7 @@ from shardwise.testing.fuzz import OneDevice, Sharded
 """
 
 
-def script(program: Program, outcome: Outcome) -> str:
+def script(program: Program, outcome: ProgramOutcome) -> str:
     """The text of the script, with what was found as a comment at its top."""
     lines = [f"    {line}" for line in program.text.splitlines()]
     shown = f"w.read({outcome.slot})" if outcome.slot else '"no error"'

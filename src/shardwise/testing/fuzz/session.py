@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.comm.simulate import simulate
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.play import Outcome, play
+from shardwise.testing.fuzz.play import ProgramOutcome, play
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.result import Result
 from shardwise.testing.fuzz.script import script
@@ -57,7 +57,9 @@ def _batches(seeds: list[int]) -> Iterator[list[int]]:
         yield seeds[start : start + OF_ONE_WORLD]
 
 
-def _result(program: Program, outcome: Outcome, smaller: bool, forked: bool = False) -> Result:
+def _result(
+    program: Program, outcome: ProgramOutcome, smaller: bool, forked: bool = False
+) -> Result:
     text = ""
     if outcome.failed and smaller:
         play_one = play_forked if forked else play_alone

@@ -15,8 +15,8 @@ import torch
 from shardwise.comm.simulate import simulate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.testing.fuzz.noise import steady
-from shardwise.testing.fuzz.play import Outcome, play
-from shardwise.testing.fuzz.program import Item, Leaf, Program, Step, placed
+from shardwise.testing.fuzz.play import ProgramOutcome, play
+from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed
 from shardwise.testing.fuzz.run import run
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
@@ -25,13 +25,13 @@ LIMIT_S = 20.0
 _LIST = re.compile(r"\[((?:Shard|Replicate|Partial)\([^\[\]]*)\](?:, \(([\d, ]+)\))?")
 
 
-def play_alone(program: Program) -> Outcome:
+def play_alone(program: Program) -> ProgramOutcome:
     """Play in a world of its own, where nothing is remembered from other programs."""
     with simulate(math.prod(program.mesh)):
         return play(program, Sharded(program.mesh))
 
 
-def play_forked(program: Program) -> Outcome:
+def play_forked(program: Program) -> ProgramOutcome:
     """As `play_alone`, in a copy of the process: what ends that one is an outcome."""
     reading, writing = os.pipe()
     child = os.fork()
@@ -45,16 +45,16 @@ def play_forked(program: Program) -> Outcome:
         text = answer.read()
     _, status = os.waitpid(child, 0)
     if text:
-        return Outcome(**json.loads(text))
-    return Outcome("crash", "process", f"the process ended with status {status}")
+        return ProgramOutcome(**json.loads(text))
+    return ProgramOutcome("crash", "process", f"the process ended with status {status}")
 
 
 def shrink(
     program: Program,
-    outcome: Outcome,
-    play_one: Callable[[Program], Outcome] = play_alone,
+    outcome: ProgramOutcome,
+    play_one: Callable[[Program], ProgramOutcome] = play_alone,
     limit_s: float = LIMIT_S,
-) -> tuple[Program, Outcome]:
+) -> tuple[Program, ProgramOutcome]:
     """The smallest program found that fails in the same way, and how it does."""
     until = time.monotonic() + limit_s
     improved = True
@@ -73,11 +73,11 @@ def shrink(
 
 def _first_failing(
     program: Program,
-    outcome: Outcome,
+    outcome: ProgramOutcome,
     candidates: Iterator[Program],
-    play_one: Callable[[Program], Outcome],
+    play_one: Callable[[Program], ProgramOutcome],
     until: float,
-) -> tuple[Program, Outcome] | None:
+) -> tuple[Program, ProgramOutcome] | None:
     for candidate in candidates:
         if time.monotonic() > until:
             return None
@@ -104,7 +104,7 @@ def _cut(program: Program) -> Iterator[Program]:
     whole = (REPLICATE,) * len(program.mesh)
     for index in reversed(range(len(program.items))):
         item = program.items[index]
-        if not isinstance(item, Step) or len(item.makes) != 1:
+        if not isinstance(item, Statement) or len(item.makes) != 1:
             continue
         value = values.get(item.makes[0])
         if not isinstance(value, torch.Tensor):
@@ -131,7 +131,7 @@ def _skip(program: Program) -> Iterator[Program]:
     values = run(program, OneDevice()).slots()
     for index in reversed(range(len(program.items))):
         item = program.items[index]
-        if not isinstance(item, Step) or len(item.makes) != 1 or item.makes[0] not in values:
+        if not isinstance(item, Statement) or len(item.makes) != 1 or item.makes[0] not in values:
             continue
         for name in sorted(item.reads):
             if _alike(values[name], values[item.makes[0]]):
@@ -188,7 +188,7 @@ def _simpler(leaf: Leaf) -> Iterator[Leaf]:
 def _simpler_doors(program: Program) -> Iterator[Program]:
     """Doors to Replicate along an axis."""
     for index, item in enumerate(program.items):
-        if isinstance(item, Step) and (found := _LIST.search(item.code)):
+        if isinstance(item, Statement) and (found := _LIST.search(item.code)):
             placements = _read(found)
             for axis, placement in enumerate(placements):
                 if placement != REPLICATE:

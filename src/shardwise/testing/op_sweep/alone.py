@@ -12,11 +12,11 @@ import torch
 
 from shardwise._torch.pytree import tree_leaves, tree_map, tree_map_only
 from shardwise.testing.op_sweep.compare import same
-from shardwise.testing.op_sweep.table import Sample, tensors_of
+from shardwise.testing.op_sweep.table import OpCall, tensors_of
 
 
 @dataclass
-class Run:
+class CallResult:
     """What a call gives: its tensors detached, in order."""
 
     result: list[Any]
@@ -32,7 +32,7 @@ class Run:
 class Alone:
     """A sample on one device: the result, the gradients, and the same in double precision."""
 
-    def __init__(self, entry: Any, sample: Sample) -> None:
+    def __init__(self, entry: Any, sample: OpCall) -> None:
         self.entry, self.sample = entry, sample
         run = self._run(sample, seed=0)
         self.result, self.grads, self.whole = run.result, run.grads, run.whole
@@ -44,9 +44,9 @@ class Alone:
         #: The tensor that the form in place has written to, and the state of the generator then.
         self.written: torch.Tensor | None = None
         self.written_state: torch.Tensor | None = None
-        self._others: dict[tuple[bool, bool], Run] = {}
+        self._others: dict[tuple[bool, bool], CallResult] = {}
 
-    def _run(self, sample: Sample, seed: int, flat: bool = False) -> Run:
+    def _run(self, sample: OpCall, seed: int, flat: bool = False) -> CallResult:
         args, kwargs, leaves = placed(sample, copied)
         torch.default_generator.manual_seed(seed)
         result = self.entry(*args, **kwargs)
@@ -58,12 +58,12 @@ class Alone:
                 differentiable = sample.differentiable(result)
                 grads = gradients(differentiable, leaves, lambda t, _: t, flat)
                 read = [t for t in tensors_of(differentiable) if t.requires_grad]
-        return Run(_detached(result), [t.detach() for t in read], grads, state, whole)
+        return CallResult(_detached(result), [t.detach() for t in read], grads, state, whole)
 
-    def double(self) -> Run:
+    def double(self) -> CallResult:
         return self.other(double=True)
 
-    def other(self, *, double: bool = False, flat: bool = False) -> Run:
+    def other(self, *, double: bool = False, flat: bool = False) -> CallResult:
         """The run in double precision, or with a gradient of ones that have no memory."""
         if (double, flat) not in self._others:
             sample = doubled(self.sample) if double else self.sample
@@ -107,7 +107,7 @@ class Alone:
         self.written_state = torch.default_generator.get_state()
         return True
 
-    def write(self, sample: Sample) -> torch.Tensor:
+    def write(self, sample: OpCall) -> torch.Tensor:
         """What the form in place writes."""
         args, kwargs, _ = placed(sample, copied)
         with torch.no_grad():
@@ -126,7 +126,7 @@ def _detached(result: Any) -> list[Any]:
 
 
 def placed(
-    sample: Sample, place: Callable[[torch.Tensor], torch.Tensor]
+    sample: OpCall, place: Callable[[torch.Tensor], torch.Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
     """The sample's arguments with each tensor placed, and the leaves that want a gradient."""
     wants, leaves = iter(sample.wants_grad), []
@@ -163,7 +163,7 @@ def fixed_gradients(results: Sequence[torch.Tensor], flat: bool = False) -> list
     return [torch.randn(t.shape, dtype=t.dtype, generator=generator) for t in results]
 
 
-def doubled(sample: Sample) -> Sample:
+def doubled(sample: OpCall) -> OpCall:
     wider = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
     def widen(leaf: Any) -> Any:
@@ -172,4 +172,4 @@ def doubled(sample: Sample) -> Sample:
         return leaf
 
     args, kwargs = tree_map(widen, (sample.args, sample.kwargs))
-    return Sample(args, kwargs, sample.wants_grad, sample.differentiable)
+    return OpCall(args, kwargs, sample.wants_grad, sample.differentiable)

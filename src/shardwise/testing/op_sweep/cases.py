@@ -28,8 +28,8 @@ from shardwise.testing.op_sweep.compare import Different, compare, gathered
 from shardwise.testing.op_sweep.doors import Reading, reading
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.pick import lots_of
-from shardwise.testing.op_sweep.table import Sample, full_name, tensors_of
-from shardwise.testing.op_sweep.ways import Way
+from shardwise.testing.op_sweep.table import OpCall, full_name, tensors_of
+from shardwise.testing.op_sweep.ways import OperandLayouts
 from shardwise.testing.op_sweep.writes import (
     Written,
     drawn_write,
@@ -45,7 +45,7 @@ class Cases:
     def __init__(
         self,
         alone: Alone,
-        way: Way,
+        way: OperandLayouts,
         mesh: DeviceMesh,
         number: int,
         through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
@@ -135,7 +135,7 @@ class Cases:
             )
 
     def _through_doors(
-        self, sample: Sample, key: str, flat: bool, read: list[Reading | None]
+        self, sample: OpCall, key: str, flat: bool, read: list[Reading | None]
     ) -> tuple[list[Any], list[Any]]:
         """The values and the gradients; the readings are added to `read`."""
         result, leaves = self._run(sample)
@@ -169,14 +169,14 @@ class Cases:
         if write.to == "result" and _repeats(plain[write.number]):
             return
 
-        def there(sample: Sample) -> tuple[list[Any], list[Any], list[bool]]:
+        def there(sample: OpCall) -> tuple[list[Any], list[Any], list[bool]]:
             placements, op = iter(self._way.placements), self._through(alone.entry.op)
             found = written(write, sample, op, lambda t: self._lay(t, next(placements)), self._like)
             return gathered(found.values), gathered(found.grads), found.requires_grad
 
         apart = False
 
-        def on_one_device(sample: Sample) -> Written:
+        def on_one_device(sample: OpCall) -> Written:
             op, like = alone.entry.op, lambda grad, _: grad
             return written(write, sample, op, copied, like, apart=apart)
 
@@ -214,7 +214,7 @@ class Cases:
     def inplace(self) -> None:
         alone = self._alone
 
-        def there(sample: Sample) -> list[Any]:
+        def there(sample: OpCall) -> list[Any]:
             """What the form in place returns, and what it has written to."""
             with torch.no_grad():
                 args, kwargs, _ = self._spread(sample)
@@ -231,7 +231,7 @@ class Cases:
     def out(self) -> None:
         alone = self._alone
 
-        def there(sample: Sample, result: Any) -> list[Any]:
+        def there(sample: OpCall, result: Any) -> list[Any]:
             """What is written to tensors like `result`."""
             with torch.no_grad():
                 args, kwargs, _ = self._spread(sample)
@@ -247,14 +247,14 @@ class Cases:
         self.found["out"] = there(alone.sample, self._result)
         compare(self.found["out"], alone.result, in_double)
 
-    def _spread(self, sample: Sample) -> tuple[Any, Any, list[torch.Tensor]]:
+    def _spread(self, sample: OpCall) -> tuple[Any, Any, list[torch.Tensor]]:
         placements = iter(self._way.placements)
         return placed(sample, lambda t: self._lay(t, next(placements)))
 
     def _lay(self, tensor: torch.Tensor, placements: Sequence[Placement]) -> DTensor:
         return laid_out(tensor, self._mesh, placements, self._way.order)
 
-    def _run(self, sample: Sample) -> tuple[Any, list[torch.Tensor]]:
+    def _run(self, sample: OpCall) -> tuple[Any, list[torch.Tensor]]:
         args, kwargs, leaves = self._spread(sample)
         torch.default_generator.manual_seed(0)
         return self._through(self._alone.entry.op)(*args, **kwargs), leaves

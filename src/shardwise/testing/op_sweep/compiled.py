@@ -27,7 +27,7 @@ from shardwise.testing.op_sweep.pick import middles
 from shardwise.testing.op_sweep.play import each_way, outcome_of
 from shardwise.testing.op_sweep.result import OpResult, brief
 from shardwise.testing.op_sweep.table import full_name, own_seed, samples
-from shardwise.testing.op_sweep.ways import Way, ways
+from shardwise.testing.op_sweep.ways import OperandLayouts, ways
 
 #: What the compiler may have refused, the op itself or what this package made of it.
 _FAILED = ("error", "raises")
@@ -83,7 +83,7 @@ class _Sample:
         self._refused: dict[str, str] = {}
 
     def on(
-        self, way: Way, mesh: DeviceMesh, number: int, kinds: Sequence[str]
+        self, way: OperandLayouts, mesh: DeviceMesh, number: int, kinds: Sequence[str]
     ) -> Iterator[tuple[str, str, str]]:
         """The kind, the outcome and a note, of each case."""
         eager = Cases(self._alone, way, mesh, number)

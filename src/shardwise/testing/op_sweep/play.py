@@ -18,8 +18,8 @@ from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.compare import Different
 from shardwise.testing.op_sweep.refused import play_errors
 from shardwise.testing.op_sweep.result import KINDS, OpResult, brief
-from shardwise.testing.op_sweep.table import Sample, full_name, samples
-from shardwise.testing.op_sweep.ways import Way, further_ways, ways
+from shardwise.testing.op_sweep.table import OpCall, full_name, samples
+from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, ways
 
 
 def play_operator(
@@ -48,7 +48,7 @@ def play_operator(
 
 def _play_sample(
     entry: Any,
-    sample: Sample,
+    sample: OpCall,
     number: int,
     num_ways: int,
     kinds: Sequence[str],
@@ -73,7 +73,7 @@ def _play_sample(
                 break
 
 
-def each_way(chosen: Sequence[Way]) -> Iterator[tuple[int, Way, DeviceMesh]]:
+def each_way(chosen: Sequence[OperandLayouts]) -> Iterator[tuple[int, OperandLayouts, DeviceMesh]]:
     """The ways, numbered, each with its mesh; what runs meanwhile runs in a simulated world."""
     numbered = sorted(enumerate(chosen), key=lambda pair: math.prod(pair[1].mesh))
     for ranks, some in itertools.groupby(numbered, lambda pair: math.prod(pair[1].mesh)):

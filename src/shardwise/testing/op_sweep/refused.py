@@ -13,8 +13,8 @@ from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.testing.op_sweep.alone import placed
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.result import OpResult, brief
-from shardwise.testing.op_sweep.table import Sample, error_samples
-from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, Way, ways
+from shardwise.testing.op_sweep.table import OpCall, error_samples
+from shardwise.testing.op_sweep.ways import ONE_AXIS, RANKS, OperandLayouts, ways
 
 
 def play_errors(entry: Any, result: OpResult) -> None:
@@ -45,7 +45,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def _refused(
-    entry: Any, sample: Sample, way: Way, mesh: DeviceMesh, kind: type[BaseException]
+    entry: Any, sample: OpCall, way: OperandLayouts, mesh: DeviceMesh, kind: type[BaseException]
 ) -> tuple[str, str]:
     placements = iter(way.placements)
     made: dict[int, Any] = {}

@@ -65,7 +65,7 @@ def _op_db() -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Sample:
+class OpCall:
     """One call: the op's arguments, tensors detached, and what to do before backward."""
 
     args: tuple[Any, ...]
@@ -87,7 +87,7 @@ def tensors_of(value: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
-def samples(entry: Any, count: int, pick: Pick[Any] = evenly) -> list[Sample]:
+def samples(entry: Any, count: int, pick: Pick[Any] = evenly) -> list[OpCall]:
     """`count` of the entry's samples, spread over all of them; those without tensors left out."""
     _same_every_time()
     dtype = _dtype_of(entry)
@@ -133,13 +133,13 @@ def _has_dense_tensors(sample: Any) -> bool:
     return bool(found) and all(t.layout is torch.strided and t.device.type == "cpu" for t in found)
 
 
-def _sample(made: Any) -> Sample:
+def _sample(made: Any) -> OpCall:
     args = (made.input, *made.args)
     wants = tuple(t.requires_grad for t in tensors_of((args, made.kwargs)))
-    return Sample(args, dict(made.kwargs), wants, made.output_process_fn_grad)
+    return OpCall(args, dict(made.kwargs), wants, made.output_process_fn_grad)
 
 
-def error_samples(entry: Any) -> Iterator[tuple[Sample, type[BaseException]]]:
+def error_samples(entry: Any) -> Iterator[tuple[OpCall, type[BaseException]]]:
     """Calls that one device refuses, with the type that it raises."""
     if entry.error_inputs_func is None:
         return

@@ -16,7 +16,7 @@ ONE_AXIS, TWO_AXES, THREE_AXES = (4,), (2, 2), (2, 2, 2)
 
 
 @dataclass(frozen=True)
-class Way:
+class OperandLayouts:
     """A mesh and the placements of each tensor of a sample."""
 
     mesh: tuple[int, ...]
@@ -29,18 +29,20 @@ class Way:
         return f"mesh {self.mesh}{order}: {', '.join(map(short, self.placements))}"
 
 
-def ways(tensors: Sequence[torch.Tensor], limit: int, pick: Pick[Way] = evenly) -> list[Way]:
+def ways(
+    tensors: Sequence[torch.Tensor], limit: int, pick: Pick[OperandLayouts] = evenly
+) -> list[OperandLayouts]:
     """At most `limit` ways: replicated, sharded alike, apart, unevenly, Partial, on two axes."""
     return pick(list(dict.fromkeys(w for w in _every(tensors) if _fits(w, tensors))), limit)
 
 
-def further_ways(tensors: Sequence[torch.Tensor], num: int, key: str) -> list[Way]:
+def further_ways(tensors: Sequence[torch.Tensor], num: int, key: str) -> list[OperandLayouts]:
     """`num` ways on two and three axes in any order, drawn by lot: the same for the same key."""
     every = dict.fromkeys(w for w in _in_any_order(tensors) if _fits(w, tensors))
     return by_lot(list(every), num, key)
 
 
-def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
+def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[OperandLayouts]:
     last = max(t.dim() for t in tensors) - 1
     for mesh in (TWO_AXES, THREE_AXES):
         num_axes = len(mesh)
@@ -54,7 +56,7 @@ def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
                 turn = number % num_axes if apart else 0
                 turned = pattern[turn:] + pattern[:turn]
                 placements.append(tuple(_as_said(tensor, word, last) for word in turned))
-            yield Way(mesh, tuple(placements), None if order == orders[0] else order)
+            yield OperandLayouts(mesh, tuple(placements), None if order == orders[0] else order)
 
 
 def _as_said(tensor: torch.Tensor, word: str, last: int) -> Placement:
@@ -68,7 +70,7 @@ def _as_said(tensor: torch.Tensor, word: str, last: int) -> Placement:
     return REPLICATE
 
 
-def _fits(way: Way, tensors: Sequence[torch.Tensor]) -> bool:
+def _fits(way: OperandLayouts, tensors: Sequence[torch.Tensor]) -> bool:
     return all(
         not p.is_partial() or t.is_floating_point() or t.is_complex()
         for placements, t in zip(way.placements, tensors, strict=True)
@@ -76,7 +78,7 @@ def _fits(way: Way, tensors: Sequence[torch.Tensor]) -> bool:
     )
 
 
-def _every(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
+def _every(tensors: Sequence[torch.Tensor]) -> Iterator[OperandLayouts]:
     num, most_dims = len(tensors), max(t.dim() for t in tensors)
     yield _one(REPLICATE for _ in tensors)
     for dim in range(most_dims):
@@ -101,12 +103,12 @@ def _every(tensors: Sequence[torch.Tensor]) -> Iterator[Way]:
     yield _two((_sum(t), _shard(t, 0)) for t in tensors)
 
 
-def _one(placements: Iterable[Placement]) -> Way:
-    return Way(ONE_AXIS, tuple((p,) for p in placements))
+def _one(placements: Iterable[Placement]) -> OperandLayouts:
+    return OperandLayouts(ONE_AXIS, tuple((p,) for p in placements))
 
 
-def _two(placements: Iterable[tuple[Placement, Placement]]) -> Way:
-    return Way(TWO_AXES, tuple(placements))
+def _two(placements: Iterable[tuple[Placement, Placement]]) -> OperandLayouts:
+    return OperandLayouts(TWO_AXES, tuple(placements))
 
 
 def _shard(tensor: torch.Tensor, dim: int) -> Placement:

@@ -17,7 +17,7 @@ import torch
 from shardwise._torch.pytree import tree_map_only
 from shardwise.testing.op_sweep.alone import fixed_gradients, placed
 from shardwise.testing.op_sweep.pick import lots_of
-from shardwise.testing.op_sweep.table import Sample, tensors_of
+from shardwise.testing.op_sweep.table import OpCall, tensors_of
 
 #: What the operands are to autograd: plain tensors, results of an earlier op, or leaves.
 _HISTORIES = ("none", "op", "leaf")
@@ -45,7 +45,7 @@ class Written:
     grads: list[Any]
 
 
-def drawn_write(sample: Sample, num_results: int, differentiable: bool, key: str) -> Write:
+def drawn_write(sample: OpCall, num_results: int, differentiable: bool, key: str) -> Write:
     """A write to an operand or a result, drawn by lot: the same for the same key."""
     lots = lots_of(key)
     names = [("operand", i) for i in range(len(sample.tensors))]
@@ -56,7 +56,7 @@ def drawn_write(sample: Sample, num_results: int, differentiable: bool, key: str
 
 def written(
     write: Write,
-    sample: Sample,
+    sample: OpCall,
     op: Callable[..., Any],
     place: Callable[[torch.Tensor], torch.Tensor],
     like: Callable[[torch.Tensor, Any], torch.Tensor],

@@ -4,7 +4,7 @@ A case is a model, a mesh, front doors in some order, and options. Three steps a
 parameters compared. `python -m shardwise.testing.steps` draws cases and plays them.
 """
 
-from shardwise.testing.steps.case import Case, Door
-from shardwise.testing.steps.verdict import Verdict, prove
+from shardwise.testing.steps.case import Door, StepCase
+from shardwise.testing.steps.verdict import StepVerdict, prove
 
-__all__ = ["Case", "Door", "Verdict", "prove"]
+__all__ = ["Door", "StepCase", "StepVerdict", "prove"]

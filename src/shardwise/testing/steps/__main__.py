@@ -13,9 +13,9 @@ import torch
 
 from shardwise.errors import ArgumentError
 from shardwise.testing.op_sweep.__main__ import part_of_several
-from shardwise.testing.steps.case import Case
+from shardwise.testing.steps.case import StepCase
 from shardwise.testing.steps.draw import draw_cases
-from shardwise.testing.steps.verdict import Verdict, prove
+from shardwise.testing.steps.verdict import StepVerdict, prove
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     if options.workers > 1 and not options.replay:
         return _in_parts(options)
     try:
-        cases = [Case.parse(text) for text in options.replay]
+        cases = [StepCase.parse(text) for text in options.replay]
     except ArgumentError as error:
         print(error, file=sys.stderr)
         return 2
@@ -34,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
         cases = draw_cases(options.cases, options.seed, in_processes=options.processes)
         cases = cases[part - 1 :: num_parts]
 
-    def done(verdict: Verdict) -> None:
+    def done(verdict: StepVerdict) -> None:
         if options.verbose or verdict.kind == "wrong":
             print(verdict, flush=True)
 
@@ -43,14 +43,14 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(verdict.kind == "wrong" for verdict in verdicts))
 
 
-def summary(verdicts: list[Verdict], seconds: float) -> str:
+def summary(verdicts: list[StepVerdict], seconds: float) -> str:
     """How many of each kind, and what was refused: each text once, with a case."""
     count = collections.Counter(verdict.kind for verdict in verdicts)
     lines = [
         f"{len(verdicts)} cases in {seconds:.0f} s: {count['ok']} ok, {count['refused']} refused, "
         f"{count['wrong']} wrong"
     ]
-    alike: dict[str, list[Verdict]] = {}
+    alike: dict[str, list[StepVerdict]] = {}
     for verdict in verdicts:
         if verdict.kind == "refused":
             alike.setdefault(re.sub(r"'[^']*'|\d+", "…", verdict.text), []).append(verdict)

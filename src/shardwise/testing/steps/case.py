@@ -63,7 +63,7 @@ class Door:
 
 
 @dataclass(frozen=True)
-class Case:
+class StepCase:
     """
     >>> text = "norms | dp=2,tp=2 | tp; dp(dp) | clip, late | sgd | 0"
     >>> case = Case.parse(text)
@@ -79,7 +79,7 @@ class Case:
     seed: int = 0
 
     @staticmethod
-    def parse(text: str) -> Case:
+    def parse(text: str) -> StepCase:
         parts = [part.strip() for part in text.split("|")]
         if len(parts) != 6 or not parts[5].isdigit():
             raise ArgumentError(
@@ -92,7 +92,7 @@ class Case:
             if not found <= set(known):
                 raise ArgumentError(f"{sorted(found - set(known))}: known are {', '.join(known)}.")
         made = tuple(Door.parse(door) for door in doors.split(";"))
-        return Case(kind, Mesh.parse(mesh), made, chosen, optimizer, int(seed))
+        return StepCase(kind, Mesh.parse(mesh), made, chosen, optimizer, int(seed))
 
     def __str__(self) -> str:
         axes = ",".join(f"{n}={s}" for n, s in zip(self.mesh.names, self.mesh.sizes, strict=True))

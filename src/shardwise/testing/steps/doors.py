@@ -16,11 +16,11 @@ from shardwise.dtensor.create import distribute_module, distribute_tensor
 from shardwise.parallel import data_parallel, parallelize_module, shard_parameters
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS
-from shardwise.testing.steps.case import Case, Door
+from shardwise.testing.steps.case import Door, StepCase
 from shardwise.testing.steps.kinds import KINDS, Kind
 
 
-def open_doors(case: Case, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     """The module after all doors of the case."""
     flattened: dict[tuple[str, ...], DeviceMesh] = {}
 
@@ -122,7 +122,7 @@ _CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]
 }
 
 
-def global_batch(case: Case, batch: Any, mesh: DeviceMesh) -> Any:
+def global_batch(case: StepCase, batch: Any, mesh: DeviceMesh) -> Any:
     """A batch as DTensors that lie in parts over the data axes."""
     placements = [Shard(0) if name in case.data_axes else Replicate() for name in case.mesh.names]
 

@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.case import Case, Door
+from shardwise.testing.steps.case import Door, StepCase
 from shardwise.testing.steps.kinds import KINDS, Kind
 from shardwise.testing.steps.options import OPTIONS, agree
 
@@ -114,7 +114,7 @@ MESHES = (
 NUM_CANDIDATES = 12
 
 
-def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list[Case]:
+def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list[StepCase]:
     """So many cases, each of which tries as many new pairs of choices as one of a few can."""
     chance = random.Random(seed)
     meshes = [Mesh.parse(text) for text in MESHES]
@@ -126,7 +126,7 @@ def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list
         for names, sets in DOORS.items()
     }
     tried: set[frozenset[str]] = set()
-    cases: list[Case] = []
+    cases: list[StepCase] = []
     while len(cases) < num_cases:
         drawn = [_draw(chance, meshes, doors) for _ in range(NUM_CANDIDATES)]
         best = max(drawn, key=lambda c: len(set(_pairs(c)) - tried))
@@ -137,7 +137,7 @@ def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list
 
 def _draw(
     chance: random.Random, meshes: list[Mesh], doors_of: Mapping[tuple[str, ...], Sequence[str]]
-) -> Case:
+) -> StepCase:
     while True:
         name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
         kind = KINDS[name]
@@ -148,15 +148,15 @@ def _draw(
         doors = [Door.parse(door) for door in text.split(";")]
         if chance.random() < 0.5:
             chance.shuffle(doors)
-        case = Case(name, mesh, tuple(doors))
+        case = StepCase(name, mesh, tuple(doors))
         options = _draw_options(chance, kind, case)
         # Adam and Adagrad divide by what is small, and make rounding large.
         steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
         optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
-        return Case(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
+        return StepCase(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
 
 
-def _draw_options(chance: random.Random, kind: Kind, case: Case) -> frozenset[str]:
+def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozenset[str]:
     allowed = [option for option in OPTIONS if option not in kind.without]
     if not any(door.name == "dp" for door in case.doors):
         allowed.remove("no_sync") if "no_sync" in allowed else None
@@ -180,7 +180,7 @@ def _fits(kind: Kind, text: str) -> bool:
     return not text.startswith("tp") or bool(kind.plan)
 
 
-def _pairs(case: Case) -> Iterator[frozenset[str]]:
+def _pairs(case: StepCase) -> Iterator[frozenset[str]]:
     """The pairs of choices of a case: of its doors the set, whether it is in order, and each."""
     choices = {
         case.kind,

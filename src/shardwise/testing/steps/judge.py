@@ -11,7 +11,7 @@ import torch
 from shardwise import checkpoint
 from shardwise.testing.differences import Difference, Values, differences
 from shardwise.testing.steps.train import plain_loss
-from shardwise.testing.steps.training import Outcome, Training, play_alone
+from shardwise.testing.steps.training import Training, TrainingOutcome, play_alone
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Judgement:
     compared: tuple[Difference, ...] = ()
 
 
-def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgement:
+def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> Judgement:
     """The outcomes of all ranks, and what they saved in the folder."""
     if any(outcome.failed for outcome in outcomes):
         return Judgement("wrong", _first(outcomes, "failed"))
@@ -54,7 +54,7 @@ def judge(training: Training, outcomes: list[Outcome], folder: Path) -> Judgemen
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
 
 
-def _rounding(training: Training, alone: Outcome) -> dict[str, float]:
+def _rounding(training: Training, alone: TrainingOutcome) -> dict[str, float]:
     """By parameter: three times what bfloat16 changes on one device."""
     exact = play_alone(replace(training, options=training.options - {"autocast"}))[0]
     return {
@@ -73,7 +73,7 @@ def _roughly(
     return replace(each, largest=gap, scale=max(each.scale, largest / 10))
 
 
-def _first(outcomes: list[Outcome], what: str) -> str:
+def _first(outcomes: list[TrainingOutcome], what: str) -> str:
     said = [getattr(o, what) for o in outcomes if getattr(o, what)]
     # A rank that fails takes its connections with it; what it says itself is the cause.
     return next((text for text in said if "gloo/transport" not in text), said[0])

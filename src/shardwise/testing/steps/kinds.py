@@ -10,18 +10,18 @@ from torch import nn
 
 from shardwise.embedding import SGD, Adagrad, Jagged, RowWiseAdagrad
 from shardwise.testing.steps.modules import (
-    GPT,
     VOCABULARY,
     WIDTH,
     Adapters,
-    Bags,
     Bert,
     Mixture,
     Norms,
-    Recommender,
+    SmallGPT,
+    SmallRecommender,
     Statistics,
     Tables,
     Tied,
+    TorchBags,
     Trained,
 )
 
@@ -135,14 +135,14 @@ KINDS: dict[str, Kind] = {
         Tables, _jagged, collection=True, optimizers=("sgd", "adagrad"), without=SPARSE
     ),
     "bags": Kind(
-        lambda: Bags(False),
+        lambda: TorchBags(False),
         _bags,
         MLP_PLAN | {"user": "rowwise"},
         cut=("user.weight", "items.weight"),
         without=NO_PENALTY,
     ),
     "sparse_bags": Kind(
-        lambda: Bags(True),
+        lambda: TorchBags(True),
         _bags,
         MLP_PLAN,
         cut=("user.weight", "items.weight"),
@@ -150,7 +150,7 @@ KINDS: dict[str, Kind] = {
         without=SPARSE,
     ),
     "gpt": Kind(
-        GPT,
+        SmallGPT,
         _own,
         {
             "body.blocks.*.up": "colwise",
@@ -160,7 +160,7 @@ KINDS: dict[str, Kind] = {
         without=NO_PENALTY | SPARE,
     ),
     "recommender": Kind(
-        Recommender,
+        SmallRecommender,
         _own,
         {"body.bottom.0": "colwise", "body.bottom.2": "rowwise"},
         cut=("body.tables.0.weight", "body.tables.1.weight"),

@@ -197,7 +197,7 @@ class Tables(Trained):
         return F.mse_loss(self.head(torch.cat([pooled, self.with_spare(x)], 1)).squeeze(1), target)
 
 
-class Bags(Trained):
+class TorchBags(Trained):
     """Torch's own tables, with gradients of rows alone or whole ones."""
 
     def __init__(self, sparse: bool) -> None:
@@ -239,11 +239,11 @@ class LossOf(Trained):
         return self.body.loss(*batch)  # type: ignore[operator]
 
 
-class GPT(LossOf):
+class SmallGPT(LossOf):
     def __init__(self) -> None:
         super().__init__(models.GPT(width=8, num_heads=2, hidden=10, num_blocks=1, max_length=4))
 
 
-class Recommender(LossOf):
+class SmallRecommender(LossOf):
     def __init__(self) -> None:
-        super().__init__(models.Recommender(rows=(11, 7), width=4))
+        super().__init__(models.ClickModel(rows=(11, 7), width=4))

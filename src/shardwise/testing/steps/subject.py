@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
-from shardwise.testing.steps.case import Case
+from shardwise.testing.steps.case import StepCase
 from shardwise.testing.steps.doors import global_batch, open_doors
 from shardwise.testing.steps.kinds import KINDS
 from shardwise.testing.steps.modules import WIDTH, Trained
@@ -19,7 +19,7 @@ from shardwise.testing.steps.training import AUTOCAST_BOUND, BOUND, Steps, Train
 EXAMPLES_PER_PART = 4
 
 
-def training_of(case: Case) -> Training:
+def training_of(case: StepCase) -> Training:
     whole = case.has_global_batch
     return Training(
         case.mesh,
@@ -34,7 +34,7 @@ def training_of(case: Case) -> Training:
     )
 
 
-def build(case: Case) -> tuple[Trained, Steps]:
+def build(case: StepCase) -> tuple[Trained, Steps]:
     """The module and, for each step, its batches: the same each time."""
     kind = KINDS[case.kind]
     with _default_dtype(torch.float32 if "autocast" in case.options else torch.float64):

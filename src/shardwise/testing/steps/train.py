@@ -46,7 +46,7 @@ def updates_together(module: nn.Module) -> Iterator[None]:
         each.step()
 
 
-class Run:
+class StepRun:
     """A module in training, and the copy it left behind.
 
     `late` names the parameters that the options "late" and "freeze" are about, `loss` computes a

@@ -37,7 +37,7 @@ from shardwise.errors import (
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.train import Loss, Run, freeze, plain_loss, updates_together
+from shardwise.testing.steps.train import Loss, StepRun, freeze, plain_loss, updates_together
 
 #: What says that something went wrong; other errors of shardwise say that something is not done.
 FAULTS = (RankMismatchError, CollectiveError, LaunchError, WorldError)
@@ -85,7 +85,7 @@ class Training:
 
 
 @dataclass
-class Outcome:
+class TrainingOutcome:
     """What a rank holds in the end; or the text of the refusal, or of the failure."""
 
     parameters: Values = field(default_factory=dict)
@@ -134,24 +134,24 @@ class LossOfParts:
         return torch.stack(losses).mean()
 
 
-def play_alone(training: Training) -> list[Outcome]:
+def play_alone(training: Training) -> list[TrainingOutcome]:
     """One device, as what each rank should hold in the end."""
     module, steps, late = training.begin()
     first = _changes(module, {})
     loss = training.loss
     parts = LossOfParts(loss, module, training.num_parts) if training.by_parts else None
-    run = Run(module, training.options, training.optimizer, late, parts or loss)
+    run = StepRun(module, training.options, training.optimizer, late, parts or loss)
     run.around_backward = updates_together
     for batches in steps:
         run.step(batches)
-    outcome = Outcome(_changes(run.module, first), _buffers(run.module))
+    outcome = TrainingOutcome(_changes(run.module, first), _buffers(run.module))
     if run.left is not None:
         outcome.left = _changes(run.left, first)
     ranks = range(training.mesh.num_ranks)
     if parts is None:
         return [outcome for _ in ranks]
     return [
-        Outcome(outcome.parameters, parts.buffers[training.part_of(rank)], outcome.left)
+        TrainingOutcome(outcome.parameters, parts.buffers[training.part_of(rank)], outcome.left)
         for rank in ranks
     ]
 
@@ -159,9 +159,9 @@ def play_alone(training: Training) -> list[Outcome]:
 # -- many ranks ------------------------------------------------------------------------------
 
 
-def play(training: Training, folder: Path) -> list[Outcome]:
+def play(training: Training, folder: Path) -> list[TrainingOutcome]:
     """What the ranks present hold in the end: all of a simulated world, or this process."""
-    run: Run | None = None
+    run: StepRun | None = None
     try:
         module, steps, late = training.begin()
         first = _changes(module, {})
@@ -169,7 +169,7 @@ def play(training: Training, folder: Path) -> list[Outcome]:
         if training.by_parts:
             _give_each_rank_its_own(module)
         sharded = training.shard(module, mesh)
-        run = Run(sharded, training.options, training.optimizer, late, training.loss)
+        run = StepRun(sharded, training.options, training.optimizer, late, training.loss)
         for batches in steps:
             run.step([_laid_out(training, batch, mesh) for batch in batches])
         if "save" in training.options:
@@ -180,8 +180,8 @@ def play(training: Training, folder: Path) -> list[Outcome]:
         refused = isinstance(error, ShardwiseError) and not isinstance(error, FAULTS) and not begun
         text = f"{type(error).__name__}: {error}"
         if refused:
-            return [Outcome(refused=text)] * _num_present()
-        return [Outcome(failed=f"{text}\n{_own_lines(error)}")] * _num_present()
+            return [TrainingOutcome(refused=text)] * _num_present()
+        return [TrainingOutcome(failed=f"{text}\n{_own_lines(error)}")] * _num_present()
 
 
 def _laid_out(training: Training, batch: Any, mesh: DeviceMesh) -> Any:
@@ -219,8 +219,8 @@ def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
 # -- values ----------------------------------------------------------------------------------
 
 
-def _outcomes(run: Run, first: Values) -> list[Outcome]:
-    made = [Outcome() for _ in range(_num_present())]
+def _outcomes(run: StepRun, first: Values) -> list[TrainingOutcome]:
+    made = [TrainingOutcome() for _ in range(_num_present())]
     for name, parameter in _parameters(run.module):
         for outcome, value in zip(made, _on_ranks(parameter), strict=True):
             outcome.parameters[name] = value - first[name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-from shardwise.testing.steps.case import Case
+from shardwise.testing.steps.case import StepCase
 from shardwise.testing.steps.subject import training_of
 from shardwise.testing.steps.worlds import judge_in_processes, judge_simulated
 
@@ -14,10 +14,10 @@ CASES_PER_WORLD = 60
 
 
 @dataclass(frozen=True)
-class Verdict:
+class StepVerdict:
     """`kind` is "ok", "refused" or "wrong"."""
 
-    case: Case
+    case: StepCase
     kind: str
     text: str = ""
 
@@ -27,25 +27,25 @@ class Verdict:
 
 
 def prove(
-    cases: Iterable[Case],
-    report: Callable[[Verdict], None] = lambda _: None,
+    cases: Iterable[StepCase],
+    report: Callable[[StepVerdict], None] = lambda _: None,
     *,
     in_processes: bool = False,
-) -> list[Verdict]:
+) -> list[StepVerdict]:
     """The verdicts of cases that are played in simulated worlds, or in processes."""
     verdicts = []
     judge = judge_in_processes if in_processes else judge_simulated
     for group in _worlds(cases):
         judgements = judge(training_of, group, group[0].mesh.num_ranks)
         for case, judgement in zip(group, judgements, strict=True):
-            verdicts.append(Verdict(case, judgement.kind, judgement.text))
+            verdicts.append(StepVerdict(case, judgement.kind, judgement.text))
             report(verdicts[-1])
     return verdicts
 
 
-def _worlds(cases: Iterable[Case]) -> Iterator[list[Case]]:
+def _worlds(cases: Iterable[StepCase]) -> Iterator[list[StepCase]]:
     """Cases of as many ranks together, a limited number at a time."""
-    by_size: dict[int, list[Case]] = {}
+    by_size: dict[int, list[StepCase]] = {}
     for case in cases:
         by_size.setdefault(case.mesh.num_ranks, []).append(case)
     for size in sorted(by_size):

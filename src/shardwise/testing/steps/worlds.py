@@ -19,7 +19,7 @@ from shardwise.comm.simulate import simulate
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launch
 from shardwise.testing.steps.judge import Judgement, judge
-from shardwise.testing.steps.training import Outcome, Training, play
+from shardwise.testing.steps.training import Training, TrainingOutcome, play
 
 #: How long a rank waits for the others; much longer than a run takes.
 WAIT_S = 30.0
@@ -54,9 +54,9 @@ def _judge_some(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
     """What becomes of the first ones: of all, or up to one that ended the processes."""
-    heard: dict[int, dict[int, Outcome]] = {}
+    heard: dict[int, dict[int, TrainingOutcome]] = {}
 
-    def on_note(rank: int, said: tuple[int, Outcome]) -> None:
+    def on_note(rank: int, said: tuple[int, TrainingOutcome]) -> None:
         heard.setdefault(said[0], {})[rank] = said[1]
 
     with TemporaryDirectory() as folder:

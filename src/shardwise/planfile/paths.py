@@ -1,15 +1,48 @@
-"""Paths of a plan: the tensor or module that one names, and whether two of them conflict."""
+"""Paths of a plan: the modules and tensors that one names, or what was meant if it names none."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.errors import PathError, PlanError
+
+
+def matching_modules(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
+    """The modules at the paths that match, part by part; the root for "".
+
+    >>> stack = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
+    >>> [path for path, _ in matching_modules(stack, "*.[01]")]
+    ['0.0', '0.1']
+    """
+    found = [("", root)]
+    for part in pattern.split(".") if pattern else ():
+        found = [
+            (f"{path}.{name}" if path else name, child)
+            for path, module in found
+            for name, child in module._modules.items()
+            if child is not None and fnmatchcase(name, part)
+        ]
+    return found
+
+
+def all_paths(root: nn.Module, path: str = "") -> Iterator[str]:
+    """The path of every module below the root, in the order of definition."""
+    for name, child in root._modules.items():
+        if child is not None:
+            below = f"{path}.{name}" if path else name
+            yield below
+            yield from all_paths(child, below)
+
+
+def nearest(path: str, known: Sequence[str]) -> list[str]:
+    """Up to three paths that look like one that leads nowhere, the most similar first."""
+    return difflib.get_close_matches(path, known, n=3, cutoff=0.4)
 
 
 def find_tensor(root: nn.Module, path: str) -> tuple[nn.Module, str, torch.Tensor]:
@@ -30,7 +63,7 @@ def find_module(root: nn.Module, path: str, asked: str | None = None) -> nn.Modu
     for part in path.split(".") if path else ():
         module = module._modules.get(part) if module is not None else None
         if module is None:
-            known = [name for name, _ in root.named_modules() if name]
+            known = list(all_paths(root))
             known += _tensor_paths(root) if asked is not None else []
             what = "module" if asked is None else "parameter"
             raise PathError(_no_such(what, root, asked or path, known))
@@ -43,7 +76,7 @@ def _tensor_paths(root: nn.Module) -> list[str]:
 
 
 def _no_such(what: str, root: nn.Module, path: str, known: Sequence[str]) -> str:
-    near = difflib.get_close_matches(path, known, n=3, cutoff=0.4)
+    near = nearest(path, known)
     hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
     return f"The plan names {path!r}, but {type(root).__name__} has no such {what}{hint}"
 

@@ -1,0 +1,144 @@
+"""Placements and meshes as text and numbers, for plan files, compiled code and exported programs.
+
+A plan file holds a placement as text. The arguments of an op in a graph are numbers and texts:
+there placements are numbers, which the compiler can follow, and a mesh is text.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.grid import Grid, grid_like, grid_of
+from shardwise.core.placements import (
+    REDUCE_OPS,
+    REPLICATE,
+    Partial,
+    Placement,
+    Replicate,
+    Shard,
+)
+from shardwise.errors import ArgumentError, LayoutError
+
+#: A dim has few digits, a size at most 18.
+_SHARD_TEXT = re.compile(r"Shard\((-?[0-9]{1,4})(?:, sizes=\(((?:[0-9]{1,18}[, ]*)*)\))?\)")
+_REPLICATE, _SHARD, _PARTIAL = range(3)
+
+# -- placements as text --------------------------------------------------------------------------
+
+
+def encode_placement(placement: Placement) -> str:
+    """A placement as text; `decode_placement` reads it.
+
+    >>> encode_placement(Shard(1)), encode_placement(Replicate()), encode_placement(Partial())
+    ('Shard(1)', 'Replicate()', 'Partial(sum)')
+    """
+    if type(placement) not in (Shard, Replicate, Partial):
+        raise ArgumentError(f"{placement!r} has no place in a plan: shard, replicate or sum.")
+    return repr(placement)
+
+
+def decode_placement(text: str) -> Placement:
+    """The placement that a text names.
+
+    >>> decode_placement("Shard(-1)")
+    Shard(-1)
+    """
+    plain = text.strip()
+    if plain in ("Replicate()", "Replicate"):
+        return Replicate()
+    if (found := _SHARD_TEXT.fullmatch(plain)) is not None:
+        dim, sizes = found.groups()
+        return Shard(int(dim), _numbers(sizes))
+    if plain in ("Partial()", "Partial"):
+        return Partial()
+    if plain.startswith("Partial(") and plain[8:-1] in REDUCE_OPS:
+        return Partial(plain[8:-1])
+    raise LayoutError(
+        f"{text[:60]!r} is no placement: write Shard(1), Replicate() or Partial(sum)."
+    )
+
+
+def _numbers(text: str | None) -> tuple[int, ...] | None:
+    if text is None:
+        return None
+    return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+# -- placements as numbers -----------------------------------------------------------------------
+
+
+def encode_placements(placements: Sequence[Placement] | None) -> list[int] | None:
+    """Placements as numbers.
+
+    >>> encode_placements([Shard(1, sizes=(3, 0)), REPLICATE, Partial("max")])
+    [1, 1, 2, 3, 0, 0, 2, 3]
+    """
+    if placements is None:
+        return None
+    numbers: list[int] = []
+    for placement in [placements] if isinstance(placements, Placement) else placements:
+        if isinstance(placement, Shard):
+            sizes = placement.sizes
+            numbers += [_SHARD, placement.dim, -1 if sizes is None else len(sizes)]
+            numbers += [] if sizes is None else list(sizes)
+        elif isinstance(placement, Partial):
+            numbers += [_PARTIAL, REDUCE_OPS.index(placement.reduce_op)]
+        else:
+            numbers.append(_REPLICATE)
+    return numbers
+
+
+def decode_placements(numbers: Sequence[int] | None) -> list[Placement] | None:
+    """The placements that `encode_placements` encoded.
+
+    >>> decode_placements([1, 1, 2, 3, 0, 0, 2, 3])
+    [Shard(1, sizes=(3, 0)), Replicate(), Partial(max)]
+    """
+    if numbers is None:
+        return None
+    left, found = iter(numbers), list[Placement]()
+    for kind in left:
+        if kind == _SHARD:
+            dim, num = next(left), next(left)
+            found.append(Shard(dim, None if num < 0 else tuple(next(left) for _ in range(num))))
+        elif kind == _PARTIAL:
+            found.append(Partial(REDUCE_OPS[next(left)]))
+        else:
+            found.append(REPLICATE)
+    return found
+
+
+# -- meshes --------------------------------------------------------------------------------------
+
+
+def encode_mesh(mesh: DeviceMesh) -> str:
+    """`mesh` as text, for compiled code and for exported programs, which are saved.
+
+    It says nothing of the world: a program that is loaded works with a mesh of its own.
+    """
+    return json.dumps(encode_grid(grid_of(mesh)))
+
+
+# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before.
+encode_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def decode_mesh(text: str) -> DeviceMesh:
+    """The mesh of the current world that `encode_mesh` encoded."""
+    return decode_grid(json.loads(text)).mesh
+
+
+def encode_grid(grid: Grid) -> Any:
+    """What JSON can hold of a grid."""
+    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
+
+
+def decode_grid(encoded: Any) -> Grid:
+    """The grid of the current world that `encode_grid` encoded."""
+    device_type, shape, ranks, names = encoded
+    return grid_like(device_type, tuple(shape), tuple(ranks), names and tuple(names))
