@@ -16,6 +16,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "shardwise"
 LAYERS = [
     {"errors"},
     {"core"},
+    {"simulation"},
     {"comm", "random", "kernels", "launch"},
     {"redistribute"},
     {"rules"},

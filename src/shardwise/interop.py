@@ -20,13 +20,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.local_tensor import LocalTensor, resolved
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain, short
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.simulation.local_tensor import LocalTensor, resolved
 
 __all__ = [
     "from_torch",

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.boxes import Box
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
 from shardwise.core.placements import Replicate, short
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import rank_values
 
 
 @dataclass(frozen=True, slots=True)

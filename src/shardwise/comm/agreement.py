@@ -9,11 +9,11 @@ from collections.abc import Callable
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.errors import RankMismatchError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import localize
 
 #: Per mesh, the kinds of generators that were compared at a first draw.
 _compared: weakref.WeakKeyDictionary[Grid, set[str]] = weakref.WeakKeyDictionary()

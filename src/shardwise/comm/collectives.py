@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import my_coordinate
-from shardwise.comm.simulated_collectives import play_scatter
 from shardwise.comm.watch import watch
 from shardwise.core.autocast import without_autocast
 from shardwise.core.chunks import lengths
 from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
+from shardwise.simulation.collectives import play_scatter
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import my_coordinate
 
 _ops = torch.ops._c10d_functional
 # Without the Python methods around them, which take a microsecond or two of their own.

@@ -14,12 +14,12 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
 from shardwise.errors import LayoutError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.rank_int import rank_int
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate, Grid
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.rank_int import rank_int
+from shardwise.simulation.ranks import each_rank
 
 #: Counts on the host: ints, or in a simulated world numbers that know which rank has which.
 Counts = list[Any]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from shardwise.comm.local_tensor import sized_copy
+from shardwise.simulation.local_tensor import sized_copy
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwise.comm.compiled_events import COLLECTIVE
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement
 from shardwise.debug import comm_report
@@ -18,6 +16,8 @@ from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, m
 from shardwise.debug.places import Places
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
+from shardwise.simulation.events import COLLECTIVE
+from shardwise.simulation.local_tensor import LocalTensor
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives  # declares the ops below
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
 from shardwise.debug.places import Place
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 @dataclass(frozen=True, slots=True)

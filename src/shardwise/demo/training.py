@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpoint import Checkpoints, inspect
 from shardwise.comm.consent import agree
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
 from shardwise.core.grid import grid_of
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.world import simulate
 
 #: Called after each step with its number, loss and examples per second.
 Progress = Callable[[int, float, float], None]

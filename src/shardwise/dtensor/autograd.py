@@ -24,9 +24,7 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending, finished_like, later
-from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
@@ -39,6 +37,8 @@ from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import copied, prepare, prepare_apart
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.local_tensor import LocalTensor, sized_copy
+from shardwise.simulation.ranks import localize, one_for_all
 
 
 def gradient_layout(layout: Layout) -> Layout:

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, rank_values
 from shardwise.comm.watch import because
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
@@ -18,6 +16,8 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import world_caches
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, rank_values
 
 
 def local_layout(

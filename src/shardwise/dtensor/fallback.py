@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor import inference
 from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
 from shardwise.dtensor.fused_step import fused_step
@@ -21,6 +20,7 @@ from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
 from shardwise.rules.catalog import rule_caches
 from shardwise.rules.loss import bce
+from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
-from shardwise.comm.roster import Roster
 from shardwise.core.chunks import splits_evenly, surely_equal
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sources import source_digest
 from shardwise.core.world import world_caches
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.roster import Roster
 
 #: How many layouts a context remembers.
 _MAX_KNOWN = 64

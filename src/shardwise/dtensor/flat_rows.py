@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster
 from shardwise.core.layout import Layout
 from shardwise.dtensor.flat import FlatContext, context_of, part_names
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import one_for_all
-from shardwise.comm.roster import Roster
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor import autograd
@@ -26,6 +23,9 @@ from shardwise.dtensor.strict import forbid_move
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import LayoutError, MixedTensorsError
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import one_for_all
+from shardwise.simulation.roster import Roster
 
 #: The list of numbers, one per parameter; all others hold tensors shaped like the parameters.
 _STEPS = "state_steps"

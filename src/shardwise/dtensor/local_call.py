@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.grid import Coordinate
@@ -19,6 +18,7 @@ from shardwise.rules.catalog import copies_view
 from shardwise.rules.positional import Positional
 from shardwise.rules.propagate import CallPlan
 from shardwise.rules.refused import refused_alike
+from shardwise.simulation.ranks import each_rank, my_coordinate
 
 aten = torch.ops.aten
 

@@ -10,8 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid, grid_of, spelled_mesh
 from shardwise.core.layout import Layout, normalize
@@ -20,6 +18,8 @@ from shardwise.dtensor.doors import all_metas
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.traced import install_from_uneven, is_traced, traced_from_uneven
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import rank_values
 
 Placements = Sequence[Placement] | None
 

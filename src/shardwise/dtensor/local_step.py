@@ -26,14 +26,14 @@ from typing import Any
 import torch
 from torch.optim import optimizer as hooks
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout, make_layout
 from shardwise.dtensor.foreach import count_writes
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.reduced import is_partial
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.roster import Roster
 
 #: The optimizers whose update of an element looks at nothing but that element and its state.
 ELEMENTWISE = frozenset(

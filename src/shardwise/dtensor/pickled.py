@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import my_coordinate
-from shardwise.comm.roster import make_roster
 from shardwise.core.grid import grid_like
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.world import current_world
 from shardwise.errors import WorldError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import my_coordinate
+from shardwise.simulation.roster import make_roster
 
 
 def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:

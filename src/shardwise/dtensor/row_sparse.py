@@ -17,8 +17,6 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import added_up
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
@@ -29,6 +27,8 @@ from shardwise.dtensor.flat_rows import RowContext, flattened_rows
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.rules.row_sparse import SparseRows, add_distinct_rows
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank
 
 aten = torch.ops.aten
 

@@ -26,11 +26,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import Path, at_path, tensor_paths
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.local_tensor import LocalTensor
 
 aten = torch.ops.aten
 

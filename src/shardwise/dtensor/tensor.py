@@ -22,9 +22,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
-from shardwise.comm.ranks import localize
 from shardwise.core.grid import grid_of, spelled_mesh
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Placement, short
@@ -58,6 +56,8 @@ from shardwise.errors import (
     LeafError,
     MixedTensorsError,
 )
+from shardwise.simulation.local_tensor import LocalTensor, sized_copy
+from shardwise.simulation.ranks import localize
 
 # The keys of autocast too: torch would give a tensor of that backend none.
 _KEYS = functools.reduce(

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
+from shardwise.simulation.local_tensor import LocalTensor
 
 #: The last DTensor that was put together from parts: torch makes a stand-in for a view just before
 #: it replays the view.

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.batch import Bags, Complaint, bags_of
@@ -43,6 +42,7 @@ from shardwise.exchange.between import (
     ranks_present,
     start_exchange,
 )
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 class Ahead:

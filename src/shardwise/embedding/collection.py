@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.consent import agree
-from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.untraced import breaks_graph
@@ -48,6 +47,7 @@ from shardwise.errors import (
     LayoutError,
     ShardwiseError,
 )
+from shardwise.simulation.ranks import localize
 
 REDUCTIONS = ("mean", "sum")
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.stacks import Stacks, plain
+from shardwise.simulation.ranks import localize
 
 #: Numbers that are drawn at a time: sixteen megabytes.
 _CHUNK_NUMBERS = 1 << 22

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.errors import ArgumentError
+from shardwise.simulation.local_tensor import LocalTensor, sized_copy
 
 
 class Jagged:

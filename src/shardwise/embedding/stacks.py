@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.tiling import Tile, Tiling
 from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 class Stacks:

@@ -27,14 +27,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, collective_handlers
-from shardwise.comm.roster import Roster, make_roster
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import current_world, world_caches
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.exchange.effects import check_place, install, with_autograd
+from shardwise.simulation.local_tensor import LocalTensor, collective_handlers
+from shardwise.simulation.roster import Roster, make_roster
 
 if TYPE_CHECKING:
     from shardwise.embedding.collection import _Collection

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.rank_int import rank_int
-from shardwise.comm.ranks import my_coordinate
 from shardwise.core.grid import Grid
 from shardwise.errors import ArgumentError, WorldError
+from shardwise.simulation.local_tensor import LocalTensor, from_ranks
+from shardwise.simulation.rank_int import rank_int
+from shardwise.simulation.ranks import my_coordinate
 
 Counts = Sequence[int]
 

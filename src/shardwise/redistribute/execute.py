@@ -7,13 +7,13 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.autocast import casts_nothing, is_autocast
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.errors import CollectiveError
 from shardwise.redistribute.moves import PREPARE, Run
 from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.simulation.ranks import each_rank
 
 
 def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

@@ -22,7 +22,6 @@ from shardwise.comm.collectives import (
     start_all_to_all_uneven,
     start_reduce_scatter,
 )
-from shardwise.comm.ranks import each_rank, each_ranks_counts, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece, shared, splits_evenly
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
@@ -30,6 +29,7 @@ from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import LayoutError
 from shardwise.redistribute.ordered import floats_of, ordered_integers
 from shardwise.redistribute.steps import Step, longest
+from shardwise.simulation.ranks import each_rank, each_ranks_counts, my_coordinate
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 @dataclass

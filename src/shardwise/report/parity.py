@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.launch import launch
 from shardwise.report.case import Case
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.differences import Difference, Values, differences
 from shardwise.testing.mesh import Mesh

@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short
 from shardwise.debug.visualize import Part, tiling
@@ -20,6 +19,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
 from shardwise.report.timeline import Span, Timeline, expected_s
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import agree_once
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, my_coordinate
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
@@ -17,6 +15,8 @@ from shardwise.errors import RankMismatchError
 from shardwise.random.fill import Block, Draw, Whole, fill_exactly, fill_quickly
 from shardwise.random.generators import generator_digest, generator_kind
 from shardwise.random.mode import setting
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize, my_coordinate
 
 
 def draw_parts(

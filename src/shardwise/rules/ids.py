@@ -7,9 +7,9 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
+from shardwise.simulation.ranks import each_rank
 
 
 def has_values(x: torch.Tensor) -> bool:

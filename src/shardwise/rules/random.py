@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.consent import raise_together
-from shardwise.comm.local_tensor import LocalTensor, shared_roster
-from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.random.fill import Draw
@@ -27,6 +25,8 @@ from shardwise.rules.parts import differing_axes
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.rules.traced_draws import assembled, is_traced, model_of, sliced
+from shardwise.simulation.local_tensor import LocalTensor, shared_roster
+from shardwise.simulation.ranks import rank_values
 
 aten = torch.ops.aten
 

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard
 from shardwise.random.fill import ANY_PROBABILITY
 from shardwise.rules.draws import parted_axes, parts_of
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def is_traced(x: torch.Tensor) -> bool:

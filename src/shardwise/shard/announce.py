@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from shardwise.comm.consent import gather_rows, gather_texts
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Grid
 from shardwise.errors import LayoutError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank
 
 
 def announced(

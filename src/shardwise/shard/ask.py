@@ -15,14 +15,14 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import on_host
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.shard.announce import check_range, raise_faults, range_of
 from shardwise.shard.routes import ToOwners
 from shardwise.shard.row_owners import row_owners, wire_dtype
 from shardwise.shard.wanted import Lookup
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank
 
 
 @dataclass(frozen=True, slots=True)

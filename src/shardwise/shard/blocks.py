@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.shard.device import RankDevice
 from shardwise.shard.spec import (
     ChunkShardingSpec,
@@ -16,6 +14,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def cut_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.consent import agree, gather_texts
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
@@ -26,6 +25,7 @@ from shardwise.shard.spec import (
 )
 from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.shard.tiling import Tiling, check_ranks, device_type_of, make_tiling
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def shard_tensor(

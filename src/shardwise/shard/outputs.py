@@ -13,8 +13,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
@@ -29,6 +27,8 @@ from shardwise.shard.moves import sharded_like, with_spec
 from shardwise.shard.spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
 
 @dataclass(frozen=True, slots=True)

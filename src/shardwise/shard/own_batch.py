@@ -27,8 +27,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
@@ -39,6 +37,8 @@ from shardwise.shard.routes import Route
 from shardwise.shard.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Blocks, Tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
 #: What a local function gives: a tensor that has a gradient, and perhaps more that have none.
 Results = tuple[torch.Tensor, ...]

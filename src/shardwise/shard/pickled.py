@@ -9,8 +9,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import make_roster
 from shardwise.core.world import current_world
 from shardwise.errors import ArgumentError, WorldError
 from shardwise.shard.group import group_ranks, home_grid
@@ -21,6 +19,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.roster import make_roster
 
 _group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", default=None)
 

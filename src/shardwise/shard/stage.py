@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.blocks import sized
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import each_rank, one_for_all
 
 
 class Stage:

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import untraced
@@ -34,6 +33,7 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.simulation.ranks import rank_values
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
 _NO_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.Undefined)

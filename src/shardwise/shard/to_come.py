@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import localize
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
@@ -36,6 +34,8 @@ from shardwise.shard.elementwise import is_elementwise
 from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.shard.tiling import make_tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import localize
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor

@@ -26,8 +26,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
@@ -37,6 +35,8 @@ from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.roster import Roster
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("own_batch(str call, bool[] needs, Tensor[] held, Tensor[] given) -> Tensor[]")

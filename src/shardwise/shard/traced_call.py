@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster, make_roster
 from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.sources import source_digest
 from shardwise.core.world import current_world, world_caches
@@ -22,6 +20,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.roster import Roster, make_roster
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import my_coordinate, one_for_all
-from shardwise.comm.roster import Roster
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.grid import Grid, read_grid, spelled_grid
 from shardwise.core.once import differentiated_once
@@ -55,6 +52,9 @@ from shardwise.shard.traced_call import (
     spelled_roster,
     spelled_spec,
 )
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import my_coordinate, one_for_all
+from shardwise.simulation.roster import Roster
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")

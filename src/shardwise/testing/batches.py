@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.embedding import Jagged
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.simulation.local_tensor import LocalTensor
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:

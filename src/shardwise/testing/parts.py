@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.one_value import same_values
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial
 from shardwise.errors import RankMismatchError
 from shardwise.redistribute.execute import in_memory_order
+from shardwise.simulation.local_tensor import LocalTensor, from_ranks
+from shardwise.simulation.one_value import same_values
 
 
 def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:

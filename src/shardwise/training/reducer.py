@@ -26,12 +26,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.training.buckets import (
     Bucket,
     Collective,

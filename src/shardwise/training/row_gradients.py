@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.dtensor import row_sparse
 from shardwise.dtensor.row_sparse import RowSparse, gather_rows
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import Reduction
 from shardwise.training.mesh_axes import Axis
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.training.mesh_axes import MeshAxes
 
 

@@ -13,11 +13,11 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import tensor_axes
 from shardwise.training.mesh_axes import ranks_along
 

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE
@@ -26,6 +25,7 @@ from shardwise.dtensor.wrapped import as_layouts
 from shardwise.errors import UnsupportedError
 from shardwise.rules.ids import has_values, id_range, sharded_axes, widened
 from shardwise.rules.infer import hollowed
+from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from shardwise.comm.simulate import simulate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
+from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.generate import steady
 from shardwise.testing.fuzz.play import Outcome, play
 from shardwise.testing.fuzz.program import Item, Leaf, Program, Step, placed

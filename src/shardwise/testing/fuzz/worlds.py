@@ -12,12 +12,12 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import canonical_order, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.testing.fuzz.values import values
 from shardwise.testing.op_sweep.compare import gathered
 from shardwise.testing.parts import scattered

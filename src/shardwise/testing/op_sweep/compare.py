@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_leaves
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.local_tensor import LocalTensor
 
 #: Closer than this is the same in float32; else float64 decides, with a tighter bound.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import checkpoint
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
@@ -34,6 +33,7 @@ from shardwise.errors import (
     ShardwiseError,
     WorldError,
 )
+from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
 from shardwise.testing.mesh import Mesh

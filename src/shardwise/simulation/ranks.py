@@ -10,18 +10,18 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import (
+from shardwise.core.grid import Coordinate, Grid
+from shardwise.errors import ArgumentError, UnsupportedError, WorldError
+from shardwise.simulation.local_tensor import (
     LocalTensor,
     from_ranks,
     resolved,
     shared_roster,
     wrap_results,
 )
-from shardwise.comm.one_value import same_values
-from shardwise.comm.rank_int import rank_int
-from shardwise.comm.roster import grouped
-from shardwise.core.grid import Coordinate, Grid
-from shardwise.errors import ArgumentError, UnsupportedError, WorldError
+from shardwise.simulation.one_value import same_values
+from shardwise.simulation.rank_int import rank_int
+from shardwise.simulation.roster import grouped
 
 __all__ = [
     "each_rank",

@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_iter, tree_unflatten
 
-from shardwise.comm.one_value import agreed_value, mismatch, same_values, spans
-from shardwise.comm.rank_int import RankIntNode, rank_int, rank_values_of
-from shardwise.comm.roster import Roster, grouped, join, make_roster
-from shardwise.comm.stand_in import (
+from shardwise.core.sources import source_digest
+from shardwise.core.symbols import unrecorded
+from shardwise.core.untraced import untraced
+from shardwise.core.world import World, simulated_world, world_caches
+from shardwise.errors import RankMismatchError
+from shardwise.simulation.one_value import agreed_value, mismatch, same_values, spans
+from shardwise.simulation.rank_int import RankIntNode, rank_int, rank_values_of
+from shardwise.simulation.roster import Roster, grouped, join, make_roster
+from shardwise.simulation.stand_in import (
     Asker,
     asker,
     differing,
@@ -32,14 +37,9 @@ from shardwise.comm.stand_in import (
     stand_in,
     traced_stand_in,
 )
-from shardwise.core.sources import source_digest
-from shardwise.core.symbols import unrecorded
-from shardwise.core.untraced import untraced
-from shardwise.core.world import World, simulated_world, world_caches
-from shardwise.errors import RankMismatchError
 
 #: op -> function(op, args, kwargs), of ops that do not run part by part; most of them are filled
-#: in by comm.simulated_collectives.
+#: in by simulation.collectives.
 collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
@@ -64,7 +64,7 @@ class LocalTensor(torch.Tensor):
     _sized: bool
     #: Whether its parts differ in sizes or strides; known where sizes are answered rank by rank.
     _uneven: bool
-    #: The shape and strides that a compiler has noted down for it; see comm.stand_in.
+    #: The shape and strides that a compiler has noted down for it; see simulation.stand_in.
     _noted: tuple[Any, Any] | None
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -447,7 +447,9 @@ def _same_rows(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _traced_node(part: torch.Tensor) -> type[RankIntNode]:
-    from shardwise.comm.traced_rank_int import node_for  # what compiles has loaded its imports
+    from shardwise.simulation.traced_rank_int import (
+        node_for,  # what compiles has loaded its imports
+    )
 
     return node_for(part)
 

@@ -13,17 +13,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.comm.compiled_events import mark
-from shardwise.comm.local_tensor import (
+from shardwise.core.chunks import lengths
+from shardwise.core.world import World, current_world
+from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.simulation.events import mark
+from shardwise.simulation.local_tensor import (
     LocalTensor,
     collective_handlers,
     from_ranks,
     shared_roster,
 )
-from shardwise.comm.rank_int import rank_values_of
-from shardwise.core.chunks import lengths
-from shardwise.core.world import World, current_world
-from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.simulation.rank_int import rank_values_of
 
 _ops = torch.ops._c10d_functional
 c10d: Any = distributed_c10d  # private names, unknown to its stubs
@@ -228,7 +228,7 @@ def _in_place(handler: Callable[..., LocalTensor]) -> Callable[..., torch.Tensor
 
 
 def _seen_when_compiled(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler`, which leaves a mark in the graph when it is traced; see comm.compiled_events."""
+    """`handler`, which leaves a mark in the graph when it is traced; see simulation.events."""
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         several = isinstance(args[0], (list, tuple))

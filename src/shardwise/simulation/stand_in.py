@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.rank_int import surely_equal
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.rank_int import surely_equal
 
 _torch = os.path.dirname(torch.__file__) + os.sep
 

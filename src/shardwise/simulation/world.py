@@ -17,9 +17,9 @@ import torch.distributed as dist
 from torch._C import _distributed_c10d
 from torch.distributed import distributed_c10d
 
-from shardwise.comm.played_group import PlayedGroup
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
+from shardwise.simulation.process_group import PlayedGroup
 
 _BACKEND = "shardwise_simulated"
 # Private names that the stubs of torch do not describe, or describe wrongly.
