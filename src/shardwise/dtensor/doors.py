@@ -16,7 +16,7 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import world_caches
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import agreed, is_per_rank, one_part
 from shardwise.simulation.ranks import each_rank, rank_values
 
 
@@ -28,7 +28,7 @@ def local_layout(
     stride: Sequence[int] | None,
 ) -> Layout:
     """The layout of the global tensor whose parts look like `local`."""
-    if shape is None and stride is None and not grid.world.simulated and placements is not None:
+    if shape is None and stride is None and placements is not None and not is_per_rank(local):
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
@@ -67,7 +67,7 @@ def _local_layout(
     else:
         # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
         # explicit sizes the first part will do, and all are checked against the sizes.
-        first = getattr(local, "_parts", (local,))[0] if gives_sizes(placements) else local
+        first = one_part(local) if gives_sizes(placements) else local
         local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
         given = normalize(_without_sizes(placements), local_shape, grid)
@@ -221,7 +221,7 @@ def all_metas(
     with because(cause, implicit=False):
         for axis in reversed(range(grid.num_axes)):
             gathered = collectives.all_gather(gathered, grid, axis)
-    rows = (gathered.agreed() if isinstance(gathered, LocalTensor) else gathered).tolist()
+    rows = agreed(gathered).tolist()
     return [(_DTYPES[dtype], tuple(sizes[:ndim])) for dtype, ndim, *sizes in rows]
 
 

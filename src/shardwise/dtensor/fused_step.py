@@ -23,7 +23,7 @@ from shardwise.dtensor.strict import forbid_move
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import LayoutError, MixedTensorsError
 from shardwise.redistribute.search import find_steps
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.ranks import one_for_all
 from shardwise.simulation.roster import Roster
 
@@ -74,7 +74,7 @@ class _Loan:
 
     def give_back(self) -> None:
         if self.apart:
-            local = LocalTensor(self.parts, self.roster) if self.roster else self.parts[0]
+            local = from_parts(self.parts, self.roster)
             torch.ops.aten.copy_.default(self.tensor, self.tensor.wrap(local, self.layout))
 
 
@@ -137,12 +137,9 @@ def _lend(op: Any, position: int, name: str, tensor: Any, first: _Loan | None) -
         with because(op, implicit=True):
             moved = autograd.move(tensor, target, own=True)
     local = moved._local
-    if not isinstance(local, LocalTensor):
-        return _Loan(name, tensor, target, None, [local], moved is not tensor)
-    roster = local._roster if first is None else first.roster
-    assert roster is not None, "all parts of a simulated world are played"
-    apart = moved is not tensor or local._roster is not roster
-    return _Loan(name, tensor, target, roster, list(local.held_like(roster)._parts), apart)
+    roster = roster_of(local) if first is None else first.roster
+    apart = moved is not tensor or roster_of(local) is not roster
+    return _Loan(name, tensor, target, roster, list(parts_of(held_like(local, roster))), apart)
 
 
 def _share_strides(loans: Sequence[_Loan], number: int) -> None:

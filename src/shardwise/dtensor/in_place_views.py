@@ -18,6 +18,7 @@ import torch
 
 from shardwise.dtensor.snapshots import take_over
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.parts import one_part
 
 
 def becoming(name: str) -> Callable[..., Any]:
@@ -64,4 +65,4 @@ def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _has_values(x: Any) -> bool:
-    return type(getattr(x._local, "_parts", (x._local,))[0]) is torch.Tensor
+    return type(one_part(x._local)) is torch.Tensor

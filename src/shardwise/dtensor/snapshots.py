@@ -30,7 +30,7 @@ from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import Path, at_path, tensor_paths
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import per_rank
 
 aten = torch.ops.aten
 
@@ -368,9 +368,10 @@ def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
 
 def copied_parts(local: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a local tensor: what shared memory before shares it after."""
-    if isinstance(local, LocalTensor):
-        parts = [copied_parts(part, memo) for part in local._parts]
-        return LocalTensor(parts, local._roster)
-    if type(local) is not torch.Tensor:
-        return local.detach().clone()
-    return copy.deepcopy(local.detach(), memo)
+
+    def copied(part: torch.Tensor) -> torch.Tensor:
+        if type(part) is not torch.Tensor:
+            return part.detach().clone()
+        return copy.deepcopy(part.detach(), memo)
+
+    return per_rank(copied, local)

@@ -25,8 +25,7 @@ from shardwise.rules.parts import differing_axes
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.rules.traced_draws import assembled, is_traced, model_of, sliced
-from shardwise.simulation.local_tensor import LocalTensor, shared_roster
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import once_for_all, rank_values
 
 aten = torch.ops.aten
 
@@ -237,12 +236,7 @@ class OnceForAll:
     op: Any
 
     def __call__(self, layouts: Sequence[Layout], *args: Any, **options: Any) -> Any:
-        grid = layouts[0].grid
-        if not grid.world.simulated:
-            return self.op(*args, **options)
-        args = tuple(a._parts[0] if isinstance(a, LocalTensor) else a for a in args)
-        result = self.op(*args, **options)
-        return LocalTensor((result,), shared_roster(grid.world, grid.ranks))
+        return once_for_all(layouts[0].grid, self.op, *args, **options)
 
 
 def rrelu_slopes(

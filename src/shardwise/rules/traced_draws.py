@@ -12,14 +12,13 @@ from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard
 from shardwise.random.fill import ANY_PROBABILITY
 from shardwise.rules.draws import parted_axes, parts_of
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.rules.ids import has_values
 from shardwise.simulation.ranks import each_rank, localize
 
 
 def is_traced(x: torch.Tensor) -> bool:
     """Whether a tensor has no values yet."""
-    part = x._parts[0] if isinstance(x, LocalTensor) else x
-    return type(part) is not torch.Tensor
+    return not has_values(x)
 
 
 def sliced(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

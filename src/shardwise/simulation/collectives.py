@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from shardwise.core.chunks import lengths
+from shardwise.core.grid import Grid
 from shardwise.core.world import World, current_world
 from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
 from shardwise.simulation.events import mark
@@ -163,8 +164,19 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
 
 
+def name_of_groups(grid: Grid, axis: int) -> str:
+    """The name that collective ops take for the process groups along `axis`.
+
+    One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
+    stands for all groups along the axis, whether rank 0 is in one of them or not.
+    """
+    if grid.world.simulated:
+        return f"axis {axis} of {grid.ranks} as {grid.shape}"
+    return grid.mesh.get_group(axis).group_name
+
+
 def play_scatter(
-    x: LocalTensor, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
+    x: Any, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
 ) -> LocalTensor:
     """What `collectives.scatter` gives each rank."""
 
