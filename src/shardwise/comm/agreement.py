@@ -12,7 +12,7 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.errors import RankMismatchError
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize
 
 #: Per mesh, the kinds of generators that were compared at a first draw.
@@ -33,7 +33,7 @@ def check_agreement(grid: Grid, kind: str, state: int, cause: str) -> None:
         row = localize(grid, torch.tensor([state], device=grid.device_type))
         for axis in reversed(range(grid.num_axes)):
             row = collectives.all_gather(row, grid, axis)
-    found = (row.agreed() if isinstance(row, LocalTensor) else row).tolist()
+    found = agreed(row).tolist()
     if any(number != found[0] for number in found):
         raise RankMismatchError(_message(grid, kind, found))
 

@@ -18,7 +18,7 @@ from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
 from shardwise.errors import LayoutError
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import each_rank, localize
 
 
@@ -64,32 +64,28 @@ def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _
     For a call that may fail because of values which the ranks along `axes` do not share. It must
     not communicate after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
     """
-    if grid.world.simulated:
-        result = call()  # what one rank raises, all of them raise
-        number = localize(grid, torch.zeros(1, dtype=torch.int64))
-        for axis in axes:
-            number = collectives.all_reduce(number, "max", grid, axis)
-        return result
     error: Exception | None = None
     try:
         result = call()
     except Exception as raised:
         error = raised
-    number = torch.tensor([0 if error is None else _kind_number(error)])
+    number = localize(grid, torch.tensor([0 if error is None else _kind_number(error)]))
     for axis in axes:
         number = collectives.all_reduce(number, "max", grid, axis)
     if not int(number):
         return result
-    said = torch.frombuffer(
-        bytearray(str(error or "").encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)),
-        dtype=torch.uint8,
-    )[None]
+    said = localize(grid, _row(str(error or "")))
     for axis in axes:
         said = collectives.all_gather(said, grid, axis)
     if error is not None:
         raise error
     texts = [bytes(row.tolist()).decode(errors="replace").strip() for row in said]
     raise _KINDS[int(number) - 1](next(text for text in (*texts, "no message") if text))
+
+
+def _row(message: str) -> torch.Tensor:
+    text = message.encode()[:_MESSAGE_BYTES].ljust(_MESSAGE_BYTES)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)[None]
 
 
 def _kind_number(error: Exception) -> int:
@@ -135,9 +131,7 @@ def gather_rows(grid: Grid, what: str, row: Callable[[int], torch.Tensor]) -> to
     with because(what, implicit=False):
         for axis in reversed(range(grid.num_axes)):
             gathered = collectives.all_gather(gathered, grid, axis)
-    if isinstance(gathered, LocalTensor):
-        gathered = gathered.agreed()
-    return gathered.cpu()
+    return agreed(gathered).cpu()
 
 
 def gather_texts(grid: Grid, what: str, text: str | Callable[[int], str]) -> list[str]:

@@ -16,7 +16,7 @@ import torch.distributed._functional_collectives  # declares the ops below
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
 from shardwise.debug.places import Place
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import one_part
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,5 +154,5 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     """The bytes on one rank; every collective of this library has the same on all."""
-    part = tensor._parts[0] if isinstance(tensor, LocalTensor) else tensor
+    part = one_part(tensor)
     return math.prod(part.shape) * part.element_size()

@@ -37,7 +37,7 @@ from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
-from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
+from shardwise.embedding.stacks import Stacks, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import Tiling
 from shardwise.embedding.traced import NOT_KNOWN, enroll, form_of
@@ -47,7 +47,8 @@ from shardwise.errors import (
     LayoutError,
     ShardwiseError,
 )
-from shardwise.simulation.ranks import localize
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import localize, own_roster, present
 
 REDUCTIONS = ("mean", "sum")
 
@@ -122,7 +123,7 @@ class _Collection(nn.Module):
         route = Route(stacks.tiling, pooled=self._pooled)
         grid = stacks.grid
         # Without an exchange what is "sent" is what is returned; a GPU's allocator keeps memory.
-        sends = grid is not None and not grid.world.simulated and route.travels
+        sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
         scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = Engine(
             route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch, Queue()
@@ -244,7 +245,7 @@ class _Collection(nn.Module):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
-            stacks.fill(number, tile_of(plain(value)))
+            stacks.fill(number, tile_of(agreed(value)))
 
     def reset_parameters(self) -> None:
         """Draw first values again, as `shard` does for a collection on the `meta` device."""
@@ -354,8 +355,8 @@ class _Collection(nn.Module):
         dims = [table.embedding_dim for table in self.tables for _ in table.features]
         if self._side_by_side:
             dims = [sum(dims)]
-        simulated = grid is not None and grid.world.simulated
-        ranks = grid.ranks if grid is not None and simulated else None
+        roster = None if grid is None else own_roster(grid)
+        ranks = None if roster is None else roster.ranks
         return form_of(dims, stacks.dtype, stacks.device, ranks)
 
     def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:

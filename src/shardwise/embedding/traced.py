@@ -33,7 +33,15 @@ from shardwise.core.world import current_world, world_caches
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.exchange.effects import check_place, install, with_autograd
-from shardwise.simulation.local_tensor import LocalTensor, collective_handlers
+from shardwise.simulation.local_tensor import collective_handlers
+from shardwise.simulation.parts import (
+    from_parts,
+    held_like,
+    is_per_rank,
+    on_rank,
+    parts_of,
+    roster_of,
+)
 from shardwise.simulation.roster import Roster, make_roster
 
 if TYPE_CHECKING:
@@ -129,13 +137,12 @@ world_caches.append(_read_call.cache_clear)
 
 
 def _parts(x: torch.Tensor) -> list[torch.Tensor]:
-    return list(x._parts) if isinstance(x, LocalTensor) else [x]
+    return list(parts_of(x))
 
 
 def _joined(parts: Any, roster: Roster | None) -> torch.Tensor:
-    if roster is None:
-        return next(parts)
-    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, sized=True)
+    num = 1 if roster is None else roster.num_parts
+    return from_parts([next(parts) for _ in range(num)], roster, sized=True)
 
 
 @untraced
@@ -161,7 +168,7 @@ def _traced(
     given = {name: x for name, x in tensors.items() if x is not None}
     # It stands last: the only one that may have a gradient.
     given |= {} if weights is None else {"weights": weights}
-    rosters = {name: getattr(x, "_roster", None) for name, x in given.items()}
+    rosters = {name: roster_of(x) for name, x in given.items()}
     call = _Call(json.loads(form), tuple(features), problem, rosters)
     simulated = call.form["ranks"] is not None
     if weights is not None and weights.requires_grad and simulated and not rosters["weights"]:
@@ -212,13 +219,13 @@ class _TracedLookup(UntracedFunction):
 
 
 def _unsized(x: torch.Tensor) -> torch.Tensor:
-    return LocalTensor(x._parts, x._roster) if isinstance(x, LocalTensor) else x
+    return from_parts(parts_of(x), roster_of(x))
 
 
 def _held_like(grad: torch.Tensor, whole: Roster) -> torch.Tensor:
-    if isinstance(grad, LocalTensor):
-        return grad.held_like(whole)
-    return LocalTensor([grad] * whole.num_parts, whole)
+    if is_per_rank(grad):
+        return held_like(grad, whole)
+    return from_parts([grad] * whole.num_parts, whole)
 
 
 _library.impl("collection", _traced, "CompositeImplicitAutograd")
@@ -274,8 +281,7 @@ def _per_rank(out: torch.Tensor, call: _Call) -> list[torch.Tensor]:
     whole = call.whole()
     if whole is None:
         return [out]
-    assert isinstance(out, LocalTensor), "a simulated world computes with LocalTensors"
-    parts = [out.on_rank(rank) for rank in whole.ranks]
+    parts = [on_rank(out, rank) for rank in whole.ranks]
     if any(part.shape != parts[0].shape for part in parts):
         raise UnsupportedError(
             f"In a simulated world one graph cannot have a size per rank, and ranks get results of "

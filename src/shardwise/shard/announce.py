@@ -13,7 +13,7 @@ import torch
 from shardwise.comm.consent import gather_rows, gather_texts
 from shardwise.core.grid import Grid
 from shardwise.errors import LayoutError
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import on_rank
 from shardwise.simulation.ranks import each_rank
 
 
@@ -36,13 +36,9 @@ def announced(
         return torch.tensor([fault is not None, *counts])
 
     mine = each_rank(grid, row, *tensors)
-    rows = gather_rows(grid, what, lambda rank: _of_rank(mine, rank)).tolist()
+    rows = gather_rows(grid, what, lambda rank: on_rank(mine, rank)).tolist()
     raise_faults(grid, what, [flag for flag, *_ in rows], faults)
     return [tuple(counts) for _, *counts in rows]
-
-
-def _of_rank(x: Any, rank: int) -> torch.Tensor:
-    return x.on_rank(rank) if isinstance(x, LocalTensor) else x
 
 
 def raise_faults(grid: Grid, what: str, flags: Sequence[int], faults: dict[int, str]) -> None:

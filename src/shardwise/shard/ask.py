@@ -21,7 +21,7 @@ from shardwise.shard.announce import check_range, raise_faults, range_of
 from shardwise.shard.routes import ToOwners
 from shardwise.shard.row_owners import row_owners, wire_dtype
 from shardwise.shard.wanted import Lookup
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import each_rank
 
 
@@ -122,8 +122,7 @@ def _counts(grid: Grid, labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
 
 def _agreed(lookup: Lookup, labels: Any, faults: dict[int, str]) -> tuple[int, bool, bool]:
     """What all ranks were told; raises where a batch of one of them does not fit."""
-    said = each_rank(lookup.grid, lambda _, mine: mine[:, 2:], labels, axes=())
-    said = said.agreed() if isinstance(said, LocalTensor) else said
+    said = agreed(each_rank(lookup.grid, lambda _, mine: mine[:, 2:], labels, axes=()))
     flags, lows, highs, longest, padded, trains = said.t().tolist()
     raise_faults(lookup.grid, lookup.what, flags, faults)
     check_range(lookup.grid, lookup.what, lookup.num_rows, lows, highs)

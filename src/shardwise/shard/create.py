@@ -181,7 +181,7 @@ def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Gri
             fault = f"a piece is a shardwise.shard.Shard, found {type(shard).__name__}"
             continue
         at = shard.metadata
-        if at.rank not in grid.ranks or not (grid.world.simulated or at.rank == rank):
+        if at.rank not in grid.ranks or at.rank not in grid.world.present:
             fault = f"a piece is on {at.placement}, which is not this rank"
         if len(at.shard_sizes) != len(shape):
             fault = f"a piece has shape {at.shard_sizes}, the tensor {shape}"

@@ -33,6 +33,7 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.simulation.parts import held_like
 from shardwise.simulation.ranks import rank_values
 
 _make_wrapper = torch.Tensor._make_wrapper_subclass
@@ -56,10 +57,8 @@ class ShardedContext:
             return to_come.as_tangent(x, ShardedTensor, self)
         lying = sharded_like(x, self.tiling, ShardedTensor)
         local: Any = lying._local
-        roster = self.flat.roster
-        if roster is None or local._roster is roster:
-            return lying
-        return ShardedTensor.over(local.held_like(roster), lying._tiling, like=lying)
+        held = held_like(local, self.flat.roster)
+        return lying if held is local else ShardedTensor.over(held, lying._tiling, like=lying)
 
 
 class ShardedTensor(DTensor):

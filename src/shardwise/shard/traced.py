@@ -35,7 +35,7 @@ from shardwise.exchange.effects import check_place, install, with_autograd
 from shardwise.rules.picked_rows import unknown_length
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.traced_call import Call, joined, read_call
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import from_parts, held_like, on_rank, one_part, parts_of, roster_of
 from shardwise.simulation.roster import Roster
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -61,11 +61,7 @@ hollow: dict[str, Callable[..., torch.Tensor]] = {}
 def is_traced(x: Any) -> bool:
     """Whether a compiler goes through the program with tensors that have no values."""
     local = x._local
-    return type(local._parts[0] if isinstance(local, LocalTensor) else local) is not torch.Tensor
-
-
-def parts_of(x: torch.Tensor) -> list[torch.Tensor]:
-    return list(x._parts) if isinstance(x, LocalTensor) else [x]
+    return type(one_part(local)) is not torch.Tensor
 
 
 # -- while tracing -------------------------------------------------------------------------------
@@ -86,8 +82,8 @@ def traced(
         weight.grad_reduction,
         options.get("max_norm") is not None,
         options,
-        {name: getattr(x, "_roster", None) for name, x in brought.items()},
-        getattr(weight._local, "_roster", None),
+        {name: roster_of(x) for name, x in brought.items()},
+        roster_of(weight._local),
         _autocast_dtype(weight._tiling.grid.device_type),
     )
     return TracedOwnBatch.apply(weight, call, torch.is_grad_enabled(), *brought.values())
@@ -126,7 +122,7 @@ class TracedOwnBatch(UntracedFunction):
         call: Call = ctx.call
         weight, number, *given = ctx.saved_tensors
         whole = call.whole()
-        grads = parts_of(grad if whole is None else grad.held_like(whole))
+        grads = parts_of(held_like(grad, whole))
         parts = [part for x in given for part in parts_of(x)]
         found = iter(
             _ops.own_batch_backward(
@@ -204,8 +200,7 @@ def apart(x: torch.Tensor, whole: Roster | None) -> torch.Tensor:
     """`x`, for each rank a tensor of its own."""
     if whole is None:
         return x
-    assert isinstance(x, LocalTensor), "a simulated world computes with LocalTensors"
-    return LocalTensor([x.on_rank(rank) for rank in whole.ranks], whole)
+    return from_parts([on_rank(x, rank) for rank in whole.ranks], whole)
 
 
 def _backward(
@@ -225,10 +220,7 @@ def _backward(
     results = []
     for grad in found:
         for local in _held_by(grad):
-            whole = call.whole()
-            if whole is not None and not isinstance(local, LocalTensor):
-                local = LocalTensor([local] * whole.num_parts, whole)
-            results += [part.clone() for part in parts_of(apart(local, whole))]
+            results += [part.clone() for part in parts_of(apart(local, call.whole()))]
     return results
 
 
@@ -253,10 +245,7 @@ def _each_rank(call: Call, given: Sequence[torch.Tensor]) -> list[dict[str, torc
     tensors, whole = call.sorted_parts(given), call.whole()
     if whole is None:
         return [tensors]
-    return [
-        {n: x.on_rank(rank) if isinstance(x, LocalTensor) else x for n, x in tensors.items()}
-        for rank in call.grid.ranks
-    ]
+    return [{name: on_rank(x, rank) for name, x in tensors.items()} for rank in call.grid.ranks]
 
 
 def _forward_shapes(

@@ -20,7 +20,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, make_tiling
-from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.parts import from_parts
+from shardwise.simulation.ranks import own_roster
 from shardwise.simulation.roster import Roster, make_roster
 
 
@@ -81,12 +82,7 @@ class Call:
 
     def whole(self) -> Roster | None:
         """Each rank has a part of its own."""
-        return None if self.held is None else one_each(self.grid)
-
-
-def one_each(grid: Grid) -> Roster:
-    """Each rank of a simulated world has a part of its own."""
-    return make_roster(grid.world, grid.ranks, tuple(range(len(grid.ranks))))
+        return own_roster(self.grid)
 
 
 def spelled_roster(roster: Roster | None) -> Any:
@@ -133,6 +129,5 @@ def read_roster(spelled: Any) -> Roster | None:
 
 def joined(parts: Any, roster: Roster | None, sized: bool = True) -> torch.Tensor:
     """The tensor of all ranks; not `sized` where it goes into a distributed one."""
-    if roster is None:
-        return next(parts)
-    return LocalTensor([next(parts) for _ in range(roster.num_parts)], roster, sized)
+    num = 1 if roster is None else roster.num_parts
+    return from_parts([next(parts) for _ in range(num)], roster, sized)

@@ -43,17 +43,23 @@ from shardwise.shard.to_come import (
     one_size,
     over,
 )
-from shardwise.shard.traced import INSTEAD, apart, parts_of
+from shardwise.shard.traced import INSTEAD, apart
 from shardwise.shard.traced_call import joined as together
 from shardwise.shard.traced_call import (
-    one_each,
     read_roster,
     read_spec,
     spelled_roster,
     spelled_spec,
 )
-from shardwise.simulation.local_tensor import LocalTensor
-from shardwise.simulation.ranks import my_coordinate, one_for_all
+from shardwise.simulation.parts import (
+    from_parts,
+    held_like,
+    is_per_rank,
+    on_rank,
+    parts_of,
+    roster_of,
+)
+from shardwise.simulation.ranks import my_coordinate, one_for_all, own_roster, present
 from shardwise.simulation.roster import Roster
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
@@ -102,7 +108,7 @@ class Output:
 
     def whole(self) -> Roster | None:
         """Each rank has a part of its own."""
-        return one_each(self.ranks) if self.ranks.world.simulated else None
+        return own_roster(self.ranks)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -137,8 +143,7 @@ def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in parts_of(output)):
         return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
     check_place("a sharded module", INSTEAD)
-    roster = output._roster if isinstance(output, LocalTensor) else None
-    known = Output(known.plan, known.grid, roster)
+    known = Output(known.plan, known.grid, roster_of(output))
     if known.plan.local:
         _check_one_size(known, parts_of(output))
     elif not has_one_block(known.spec):
@@ -164,8 +169,8 @@ def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
 
 
 def _check_one_size(known: Output, own: Sequence[torch.Tensor]) -> None:
-    """The ranks of a simulated world share one graph."""
-    if known.ranks.world.simulated:
+    """Ranks that one process plays share one graph."""
+    if known.whole() is not None:
         first, *others = _simulated_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
             asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
@@ -177,14 +182,14 @@ class TracedOutput(UntracedFunction):
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, known: Output) -> torch.Tensor:
-        ctx.known, ctx.text, ctx.plain = known, known.text(), type(x) is not LocalTensor
+        ctx.known, ctx.text, ctx.plain = known, known.text(), not is_per_rank(x)
         *blocks, extent, shapes = _ops.own_output(ctx.text, parts_of(x))
         ctx.sizes = [size for shape in _each_shape(known, parts_of(x)) for size in shape]
         ctx.save_for_backward(shapes)
         whole = known.whole()
         if known.plan.local:
             return together(iter(blocks), whole)
-        local = blocks[0] if whole is None else LocalTensor(blocks, whole)
+        local = from_parts(blocks, whole)
         shape = (extent.shape[0], *x.shape[1:])
         tiling = TilingToCome(SpecToCome(known.spec, known.ranks), shape, extent)
         ctx.made = over(ShardedTensor, local, tiling)
@@ -198,7 +203,7 @@ class TracedOutput(UntracedFunction):
         whole = ctx.known.whole()
         if not ctx.known.plan.local:
             grad = local_of(grad, ctx.made, "A gradient")
-        grads = parts_of(grad if whole is None else grad.held_like(whole))
+        grads = parts_of(held_like(grad, whole))
         found = iter(_ops.own_output_backward(ctx.text, shapes, grads, ctx.sizes))
         own = together(found, whole)
         return one_for_all(own) if ctx.plain else own, None
@@ -239,16 +244,13 @@ def _backward(
 
 def _each_shape(known: Output, own: Sequence[torch.Tensor]) -> list[Sequence[Size]]:
     """The shapes that the ranks present put out."""
-    if not known.ranks.world.simulated:
-        return [own[0].shape]
-    if known.roster is None:
-        return [own[0].shape for _ in known.ranks.ranks]
-    return [own[known.roster.part_of(rank)].shape for rank in known.ranks.ranks]
+    x = from_parts(own, known.roster)
+    return [on_rank(x, rank).shape for rank in present(known.ranks)]
 
 
 def _forward_shapes(text: str, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     known = read_output(text)
-    if known.ranks.world.simulated:
+    if known.whole() is not None:
         found, num_rows = _simulated_shapes(known, own), _num_rows(_each_shape(known, own))
     else:
         num_rows = _size_to_come()

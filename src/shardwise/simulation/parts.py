@@ -20,6 +20,7 @@ __all__ = [
     "copy_per_rank",
     "from_parts",
     "held_like",
+    "holds_parts",
     "is_per_rank",
     "on_rank",
     "one_part",
@@ -35,6 +36,11 @@ __all__ = [
 def is_per_rank(x: Any) -> bool:
     """Whether `x` is a tensor with a value for each of several ranks; a plain tensor has one."""
     return type(x) is LocalTensor
+
+
+def holds_parts(kind: type) -> bool:
+    """The same of the type of a tensor."""
+    return kind is LocalTensor
 
 
 def parts_of(x: Any) -> Sequence[torch.Tensor]:

@@ -17,7 +17,6 @@ from shardwise.core.layout import canonical_order, contiguous_stride, make_layou
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.testing.fuzz.values import values
 from shardwise.testing.op_sweep.compare import gathered
 from shardwise.testing.parts import scattered
@@ -117,9 +116,7 @@ class Sharded(OneDevice):
 
     def distribute(self, x: torch.Tensor, placements: Placements) -> DTensor:
         """A new tensor of what every rank holds whole."""
-        whole = x.detach()
-        assert isinstance(whole, LocalTensor), "full_tensor() in a simulated world is local"
-        return distribute_tensor(whole, self.mesh, placements)
+        return distribute_tensor(x.detach(), self.mesh, placements)
 
     def weighted(self, x: torch.Tensor) -> Any:
         """A sum in which places count differently, of what one device would hold."""

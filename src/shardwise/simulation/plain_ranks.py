@@ -14,8 +14,8 @@ import torch
 
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
-from shardwise.simulation.local_tensor import LocalTensor, from_ranks
-from shardwise.simulation.ranks import localize, my_coordinate, one_for_all
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import localize, my_coordinate, one_for_all, one_tensor
 
 
 def on_plain_ranks(
@@ -50,7 +50,7 @@ class _PutTogether(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
         ctx.grid = grid
-        together = from_ranks(grid.world, grid.ranks, [part.detach() for part in parts], sized=True)
+        together = one_tensor(grid, [part.detach() for part in parts])
         return one_for_all(together) if plain else together
 
     @staticmethod
