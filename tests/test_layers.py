@@ -17,6 +17,7 @@ LAYERS = [
     {"errors"},
     {"_torch"},
     {"core"},
+    {"simulation"},
     {"comm", "random", "kernels", "launch"},
     {"redistribute"},
     {"rules"},

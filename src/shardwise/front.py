@@ -2,8 +2,6 @@
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
 from shardwise.comm.watch import explicit_redistribution, implicit_replication
 from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.dtensor.create import (
@@ -39,6 +37,8 @@ from shardwise.errors import (
 )
 from shardwise.random.mode import rng
 from shardwise.rules.register import register_rule, register_sharding
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.world import simulate
 
 __all__ = [
     "ArgumentError",

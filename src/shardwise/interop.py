@@ -21,13 +21,14 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import strided_shard
-from shardwise.comm.local_tensor import LocalTensor, resolved
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain, short
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.simulation.local_tensor import resolved
+from shardwise.simulation.parts import is_per_rank
 
 __all__ = [
     "from_torch",
@@ -44,7 +45,7 @@ def to_torch(tensor: DTensor) -> Any:
     from torch.distributed.tensor import DTensor as TorchDTensor
 
     layout, local = tensor._layout, tensor.detach()._local  # type: ignore[attr-defined]
-    if isinstance(local, LocalTensor):
+    if is_per_rank(local):
         raise UnsupportedError(
             "A tensor of a simulated world holds the parts of all ranks, torch's DTensor one. "
             "Convert in real processes, or convert full_tensor()."
@@ -120,7 +121,7 @@ def load_torch_checkpoint(
 
 def _alone() -> bool:
     """Whether this process holds all there is: it plays all ranks, or it is the only one."""
-    return not dist.is_initialized() or current_world().simulated
+    return not dist.is_initialized() or len(current_world().present) == dist.get_world_size()
 
 
 @contextlib.contextmanager

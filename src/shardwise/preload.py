@@ -13,10 +13,10 @@ from torch.distributed.device_mesh import init_device_mesh
 import shardwise.checkpoint
 import shardwise.embedding
 import shardwise.parallel  # noqa: F401
-from shardwise.comm.simulate import simulate
 from shardwise.core.placements import Replicate
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.world import simulate
 
 
 def warm_up() -> DTensor:

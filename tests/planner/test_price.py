@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import shardwise
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.debug import CommDebugMode, events
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 from shardwise.planner import Constants, price, workload
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import shares_of
+from shardwise.simulation.local_tensor import LocalTensor
 
 TABLES = [
     Table("user", 103, 16),

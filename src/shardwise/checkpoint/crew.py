@@ -83,8 +83,8 @@ def current_crew() -> Crew:
     if not dist.is_available() or not dist.is_initialized():
         return Crew(1, (0,), None)
     world = current_world()
-    if world.simulated:
-        return Crew(world.size, tuple(range(world.size)), None)
+    if len(world.present) == world.size:
+        return Crew(world.size, world.present, None)
     if world not in _groups:
         _groups[world] = dist.new_group(backend="gloo")
     return Crew(world.size, (world.rank,), _groups[world])

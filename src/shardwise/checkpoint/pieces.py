@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
 from shardwise.core.box import Box
 from shardwise.core.placements import Replicate, short
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
+from shardwise.simulation.parts import agreed, on_rank, roster_of
+from shardwise.simulation.ranks import rank_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +54,10 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     if isinstance(value, DTensor):
         return _of_dtensor(value, name)
     plain = value.detach()
-    if isinstance(plain, LocalTensor):
-        held = [(rank, plain.on_rank(rank)) for rank in plain.ranks]
-        plain = plain.agreed()
-    else:
-        held = [(rank, plain) for rank in present]
+    roster = roster_of(plain)
+    ranks = present if roster is None else roster.ranks
+    held = [(rank, on_rank(plain, rank)) for rank in ranks]
+    plain = agreed(plain)
     if plain.layout is not torch.strided or plain.is_meta:
         raise CheckpointError(f"{name} is no dense tensor with memory: {plain.layout}, meta or so.")
     start = (0,) * plain.dim()

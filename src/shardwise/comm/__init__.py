@@ -1,1 +1,1 @@
-"""Collectives, the simulated world, and the ranks that are present."""
+"""Collectives, their cost, and what ranks agree on before they run one."""

@@ -24,12 +24,13 @@ import torch
 
 from shardwise._torch.compat import VERSION
 from shardwise.comm import collectives
-from shardwise.comm.one_value import spans
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.sources import source_digest
 from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.simulation.one_value import spans
+from shardwise.simulation.parts import one_part
+from shardwise.simulation.ranks import each_rank, localize
 
 _T = TypeVar("_T")
 #: The errors that travel as what they are, by name. Others become the first of these that they are.
@@ -149,7 +150,7 @@ def gather(
     with because(what, implicit=False):
         for axis in reversed(range(grid.num_axes) if axes is None else axes):
             found = collectives.all_gather(found, grid, axis)
-    return _any_ranks(found).cpu()
+    return one_part(found).cpu()
 
 
 def gather_numbers(
@@ -199,11 +200,6 @@ def _gather_bytes(
     return [bytes(row.tolist()) for row in rows]
 
 
-def _any_ranks(x: torch.Tensor) -> torch.Tensor:
-    """The plain tensor that all ranks hold alike."""
-    return getattr(x, "_parts", (x,))[0]
-
-
 class Meeting:
     """Ranks along one axis send each other a row of numbers; begun at once, see `finish`.
 
@@ -230,7 +226,7 @@ class Meeting:
 
         arrived = collectives.finished(self._arriving).cpu()
         rows, told = each_rank(self._grid, parted, arrived, axes=())
-        return rows, _any_ranks(told)
+        return rows, one_part(told)
 
 
 def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
@@ -252,7 +248,7 @@ def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _
         longest = each_rank(grid, lambda at: torch.tensor([status(at)], device=grid.device_type))
     for axis in axes:
         longest = collectives.all_reduce(longest, "max", grid, axis)
-    error = faults.error([int(_any_ranks(longest))], axes)
+    error = faults.error([int(one_part(longest))], axes)
     if error is None:
         return result
     if own is not None and str(own) == str(error):

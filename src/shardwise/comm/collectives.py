@@ -11,14 +11,14 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import my_coordinate
-from shardwise.comm.simulated_collectives import play_scatter
 from shardwise.comm.watch import watch
 from shardwise.core.autocast import without_autocast
 from shardwise.core.chunks import lengths
 from shardwise.core.grid import Grid
 from shardwise.errors import WorldError
+from shardwise.simulation.collectives import name_of_groups, play_scatter
+from shardwise.simulation.parts import is_per_rank, one_part, per_rank
+from shardwise.simulation.ranks import my_coordinate
 
 _ops = torch.ops._c10d_functional
 # Without the Python methods around them, which take a microsecond or two of their own.
@@ -40,12 +40,7 @@ def group_name(grid: Grid, axis: int) -> str:
         )
     name = grid.group_names[axis]
     if name is None:
-        # One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
-        # stands for all groups along the axis, whether rank 0 is in one of them or not.
-        if grid.world.simulated:
-            name = f"axis {axis} of {grid.ranks} as {grid.shape}"
-        else:
-            name = grid.mesh.get_group(axis).group_name
+        name = name_of_groups(grid, axis)
         grid.world.lines[name] = grid.lines(axis)
         grid.world.axis_names[name] = grid.axis_name(axis)
         grid.group_names[axis] = name
@@ -90,11 +85,11 @@ def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What travelled as bytes, as what it is. Played ranks may hold nothing where others do not."""
-    if x.dtype == dtype:
-        return x
-    if isinstance(x, LocalTensor):
-        return LocalTensor([viewed(p, dtype) for p in x._parts], x._roster, x._sized)
+    """What travelled as bytes, as what it is. A rank may hold nothing where others do not."""
+    return x if x.dtype == dtype else per_rank(lambda part: _viewed(part, dtype), x)
+
+
+def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if type(x.numel()) is int and x.numel() == 0:  # its strides need not be those of the dtype
         return x.new_empty((*x.shape[:-1], x.shape[-1] // dtype.itemsize), dtype=dtype)
     return x.view(dtype)
@@ -115,9 +110,11 @@ def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> 
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, dense. Played ranks may hold parts of other strides than the first."""
-    if isinstance(x, LocalTensor):
-        return LocalTensor([as_bytes(part) for part in x._parts], x._roster, x._sized)
+    """The bytes of a tensor, dense. Each rank may hold its own with other strides."""
+    return per_rank(_as_bytes, x)
+
+
+def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     if type(x.numel()) is int and x.numel() == 0:
         shape = (*x.shape[:-1], x.shape[-1] * x.dtype.itemsize) if x.dim() else (0,)
         return x.new_empty(shape, dtype=torch.uint8)
@@ -203,10 +200,10 @@ def scatter(
     an all-to-all in which one rank sends; watchers are told of a scatter of the longest piece.
     """
     name = group_name(grid, axis)
-    here = x.on_rank(grid.ranks[0]) if isinstance(x, LocalTensor) else x
+    here = one_part(x)
     longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
     with watch.told("scatter_", longest, name):
-        if isinstance(x, LocalTensor):
+        if is_per_rank(x):
             return play_scatter(x, dim, sizes, source, name)
         mine = my_coordinate(grid)[axis]
         pieces = x.split(lengths(x.shape[dim], grid.shape[axis], sizes), dim)

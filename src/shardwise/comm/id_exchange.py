@@ -14,10 +14,8 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Meeting
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.rank_int import rank_int
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate, Grid
+from shardwise.simulation.ranks import each_rank, numbers_per_rank, part_per_rank
 
 #: Counts on the host: ints, or in a simulated world numbers that know which rank has which.
 Counts = list[Any]
@@ -119,7 +117,4 @@ def route(
 
 def on_host(grid: Grid, counts: torch.Tensor) -> Counts:
     """A short integer tensor as numbers; this waits for the device."""
-    if not isinstance(counts, LocalTensor):
-        return counts.tolist()
-    columns = zip(*(counts.on_rank(rank).tolist() for rank in grid.ranks), strict=True)
-    return [rank_int(grid.world, grid.ranks, column) for column in columns]
+    return numbers_per_rank(grid, [part.tolist() for part in part_per_rank(grid, counts)])

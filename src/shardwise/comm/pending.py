@@ -17,7 +17,7 @@ import torch
 
 from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.pytree import tree_map_only
-from shardwise.comm.local_tensor import sized_copy
+from shardwise.simulation.local_tensor import sized_copy
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from shardwise.simulation.events import listeners
+
 
 @dataclass(frozen=True, slots=True)
 class Cause:
@@ -42,8 +44,7 @@ class Watch:
         self.watchers = 0
         #: The cause of the collectives that run now.
         self.cause: Cause | None = None
-        #: Told of collectives that no op stands for: `(c10d op, tensor, group name)`.
-        self.listeners: list[Callable[[str, Any, str], None]] = []
+        self.listeners = listeners
         #: Whether the collective ops that run now belong to one that listeners were told of.
         self.announced = False
         #: Ops whose kernels communicate: a mode that looks at ops has to run those itself.

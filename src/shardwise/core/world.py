@@ -31,6 +31,7 @@ class World:
         "grids",
         "group",
         "lines",
+        "present",
         "rank",
         "simulated",
         "size",
@@ -42,6 +43,8 @@ class World:
         self.simulated = simulated
         self.size: int = group.size()
         self.rank: int = group.rank()
+        #: The ranks that this process stands for: its own, or all that it plays.
+        self.present = tuple(range(self.size)) if simulated else (self.rank,)
         #: The grid of each mesh, by value; see core.grid.
         self.grids: dict[Any, Any] = {}
         #: Per name of a process group, all groups of ranks that run its collectives side by side.

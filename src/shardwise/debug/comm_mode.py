@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode
-from shardwise.comm.compiled_events import COLLECTIVE
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement
 from shardwise.debug import comm_report
@@ -18,6 +16,8 @@ from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, m
 from shardwise.debug.places import Places
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
+from shardwise.simulation.events import COLLECTIVE
+from shardwise.simulation.parts import holds_parts
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +28,7 @@ _plain_dispatch = torch.Tensor.__torch_dispatch__
 
 def _is_made_of_others(kind: type) -> bool:
     """Whether ops on such a tensor lead to ops on others, which may be collectives."""
-    return kind is not LocalTensor and kind.__torch_dispatch__ is not _plain_dispatch  # type: ignore[attr-defined]
+    return not holds_parts(kind) and kind.__torch_dispatch__ is not _plain_dispatch  # type: ignore[attr-defined]
 
 
 class CommDebugMode(TorchDispatchMode):

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import declare_collectives
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import watch
 from shardwise.core.world import World, current_world
 from shardwise.debug.places import Place
+from shardwise.simulation.parts import one_part
 
 declare_collectives()  # as ops, which are counted below
 
@@ -156,5 +156,5 @@ def _tensors(value: Any) -> Iterable[torch.Tensor]:
 
 def _num_bytes(tensor: torch.Tensor) -> int:
     """The bytes on one rank; every collective of this library has the same on all."""
-    part = tensor._parts[0] if isinstance(tensor, LocalTensor) else tensor
+    part = one_part(tensor)
     return math.prod(part.shape) * part.element_size()

@@ -74,7 +74,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None
         )
     layout = dtensor._layout
     grid = layout.grid
-    if not grid.world.simulated and grid.coordinate != (0,) * grid.num_axes:
+    if grid.ranks[0] not in grid.world.present:
         return
     if use_rich is None and _in_notebook():
         from IPython.display import display  # type: ignore[import-not-found,unused-ignore]

@@ -20,14 +20,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpoint import Checkpoints, inspect
 from shardwise.comm.agreement import agree
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
 from shardwise.core.grid import grid_of
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
+from shardwise.simulation.parts import agreed, on_rank
+from shardwise.simulation.world import simulate
 
 #: Called after each step with its number, loss and examples per second.
 Progress = Callable[[int, float, float], None]
@@ -271,7 +271,7 @@ class _Training:
 
 def _from_all(value: Any) -> list[Any]:
     """What each process has for `value`, in the order of ranks."""
-    if not dist.is_initialized() or current_world().simulated:
+    if not dist.is_initialized() or len(current_world().present) == dist.get_world_size():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
@@ -289,15 +289,14 @@ def mean_of(loss: torch.Tensor) -> float:
     value = loss.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if isinstance(value, LocalTensor):
-        return float(torch.stack([value.on_rank(rank) for rank in value.ranks]).mean())
-    return float(value)
+    present = current_world().present if dist.is_initialized() else (0,)
+    return float(torch.stack([on_rank(value, rank) for rank in present]).mean())
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor that a parameter stands for."""
     value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return value.agreed().clone() if isinstance(value, LocalTensor) else value.clone()
+    return agreed(value).clone()
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:

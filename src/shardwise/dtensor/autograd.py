@@ -30,9 +30,7 @@ from shardwise._torch.autograd import (
     is_legacy_batch,
     is_transformed,
 )
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending, finished_like, later
-from shardwise.comm.ranks import localize, one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
@@ -45,6 +43,8 @@ from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import copied, prepare, prepare_apart
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.parts import is_per_rank, parts_of, sized_copy
+from shardwise.simulation.ranks import localize, one_for_all
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -310,7 +310,7 @@ def _repeats_entries(local: torch.Tensor) -> bool:
     """Whether entries share memory on some rank, as in the gradient of a sum."""
     return any(
         type(stride) is int and stride == 0 and (type(size) is not int or size > 1)
-        for part in getattr(local, "_parts", (local,))
+        for part in parts_of(local)
         for size, stride in zip(part.shape, part.stride(), strict=True)
     )
 
@@ -329,7 +329,7 @@ class FromLocal(UntracedFunction):
         held: bool = False,
     ) -> Any:
         terms, share = (_terms if layout.symbolic else _cached_terms)(layout)
-        ctx.door = terms, grad_layout, share, async_op, not isinstance(local, LocalTensor)
+        ctx.door = terms, grad_layout, share, async_op, not is_per_rank(local)
         alias = (local if held else localize(layout.grid, local)).detach()
         return cls.wrap_view(alias, layout) if local.is_leaf else cls.wrap(alias, layout)
 

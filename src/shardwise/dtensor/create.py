@@ -11,7 +11,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
@@ -32,6 +31,7 @@ from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
 from shardwise.rules.draws import draw_of, draw_parts, new_parts
+from shardwise.simulation.ranks import each_rank, localize
 
 aten = torch.ops.aten
 

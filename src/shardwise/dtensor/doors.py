@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather
-from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
 from shardwise.core.layout import (
@@ -23,6 +22,8 @@ from shardwise.core.placements import Placement, Shard
 from shardwise.core.world import world_caches
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.simulation.parts import is_per_rank, one_part
+from shardwise.simulation.ranks import rank_values
 
 
 def local_layout(
@@ -33,7 +34,7 @@ def local_layout(
     stride: Sequence[int] | None,
 ) -> Layout:
     """The layout of the global tensor whose parts look like `local`, which fit into it."""
-    if shape is None and stride is None and not grid.world.simulated and placements is not None:
+    if shape is None and stride is None and placements is not None and not is_per_rank(local):
         # The common case, many times over: one dictionary lookup.
         key = (
             grid,
@@ -85,7 +86,7 @@ def _local_layout(
     else:
         # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
         # explicit sizes the first part will do, and all are checked against the sizes.
-        first = getattr(local, "_parts", (local,))[0] if gives_sizes(placements) else local
+        first = one_part(local) if gives_sizes(placements) else local
         local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
         given = normalize(_without_sizes(placements), local_shape, grid)

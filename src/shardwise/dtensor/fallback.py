@@ -14,12 +14,12 @@ from typing import Any
 import torch
 
 from shardwise._torch.schema import OpOverload, decompositions, is_composite
-from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor.foreach import FUSED_STEPS, count_writes, is_foreach
 from shardwise.dtensor.fused_step import fused_step
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.reduced import remember
 from shardwise.rules.catalog import rule_caches
+from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 

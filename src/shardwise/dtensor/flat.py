@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
-from shardwise.comm.roster import Roster
 from shardwise.core.chunks import splits_evenly, surely_equal
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout, make_layout
 from shardwise.core.placements import Placement, Shard
 from shardwise.core.sources import source_digest
 from shardwise.core.world import world_caches
+from shardwise.simulation.parts import from_parts, parts_of, roster_of
+from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.roster import Roster
 
 #: How many layouts a context remembers.
 _MAX_KNOWN = 64
@@ -73,10 +73,7 @@ class FlatContext:
         self, inner: dict[str, torch.Tensor], shape: Any, stride: Any
     ) -> tuple[torch.Tensor, Layout]:
         """The local tensor out of its parts, and its layout."""
-        if self.roster is None:
-            (local,) = inner.values()
-        else:
-            local = LocalTensor(tuple(inner.values()), self.roster)
+        local = from_parts(tuple(inner.values()), self.roster)
         layout = self.layout(shape, stride)
         if layout.symbolic and _ties_sizes(local, layout):
             layout = self.layout(shape, stride)
@@ -153,11 +150,11 @@ plain_parts: dict[Layout, tuple[list[str], FlatContext]] = {}
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
     """The names of attributes of a DTensor that hold its plain tensors, and all else."""
     local, layout = x._local, x._layout
-    if not isinstance(local, LocalTensor):
+    roster = roster_of(local)
+    if roster is None:
         return plain_parts.get(layout) or _plain(layout)
     cls: Any = type(x)
-    names = part_names(len(local._parts), cls)
-    return names, context_of(layout, local._roster)
+    return part_names(roster.num_parts, cls), context_of(layout, roster)
 
 
 def _plain(layout: Layout) -> tuple[list[str], FlatContext]:
@@ -196,22 +193,21 @@ def part_names(num_parts: int, cls: Any, held: str = "_local", prefix: str = "_p
 
 def _part(number: int, held: str) -> property:
     def read(x: Any) -> torch.Tensor:
-        return getattr(x, held)._parts[number]
+        return parts_of(getattr(x, held))[number]
 
     def write(x: Any, part: torch.Tensor) -> None:
         """torch puts a copy in place of a gradient's part that lies otherwise than it expected."""
         local = getattr(x, held)
-        parts = list(local._parts)
+        parts = list(parts_of(local))
         parts[number] = part
-        setattr(x, held, LocalTensor(parts, local._roster))
+        setattr(x, held, from_parts(parts, roster_of(local)))
 
     return property(read, write)
 
 
 def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
     """What torch's compile caches need to know of a DTensor, and of the code behind it."""
-    parts = getattr(local, "_parts", (local,))
-    roster = getattr(local, "_roster", None)
+    roster = roster_of(local)
     return repr(
         (
             [str(s) for s in layout.shape],
@@ -223,7 +219,7 @@ def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
             layout.grid.ranks,
             layout.grid.world.rank,
             requires_grad,
-            [tuple(map(str, part.shape)) for part in parts],
+            [tuple(map(str, part.shape)) for part in parts_of(local)],
             (roster.ranks, roster.index) if roster else None,
             source_digest(),
         )

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster
 from shardwise.core.layout import Layout
 from shardwise.dtensor.flat import FlatContext, context_of, part_names
+from shardwise.simulation.parts import from_parts, roster_of
+from shardwise.simulation.roster import Roster
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,20 +25,18 @@ class RowContext:
 
     def restored(self, inner: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """The row numbers and values out of their parts."""
-        parts, held = list(inner.values()), self.values.roster
-        if self.roster is None or held is None:
-            return parts[0], parts[1]
-        num = self.roster.num_parts
-        return LocalTensor(parts[:num], self.roster), LocalTensor(parts[num:], held)
+        parts = list(inner.values())
+        num = 1 if self.roster is None else self.roster.num_parts
+        return from_parts(parts[:num], self.roster), from_parts(parts[num:], self.values.roster)
 
 
 def flattened_rows(
     cls: Any, layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool
 ) -> tuple[list[str], RowContext]:
     """The names of attributes of a RowSparse that hold its plain tensors, and all else."""
-    if not isinstance(values, LocalTensor):
-        return ["_rows", "_local"], RowContext(context_of(layout, None), None, coalesced)
-    assert isinstance(rows, LocalTensor), "rows and values are of one world"
-    names = part_names(len(rows._parts), cls, "_rows", "_rows")
-    names = names + part_names(len(values._parts), cls)
-    return names, RowContext(context_of(layout, values._roster), rows._roster, coalesced)
+    held, roster = roster_of(values), roster_of(rows)
+    names = ["_rows", "_local"]
+    if held is not None and roster is not None:
+        names = part_names(roster.num_parts, cls, "_rows", "_rows")
+        names = names + part_names(held.num_parts, cls)
+    return names, RowContext(context_of(layout, held), roster, coalesced)

@@ -39,8 +39,8 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     if not lists or any(isinstance(arg, Layout) for arg in args):
         return None
     first = lists[0]
-    if any(layout.grid.world.simulated for layout in first):
-        return None  # played ranks share some of the tensors and not others: one by one
+    if any(len(layout.grid.world.present) > 1 for layout in first):
+        return None  # ranks present share some of the tensors and not others: one by one
     for other in lists[1:]:
         if len(other) != len(first) or not all(map(_alike, first, other)):
             return None

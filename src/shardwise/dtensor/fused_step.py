@@ -12,9 +12,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import one_for_all
-from shardwise.comm.roster import Roster
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor import autograd
@@ -26,6 +23,9 @@ from shardwise.dtensor.strict import forbid_move
 from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import LayoutError, MixedTensorsError
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
+from shardwise.simulation.ranks import one_for_all
+from shardwise.simulation.roster import Roster
 
 #: The list of numbers, one per parameter; all others hold tensors shaped like the parameters.
 _STEPS = "state_steps"
@@ -74,7 +74,7 @@ class _LentTensors:
 
     def give_back(self) -> None:
         if self.apart:
-            local = LocalTensor(self.parts, self.roster) if self.roster else self.parts[0]
+            local = from_parts(self.parts, self.roster)
             torch.ops.aten.copy_.default(self.tensor, self.tensor.wrap(local, self.layout))
 
 
@@ -139,12 +139,10 @@ def _lend(
         with because(op, implicit=True):
             moved = autograd.move(tensor, target, own=True)
     local = moved._local
-    if not isinstance(local, LocalTensor):
-        return _LentTensors(name, tensor, target, None, [local], moved is not tensor)
-    roster = local._roster if first is None else first.roster
-    assert roster is not None, "all parts of a simulated world are played"
-    apart = moved is not tensor or local._roster is not roster
-    return _LentTensors(name, tensor, target, roster, list(local.held_like(roster)._parts), apart)
+    roster = roster_of(local) if first is None else first.roster
+    apart = moved is not tensor or roster_of(local) is not roster
+    parts = list(parts_of(held_like(local, roster)))
+    return _LentTensors(name, tensor, target, roster, parts, apart)
 
 
 def _share_strides(loans: Sequence[_LentTensors], number: int) -> None:

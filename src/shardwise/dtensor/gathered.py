@@ -26,6 +26,7 @@ from shardwise.redistribute.search import find_steps
 from shardwise.rules.catalog import find_rule, has_unknown_shape, written_inputs
 from shardwise.rules.positional import plain_op
 from shardwise.rules.propagate import CallPlan
+from shardwise.simulation.parts import one_part
 
 
 def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
@@ -94,7 +95,7 @@ def _wrapped(result: Any, wrap: Callable[[torch.Tensor], Any]) -> Any:
 
 def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
     """The layout of a whole tensor that was made without a plan for its shape."""
-    part = getattr(local, "_parts", (local,))[0]
+    part = one_part(local)
     whole = (REPLICATE,) * grid.num_axes
     return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 

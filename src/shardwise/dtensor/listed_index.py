@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from shardwise.simulation.parts import parts_of
+
 
 def holds_list(index: Any) -> bool:
     """Whether a list of numbers stands in an index."""
@@ -118,14 +120,14 @@ def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:
     """
     if type(value) is not type(x):
         return False
-    here, there = (getattr(t._local, "_parts", (t._local,)) for t in (x, value))
+    here, there = (parts_of(t._local) for t in (x, value))
     if type(here[0]) is not torch.Tensor or type(there[0]) is not torch.Tensor:
         return False  # what is traced has no memory
     memory = {part.untyped_storage().data_ptr() for part in here if part.numel()}
     if memory.isdisjoint(part.untyped_storage().data_ptr() for part in there):
         return False
     target = x[index]._local
-    pairs = zip(getattr(target, "_parts", (target,)), there, strict=False)
+    pairs = zip(parts_of(target), there, strict=False)
     return all(a.data_ptr() == b.data_ptr() and a.shape == b.shape for a, b in pairs)
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from shardwise._torch.schema import OpOverload, is_composite
-from shardwise.comm.ranks import each_rank, my_coordinate
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.grid import Coordinate
@@ -20,6 +19,8 @@ from shardwise.rules.catalog import copies_view
 from shardwise.rules.positional import Positional
 from shardwise.rules.propagate import CallPlan
 from shardwise.rules.refused import refused_alike
+from shardwise.simulation.parts import parts_of
+from shardwise.simulation.ranks import each_rank, rank_call
 
 aten = torch.ops.aten
 
@@ -60,7 +61,7 @@ def lies_otherwise(result: Any, outputs: Sequence[Layout]) -> bool:
         and part.numel() > 0
         and not _same_strides(part, in_memory_order(part, layout))
         for x, layout in zip(tensors, outputs, strict=True)
-        for part in getattr(x, "_parts", (x,))
+        for part in parts_of(x)
     )
 
 
@@ -108,7 +109,7 @@ def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
 def _plain_parts(values: Any) -> Iterator[torch.Tensor]:
     for value in values if isinstance(values, (list, tuple)) else ():
         if isinstance(value, torch.Tensor):
-            for part in getattr(value, "_parts", (value,)):
+            for part in parts_of(value):
                 if type(part) is torch.Tensor and part.layout is torch.strided:
                     yield part
         else:
@@ -131,8 +132,8 @@ def apart(call: Callable[..., Any]) -> Callable[..., Any]:
 def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
     """What runs on the local operands, mapped over the ranks where they need to be apart.
 
-    That is where the function or an argument differs between ranks, and, in a simulated world,
-    where torch or a Python function would read the sizes of a LocalTensor.
+    That is where the function or an argument differs between ranks, and where torch or a Python
+    function would read sizes, which may differ.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
     if plan.local is not None and plan.local.together:
@@ -141,33 +142,20 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):
         fn = _spelled(binding, fn, per_rank)
-    if not (per_rank or plan.local_shape or (grid.world.simulated and _reads_sizes(op, plan))):
+    if not (per_rank or plan.local_shape or _reads_sizes(op, plan)):
         return fn
     layouts = (*plan.inputs, *plan.outputs)
     positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
     places = [(positions[name], plan.outputs[number]) for name, number in plan.local_shape]
-    if not grid.world.simulated:
-        coordinate = my_coordinate(grid)
+
+    def here(coordinate: Coordinate) -> Callable[..., Any]:
         if per_rank:
             return functools.partial(fn, coordinate, layouts)
+        if not places:
+            return fn
         return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
 
-    axes = _axes_that_differ(layouts) if per_rank or places else ()
-
-    def mapped(*operands: Any, **kwargs: Any) -> Any:
-        tensors, rest = _partition(operands)
-
-        def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
-            merged = _merge(parts, rest)
-            if per_rank:
-                return fn(coordinate, layouts, *merged, **kwargs)
-            for position, layout in places:
-                merged[position] = layout.local_shape(coordinate)
-            return fn(*merged, **kwargs)
-
-        return each_rank(grid, here, *tensors, axes=axes)
-
-    return mapped
+    return rank_call(grid, here, _axes_that_differ(layouts) if per_rank or places else ())
 
 
 def _axes_that_differ(layouts: Sequence[Layout]) -> tuple[int, ...]:
@@ -235,34 +223,3 @@ def _runs_itself_cast(op: Any, plan: CallPlan) -> bool:
     """Whether the local call is the op itself, and autocast is off in it."""
     itself = plan.local is None and isinstance(op, OpOverload)
     return itself and is_cast_before(op)
-
-
-_HOLE = object()
-
-
-def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The tensors, those in lists too, and what is left with holes in their places."""
-    tensors: list[torch.Tensor] = []
-    rest: list[Any] = []
-    for operand in operands:
-        if isinstance(operand, torch.Tensor):
-            tensors.append(operand)
-            rest.append(_HOLE)
-        elif isinstance(operand, (list, tuple)):
-            inner, kept = _partition(operand)
-            tensors += inner
-            rest.append(kept if inner else operand)
-        else:
-            rest.append(operand)
-    return tensors, rest
-
-
-def _merge(tensors: Sequence[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
-    return _filled(iter(tensors), rest)
-
-
-def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
-    return [
-        next(remaining) if r is _HOLE else _filled(remaining, r) if isinstance(r, list) else r
-        for r in rest
-    ]

@@ -10,8 +10,6 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.pytree import tree_flatten, tree_unflatten
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import rank_values
 from shardwise.core.chunks import Size, lengths
 from shardwise.core.encode import encode_mesh
 from shardwise.core.grid import Grid, grid_of
@@ -21,6 +19,8 @@ from shardwise.dtensor.doors import all_metas
 from shardwise.dtensor.tensor import DTensor
 from shardwise.dtensor.traced import install_from_uneven, is_traced, traced_from_uneven
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.simulation.parts import is_per_rank
+from shardwise.simulation.ranks import rank_values
 
 Placements = Sequence[Placement] | None
 
@@ -166,7 +166,7 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
 
 def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The DTensor of parts whose shapes may differ: the ranks tell each other their shapes."""
-    if is_traced() and isinstance(local, LocalTensor):
+    if is_traced() and is_per_rank(local):
         return traced_from_uneven(local, encode_mesh(mesh), placements)
     rows = [shape for _, shape in all_metas(local, grid_of(mesh), "local_map")]
     return _from_shapes(local, mesh, placements, rows)

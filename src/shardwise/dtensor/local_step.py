@@ -27,8 +27,6 @@ import torch
 from torch.optim import optimizer as hooks
 
 from shardwise._torch.functions import others_watch_steps
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import Roster
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.dtensor.autograd import with_dtype
@@ -36,6 +34,8 @@ from shardwise.dtensor.foreach import count_writes
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.reduced import is_partial
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
+from shardwise.simulation.roster import Roster
 
 #: The optimizers whose update of an element looks at nothing but that element and its state.
 ELEMENTWISE = frozenset(
@@ -232,12 +232,12 @@ def _same_places(layout: Layout, other: Layout) -> bool:
 
 def _parts(local: Any, roster: Roster | None) -> Sequence[torch.Tensor]:
     """The tensors behind a local tensor, held by the ranks as `roster` says."""
-    return (local,) if roster is None else local.held_like(roster)._parts
+    return parts_of(held_like(local, roster))
 
 
 def _make_loan(parameter: DTensor, state: dict[str, Any]) -> _Loan | None:
     layout, local = parameter._layout, parameter._local
-    roster = getattr(local, "_roster", None)
+    roster = roster_of(local)
     parts = _parts(local, roster)
     # The update of a term is no term of the update; and what a compiler traces is no plain tensor.
     if is_partial(layout) or type(parts[0]) is not torch.Tensor:
@@ -279,7 +279,7 @@ def _adopt(loan: _Loan, state: dict[str, Any]) -> None:
             for share, part in zip(loan.shares, loan.parts, strict=True):
                 share[name] = _strided_like(share[name], part)
             parts = [share[name] for share in loan.shares]
-            local = parts[0] if loan.roster is None else LocalTensor(parts, loan.roster)
+            local = from_parts(parts, loan.roster)
             state[name] = DTensor.wrap(local, with_dtype(loan.layout, value.dtype))
     loan.known, loan.lent = list(state.values()), list(loan.shares[0].values())
 

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import one_for_all
 from shardwise.core.grid import Grid
+from shardwise.simulation.ranks import one_for_all
 
 
 def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:

@@ -6,12 +6,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import because, watch
 from shardwise.dtensor import autograd
 from shardwise.dtensor.strict import forbid_move
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.ranks import one_for_all
 
 
 def whole_values(x: Any, asked: str) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.redistribute.moves import Run
+from shardwise.simulation.parts import one_part, parts_of
 
 
 def is_partial(layout: Layout) -> bool:
@@ -29,7 +30,7 @@ def reduced_layout(layout: Layout) -> Layout:
 
 def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
     """The reduction of `tensor`, whose local tensor is `local`, in the layout `target`."""
-    part = getattr(local, "_parts", (local,))[0]
+    part = one_part(local)
     if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
         return reduce(local)
     known = recall(tensor)
@@ -63,5 +64,5 @@ def _versions(tensor: Any) -> list[int]:
     Those on another DTensor of the same memory, such as `x.data`, count for the mesh.
     """
     local, grid = tensor._local, tensor._layout.grid
-    parts = (part._version for part in getattr(local, "_parts", (local,)))
+    parts = (part._version for part in parts_of(local))
     return [tensor._version, grid.num_writes if grid.hides_writes else 0, *parts]

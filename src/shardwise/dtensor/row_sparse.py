@@ -18,8 +18,6 @@ import torch
 from shardwise._torch.dispatch import make_wrapper
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import added_up
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
@@ -30,6 +28,8 @@ from shardwise.dtensor.flat_rows import RowContext, flattened_rows
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.rules.row_sparse import SparseRows, add_distinct_rows
+from shardwise.simulation.parts import held_like, parts_of, roster_of
+from shardwise.simulation.ranks import each_rank
 
 aten = torch.ops.aten
 
@@ -170,7 +170,7 @@ class RowSparse(DTensor):
         return make(layout, *context.restored(inner), context.coalesced)
 
     def _stable_hash_for_caching(self) -> str:
-        rows = [tuple(map(str, p.shape)) for p in getattr(self._rows, "_parts", (self._rows,))]
+        rows = [tuple(map(str, p.shape)) for p in parts_of(self._rows)]
         return repr((super()._stable_hash_for_caching(), rows, self._coalesced))
 
     @classmethod
@@ -233,7 +233,7 @@ def gather_rows(
         return torch.tensor([rows.shape[0]], device=rows.device)
 
     counts = collectives.all_gather(each_rank(grid, count, rows, axes=()), grid, axis)
-    longest = max(int(part.max()) for part in getattr(counts, "_parts", (counts,)))
+    longest = max(int(part.max()) for part in parts_of(counts))
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return torch.cat([t, t.new_zeros((longest - t.shape[0], *t.shape[1:]))]).unsqueeze(0)
@@ -276,7 +276,7 @@ class Held(torch.Tensor):
 
     def numel(self) -> int:
         """Of all ranks present: torch's optimizers skip a gradient without values."""
-        return sum(part.numel() for part in getattr(self.local, "_parts", (self.local,)))
+        return sum(part.numel() for part in parts_of(self.local))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Held({self.local!r})"
@@ -345,17 +345,11 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
         return target.index_add_(0, rows, values, alpha=alpha)
 
     target, distinct = a._local, b._coalesced
-    rows, values = (_held_like(each, target) for each in (b._rows, b._local))
+    # One part for each part of the target: what ranks share is written once.
+    rows, values = (held_like(each, roster_of(target)) for each in (b._rows, b._local))
     axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
     each_rank(a._layout.grid, here, target, rows, values, axes=axes)
     return a
-
-
-def _held_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """One part for each part of `target`: what ranks share is written once."""
-    if isinstance(source, LocalTensor) and isinstance(target, LocalTensor):
-        return source.held_like(target._roster)
-    return source
 
 
 def _check_alike(a: DTensor, b: RowSparse) -> None:

@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 from shardwise._torch.autograd import current_node
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
 from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.planning import Path, at_path, tensor_paths
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.parts import parts_of, per_rank
 
 aten = torch.ops.aten
 
@@ -266,7 +266,7 @@ def may_write(x: Any) -> bool:
     if known is None or not known[0].writable or x._layout.expanded:
         return False
     # While a graph is traced, nothing tells later ops of it that a snapshot is old.
-    traced = any(type(p) is not torch.Tensor for p in getattr(x._local, "_parts", (x._local,)))
+    traced = any(type(part) is not torch.Tensor for part in parts_of(x._local))
     return not traced or _in_gradient_of_write()
 
 
@@ -404,9 +404,10 @@ def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
 
 def copied_parts(local: Any, memo: dict[int, Any]) -> Any:
     """A deep copy of a local tensor: what shared memory before shares it after."""
-    if isinstance(local, LocalTensor):
-        parts = [copied_parts(part, memo) for part in local._parts]
-        return LocalTensor(parts, local._roster)
-    if type(local) is not torch.Tensor:
-        return local.detach().clone()
-    return copy.deepcopy(local.detach(), memo)
+
+    def copied(part: torch.Tensor) -> torch.Tensor:
+        if type(part) is not torch.Tensor:
+            return part.detach().clone()
+        return copy.deepcopy(part.detach(), memo)
+
+    return per_rank(copied, local)

@@ -24,9 +24,7 @@ from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.comm.pending import Pending
-from shardwise.comm.ranks import localize
 from shardwise.core.encode import encode_mesh
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
@@ -60,6 +58,8 @@ from shardwise.errors import (
     LeafError,
     MixedTensorsError,
 )
+from shardwise.simulation.parts import held_like, sized_copy, unsized
+from shardwise.simulation.ranks import localize
 
 _strided = torch.strided
 _item = torch.Tensor.__getitem__
@@ -93,8 +93,8 @@ class DTensor(Wrapped):
     @staticmethod
     def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
         """A DTensor out of its parts, unchecked."""
-        if type(local) is LocalTensor and local._sized:
-            local = sized_copy(local, False)
+        if type(local) is not _Tensor:
+            local = unsized(local)
         if layout.symbolic:
             layout = layout.with_sizes(noted(layout.shape), noted(layout.stride))
             return unrecorded(DTensor._wrap, local, layout, requires_grad)
@@ -542,9 +542,8 @@ class DTensor(Wrapped):
             return context.as_tangent(self)  # of a kind of DTensors that lies otherwise
         layout = self._layout.with_placements(context.placements, context.order)
         moved = autograd.redistribute(self, layout)
-        if context.roster is None or moved._local._roster is context.roster:
-            return moved
-        return DTensor.wrap(moved._local.held_like(context.roster), layout)
+        held = held_like(moved._local, context.roster)
+        return moved if held is moved._local else DTensor.wrap(held, layout)
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""

@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.ranks import rank_values
 
 Chunk = tuple[tuple[int, ...], torch.Tensor]
 

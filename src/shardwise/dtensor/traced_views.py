@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode, return_and_correct_aliasing
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.layout import Layout
+from shardwise.simulation.parts import from_parts, parts_of, roster_of
 
 #: The last DTensor that was put together from parts: torch makes a stand-in for a view just before
 #: it replays the view.
@@ -52,13 +52,8 @@ def replayed(
 ) -> torch.Tensor:
     """`view`, of stand-ins for its parts, as a view of `base`."""
     local = view._local
-    if isinstance(local, LocalTensor):
-        parts = [stand_in(part) for part in local._parts]
-        found: torch.Tensor = LocalTensor(parts, local._roster)
-    else:
-        parts = [stand_in(local)]
-        found = parts[0]
-    result = wrap(found, _traced_layout(view, parts))
+    parts = [stand_in(part) for part in parts_of(local)]
+    result = wrap(from_parts(parts, roster_of(local)), _traced_layout(view, parts))
     with _Returned(result):
         return torch.ops.aten.alias.default(base)
 
@@ -67,7 +62,7 @@ def _traced_layout(view: Any, parts: list[torch.Tensor]) -> Layout:
     """The layout with the sizes that the compiler gave to the stand-in for `view`."""
     made = _last() if _last is not None else None
     if made is not None:
-        theirs = getattr(made._local, "_parts", (made._local,))
+        theirs = parts_of(made._local)
         if len(theirs) == len(parts) and all(map(operator.is_, theirs, parts)):
             return made._layout
     return view._layout

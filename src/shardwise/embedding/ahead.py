@@ -21,7 +21,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.embedding.batch import FeatureBags, bags_of, unfit
@@ -38,11 +37,11 @@ from shardwise.embedding.step import Visit
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.exchange.between import (
     finished,
-    one_tensor,
-    part_per_rank,
     ranks_present,
     start_exchange,
 )
+from shardwise.simulation.parts import is_per_rank, parts_of
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 
 class Ahead:
@@ -199,7 +198,7 @@ _ONE_BATCH = (
 
 def _differs(batch: Jagged) -> bool:
     given = (batch.values, batch.lengths, batch._weights)
-    return any(isinstance(each, LocalTensor) and len(each._parts) > 1 for each in given)
+    return any(len(parts_of(each)) > 1 for each in given)
 
 
 def _complain(route: Route, grid: Grid | None, complaint: Fault) -> Ahead:
@@ -210,9 +209,10 @@ def _complain(route: Route, grid: Grid | None, complaint: Fault) -> Ahead:
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
     weights = None if batch._weights is None else batch._weights.detach()
     batch = batch.with_weights(weights)
-    if grid is None or not grid.world.simulated or batch.problem is not None:
-        return [batch] * (1 if grid is None else len(ranks_present(grid)))
     names = ("values", "lengths", "weights", "batch_sizes", "first")
+    alike = not any(is_per_rank(getattr(batch, name)) for name in names)
+    if grid is None or batch.problem is not None or alike:
+        return [batch] * (1 if grid is None else len(ranks_present(grid)))
     columns: dict[str, Any] = {}
     for name in names:
         tensor = getattr(batch, name)

@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.agreement import agree
-from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid, grid_of
 from shardwise.core.untraced import breaks_graph
@@ -32,7 +31,7 @@ from shardwise.embedding.lookup import Engine, run_lookup
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.routing import Route
 from shardwise.embedding.scratch import Scratch
-from shardwise.embedding.stacks import Stacks, plain, tile_of, whole_of
+from shardwise.embedding.stacks import Stacks, tile_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import TableTiling
 from shardwise.embedding.traced import (
@@ -50,6 +49,8 @@ from shardwise.errors import (
     LayoutError,
     ShardwiseError,
 )
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import localize, present
 
 REDUCTIONS = ("mean", "sum")
 
@@ -124,7 +125,7 @@ class _Collection(nn.Module):
         route = Route(stacks.tiling, pooled=self._pooled)
         grid = stacks.grid
         # Without an exchange what is "sent" is what is returned; a GPU's allocator keeps memory.
-        sends = grid is not None and not grid.world.simulated and route.travels
+        sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
         scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = Engine(
             route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch, Queue()
@@ -246,7 +247,7 @@ class _Collection(nn.Module):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
-            stacks.fill(number, tile_of(plain(value)))
+            stacks.fill(number, tile_of(agreed(value)))
 
     def reset_parameters(self) -> None:
         """Draw first values again, as `shard` does for a collection on the `meta` device."""

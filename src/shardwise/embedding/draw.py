@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
-from shardwise.embedding.stacks import Stacks, plain
+from shardwise.embedding.stacks import Stacks
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import localize
 
 #: Numbers that are drawn at a time: sixteen megabytes.
 _CHUNK_NUMBERS = 1 << 22
@@ -35,5 +36,5 @@ def generator_of_first_rank(grid: Grid) -> torch.Generator:
     """One that goes on where torch's stands on the first rank of a mesh; torch's stays there."""
     state = torch.default_generator.get_state().to(grid.device_type)
     with because("state of the random numbers", implicit=False):
-        state = plain(collectives.broadcast(localize(grid, state), 0, grid, 0))
+        state = agreed(collectives.broadcast(localize(grid, state), 0, grid, 0))
     return torch.Generator().set_state(state.cpu())

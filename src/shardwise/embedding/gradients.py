@@ -12,8 +12,9 @@ from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.embedding.backend import Backend, Query
 from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.tiling import Tile
-from shardwise.exchange.between import one_tensor, summed
+from shardwise.exchange.between import summed
 from shardwise.exchange.order import counted, repeated
+from shardwise.simulation.ranks import one_tensor
 from shardwise.training.contract import Reduction
 
 #: The rows of a stack that have a gradient, each once and in order, and the gradients.

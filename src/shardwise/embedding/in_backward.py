@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backend import Backend, Query, update_stacks
@@ -22,6 +21,7 @@ from shardwise.embedding.shared_squares import (
 )
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.simulation.parts import on_rank
 
 #: Per rank present, per stack: the lookups of a backward pass and the gradients of their bags.
 Lookups = list[dict[int, tuple[Query, torch.Tensor]]]
@@ -240,7 +240,7 @@ def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
             value = whole_of(value)
         for rank, numbers in target.holders:
             whole = values.get(rank, value)
-            numbers.copy_(whole.on_rank(rank) if isinstance(whole, LocalTensor) else whole)
+            numbers.copy_(on_rank(whole, rank))
         return
     if isinstance(value, RowState):
         raise LayoutError(

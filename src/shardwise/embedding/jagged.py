@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, sized_copy
 from shardwise.errors import ArgumentError
+from shardwise.simulation.parts import is_per_rank, parts_of, sized_copy
 
 
 class Jagged:
@@ -267,11 +267,10 @@ def num_bags(batch: Jagged) -> list[int]:
 
 
 def _without_size(x: Any) -> torch.Tensor | None:
-    if type(x) is LocalTensor and not torch.compiler.is_compiling() and not x.requires_grad:
-        shape = x._parts[0].shape
-        if any(part.shape != shape for part in x._parts):
-            return sized_copy(x, sized=False)
-    return None
+    if torch.compiler.is_compiling() or not is_per_rank(x) or x.requires_grad:
+        return None
+    shapes = {part.shape for part in parts_of(x)}
+    return sized_copy(x, sized=False) if len(shapes) > 1 else None
 
 
 def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] | None:
@@ -279,11 +278,11 @@ def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] 
         return None
     if torch.compiler.is_compiling():
         return () if isinstance(sizes, torch.Tensor) else tuple(sizes)
-    if isinstance(sizes, LocalTensor):
-        if any(not torch.equal(part, sizes._parts[0]) for part in sizes._parts):
-            return ()
-        sizes = sizes._parts[0]
     if isinstance(sizes, torch.Tensor):
+        first, *others = parts_of(sizes)
+        if any(not torch.equal(part, first) for part in others):
+            return ()
+        sizes = first
         if sizes.device.type != "cpu" or sizes.ndim != 1:
             return ()
         sizes = sizes.tolist()

@@ -28,7 +28,7 @@ from shardwise.embedding.scratch import Scratch
 from shardwise.embedding.stacks import Stacks
 from shardwise.embedding.step import Visit, exchange_rows, gradients_per_stack, look_up
 from shardwise.embedding.weight_gradients import weight_gradients, weights_train
-from shardwise.exchange.between import one_tensor, part_per_rank
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 from shardwise.training.reducer import reduction_for
 
 

@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.tiling import TableTiling, Tile
-from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
+from shardwise.exchange.between import ranks_present
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 
 class Stacks:
@@ -33,14 +34,13 @@ class Stacks:
             ]
             for rank in self.ranks
         ]
-        # In a simulated world, ranks share the copies of a table that all of them hold.
-        if grid is not None and grid.world.simulated:
-            shared: dict[int, torch.Tensor] = {}
-            for place, rank in enumerate(self.ranks):
-                for k, stack in enumerate(tiling.stacks[rank]):
-                    if stack.replicated:
-                        mine = self.weights[place][k]
-                        self.weights[place][k] = shared.setdefault(stack.width, mine)
+        # Ranks present share the copies of a table that all of them hold.
+        shared: dict[int, torch.Tensor] = {}
+        for place, rank in enumerate(self.ranks):
+            for k, stack in enumerate(tiling.stacks[rank]):
+                if stack.replicated:
+                    mine = self.weights[place][k]
+                    self.weights[place][k] = shared.setdefault(stack.width, mine)
 
     def fill(self, table: int, value_of: Callable[[Tile], torch.Tensor]) -> None:
         """Write the values of a table, tile by tile."""
@@ -146,14 +146,9 @@ def _shared(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     ]
 
 
-def plain(value: torch.Tensor) -> torch.Tensor:
-    """The one tensor that all ranks hold."""
-    return value.agreed() if isinstance(value, LocalTensor) else value
-
-
 def whole_of(value: DTensor) -> torch.Tensor:
     """All of a sharded table, as a plain tensor."""
-    return plain(value.full_tensor())
+    return agreed(value.full_tensor())
 
 
 def tile_of(values: torch.Tensor) -> Callable[[Tile], torch.Tensor]:

@@ -20,15 +20,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from shardwise.comm.local_tensor import collective_handlers
 from shardwise.core.encode import decode_grid, encode_grid
 from shardwise.core.grid import Grid
 from shardwise.core.sources import source_digest
 from shardwise.core.untraced import untraced
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.exchange.between import part_per_rank
 from shardwise.exchange.effect_op import EffectOp
+from shardwise.simulation.local_tensor import collective_handlers
+from shardwise.simulation.ranks import part_per_rank
 
 if TYPE_CHECKING:
     from shardwise.embedding.collection import _Collection

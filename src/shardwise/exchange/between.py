@@ -11,39 +11,15 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.rank_int import rank_int
-from shardwise.comm.ranks import my_coordinate
 from shardwise.core.grid import Grid
-from shardwise.errors import ArgumentError, WorldError
+from shardwise.simulation.ranks import numbers_per_rank, one_tensor, part_per_rank, present
 
 Counts = Sequence[int]
 
 
 def ranks_present(grid: Grid) -> list[int]:
     """The places along the one axis of `grid` that this process stands for."""
-    if grid.world.simulated:
-        return list(range(len(grid.ranks)))
-    return [my_coordinate(grid)[0]]
-
-
-def part_per_rank(grid: Grid, x: torch.Tensor) -> list[torch.Tensor]:
-    """What each rank present holds; a plain tensor is the same on every rank."""
-    if isinstance(x, LocalTensor):
-        if not grid.world.simulated:
-            raise WorldError("A LocalTensor belongs to a simulated world, the mesh to a real one.")
-        missing = sorted(set(grid.ranks) - set(x.ranks))
-        if missing:
-            raise ArgumentError(f"The LocalTensor has no value for ranks {missing} of {grid!r}.")
-        return [x.on_rank(rank) for rank in grid.ranks]
-    return [x] * len(ranks_present(grid))
-
-
-def one_tensor(grid: Grid, parts: Sequence[torch.Tensor], *, sized: bool = True) -> torch.Tensor:
-    """The tensor whose value on each rank present is the item of `parts`."""
-    if not grid.world.simulated:
-        return parts[0]
-    return from_ranks(grid.world, grid.ranks, parts, sized)
+    return [grid.coordinates[rank][0] for rank in present(grid)]
 
 
 def start_exchange(
@@ -54,9 +30,8 @@ def start_exchange(
     All three are lists over the ranks present.
     """
     flat = one_tensor(grid, parts)
-    return collectives.start_all_to_all_uneven(
-        flat, _counts(grid, sent), _counts(grid, received), grid, 0
-    )
+    num_sent, num_received = (numbers_per_rank(grid, each) for each in (sent, received))
+    return collectives.start_all_to_all_uneven(flat, num_sent, num_received, grid, 0)
 
 
 def finished(grid: Grid, exchange: torch.Tensor) -> list[torch.Tensor]:
@@ -75,10 +50,3 @@ def start_swap(grid: Grid, parts: Sequence[torch.Tensor]) -> torch.Tensor:
 def summed(grid: Grid, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The sum over ranks of tensors of one shape."""
     return part_per_rank(grid, collectives.all_reduce(one_tensor(grid, parts), "sum", grid, 0))
-
-
-def _counts(grid: Grid, per_rank: Sequence[Counts]) -> list[int]:
-    if not grid.world.simulated:
-        return list(per_rank[0])
-    columns = zip(*per_rank, strict=True)
-    return [rank_int(grid.world, grid.ranks, column) for column in columns]

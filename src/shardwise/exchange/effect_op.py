@@ -40,9 +40,10 @@ from shardwise.core.world import world_caches
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
-from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
+from shardwise.exchange.between import ranks_present
 from shardwise.exchange.effects import check_place, install
 from shardwise.rules.picked_rows import unknown_length
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("effect(str call, bool[] needs, SymInt[] sizes, Tensor[] inputs) -> Tensor[]")

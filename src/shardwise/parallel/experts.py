@@ -24,9 +24,9 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
-from shardwise.parallel.plain_ranks import on_plain_ranks
 from shardwise.parallel.spot import Spot
 from shardwise.parallel.style import ParallelStyle, owner_of
+from shardwise.simulation.plain_ranks import on_plain_ranks
 
 
 class ExpertParallel(ParallelStyle):

@@ -11,7 +11,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
@@ -36,6 +35,7 @@ from shardwise.parallel.class_shards import (
     local_maximum,
     local_sums,
 )
+from shardwise.simulation.ranks import each_rank
 
 _REDUCTIONS = ("none", "mean", "sum")
 

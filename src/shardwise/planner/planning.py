@@ -152,7 +152,7 @@ def _real_group(mesh: DeviceMesh | int) -> Any | None:
     if isinstance(mesh, int):
         return None
     grid = grid_of(mesh)
-    if grid.world.simulated or len(grid.ranks) == 1:
+    if set(grid.ranks) <= set(grid.world.present):
         return None
     return mesh.get_group()
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.dispatch import autocast_off, is_autocast
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.errors import CollectiveError
 from shardwise.redistribute.moves import PREPARE, Run
 from shardwise.redistribute.steps import Step, local_bytes
+from shardwise.simulation.ranks import each_rank
 
 
 def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:

@@ -22,7 +22,6 @@ from shardwise.comm.collectives import (
     start_all_to_all_uneven,
     start_reduce_scatter,
 )
-from shardwise.comm.ranks import each_rank, each_ranks_counts, my_coordinate
 from shardwise.core.chunks import Size, lengths, piece, shared, splits_evenly
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
@@ -30,6 +29,7 @@ from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.errors import LayoutError
 from shardwise.redistribute.ordered import floats_of, ordered_integers
 from shardwise.redistribute.steps import Step, longest
+from shardwise.simulation.ranks import each_rank, each_ranks_counts, rank_call
 
 Run = Callable[[torch.Tensor], torch.Tensor]
 
@@ -290,15 +290,12 @@ def _slice(step: Step) -> Move:
     # Dense, as the layout's strides say: some kernels read past the strides of a view. What is
     # expanded stays so; see in_memory_order.
     dense = torch.Tensor.contiguous if not target.expanded else lambda t: t
-    if not grid.world.simulated:
-        start, length = place(my_coordinate(grid))
-        return Move(lambda x: dense(x.narrow(dim, start, length)))
 
-    def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return dense(t.narrow(dim, *place(coordinate)))
+    def cut(coordinate: Coordinate) -> Callable[[torch.Tensor], torch.Tensor]:
+        start, length = place(coordinate)
+        return lambda x: dense(x.narrow(dim, start, length))
 
-    axes = (*_outside(target, axis, dim), axis)
-    return Move(lambda x: each_rank(grid, cut, x, axes=axes))
+    return Move(rank_call(grid, cut, axes=(*_outside(target, axis, dim), axis)))
 
 
 #: What a coordinate adds that must not change the reduction.

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import on_rank, parts_of
 
 
 @dataclass
@@ -35,7 +35,7 @@ def bytes_on(tensor: torch.Tensor, rank: int) -> int:
         if coordinate is None:
             return 0
         return layout.box(coordinate).volume * layout.dtype.itemsize
-    part = tensor.on_rank(rank) if isinstance(tensor, LocalTensor) else tensor
+    part = on_rank(tensor, rank)
     if part.layout is not torch.strided:
         return sum(bytes_on(inner, rank) for inner in _inside(part))
     return part.numel() * part.element_size()
@@ -78,10 +78,9 @@ class SavedTensors:
 def _places(tensor: torch.Tensor) -> list[int]:
     """Where the memory of a tensor begins, on each rank that this process plays."""
     local = tensor._local if isinstance(tensor, DTensor) else tensor
-    parts = local._parts if isinstance(local, LocalTensor) else (local,)
     return [
         part.untyped_storage().data_ptr()
-        for part in parts
+        for part in parts_of(local)
         if part.layout is torch.strided and part.numel()
     ]
 

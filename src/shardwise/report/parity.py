@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.simulate import simulate
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.launch import launch
 from shardwise.report.case import Case
+from shardwise.simulation.parts import agreed, on_rank
+from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.differences import Difference, Values, differences
 from shardwise.testing.mesh import Mesh
@@ -122,7 +122,7 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
     output = call(sharded.module, per_rank(parts, sharded.part_of))
     outputs: Values = {}
     world = current_world()
-    for rank in range(world.size) if world.simulated else (world.rank,):
+    for rank in world.present:
         mine = [_on_rank(leaf, rank) for leaf in tensors_of(output)]
         outputs |= _named(mine, rank)
     loss_of(output).backward()
@@ -160,10 +160,9 @@ def _on_rank(tensor: torch.Tensor, rank: int) -> torch.Tensor:
     value = tensor.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    return value.on_rank(rank) if isinstance(value, LocalTensor) else value
+    return on_rank(value, rank)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    value = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    value = value.agreed() if isinstance(value, LocalTensor) else value
+    value = agreed(tensor.full_tensor() if isinstance(tensor, DTensor) else tensor)
     return (value.to_dense() if value.is_sparse else value).detach().clone()

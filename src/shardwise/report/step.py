@@ -12,7 +12,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.pytree import tree_leaves
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.box import Box
 from shardwise.core.grid import grid_of
 from shardwise.core.placements import short
@@ -22,6 +21,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
 from shardwise.report.timeline import Span, Timeline, expected_s
+from shardwise.simulation.parts import parts_of
 
 
 @dataclass(frozen=True)
@@ -135,11 +135,9 @@ class Outputs:
 def _text(tensor: torch.Tensor) -> str:
     if isinstance(tensor, DTensor):
         return f"{_size(tensor.shape)} {short(tensor.placements)}"
-    if isinstance(tensor, LocalTensor):
-        sizes = list(dict.fromkeys(_size(part.shape) for part in tensor._parts))
-        whole = len(tensor._parts) == 1
-        return f"{sizes[0] if len(sizes) == 1 else ' | '.join(sizes)} {_own(whole)}"
-    return f"{_size(tensor.shape)} on each rank"
+    parts = parts_of(tensor)
+    sizes = list(dict.fromkeys(_size(part.shape) for part in parts))
+    return f"{' | '.join(sizes)} {_own(len(parts) == 1)}"
 
 
 def _own(same: bool) -> str:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
@@ -31,6 +30,7 @@ from shardwise.rules.notation import linear_choices
 from shardwise.rules.picked_rows import picked_rows, times
 from shardwise.rules.row_sparse import SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.simulation.ranks import each_rank
 
 # -- the table -------------------------------------------------------------------------------
 

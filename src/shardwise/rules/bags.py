@@ -12,7 +12,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Shard
@@ -42,6 +41,7 @@ from shardwise.rules.gathered_bags import (
 from shardwise.rules.ids import check_ids, has_values, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.simulation.ranks import each_rank
 
 
 def pooled(

@@ -10,8 +10,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, my_coordinate
 from shardwise.comm.watch import because
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
@@ -20,6 +18,8 @@ from shardwise.errors import RankMismatchError
 from shardwise.random.fill import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
 from shardwise.random.generators import generator_digest, generator_kind
 from shardwise.random.mode import setting
+from shardwise.simulation.parts import on_rank
+from shardwise.simulation.ranks import each_rank, localize, parts_with_ranks
 
 
 def draw_parts(
@@ -58,14 +58,8 @@ def parts_of(
     layout: Layout, held: torch.Tensor, operand: torch.Tensor | None
 ) -> Iterator[tuple[list[Coordinate], torch.Tensor, torch.Tensor | None]]:
     """Each tensor that is held here, where its ranks stand, and what of `operand` goes with it."""
-    grid = layout.grid
-    if not isinstance(held, LocalTensor):
-        yield [my_coordinate(grid)], held, operand
-        return
-    for number, part in enumerate(held._parts):
-        ranks = held._roster.ranks_of(number)
-        given = operand.on_rank(ranks[0]) if isinstance(operand, LocalTensor) else operand
-        yield [grid.coordinates[rank] for rank in ranks], part, given
+    for ranks, part in parts_with_ranks(layout.grid, held):
+        yield [layout.grid.coordinates[rank] for rank in ranks], part, on_rank(operand, ranks[0])
 
 
 def _share(layout: Layout, coordinates: Sequence[Coordinate]) -> float | None:

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
@@ -22,6 +21,7 @@ from shardwise.rules.ids import check_ids, has_values, local_rows, owned
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.picked_rows import times
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.simulation.ranks import each_rank
 
 aten = torch.ops.aten
 # Without the Python method around it, which takes a microsecond of its own.

@@ -8,14 +8,15 @@ import torch
 
 from shardwise._torch.functions import assert_async
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.layout import Layout
+from shardwise.simulation.parts import one_part, parts_of
+from shardwise.simulation.ranks import each_rank
 
 
 def has_values(x: torch.Tensor) -> bool:
     """Whether the values can be read now: not in a traced graph."""
-    return type(getattr(x, "_parts", (x,))[0]) is torch.Tensor
+    return type(one_part(x)) is torch.Tensor
 
 
 def sharded_axes(layout: Layout) -> tuple[int, ...]:
@@ -61,7 +62,7 @@ def widened(found: torch.Tensor, grid: Grid, axes: tuple[int, ...]) -> torch.Ten
 
 def raise_out_of_range(ranges: torch.Tensor, num_rows: int) -> None:
     """Raise IndexError where one of the ranges, in the last dim, leaves the table."""
-    for part in getattr(ranges, "_parts", (ranges,)):
+    for part in parts_of(ranges):
         negative_low, high = part.view(-1, 2).amax(0).tolist()
         _raise_outside(-negative_low, high, num_rows)
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
@@ -41,6 +40,7 @@ from shardwise.rules.gathered_bags import (
 from shardwise.rules.ids import check_ids, local_rows
 from shardwise.rules.notation import linear_choices
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.simulation.ranks import each_rank
 
 # -- the bags --------------------------------------------------------------------------------
 

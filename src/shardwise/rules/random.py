@@ -16,8 +16,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import raise_together
-from shardwise.comm.local_tensor import LocalTensor, shared_roster
-from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.random.fill import Draw
@@ -26,6 +24,7 @@ from shardwise.rules.ids import has_values
 from shardwise.rules.pointwise import elementwise
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, differing_axes, table
 from shardwise.rules.traced_draws import assembled, model_of, sliced
+from shardwise.simulation.ranks import once_for_all, rank_values
 
 aten = torch.ops.aten
 
@@ -236,12 +235,7 @@ class OnceForAll:
     op: Any
 
     def __call__(self, layouts: Sequence[Layout], *args: Any, **options: Any) -> Any:
-        grid = layouts[0].grid
-        if not grid.world.simulated:
-            return self.op(*args, **options)
-        args = tuple(a._parts[0] if isinstance(a, LocalTensor) else a for a in args)
-        result = self.op(*args, **options)
-        return LocalTensor((result,), shared_roster(grid.world, grid.ranks))
+        return once_for_all(layouts[0].grid, self.op, *args, **options)
 
 
 def rrelu_slopes(

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.id_exchange import Routing, route
-from shardwise.comm.ranks import each_rank
 from shardwise.core.chunks import piece
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
@@ -34,6 +33,7 @@ from shardwise.rules.gathered_bags import with_placement
 from shardwise.rules.ids import id_range, raise_out_of_range, sharded_axes, widened
 from shardwise.rules.row_sparse import SPARSE_GRAD, SparseRows
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.simulation.ranks import each_rank
 
 aten = torch.ops.aten
 _ID_BYTES = 8

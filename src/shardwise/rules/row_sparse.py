@@ -7,13 +7,13 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.rules.embedding import lookup_grad_choices, owned_values
 from shardwise.rules.ids import has_values, local_rows
 from shardwise.rules.picked_rows import picked_rows, times
 from shardwise.rules.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.simulation.ranks import each_rank
 
 
 class SparseRows:

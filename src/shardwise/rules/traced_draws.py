@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import torch
 
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Shard
 from shardwise.random.fill import ANY_PROBABILITY
 from shardwise.rules.draws import parted_axes, parts_of
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def sliced(whole: torch.Tensor, layout: Layout) -> torch.Tensor:

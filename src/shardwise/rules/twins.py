@@ -7,8 +7,10 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.schema import OpOverload
 
-def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+
+def functional_twin(op: OpOverload) -> OpOverload | None:
     """The op that does what `op` does to its first argument, but returns a new tensor.
 
     >>> functional_twin(torch.ops.aten.add_.Tensor)
@@ -22,7 +24,7 @@ def functional_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
     return with_arguments(packet, [(a.name, str(a.type)) for a in op._schema.arguments])
 
 
-def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops.OpOverload | None:
+def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> OpOverload | None:
     """The overload that takes these arguments (name and type) and writes to none of them."""
     for overload in packet.overloads() if packet is not None else ():
         op = getattr(packet, overload)
@@ -32,7 +34,7 @@ def with_arguments(packet: Any, wanted: Sequence[tuple[str, str]]) -> torch._ops
     return None
 
 
-def view_twin(op: torch._ops.OpOverload) -> torch._ops.OpOverload | None:
+def view_twin(op: OpOverload) -> OpOverload | None:
     """The view of which `op` returns a copy.
 
     >>> view_twin(torch.ops.aten.permute_copy.default)

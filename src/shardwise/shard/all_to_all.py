@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.rank_int import rank_int
 from shardwise.core.grid import Grid
+from shardwise.simulation.rank_int import rank_int
 
 
 def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> torch.Tensor:

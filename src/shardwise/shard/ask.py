@@ -16,13 +16,13 @@ import torch
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Faults, Meeting
 from shardwise.comm.id_exchange import Counts, on_host
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.shard import bags
 from shardwise.shard.routes import ToOwners
 from shardwise.shard.row_owners import row_owners, wire_dtype
 from shardwise.shard.wanted import Lookup
+from shardwise.simulation.ranks import each_rank
 
 
 @dataclass(frozen=True, slots=True)

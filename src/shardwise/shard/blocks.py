@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.shard.device import RankDevice
 from shardwise.shard.spec import (
     ChunkShardingSpec,
@@ -16,6 +14,7 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def cut_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
@@ -44,11 +43,6 @@ def held_blocks(tiling: Tiling, blocks: torch.Tensor) -> torch.Tensor:
         return block.contiguous().view(tiling.block_shape(tiling.grid.ranks[place[0]]))
 
     return each_rank(tiling.grid, hold, localize(tiling.grid, blocks))
-
-
-def sized(x: torch.Tensor) -> torch.Tensor:
-    """A LocalTensor for use outside, where ranks may have different sizes."""
-    return LocalTensor(x._parts, x._roster, True) if isinstance(x, LocalTensor) else x
 
 
 def natural_spec(tiling: Tiling) -> ChunkShardingSpec:

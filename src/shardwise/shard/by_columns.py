@@ -11,7 +11,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather_numbers
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.shard import bags
 from shardwise.shard.own_batch import Exchange, OwnBatch
@@ -21,6 +20,7 @@ from shardwise.shard.routes import ToEveryone
 from shardwise.shard.stage import Flat
 from shardwise.shard.uneven import all_gather_uneven
 from shardwise.shard.wanted import BagBatch, Lookup
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:

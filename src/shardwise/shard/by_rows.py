@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from shardwise.comm.id_exchange import by_owner
-from shardwise.comm.ranks import each_rank
 from shardwise.shard import bags
 from shardwise.shard.ask import Asked, Wish, ask, checked
 from shardwise.shard.own_batch import Exchange, OwnBatch
@@ -22,6 +21,7 @@ from shardwise.shard.renorm import renorm_rows
 from shardwise.shard.row_owners import row_owners
 from shardwise.shard.stage import Flat
 from shardwise.shard.wanted import BagBatch, Lookup, OwnBags
+from shardwise.simulation.ranks import each_rank
 
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
@@ -26,6 +25,7 @@ from shardwise.shard.spec import (
 )
 from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.shard.tiling import Tiling, check_ranks, device_type_of, make_tiling
+from shardwise.simulation.ranks import each_rank, localize
 
 
 def shard_tensor(
@@ -182,7 +182,7 @@ def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Gri
             fault = f"a piece is a shardwise.shard.Shard, found {type(shard).__name__}"
             continue
         at = shard.metadata
-        if at.rank not in grid.ranks or not (grid.world.simulated or at.rank == rank):
+        if at.rank not in grid.ranks or at.rank not in grid.world.present:
             fault = f"a piece is on {at.placement}, which is not this rank"
         if len(at.shard_sizes) != len(shape):
             fault = f"a piece has shape {at.shard_sizes}, the tensor {shape}"

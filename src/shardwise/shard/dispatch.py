@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch.pytree import tree_flatten, tree_unflatten
-from shardwise.comm.ranks import one_for_all
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
@@ -17,6 +16,7 @@ from shardwise.shard import to_come
 from shardwise.shard.blocks import cut_whole
 from shardwise.shard.elementwise import is_elementwise
 from shardwise.shard.reshard import move_pieces
+from shardwise.simulation.ranks import one_for_all
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor

@@ -10,8 +10,6 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
@@ -19,6 +17,8 @@ from shardwise.shard import to_come
 from shardwise.shard.linear import linear
 from shardwise.shard.lookup import embedding, embedding_bag
 from shardwise.shard.tensor import ShardedTensor, functions
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import each_rank
 
 Handler = TypeVar("Handler", bound=Callable[..., Any])
 
@@ -96,8 +96,8 @@ def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bo
 
     answers = each_rank(tiling.grid, same, input._local.detach(), theirs._local.detach())
     with because(fn, implicit=False):
-        joint: Any = collectives.all_reduce(answers, "min", tiling.grid, 0)
-    return bool((joint.agreed() if isinstance(joint, LocalTensor) else joint).item())
+        joint = collectives.all_reduce(answers, "min", tiling.grid, 0)
+    return bool(agreed(joint).item())
 
 
 def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:

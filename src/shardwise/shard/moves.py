@@ -10,11 +10,12 @@ from shardwise.core.layout import Layout
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction
-from shardwise.shard.blocks import blocks_of, held_blocks, sized
+from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.device import RankDevice
 from shardwise.shard.reshard import move_pieces
 from shardwise.shard.spec import EnumerableShardingSpec, ShardMetadata
 from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.simulation.parts import sized
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor

@@ -14,14 +14,12 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather_numbers
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard.blocks import blocks_of, held_blocks, sized
+from shardwise.shard.blocks import blocks_of, held_blocks
 from shardwise.shard.device import RankDevice
 from shardwise.shard.group import home_grid
 from shardwise.shard.linear import ShareOfGradient
@@ -29,6 +27,8 @@ from shardwise.shard.moves import sharded_like, with_spec
 from shardwise.shard.spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.simulation.parts import is_per_rank, sized
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ def joint_tiling(shapes: Sequence[Sequence[int]], grid: Grid) -> Tiling:
 class Join(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, tiling: Tiling, grad_reduction: str) -> ShardedTensor:
-        ctx.tiling, ctx.plain = tiling, type(x) is not LocalTensor
+        ctx.tiling, ctx.plain = tiling, not is_per_rank(x)
         ctx.factor = len(tiling.grid.ranks) if grad_reduction == "mean" else 1
         made = ShardedTensor.over(held_blocks(tiling, localize(tiling.grid, x.detach())), tiling)
         made.grad_reduction = grad_reduction

@@ -27,18 +27,18 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.row_sparse import make as make_row_sparse
 from shardwise.errors import UnsupportedError
-from shardwise.shard.blocks import held_blocks, sized
+from shardwise.shard.blocks import held_blocks
 from shardwise.shard.routes import BatchRoute
 from shardwise.shard.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Blocks, Tiling
+from shardwise.simulation.parts import is_per_rank, sized
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
 #: What a local function gives: a tensor that has a gradient, and perhaps more that have none.
 Results = tuple[torch.Tensor, ...]
@@ -119,7 +119,7 @@ class OwnBatch(UntracedFunction):
             return out
 
         ctx.exchange, ctx.weight, ctx.away, ctx.home = exchange, weight, away, home
-        ctx.plain = [type(t) is not LocalTensor for t in tensors]
+        ctx.plain = [not is_per_rank(t) for t in tensors]
         return sized(each_rank(grid, finish, rows, *more, *own, *(tensors[i] for i in staying)))
 
     @staticmethod

@@ -9,13 +9,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.roster import make_roster
-from shardwise.core.world import current_world
 from shardwise.errors import WorldError
 from shardwise.shard.group import group_ranks, home_grid
 from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.simulation import pickling
 
 _group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", default=None)
 
@@ -32,27 +30,18 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
     """What a file holds of a sharded tensor: what this process holds of it, and plain values."""
-    held: tuple[Any, ...] = ("real", local)
-    if isinstance(local, LocalTensor):
-        held = ("simulated", local._parts, local._roster.ranks, local._roster.index)
     grid = tiling.grid
-    return held, encode_spec(tiling.spec), (tiling.shape, grid.device_type, grid.ranks)
+    grid_facts = (tiling.shape, grid.device_type, grid.ranks)
+    return pickling.packed(local), encode_spec(tiling.spec), grid_facts
 
 
 def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
     """The reverse, in the current world."""
     shape, device_type, ranks = meta
-    world = current_world()
-    if world.simulated != (held[0] == "simulated"):
-        raise WorldError(
-            f"The tensor was saved in a {held[0]} world and cannot be loaded in {world}. Save "
-            "full_tensor() to move values between worlds."
-        )
+    pickling.check_world(held, both=False)
     group = group_of_load(ranks, "The tensor")
     tiling = make_tiling(decode_spec(spec), tuple(shape), home_grid(group, device_type))
-    if held[0] == "real":
-        return held[1], tiling
-    return LocalTensor(held[1], make_roster(world, held[2], held[3])), tiling
+    return pickling.unpacked(held, tiling.grid), tiling
 
 
 def group_of_load(ranks: Sequence[int], what: str) -> Any:

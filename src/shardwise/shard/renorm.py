@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.shard.tensor import ShardedTensor
+from shardwise.simulation.ranks import each_rank
 
 
 @torch.no_grad()

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.ranks import each_rank
 from shardwise.comm.watch import because
 from shardwise.core.box import Box
 from shardwise.core.world import world_caches
 from shardwise.shard.all_to_all import exchanged
 from shardwise.shard.tiling import Tiling
+from shardwise.simulation.ranks import each_rank
 
 #: The number of the source's piece, that of the target's, and the box that they share.
 Meeting = tuple[int, int, Box]

@@ -13,11 +13,11 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import Counts
-from shardwise.comm.ranks import each_rank, localize
 from shardwise.core.grid import Grid
 from shardwise.shard.all_to_all import exchanged
 from shardwise.shard.tiling import Blocks
 from shardwise.shard.uneven import all_gather_uneven, reduce_scatter_uneven
+from shardwise.simulation.ranks import each_rank, localize
 
 
 class BatchRoute(Protocol):

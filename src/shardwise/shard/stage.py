@@ -7,12 +7,11 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import each_rank, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
-from shardwise.shard.blocks import sized
+from shardwise.simulation.parts import is_per_rank, sized
+from shardwise.simulation.ranks import each_rank, one_for_all
 
 
 class Stage:
@@ -66,5 +65,5 @@ class Flat(UntracedFunction):
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         found = each_rank(ctx.grid, lambda _, g, x: g.reshape(x.shape), grad, ctx.x)
-        plain = type(ctx.x) is not LocalTensor
-        return one_for_all(found) if plain else sized(found), None, *[None] * ctx.num_last
+        own = sized(found) if is_per_rank(ctx.x) else one_for_all(found)
+        return own, None, *[None] * ctx.num_last

@@ -18,7 +18,6 @@ from shardwise._torch.dispatch import (
     make_wrapper,
     without_subclass_functions,
 )
-from shardwise.comm.ranks import rank_values
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import untraced
@@ -40,6 +39,8 @@ from shardwise.shard.spec import (
     ShardMetadata,
 )
 from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.simulation.parts import held_like
+from shardwise.simulation.ranks import rank_values
 
 GRAD_REDUCTIONS = ("mean", "sum")
 
@@ -59,10 +60,8 @@ class ShardedContext:
             return to_come.as_tangent(x, ShardedTensor, self)
         lying = sharded_like(x, self.tiling, ShardedTensor)
         local: Any = lying._local
-        roster = self.flat.roster
-        if roster is None or local._roster is roster:
-            return lying
-        return ShardedTensor.over(local.held_like(roster), lying._tiling, like=lying)
+        held = held_like(local, self.flat.roster)
+        return lying if held is local else ShardedTensor.over(held, lying._tiling, like=lying)
 
 
 class ShardedTensor(DTensor):

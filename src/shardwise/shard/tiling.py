@@ -68,9 +68,9 @@ class Tiling:
         return [box for box in self.boxes if box.rank == rank]
 
     def device(self, rank: int) -> torch.device:
-        """Where a rank keeps its pieces. One process that plays all ranks has one device."""
+        """Where a rank keeps its pieces. Ranks that share a process share its device."""
         mine = self.on_rank(rank)
-        if self.grid.world.simulated or not mine:
+        if len(self.grid.world.present) > 1 or not mine:
             return torch.device(self.grid.device_type)
         return mine[0].placement.device
 

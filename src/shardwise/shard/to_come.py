@@ -20,8 +20,6 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from shardwise._torch.pytree import tree_flatten, tree_map_only, tree_unflatten
-from shardwise.comm.local_tensor import LocalTensor
-from shardwise.comm.ranks import localize
 from shardwise.core.chunks import Size
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
@@ -31,11 +29,13 @@ from shardwise.core.symbols import unrecorded
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.shard.blocks import blocks_of, cut_whole, held_blocks, sized
+from shardwise.shard.blocks import blocks_of, cut_whole, held_blocks
 from shardwise.shard.elementwise import is_elementwise
 from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import ChunkShardingSpec, ShardingSpec
 from shardwise.shard.tiling import make_tiling
+from shardwise.simulation.parts import from_parts, parts_of, sized
+from shardwise.simulation.ranks import localize
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
@@ -107,7 +107,7 @@ def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any)
     """The tensor out of what a graph has: with a tiling where there are values."""
     known, roster = context.tiling, context.flat.roster
     *parts, extent = inner.values()
-    local = parts[0] if roster is None else LocalTensor(parts, roster)
+    local = from_parts(parts, roster)
     if type(extent) is not torch.Tensor:
         return over(kind, local, TilingToCome(known, tuple(shape), extent), context)
     tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
@@ -187,7 +187,7 @@ class BlockToCome(UntracedFunction):
     def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
         ctx.like = x
         local: Any = x._local.detach()
-        shapes = [tuple(part.shape) for part in getattr(local, "_parts", (local,))]
+        shapes = [tuple(part.shape) for part in parts_of(local)]
         if any(shape != shapes[0] for shape in shapes[1:]):
             raise UnsupportedError(one_size(f"local_tensor() of {x.sharding_spec()}"))
         return sized(local)

@@ -17,11 +17,11 @@ import torch
 
 from shardwise.core.grid import Grid
 from shardwise.dtensor.row_sparse import make as make_row_sparse
-from shardwise.exchange.between import one_tensor, part_per_rank
 from shardwise.exchange.effect_op import EffectOp
 from shardwise.shard.spec import decode_spec, encode_spec
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 WHAT = "a sharded module"
 #: What can be exported, beside what is compiled.

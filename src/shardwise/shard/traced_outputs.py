@@ -27,10 +27,9 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError, UnsupportedError
-from shardwise.exchange.between import one_tensor, part_per_rank, ranks_present
+from shardwise.exchange.between import ranks_present
 from shardwise.exchange.effect_op import EffectOp
 from shardwise.rules.picked_rows import unknown_length
-from shardwise.shard.blocks import sized
 from shardwise.shard.group import home_grid
 from shardwise.shard.outputs import OutputPlan, arranged, joined, shared
 from shardwise.shard.spec import (
@@ -52,6 +51,8 @@ from shardwise.shard.to_come import (
     over,
 )
 from shardwise.shard.traced import INSTEAD, WHAT
+from shardwise.simulation.parts import sized
+from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define("lay_out(Tensor output, str plan) -> Tensor")

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank
 from shardwise.core.grid import Grid
+from shardwise.simulation.ranks import each_rank
 
 
 def all_gather_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:

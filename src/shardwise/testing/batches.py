@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from shardwise._torch.pytree import tree_leaves, tree_map
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.embedding import Jagged
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.simulation.ranks import on_every_rank
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
@@ -32,12 +32,8 @@ def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
 
     In a simulated world, tensors of all ranks; in a process, its own part.
     """
-    world = current_world()
-    if not world.simulated:
-        return parts[index_of(world.rank)]
-    if len(parts) == 1:
-        return parts[0]
-    return _gather(parts, index_of)
+    first, *others = current_world().present
+    return _gather(parts, index_of) if others and len(parts) > 1 else parts[index_of(first)]
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
@@ -123,7 +119,7 @@ def _gather(parts: list[Any], index_of: Callable[[int], int]) -> Any:
         }
         return Jagged(first.features, **fields)
     if isinstance(first, torch.Tensor):
-        return LocalTensor.per_rank(lambda rank: parts[index_of(rank)])
+        return on_every_rank(lambda rank: parts[index_of(rank)])
     if isinstance(first, Mapping):
         return {key: _gather([part[key] for part in parts], index_of) for key in first}
     if isinstance(first, (tuple, list)):

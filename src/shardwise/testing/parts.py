@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.one_value import same_values
 from shardwise.core.box import Box
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial
 from shardwise.errors import RankMismatchError
 from shardwise.redistribute.execute import in_memory_order
+from shardwise.simulation.one_value import same_values
+from shardwise.simulation.parts import on_rank
+from shardwise.simulation.ranks import one_tensor
 
 
 def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -34,7 +35,7 @@ def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
         if place not in blocks:
             blocks[place] = in_memory_order(tensor[layout.box(coordinate).slices], layout)
         held.append(blocks[place])
-    local: torch.Tensor = from_ranks(grid.world, grid.ranks, held)
+    local = one_tensor(grid, held, sized=False)
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             local = _split_terms(local, placement, axis, grid)
@@ -43,12 +44,11 @@ def scattered(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 def _split_terms(local: torch.Tensor, partial: Partial, axis: int, grid: Grid) -> torch.Tensor:
     """Random terms along `axis`, the same in each group of ranks that shares the rest."""
-    assert isinstance(local, LocalTensor), "rules are checked in a simulated world"
     made: dict[int, torch.Tensor] = {}
     for line in grid.lines(axis):
-        terms = _terms(local.on_rank(line[0]), partial, len(line))
+        terms = _terms(on_rank(local, line[0]), partial, len(line))
         made.update(zip(line, terms, strict=True))
-    return LocalTensor.per_rank(lambda rank: made[rank], grid.ranks)
+    return one_tensor(grid, [made[rank] for rank in grid.ranks])
 
 
 def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor]:
@@ -78,9 +78,8 @@ def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor
 
 def gathered(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """The plain tensor that parts in `layout` stand for."""
-    assert isinstance(local, LocalTensor), "rules are checked in a simulated world"
     grid = layout.grid
-    parts = {rank: local.on_rank(rank) for rank in grid.ranks}
+    parts = {rank: on_rank(local, rank) for rank in grid.ranks}
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             for line in grid.lines(axis):

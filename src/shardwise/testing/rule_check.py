@@ -11,8 +11,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shardwise.comm.simulate import simulate
 from shardwise.rules.rule import Rule
+from shardwise.simulation.world import simulate
 from shardwise.testing.played import Played, grid_of_shape, in_words
 from shardwise.testing.sample import Sample, SampleAlone, rule_for
 

@@ -18,10 +18,10 @@ from typing import Any
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise._torch.schema import OpOverload
-from shardwise.comm.simulate import simulate
 from shardwise.core.layout import partials_commute
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.rules.rule import Rule
+from shardwise.simulation.world import simulate
 from shardwise.testing.op_sweep import alone as op_sweep_alone
 from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.pick import lots_of

@@ -8,11 +8,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from shardwise.comm.simulate import simulate
 from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Replicate, Shard
 from shardwise.rules.rule import Call, Rule, TensorMeta
+from shardwise.simulation.world import simulate
 from shardwise.testing.played import Played, difference, grid_of_shape, in_words, layout_of
 from shardwise.testing.sample import Sample, SampleAlone, rule_for
 

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.comm.ranks import each_rank, localize, one_for_all, split_row
 from shardwise.core.grid import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.ranks import each_rank, localize, one_for_all, split_row
 from shardwise.training.contract import Reduction
 
 #: A collective: along which axis of which mesh, and how it reduces.

@@ -44,7 +44,8 @@ class MeshAxes:
         """Along what to reduce over all of them: a flattened axis takes one collective."""
         if len(self.axes) < 2 or self.given.num_axes > 1:
             return self.each()
-        return [_joined(self) if self.grid.world.simulated else (self.given, 0)]
+        whole = set(self.grid.world.present) <= set(self.given.ranks)
+        return [(self.given, 0) if whole else _joined(self)]
 
     def crosses(self, grid: Grid, axis: int) -> bool:
         """Whether some ranks differ both along these axes and along that one."""
@@ -53,11 +54,12 @@ class MeshAxes:
 
     def meet(self, grid: Grid) -> tuple[list[int], list[int]]:
         """The axes of `grid` that run along these, and those of these that `grid` lacks."""
-        if grid.world.simulated and not set(self.grid.ranks) <= set(grid.ranks):
+        here = set(self.grid.ranks).intersection(grid.world.present)
+        if not here <= set(grid.ranks):
             raise LayoutError(
                 f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh "
-                "that rank 0 sees. A simulated world has all ranks: give parallelize_module the "
-                "whole mesh."
+                f"that one rank sees. This process stands for ranks {sorted(here)}: give "
+                "parallelize_module the whole mesh."
             )
         if grid is self.grid:
             return list(self.axes), []
@@ -97,7 +99,7 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
 
 
 def ranks_along(grid: Grid, axis: int) -> frozenset[int]:
-    """The ranks that differ from this one along `axis` alone; in a simulated world, from rank 0."""
+    """The ranks that differ from the first one present along `axis` alone."""
     here = grid.coordinate or grid.coordinates[grid.ranks[0]]
     rest = (*here[:axis], *here[axis + 1 :])
     return frozenset(
@@ -137,7 +139,7 @@ def _spanned(grid: Grid, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _joined(found: MeshAxes) -> Axis:
-    """The axes as one, in a mesh of all ranks that a simulated world plays."""
+    """The axes as one, in a mesh of all ranks."""
     grid, first = found.grid, found.axes
     others = tuple(a for a in range(grid.num_axes) if a not in first)
     shape = (found.size, *(grid.shape[a] for a in others))

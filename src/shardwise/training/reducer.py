@@ -27,12 +27,12 @@ from torch import nn
 
 from shardwise._torch.autograd import after_backward, in_backward
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
+from shardwise.simulation.parts import copy_per_rank, is_per_rank
 from shardwise.training.buckets import (
     Bucket,
     Collective,
@@ -398,12 +398,12 @@ def _trained(parameter: nn.Parameter) -> Iterator[bool]:
 
 
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """A hook for simulated worlds: gradients of many ranks cannot be added to one plain tensor."""
+    """A hook: gradients of several ranks cannot be added to one plain tensor."""
 
     @untraced
     def spread(grad: torch.Tensor) -> None:
         held = parameter.grad
-        if isinstance(grad, LocalTensor) and type(held) is torch.Tensor:
-            parameter.grad = LocalTensor.per_rank(lambda _: held.clone(), grad.ranks)
+        if is_per_rank(grad) and type(held) is torch.Tensor:
+            parameter.grad = copy_per_rank(held, grad)
 
     return spread

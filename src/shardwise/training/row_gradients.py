@@ -9,11 +9,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.core.grid import Grid
 from shardwise.dtensor import row_sparse
 from shardwise.dtensor.row_sparse import RowSparse, gather_rows
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import one_part, parts_of
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import Reduction
 from shardwise.training.mesh_axes import Axis
 
@@ -39,7 +40,7 @@ def _kind(grad: torch.Tensor | None) -> int:
 
 
 def _holds_rows(grad: torch.Tensor) -> bool:
-    here = getattr(grad, "_parts", (grad,))[0]
+    here = one_part(grad)
     return here.is_sparse and here.sparse_dim() == 1
 
 
@@ -62,7 +63,7 @@ def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:
 
     held = [localize(grid, one_for_all(each)) for each in (rows, values)]
     made = each_rank(grid, make, *held, axes=())
-    parts = getattr(made, "_parts", (made,))
+    parts = parts_of(made)
     parameter.grad = parts[0] if len(parts) == 1 else made
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import torch
 
 from shardwise.comm import collectives
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.ranks import is_shared
 from shardwise.training.mesh_axes import MeshAxes
 
 
@@ -24,7 +24,7 @@ def start_alike(tensors: Iterable[torch.Tensor], axes: MeshAxes, source: int) ->
         if isinstance(tensor, DTensor):
             along = tuple(axes.meet(tensor._layout.grid)[1])
         local = tensor._local if isinstance(tensor, DTensor) else tensor.detach()
-        if local.is_meta or (axes.grid.world.simulated and not isinstance(local, LocalTensor)):
+        if local.is_meta or is_shared(axes.grid, local):
             continue  # nothing to send, or one tensor for all ranks
         for axis in along:
             with torch.no_grad(), because("data_parallel", implicit=False):

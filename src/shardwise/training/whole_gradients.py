@@ -13,11 +13,12 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.comm.ranks import each_rank, localize, one_for_all
 from shardwise.comm.watch import because
 from shardwise.core.grid import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
+from shardwise.simulation.parts import parts_of
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import tensor_axes
 from shardwise.training.mesh_axes import ranks_along
 
@@ -61,9 +62,8 @@ def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> lis
 
     row = each_rank(grid, sums, *grads, axes=())
     largest = one_for_all(collectives.all_reduce(row, "max", grid, axis))
-    parts = getattr(largest, "_parts", (largest,))
     found = [False] * len(parameters)
-    for part in parts:
+    for part in parts_of(largest):
         high, low = part.chunk(2)
         for number, parameter in enumerate(parameters):
             allowed = _TOLERANCE[min(parameter.element_size(), 8)] * high[number, 1]

@@ -14,7 +14,6 @@ import torch
 from shardwise._torch.dispatch import ops_with_kernel
 from shardwise._torch.pytree import tree_leaves
 from shardwise._torch.schema import OpOverload
-from shardwise.comm.ranks import one_for_all
 from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
@@ -28,6 +27,7 @@ from shardwise.dtensor.wrapped import as_layouts
 from shardwise.errors import UnsupportedError
 from shardwise.rules.ids import has_values, id_range, sharded_axes, widened
 from shardwise.rules.infer import hollowed
+from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
-from shardwise.comm.simulate import simulate
+from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
 from shardwise.testing.fuzz.play import ProgramOutcome, play
 from shardwise.testing.fuzz.program import Program

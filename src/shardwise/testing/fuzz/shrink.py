@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 
 import torch
 
-from shardwise.comm.simulate import simulate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
+from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.noise import steady
 from shardwise.testing.fuzz.play import ProgramOutcome, play
 from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.grid import grid_of
 from shardwise.core.layout import canonical_order, contiguous_stride, make_layout, normalize
 from shardwise.core.placements import REPLICATE, Partial, Placement
@@ -117,9 +116,7 @@ class Sharded(OneDevice):
 
     def distribute(self, x: torch.Tensor, placements: Placements) -> DTensor:
         """A new tensor of what every rank holds whole."""
-        whole = x.detach()
-        assert isinstance(whole, LocalTensor), "full_tensor() in a simulated world is local"
-        return distribute_tensor(whole, self.mesh, placements)
+        return distribute_tensor(x.detach(), self.mesh, placements)
 
     def weighted(self, x: torch.Tensor) -> Any:
         """A sum in which places count differently, of what one device would hold."""

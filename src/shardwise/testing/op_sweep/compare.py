@@ -8,8 +8,8 @@ from typing import Any, cast
 import torch
 
 from shardwise._torch.pytree import tree_leaves
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import on_rank, parts_of
 
 #: Closer than this is the same in float32; else float64 decides, with a tighter bound.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -29,22 +29,18 @@ def _gathered(leaf: Any) -> Any:
     if isinstance(leaf, DTensor):
         _check_parts(leaf)
         leaf = cast(DTensor, leaf.detach()).full_tensor()
-    if not isinstance(leaf, LocalTensor):
-        return leaf
-    first, *others = [leaf.on_rank(rank) for rank in leaf.ranks]
-    for number, other in enumerate(others, start=1):
-        if _difference(other, first, CLOSE):
-            raise Different(f"rank {number} and rank 0 hold different values after a gather")
+    first, *others = parts_of(leaf)
+    if any(_difference(other, first, CLOSE) for other in others):
+        raise Different("ranks hold different values after a gather")
     return first
 
 
 def _check_parts(x: DTensor) -> None:
     layout, local = x._layout, x._local
-    assert isinstance(local, LocalTensor), "the sweep runs in a simulated world"
     if tuple(x.shape) != tuple(layout.shape):
         raise Different(f"a tensor of shape {tuple(x.shape)} has {layout!r}")
     for rank in layout.grid.ranks:
-        part = local.on_rank(rank)
+        part = on_rank(local, rank)
         wanted = layout.local_shape(layout.grid.coordinates[rank])
         if tuple(part.shape) != wanted or part.dtype != layout.dtype:
             raise Different(f"rank {rank} holds {part.dtype}{list(part.shape)} of {layout!r}")

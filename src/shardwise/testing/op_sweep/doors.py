@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from shardwise.comm.local_tensor import sized_copy
 from shardwise.core.layout import Layout, canonical_order
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard, short
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import sized_copy
 from shardwise.testing.op_sweep.compare import Different
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.pick import lots_of

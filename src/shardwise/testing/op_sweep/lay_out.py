@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.comm.ranks import each_rank
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.ranks import each_rank
 from shardwise.testing.parts import scattered
 
 #: What each coordinate of an axis holds of a Partial tensor, in multiples of it. Any two neighbours

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm.simulate import simulate
 from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.simulation.world import simulate
 from shardwise.testing.op_sweep.alone import Alone
 from shardwise.testing.op_sweep.cases import Cases
 from shardwise.testing.op_sweep.compare import Different

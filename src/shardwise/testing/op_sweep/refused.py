@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from shardwise.comm.simulate import simulate
 from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.simulation.world import simulate
 from shardwise.testing.op_sweep.alone import placed
 from shardwise.testing.op_sweep.lay_out import laid_out
 from shardwise.testing.op_sweep.result import OpResult, brief

@@ -23,7 +23,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise import checkpoint
-from shardwise.comm.local_tensor import LocalTensor
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
@@ -34,6 +33,8 @@ from shardwise.errors import (
     ShardwiseError,
     WorldError,
 )
+from shardwise.simulation.parts import on_rank
+from shardwise.simulation.ranks import on_every_rank
 from shardwise.testing.batches import per_rank, split_batch
 from shardwise.testing.differences import Values
 from shardwise.testing.mesh import Mesh
@@ -191,8 +192,7 @@ def _laid_out(training: Training, batch: Any, mesh: DeviceMesh) -> Any:
 
 
 def _num_present() -> int:
-    world = current_world()
-    return world.size if world.simulated else 1
+    return len(current_world().present)
 
 
 def _own_lines(error: Exception) -> str:
@@ -204,12 +204,11 @@ def _own_lines(error: Exception) -> str:
 
 
 def _give_each_rank_its_own(module: nn.Module) -> None:
-    """Buffers that ranks change differently, in a world that would keep one for all."""
-    if current_world().simulated:
-        for owner in module.modules():
-            for key, buffer in owner._buffers.items():
-                if buffer is not None:
-                    owner._buffers[key] = LocalTensor.per_rank(_cloned(buffer))
+    """Buffers that ranks change differently, where a process would keep one for all of them."""
+    for owner in module.modules():
+        for key, buffer in owner._buffers.items():
+            if buffer is not None:
+                owner._buffers[key] = on_every_rank(_cloned(buffer))
 
 
 def _cloned(tensor: torch.Tensor) -> Callable[[int], torch.Tensor]:
@@ -255,6 +254,4 @@ def _on_ranks(tensor: torch.Tensor) -> list[torch.Tensor]:
     value = tensor.detach()
     if isinstance(value, DTensor):
         value = value.full_tensor()
-    if isinstance(value, LocalTensor):
-        return [value.on_rank(rank).clone() for rank in range(_num_present())]
-    return [value.clone()] * _num_present()
+    return [on_rank(value, rank).clone() for rank in current_world().present]

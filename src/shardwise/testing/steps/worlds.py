@@ -15,9 +15,9 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwise.comm.simulate import simulate
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launch
+from shardwise.simulation.world import simulate
 from shardwise.testing.steps.judge import Judgement, judge
 from shardwise.testing.steps.training import Training, TrainingOutcome, play
 

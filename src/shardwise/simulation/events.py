@@ -1,15 +1,19 @@
-"""How collectives of a simulated world are seen in compiled code.
+"""How collectives of a simulated world are seen by whoever counts them.
 
 The compiler traces through a LocalTensor into its parts, where a collective is an addition or a
 concatenation like any other. `mark` puts an op into the graph that says what it was; whoever counts
-collectives sees that op when the compiled code runs.
+collectives sees that op when the compiled code runs. A process group tells `listeners`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
+
+#: Told of collectives that no op stands for: `(c10d op, tensor, group name)`.
+listeners: list[Callable[[str, Any, str], None]] = []
 
 _library = torch.library.Library("shardwise", "DEF")
 _library.define("collective(Tensor[] sent, str kind, str group_name) -> Tensor[]")

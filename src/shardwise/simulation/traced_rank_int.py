@@ -5,7 +5,7 @@ One graph holds the parts of all ranks, each a tensor of the graph with sizes of
 need no size that all ranks share. Two others ask for one. Autograd's formulas get an integer per
 rank, as in eager code, and the LocalTensor runs each part with its own. The values are ints or
 symbols of the graph. The compiler, which notes the sizes of everything that enters and leaves,
-gets a stand-in that says nothing of the parts; see `comm.stand_in`.
+gets a stand-in that says nothing of the parts; see `simulation.stand_in`.
 
 A symbol of torch's may be multiplied with such an integer (the elements of `batch x own columns`),
 and torch would do that in its own arithmetic. There the integer counts as one more symbol, and what
@@ -22,9 +22,9 @@ import torch
 from torch.fx.experimental.sym_node import SymNode
 
 from shardwise._torch.symint import detect_fake_mode
-from shardwise.comm import rank_int
-from shardwise.comm.rank_int import RankIntNode, value_key
 from shardwise.core.world import World
+from shardwise.simulation import rank_int
+from shardwise.simulation.rank_int import RankIntNode, value_key
 
 _Key = tuple[World, tuple[int, ...], tuple[Any, ...]]
 #: Of each set of symbols: the symbols that stand for integers per rank, and what these are.

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.roster import Roster
 from shardwise.errors import RankMismatchError
+from shardwise.simulation.roster import Roster
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -14,16 +14,16 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import FakeWork
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.simulated_collectives import (
+from shardwise.errors import UnsupportedError
+from shardwise.simulation.collectives import (
     Exchange,
     as_local,
     reduce_parts,
     run_groups,
     write,
 )
-from shardwise.comm.watch import watch
-from shardwise.errors import UnsupportedError
+from shardwise.simulation.events import listeners
+from shardwise.simulation.local_tensor import LocalTensor, from_ranks
 
 # The stubs of torch do not describe what a Python group may leave out.
 _Group: Any = dist.ProcessGroup
@@ -193,7 +193,8 @@ class PlayedGroup(_Group):
         return FakeWork()
 
     def _run(self, kind: str, x: LocalTensor, exchange: Exchange) -> LocalTensor:
-        watch.tell(kind, x, self._name)
+        for listener in listeners:
+            listener(kind, x, self._name)
         return run_groups(x, self, exchange)
 
 

@@ -15,9 +15,9 @@ from typing import Any, ParamSpec, TypeVar
 import torch.distributed as dist
 
 from shardwise._torch.c10d import HashStore, fresh_c10d
-from shardwise.comm.played_group import PlayedGroup
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
+from shardwise.simulation.process_group import PlayedGroup
 
 _BACKEND = "shardwise_simulated"
 

@@ -13,17 +13,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.comm.compiled_events import mark
-from shardwise.comm.local_tensor import (
+from shardwise.core.chunks import lengths
+from shardwise.core.grid import Grid
+from shardwise.core.world import World, current_world
+from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.simulation.events import mark
+from shardwise.simulation.local_tensor import (
     LocalTensor,
     collective_handlers,
     from_ranks,
     shared_roster,
 )
-from shardwise.comm.rank_int import rank_values_of
-from shardwise.core.chunks import lengths
-from shardwise.core.world import World, current_world
-from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
+from shardwise.simulation.rank_int import rank_values_of
 
 _ops = torch.ops._c10d_functional
 c10d: Any = distributed_c10d  # private names, unknown to its stubs
@@ -163,8 +164,19 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
     return run_groups(x, group, lambda parts: [parts[source].clone()] * len(parts))
 
 
+def name_of_groups(grid: Grid, axis: int) -> str:
+    """The name that collective ops take for the process groups along `axis`.
+
+    One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
+    stands for all groups along the axis, whether rank 0 is in one of them or not.
+    """
+    if grid.world.simulated:
+        return f"axis {axis} of {grid.ranks} as {grid.shape}"
+    return grid.mesh.get_group(axis).group_name
+
+
 def play_scatter(
-    x: LocalTensor, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
+    x: Any, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
 ) -> LocalTensor:
     """What `collectives.scatter` gives each rank."""
 
@@ -228,7 +240,7 @@ def _in_place(handler: Callable[..., LocalTensor]) -> Callable[..., torch.Tensor
 
 
 def _seen_when_compiled(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler`, which leaves a mark in the graph when it is traced; see comm.compiled_events."""
+    """`handler`, which leaves a mark in the graph when it is traced; see simulation.events."""
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         several = isinstance(args[0], (list, tuple))

@@ -1,8 +1,8 @@
 """Run a function of plain tensors on every rank present, differentiable.
 
-`comm.ranks.each_rank` works below autograd. Code that is a user's own, and that loops over what the
-values say, needs plain tensors and autograd: here a LocalTensor is taken apart into the tensors of
-its ranks, and what the ranks give is put together again.
+`each_rank` works below autograd. Code that is a user's own, and that loops over what the values
+say, needs plain tensors and autograd: here a LocalTensor is taken apart into the tensors of its
+ranks, and what the ranks give is put together again.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.local_tensor import LocalTensor, from_ranks
-from shardwise.comm.ranks import localize, my_coordinate, one_for_all
 from shardwise.core.grid import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import localize, my_coordinate, one_for_all, one_tensor
 
 
 def on_plain_ranks(
@@ -50,7 +50,7 @@ class _PutTogether(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
         ctx.grid = grid
-        together = from_ranks(grid.world, grid.ranks, [part.detach() for part in parts], sized=True)
+        together = one_tensor(grid, [part.detach() for part in parts])
         return one_for_all(together) if plain else together
 
     @staticmethod

@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.roster import Roster, grouped
 from shardwise.core.chunks import surely_equal
 from shardwise.core.world import World
 from shardwise.errors import RankMismatchError
+from shardwise.simulation.roster import Roster, grouped
 
 #: How to read a SymInt of torch's own that was computed from one of ours. Set while tracing.
 read_mixed: Callable[[Any], RankIntNode | None] | None = None

@@ -1,0 +1,49 @@
+"""What a file holds of a local tensor: one process's own, or what a simulated world played."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.grid import Grid
+from shardwise.core.world import current_world
+from shardwise.errors import WorldError
+from shardwise.simulation.local_tensor import LocalTensor
+from shardwise.simulation.ranks import my_coordinate
+from shardwise.simulation.roster import make_roster
+
+
+def packed(local: torch.Tensor) -> tuple[Any, ...]:
+    """Which world it is of, and plain values."""
+    if isinstance(local, LocalTensor):
+        return "simulated", local._parts, local._roster.ranks, local._roster.index
+    return "real", local
+
+
+def check_world(held: tuple[Any, ...], *, both: bool) -> None:
+    """Raise unless the current world can load it; `both`: a process may take its own part."""
+    world = current_world()
+    if world.simulated and held[0] == "real":
+        raise WorldError(
+            f"The tensor was saved by one process, which holds its own part only, and cannot be "
+            f"loaded in {world}, which plays all ranks. Save full_tensor() instead."
+        )
+    if not (world.simulated or both or held[0] == "real"):
+        raise WorldError(
+            f"The tensor was saved in a {held[0]} world and cannot be loaded in {world}. Save "
+            "full_tensor() to move values between worlds."
+        )
+
+
+def unpacked(held: tuple[Any, ...], grid: Grid) -> torch.Tensor:
+    """The reverse, on a mesh of the current world. A process takes its own part."""
+    if held[0] == "real":
+        local: torch.Tensor = held[1]
+        return local
+    _, parts, ranks, index = held
+    if grid.world.simulated:
+        return LocalTensor(parts, make_roster(grid.world, ranks, index))
+    my_coordinate(grid)  # a rank outside the mesh has no part
+    own: torch.Tensor = parts[index[ranks.index(grid.world.rank)]]
+    return own.clone()

@@ -1,0 +1,283 @@
+"""The ranks that are present: one in a real process, all of them in a simulated world.
+
+Code that would ask "which rank am I" maps a function over the ranks present instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.world import current_world
+from shardwise.errors import ArgumentError, UnsupportedError, WorldError
+from shardwise.simulation.local_tensor import (
+    LocalTensor,
+    from_ranks,
+    resolved,
+    shared_roster,
+    wrap_results,
+)
+from shardwise.simulation.one_value import same_values
+from shardwise.simulation.parts import one_part, roster_of
+from shardwise.simulation.rank_int import rank_int
+from shardwise.simulation.roster import Roster, grouped, make_roster
+
+__all__ = [
+    "each_rank",
+    "each_ranks_counts",
+    "is_shared",
+    "localize",
+    "my_coordinate",
+    "numbers_per_rank",
+    "on_every_rank",
+    "once_for_all",
+    "one_for_all",
+    "one_tensor",
+    "own_roster",
+    "part_per_rank",
+    "parts_with_ranks",
+    "present",
+    "rank_call",
+    "rank_values",
+    "split_row",
+]
+
+
+def present(grid: Grid) -> tuple[int, ...]:
+    """The ranks of a mesh that this process stands for: one, or all in a simulated world."""
+    if grid.world.simulated:
+        return grid.ranks
+    my_coordinate(grid)  # says so where there is none
+    return grid.world.present
+
+
+def my_coordinate(grid: Grid) -> Coordinate:
+    """Where this process stands in a mesh of the real world."""
+    if grid.coordinate is None:
+        raise WorldError(
+            f"Rank {grid.world.rank} is not in {grid!r} of ranks {list(grid.ranks)}: only ranks of "
+            "the mesh hold its tensors. Use the tensor on those ranks only, or a mesh of all ranks."
+        )
+    return grid.coordinate
+
+
+def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as a DTensor of `grid` holds it: a LocalTensor in a simulated world."""
+    if not grid.world.simulated:
+        if isinstance(tensor, LocalTensor):
+            raise WorldError(
+                "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
+            )
+        if grid.coordinate is None:
+            my_coordinate(grid)  # says so
+        return resolved(tensor)
+    if not isinstance(tensor, LocalTensor):
+        return LocalTensor((resolved(tensor),), shared_roster(grid.world, grid.ranks))
+    if tensor._roster.world is not grid.world:
+        raise WorldError(f"The LocalTensor is of {tensor._roster.world}, the mesh of {grid.world}.")
+    if tensor.ranks == grid.ranks:
+        return tensor
+    missing = sorted(set(grid.ranks) - set(tensor.ranks))
+    if missing:
+        raise ArgumentError(f"The LocalTensor has no value for ranks {missing} of {grid!r}.")
+    return from_ranks(grid.world, grid.ranks, [tensor.on_rank(r) for r in grid.ranks])
+
+
+def one_for_all(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
+    """The plain tensor where all ranks hold the same values, else `tensor` itself.
+
+    What torch.compile traces has no values; there `equal` says whether they are the same.
+    """
+    parts = getattr(tensor, "_parts", None)
+    if parts is None:
+        return tensor
+    if type(parts[0]) is not torch.Tensor:
+        if equal or len(parts) == 1:
+            return parts[0]
+        raise UnsupportedError(
+            "The gradient of a plain tensor differs between the ranks of a simulated world, and "
+            "compiled code cannot return it. Give from_local() a LocalTensor, one tensor per rank."
+        )
+    if any(not same_values(part, parts[0]) for part in parts[1:]):
+        return tensor
+    return parts[0]
+
+
+def each_rank(
+    grid: Grid,
+    fn: Callable[..., Any],
+    *tensors: torch.Tensor,
+    axes: Sequence[int] | None = None,
+) -> Any:
+    """`fn(coordinate, *tensors)` on every rank present.
+
+    `axes` names the axes of the coordinate that `fn` looks at: ranks that agree in those and hold
+    the same tensors share one result.
+    """
+    if not grid.world.simulated:
+        return fn(my_coordinate(grid), *tensors)
+    looked_at = range(grid.num_axes) if axes is None else axes
+    keys = []
+    for place, rank in enumerate(grid.ranks):
+        coordinate = grid.coordinates[rank]
+        keys.append(
+            (
+                tuple(coordinate[a] for a in looked_at),
+                tuple(t._roster.index[place] for t in tensors if type(t) is LocalTensor),
+            )
+        )
+    roster, firsts = grouped(grid.world, grid.ranks, keys)
+    results = []
+    for place in firsts:
+        rank = grid.ranks[place]
+        here = [t._parts[t._roster.index[place]] if type(t) is LocalTensor else t for t in tensors]
+        results.append(fn(grid.coordinates[rank], *here))
+    return wrap_results(results, roster, getattr(fn, "__name__", "a value per rank"))
+
+
+def rank_call(
+    grid: Grid,
+    make: Callable[[Coordinate], Callable[..., Any]],
+    axes: Sequence[int] | None = None,
+) -> Callable[..., Any]:
+    """A function that calls `make(coordinate)` on every rank present; made once for each.
+
+    It takes what the made functions take: tensors, also in lists, and anything else. `axes` is as
+    in `each_rank`.
+    """
+    if not grid.world.simulated:
+        return make(my_coordinate(grid))
+    made: dict[Coordinate, Callable[..., Any]] = {}
+
+    def mapped(*operands: Any, **kwargs: Any) -> Any:
+        tensors, rest = _partition(operands)
+
+        def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
+            fn = made.get(coordinate)
+            if fn is None:
+                fn = made[coordinate] = make(coordinate)
+            return fn(*_filled(iter(parts), rest), **kwargs)
+
+        return each_rank(grid, here, *tensors, axes=axes)
+
+    return mapped
+
+
+_HOLE = object()
+
+
+def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
+    """The tensors, those in lists too, and what is left with holes in their places."""
+    tensors: list[torch.Tensor] = []
+    rest: list[Any] = []
+    for operand in operands:
+        if isinstance(operand, torch.Tensor):
+            tensors.append(operand)
+            rest.append(_HOLE)
+        elif isinstance(operand, (list, tuple)):
+            inner, kept = _partition(operand)
+            tensors += inner
+            rest.append(kept if inner else operand)
+        else:
+            rest.append(operand)
+    return tensors, rest
+
+
+def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]:
+    return [
+        next(remaining) if r is _HOLE else _filled(remaining, r) if isinstance(r, list) else r
+        for r in rest
+    ]
+
+
+def once_for_all(grid: Grid, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+    """`fn` of what all ranks hold alike, called once: all ranks get the result."""
+    return localize(grid, fn(*map(one_part, args), **kwargs))
+
+
+def on_every_rank(fn: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """What `fn(rank)` gives on every rank present of the current world."""
+    world = current_world()
+    return LocalTensor.per_rank(fn) if world.simulated else fn(world.rank)
+
+
+def each_ranks_counts(grid: Grid, fn: Callable[[Coordinate], Sequence[int]]) -> list[Any]:
+    """`fn(coordinate)`, some numbers, on every rank present: RankInts where ranks differ."""
+    return numbers_per_rank(grid, [fn(grid.coordinates[rank]) for rank in present(grid)])
+
+
+def numbers_per_rank(grid: Grid, rows: Sequence[Sequence[int]]) -> list[Any]:
+    """Some numbers of each rank present as one list: RankInts where ranks differ."""
+    if not grid.world.simulated:
+        return list(rows[0])
+    return [rank_int(grid.world, grid.ranks, column) for column in zip(*rows, strict=True)]
+
+
+def part_per_rank(grid: Grid, x: torch.Tensor) -> list[torch.Tensor]:
+    """What each rank present holds; a plain tensor is the same on every rank."""
+    if not isinstance(x, LocalTensor):
+        return [x] * len(present(grid))
+    if not grid.world.simulated:
+        raise WorldError("A LocalTensor belongs to a simulated world, the mesh to a real one.")
+    missing = sorted(set(grid.ranks) - set(x.ranks))
+    if missing:
+        raise ArgumentError(f"The LocalTensor has no value for ranks {missing} of {grid!r}.")
+    return [x.on_rank(rank) for rank in grid.ranks]
+
+
+def one_tensor(grid: Grid, parts: Sequence[torch.Tensor], *, sized: bool = True) -> torch.Tensor:
+    """The tensor whose value on each rank present is the item of `parts`."""
+    if not grid.world.simulated:
+        return parts[0]
+    return from_ranks(grid.world, grid.ranks, parts, sized)
+
+
+def rank_values(grid: Grid, tensor: torch.Tensor) -> list[tuple[Coordinate, torch.Tensor]]:
+    """`(coordinate, local tensor)` of each rank present."""
+    places = [grid.coordinates[rank] for rank in present(grid)]
+    return list(zip(places, part_per_rank(grid, tensor), strict=True))
+
+
+def parts_with_ranks(grid: Grid, x: torch.Tensor) -> list[tuple[Sequence[int], torch.Tensor]]:
+    """Each part of a tensor, and the ranks present that hold it."""
+    if not isinstance(x, LocalTensor):
+        return [(present(grid), x)]
+    return [(x._roster.ranks_of(number), part) for number, part in enumerate(x._parts)]
+
+
+def own_roster(grid: Grid) -> Roster | None:
+    """The roster in which each rank has a part of its own; None in a real process."""
+    if not grid.world.simulated:
+        return None
+    return make_roster(grid.world, grid.ranks, tuple(range(len(grid.ranks))))
+
+
+def is_shared(grid: Grid, x: torch.Tensor) -> bool:
+    """Whether one tensor stands for those of all ranks, so that nothing has to be sent."""
+    return grid.world.simulated and roster_of(x) is None
+
+
+def split_row(
+    grid: Grid, row: torch.Tensor, like: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """Views of `row` with the shapes of `like`, one after the other, and what is left of it.
+
+    Ranks that share a row share the views, whatever they hold in `like`: views of one memory that
+    counted as several would be written once for each.
+    """
+    shapes: dict[Coordinate, list[torch.Size]] = {}
+    for tensor in like:
+        for coordinate, part in rank_values(grid, tensor):
+            shapes.setdefault(coordinate, []).append(part.shape)
+
+    def split(coordinate: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
+        mine = shapes.get(coordinate, [])
+        sizes = [shape.numel() for shape in mine]
+        *pieces, rest = here.split([*sizes, here.numel() - sum(sizes)])
+        return [*(piece.view(shape) for piece, shape in zip(pieces, mine, strict=True)), rest]
+
+    *views, rest = each_rank(grid, split, row, axes=())
+    return views, rest
