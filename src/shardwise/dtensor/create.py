@@ -85,7 +85,7 @@ def distribute_tensor(
     if tensor.is_meta:
         dense = stride_like(tensor, tensor.shape)
         layout = make_layout(grid, normal, tensor.shape, dense, tensor.dtype)
-        return DTensor.wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
+        return DTensor._wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
@@ -99,7 +99,7 @@ def distribute_tensor(
         local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
     # No view of a message: inductor fails over a view whose gradient is none.
     local = each_rank(grid, lambda _, part: in_memory_order(part, layout).detach(), local, axes=())
-    return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+    return DTensor._wrap(local, layout).requires_grad_(requires_grad)
 
 
 def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] | None) -> DTensor:
@@ -391,7 +391,7 @@ def _create(
         return make(shape, *values, dtype=new.dtype, device=grid.device_type)
 
     local = localize(grid, each_rank(grid, here, axes=axes))
-    return DTensor.wrap(local, new).requires_grad_(requires_grad)
+    return DTensor._wrap(local, new).requires_grad_(requires_grad)
 
 
 def _check_strided(layout: torch.layout) -> None:
@@ -412,7 +412,7 @@ def _draw(
     grid, new = _layout_for(size, dtype, device_mesh, placements)
     held = new_parts(new, torch.device(grid.device_type))
     draw_parts(new, held, draw)
-    return DTensor.wrap(held, new).requires_grad_(requires_grad)
+    return DTensor._wrap(held, new).requires_grad_(requires_grad)
 
 
 def _created(size: Sequence[int], value: Any, **options: Any) -> DTensor:

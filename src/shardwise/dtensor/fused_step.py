@@ -75,7 +75,7 @@ class _Loan:
     def give_back(self) -> None:
         if self.apart:
             local = LocalTensor(self.parts, self.roster) if self.roster else self.parts[0]
-            torch.ops.aten.copy_.default(self.tensor, self.tensor.wrap(local, self.layout))
+            torch.ops.aten.copy_.default(self.tensor, self.tensor._wrap(local, self.layout))
 
 
 def _local_rows(

@@ -283,7 +283,7 @@ def _adopt(loan: _Loan, state: dict[str, Any]) -> None:
                 share[name] = _strided_like(share[name], part)
             parts = [share[name] for share in loan.shares]
             local = parts[0] if loan.roster is None else LocalTensor(parts, loan.roster)
-            state[name] = DTensor.wrap(local, _like(loan.layout, value.dtype))
+            state[name] = DTensor._wrap(local, _like(loan.layout, value.dtype))
     loan.known, loan.lent = list(state.values()), list(loan.shares[0].values())
 
 
