@@ -63,7 +63,7 @@ def main() -> None:
     actions = {
         "the local op": lambda: torch.add(local, local),
         "torch's dispatcher, into Python and back": lambda: torch.add(nothing, nothing),
-        "making a wrapper": lambda: shardwise.DTensor.wrap(local, layout),
+        "making a wrapper": lambda: shardwise.DTensor._wrap(local, layout),
         "a bare wrapper's add": lambda: torch.add(bare, bare),
         "DTensor's hit path, called from Python": lambda: run(op, ours, ours),
         "DTensor's add": lambda: torch.add(ours, ours),

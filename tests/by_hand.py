@@ -71,7 +71,7 @@ def lay(whole, mesh, placements, order=None):
     )
     held = blocks(whole, grid.shape, normal, layout.order)
     local = LocalTensor.per_rank(lambda rank: held[grid.coordinates[rank]].clone(), grid.ranks)
-    return DTensor.wrap(local, layout)
+    return DTensor._wrap(local, layout)
 
 
 _REDUCE = {

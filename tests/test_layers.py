@@ -25,7 +25,7 @@ LAYERS = [
     {"ops"},
     {"exchange", "planfile", "training"},
     {"parallel", "embedding", "shard", "checkpoint", "interop"},
-    {"planner", "debug", "testing", "preload"},
+    {"planner", "debug", "testing", "preload", "safe_globals"},
     {"report"},
     {"demo"},
     {"cli"},

@@ -12,6 +12,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from shardwise.safe_globals import register_with_torch
+
 if TYPE_CHECKING:
     from shardwise.front import *  # noqa: F403
     from shardwise.front import __all__  # noqa: F401
@@ -19,7 +21,20 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 #: The packages that belong to `import shardwise`, without a line of their own for each.
-_PACKAGES = ("checkpoint", "debug", "embedding", "interop", "parallel", "shard", "testing")
+_PACKAGES = (
+    "checkpoint",
+    "debug",
+    "embedding",
+    "interop",
+    "launch",
+    "parallel",
+    "planner",
+    "report",
+    "shard",
+    "testing",
+)
+
+register_with_torch()
 
 
 def __getattr__(name: str) -> Any:

@@ -80,7 +80,7 @@ def from_torch(tensor: Any) -> DTensor:
     layout = make_layout(
         grid, normal, tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, order
     )
-    return DTensor.wrap(resolved(local), layout).requires_grad_(tensor.requires_grad)
+    return DTensor._wrap(resolved(local), layout).requires_grad_(tensor.requires_grad)
 
 
 def state_dict_to_torch(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -345,7 +345,7 @@ def test_distributions(layout, name):
 
 
 def test_an_unknown_option(mesh):
-    with pytest.raises(ArgumentError, match="colour"):
+    with pytest.raises(TypeError, match="colour"):
         shardwise.rand(3, device_mesh=mesh, colour="red")
 
 

@@ -17,6 +17,8 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
+    """One tensor of a checkpoint, and where its pieces lie."""
+
     name: str
     dtype: str
     shape: tuple[int, ...]

@@ -28,7 +28,7 @@ def tensor_like(owner: Any, path: tuple[Any, ...], saved: SavedTensor) -> torch.
         whole = (REPLICATE,) * grid.num_axes
         stride = contiguous_stride(saved.shape)
         layout = make_layout(grid, whole, saved.shape, stride, saved.dtype)
-        return DTensor.wrap(new_parts(layout, torch.device(grid.device_type)), layout)
+        return DTensor._wrap(new_parts(layout, torch.device(grid.device_type)), layout)
     device = parameter.device if parameter is not None and saved.shape else torch.device("cpu")
     return torch.empty(saved.shape, dtype=saved.dtype, device=device)
 

@@ -120,7 +120,7 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
         local = travel(x._local)
     if own and stays:
         local = copied(local, target) if target.expanded else local.clone()
-    return type(x).wrap(local, target)
+    return type(x)._wrap(local, target)
 
 
 def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
@@ -134,7 +134,7 @@ def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
     if like is None:
         like = known[shape] = finished_like(started, finish)
     local = Pending(started, finish, like)
-    moved = type(x).wrap(local, target)
+    moved = type(x)._wrap(local, target)
     local.held_by(moved)
     return moved
 
@@ -250,7 +250,7 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         if torch.is_grad_enabled() and grad.requires_grad:
             wrapped = from_local(grad, made, made, cls)
         else:
-            wrapped = cls.wrap(localize(layout.grid, grad), made)
+            wrapped = cls._wrap(localize(layout.grid, grad), made)
         return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
     if grad._layout is layout:  # of a subclass, which may have no placements to compare
         return None
@@ -303,7 +303,7 @@ class ToLocal(UntracedFunction):
             source = with_dtype(_linear_terms(own_layout, "to_local()"), grad.dtype)
             return from_local(grad, layout, source, cls, async_op), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
-        return cls.wrap(local, layout), None, None, None
+        return cls._wrap(local, layout), None, None, None
 
 
 def _repeats_entries(local: torch.Tensor) -> bool:
@@ -331,7 +331,7 @@ class FromLocal(UntracedFunction):
         terms, share = (_terms if layout.symbolic else _cached_terms)(layout)
         ctx.door = terms, grad_layout, share, async_op, not is_per_rank(local)
         alias = (local if held else localize(layout.grid, local)).detach()
-        return cls.wrap_view(alias, layout) if local.is_leaf else cls.wrap(alias, layout)
+        return cls._wrap_view(alias, layout) if local.is_leaf else cls._wrap(alias, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

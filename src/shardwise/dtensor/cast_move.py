@@ -20,7 +20,7 @@ class CastParts(UntracedFunction):
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
         ctx.dtype = x.dtype
         layout = autograd.with_dtype(autograd.own_entries(x._layout), dtype)
-        return type(x).wrap(current(x).to(dtype), layout)
+        return type(x)._wrap(current(x).to(dtype), layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

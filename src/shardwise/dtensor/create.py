@@ -85,7 +85,7 @@ def distribute_tensor(
     if tensor.is_meta:
         dense = stride_like(tensor, tensor.shape)
         layout = make_layout(grid, normal, tensor.shape, dense, tensor.dtype)
-        return DTensor.wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
+        return DTensor._wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
@@ -99,7 +99,7 @@ def distribute_tensor(
         local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
     # No view of a message: inductor fails over a view whose gradient is none.
     local = each_rank(grid, lambda _, part: in_memory_order(part, layout).detach(), local, axes=())
-    return DTensor.wrap(local, layout).requires_grad_(requires_grad)
+    return DTensor._wrap(local, layout).requires_grad_(requires_grad)
 
 
 def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] | None) -> DTensor:
@@ -193,86 +193,161 @@ def _replicate_rest(
             module._buffers[name] = made[buffer]
 
 
-def zeros(*size: Any, **options: Any) -> DTensor:
-    """A DTensor of zeros; takes `device_mesh`, `placements`, `dtype` and `requires_grad`."""
-    if is_traceable(options):
-        return traced_create(_shape(size), 0.0, _with_default_dtype(options))
-    return _create(torch.zeros, size, (), **options)
+def zeros(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
+    """A DTensor of zeros, laid out over `device_mesh` by `placements`.
+
+    Without a mesh it lies on the current one (`with mesh:`); without placements it is replicated.
+    """
+    if is_traceable(requires_grad):
+        return traced_create(_shape(size), 0.0, dtype, layout, device_mesh, placements)
+    return _create(torch.zeros, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
-def ones(*size: Any, **options: Any) -> DTensor:
+def ones(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """A DTensor of ones; options as for `zeros`."""
-    if is_traceable(options):
-        return traced_create(_shape(size), 1.0, _with_default_dtype(options))
-    return _create(torch.ones, size, (), **options)
+    if is_traceable(requires_grad):
+        return traced_create(_shape(size), 1.0, dtype, layout, device_mesh, placements)
+    return _create(torch.ones, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
-def empty(*size: Any, **options: Any) -> DTensor:
+def empty(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """A DTensor without values of its own; options as for `zeros`."""
-    if is_traceable(options):
-        return traced_create(_shape(size), None, options)
-    return _create(torch.empty, size, (), **options)
+    if is_traceable(requires_grad):
+        return traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+    return _create(torch.empty, size, (), dtype, layout, requires_grad, device_mesh, placements)
 
 
-def full(size: Sequence[int], fill_value: float, **options: Any) -> DTensor:
+def full(
+    size: int | Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """A DTensor filled with one number; options as for `zeros`."""
-    if is_traceable(options):
-        return traced_create(size, fill_value, options)
-    return _create(torch.full, (size,), (fill_value,), **options)
+    if is_traceable(requires_grad):
+        return traced_create(_shape((size,)), fill_value, dtype, layout, device_mesh, placements)
+    return _create(
+        torch.full, (size,), (fill_value,), dtype, layout, requires_grad, device_mesh, placements
+    )
 
 
-def rand(*size: Any, **options: Any) -> DTensor:
+def rand(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Uniform random numbers, the ones that one device would draw.
 
     Options as for `zeros`, and `generator`.
     """
-    if is_traceable(options):
-        return traced_create(_shape(size), None, options).uniform_()
-    return _draw_by(aten.uniform_.default, (), size, options)
+    if is_traceable(requires_grad, generator):
+        new = traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+        return new.uniform_()
+    options = size, dtype, layout, requires_grad, device_mesh, placements
+    return _draw_by(aten.uniform_.default, (), generator, *options)
 
 
-def randn(*size: Any, **options: Any) -> DTensor:
+def randn(
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Normal random numbers, the ones that one device would draw; options as for `rand`."""
-    if is_traceable(options):
-        return traced_create(_shape(size), None, options).normal_()
-    return _draw_by(aten.normal_.default, (), size, options)
+    if is_traceable(requires_grad, generator):
+        new = traced_create(_shape(size), None, dtype, layout, device_mesh, placements)
+        return new.normal_()
+    options = size, dtype, layout, requires_grad, device_mesh, placements
+    return _draw_by(aten.normal_.default, (), generator, *options)
 
 
-def randint(low: int, high: int, size: Sequence[int], **options: Any) -> DTensor:
+def randint(
+    low: int,
+    high: int,
+    size: int | Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """Random integers from `low` up to, but not including, `high`; options as for `rand`."""
-    options.setdefault("dtype", torch.int64)
-    if is_traceable(options):
-        return torch.randint_like(traced_create(size, None, options), low, high)  # type: ignore[return-value]
-    return _draw_by(getattr(aten.random_, "from"), (low, high), (size,), options)
+    dtype = dtype or torch.int64
+    if is_traceable(requires_grad, generator):
+        new = traced_create(_shape((size,)), None, dtype, layout, device_mesh, placements)
+        return torch.randint_like(new, low, high)  # type: ignore[return-value]
+    options = (size,), dtype, layout, requires_grad, device_mesh, placements
+    return _draw_by(getattr(aten.random_, "from"), (low, high), generator, *options)
 
 
-def randperm(n: int, **options: Any) -> DTensor:
+def randperm(
+    n: int,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    generator: torch.Generator | None = None,
+    device_mesh: DeviceMesh | None = None,
+    placements: Sequence[Placement] | None = None,
+) -> DTensor:
     """A random order of the integers from 0 to `n` - 1; options as for `rand`.
 
     Each rank draws all of it.
     """
-    options.setdefault("dtype", torch.int64)
-    if is_traceable(options):
-        like = traced_create((n,), None, options)
-        order = torch.randperm(n, dtype=like.dtype, device=like.device)
-        whole = DTensor.from_local(order, like.device_mesh, [REPLICATE] * like.device_mesh.ndim)
-        return whole.redistribute(placements=like.placements)
-    return _draw_order(n, options)
+    dtype = dtype or torch.int64
+    if is_traceable(requires_grad, generator):
+        new = traced_create((n,), None, dtype, layout, device_mesh, placements)
+        order = torch.randperm(n, dtype=new.dtype, device=new.device)
+        whole = DTensor.from_local(order, new.device_mesh, [REPLICATE] * new.device_mesh.ndim)
+        return whole.redistribute(placements=new.placements)
+    return _draw_order(n, generator, (n,), dtype, layout, requires_grad, device_mesh, placements)
 
 
 @breaks_graph
-def _draw_by(op: Any, args: tuple[Any, ...], size: tuple[Any, ...], options: Any) -> DTensor:
-    return _draw(draw_of(op, args, options.pop("generator", None)), size, options)
+def _draw_by(op: Any, args: tuple[Any, ...], generator: Any, *options: Any) -> DTensor:
+    return _draw(draw_of(op, args, generator), *options)
 
 
 @breaks_graph
-def _draw_order(n: int, options: dict[str, Any]) -> DTensor:
-    generator = options.pop("generator", None)
-
+def _draw_order(n: int, generator: Any, *options: Any) -> DTensor:
     def write(tensor: torch.Tensor, _: Any) -> None:
         torch.randperm(n, generator=generator, out=tensor)
 
-    return _draw(Draw(write, name=None, generator=generator), (n,), options)
+    return _draw(Draw(write, name=None, generator=generator), *options)
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -299,12 +374,11 @@ def _create(
     make: Callable[..., torch.Tensor],
     size: tuple[Any, ...],
     values: tuple[Any, ...],
-    *,
     dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
     requires_grad: bool = False,
     device_mesh: DeviceMesh | None = None,
     placements: Sequence[Placement] | None = None,
-    layout: torch.layout = torch.strided,
 ) -> DTensor:
     _check_strided(layout)
     if make is torch.full and dtype is None:
@@ -317,7 +391,7 @@ def _create(
         return make(shape, *values, dtype=new.dtype, device=grid.device_type)
 
     local = localize(grid, each_rank(grid, here, axes=axes))
-    return DTensor.wrap(local, new).requires_grad_(requires_grad)
+    return DTensor._wrap(local, new).requires_grad_(requires_grad)
 
 
 def _check_strided(layout: torch.layout) -> None:
@@ -325,30 +399,26 @@ def _check_strided(layout: torch.layout) -> None:
         raise ArgumentError(f"A DTensor is strided, and layout={layout} was asked for.")
 
 
-def _draw(draw: Draw, size: tuple[Any, ...], options: dict[str, Any]) -> DTensor:
-    requires_grad = options.pop("requires_grad", False)
-    _check_strided(options.pop("layout", torch.strided))
-    grid, layout = _layout_for(
-        size,
-        options.pop("dtype", None),
-        options.pop("device_mesh", None),
-        options.pop("placements", None),
-    )
-    if options:
-        raise ArgumentError(f"Unknown options: {', '.join(options)}.")
-    held = new_parts(layout, torch.device(grid.device_type))
-    draw_parts(layout, held, draw)
-    return DTensor.wrap(held, layout).requires_grad_(requires_grad)
+def _draw(
+    draw: Draw,
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    requires_grad: bool,
+    device_mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> DTensor:
+    _check_strided(layout)
+    grid, new = _layout_for(size, dtype, device_mesh, placements)
+    held = new_parts(new, torch.device(grid.device_type))
+    draw_parts(new, held, draw)
+    return DTensor._wrap(held, new).requires_grad_(requires_grad)
 
 
 def _created(size: Sequence[int], value: Any, **options: Any) -> DTensor:
     if value is None:
         return _create(torch.empty, (size,), (), **options)
     return _create(torch.full, (size,), (value,), **options)
-
-
-def _with_default_dtype(options: dict[str, Any]) -> dict[str, Any]:
-    return {**options, "dtype": options.get("dtype") or torch.get_default_dtype()}
 
 
 install(_created, distribute_tensor)

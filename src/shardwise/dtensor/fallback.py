@@ -107,7 +107,7 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
     for tensor, (local, layout) in zip(distributed, reduced_together(distributed), strict=True):
         if local is not tensor._local:
             remember(tensor, local, layout)
-        whole.append(type(tensor).wrap(local, layout))
+        whole.append(type(tensor)._wrap(local, layout))
     total: Any = torch.stack([(~torch.isfinite(tensor)).sum() for tensor in whole]).sum()
     found_inf.masked_fill_(one_for_all(total.full_tensor()) > 0, 1.0)
     for tensor in tensors:

@@ -75,7 +75,7 @@ class _LentTensors:
     def give_back(self) -> None:
         if self.apart:
             local = from_parts(self.parts, self.roster)
-            torch.ops.aten.copy_.default(self.tensor, self.tensor.wrap(local, self.layout))
+            torch.ops.aten.copy_.default(self.tensor, self.tensor._wrap(local, self.layout))
 
 
 def _local_rows(

@@ -38,7 +38,7 @@ def becoming(name: str) -> Callable[..., Any]:
         if view._layout.snapshot and not x._layout.snapshot:
             return turn(x, *args, **kwargs)  # which says why not
         swap_tensors(x, view)
-        base = type(x).wrap(view._local, view._layout)
+        base = type(x)._wrap(view._local, view._layout)
         take_over(base, x)
         take_over(x, view)
         take_over(view, base)

@@ -280,7 +280,7 @@ def _adopt(loan: _Loan, state: dict[str, Any]) -> None:
                 share[name] = _strided_like(share[name], part)
             parts = [share[name] for share in loan.shares]
             local = from_parts(parts, loan.roster)
-            state[name] = DTensor.wrap(local, with_dtype(loan.layout, value.dtype))
+            state[name] = DTensor._wrap(local, with_dtype(loan.layout, value.dtype))
     loan.known, loan.lent = list(state.values()), list(loan.shares[0].values())
 
 

@@ -69,7 +69,9 @@ class Miss:
             if not may_fall_back(self.op):
                 raise
         layouts = [as_layouts(a) for a in self.args]
-        return run_gathered(self.op, self.args, self.kwargs, layouts, self.operands, self.kind.wrap)
+        return run_gathered(
+            self.op, self.args, self.kwargs, layouts, self.operands, self.kind._wrap
+        )
 
     def _planned(self) -> Any:
         op, args, kwargs, key = self.op, self.args, self.kwargs, self.key
@@ -129,9 +131,9 @@ class Miss:
                 entry.call = apart(entry.call)
                 local = apart(lambda: local)()
         if entry.out is not None:
-            return self.kind.wrap(local, entry.out)
+            return self.kind._wrap(local, entry.out)
         assert entry.finish is not None, "an entry either has one output or knows how to finish"
-        return entry.finish(local, self.args, self.kind.wrap)
+        return entry.finish(local, self.args, self.kind._wrap)
 
 
 def _noted(operand: Any) -> Any:

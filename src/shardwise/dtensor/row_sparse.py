@@ -111,7 +111,7 @@ class RowSparse(DTensor):
     def terms(self) -> DTensor:
         """As `to_dense`, and Partial where this is."""
         held = SparseRows(self._layout, self._rows, self._local)
-        return DTensor.wrap(held.dense(), held.layout)
+        return DTensor._wrap(held.dense(), held.layout)
 
     @untraced
     def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:

@@ -175,7 +175,7 @@ class Source:
         shares = self._shares or x._is_view()
         hidden = not shares or self._counted or self._layout.grid.hides_writes
         if self._is_stale(now, shares, hidden):
-            self._refresh(now, shares, hidden, type(x).wrap)
+            self._refresh(now, shares, hidden, type(x)._wrap)
 
     def _is_stale(self, now: tuple[int, int], shares: bool, hidden: bool) -> bool:
         return (shares and now[0] != self._seen[0]) or (hidden and now[1] != self._seen[1])
@@ -220,7 +220,7 @@ class Source:
         """Write what the snapshot should hold to the memory."""
         assert isinstance(self._take, View), "only a view is undone"
         base = self._base if self._above is None else self._above[0].held[self._above[1]]
-        there = type(value).wrap(base, self._layout)
+        there = type(value)._wrap(base, self._layout)
         whole = self._take.undo(there, value)
         if self._above is not None:
             self._above[0].write(whole)
@@ -393,7 +393,7 @@ def _itself(x: Any) -> Any:
 def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
     """`x` in memory of its own, which copies of its views share if they are copied with it."""
     local, known = current(x), x.__dict__.get(SOURCE)
-    copied = type(x).wrap(copied_parts(local, memo), x._layout)
+    copied = type(x)._wrap(copied_parts(local, memo), x._layout)
     if known is not None:
         source, number = copied.__dict__[SOURCE] = copy.deepcopy(known, memo)
         copied._local = source.held[number]

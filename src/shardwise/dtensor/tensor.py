@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -91,17 +92,27 @@ class DTensor(Wrapped):
         )
 
     @staticmethod
-    def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
+    def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
         """A DTensor out of its parts, unchecked."""
         if type(local) is not _Tensor:
             local = unsized(local)
         if layout.symbolic:
             layout = layout.with_sizes(noted(layout.shape), noted(layout.stride))
-            return unrecorded(DTensor._wrap, local, layout, requires_grad)
+            return unrecorded(DTensor._build, local, layout, requires_grad)
+        return DTensor._build(local, layout, requires_grad)
+
+    @staticmethod
+    def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
+        """Deprecated: it checks nothing. Use `from_local`; this name goes with the next release."""
+        warnings.warn(
+            "DTensor.wrap() checks nothing and will be removed: use DTensor.from_local().",
+            DeprecationWarning,
+            stacklevel=2,
+        )
         return DTensor._wrap(local, layout, requires_grad)
 
     @staticmethod
-    def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor:
+    def _build(local: torch.Tensor, layout: Layout, requires_grad: bool) -> DTensor:
         out = make_wrapper(
             DTensor,
             layout.shape,
@@ -123,12 +134,12 @@ class DTensor(Wrapped):
         return out
 
     @staticmethod
-    def wrap_view(local: torch.Tensor, layout: Layout) -> DTensor:
+    def _wrap_view(local: torch.Tensor, layout: Layout) -> DTensor:
         if layout.symbolic or type(local) is not _Tensor:
-            out = DTensor.wrap(local, layout)
+            out = DTensor._wrap(local, layout)
             return out.view_as(out)  # type: ignore[return-value]
         # The same, for which nothing is planned.
-        base = DTensor._wrap(local, layout, False)
+        base = DTensor._build(local, layout, False)
         guard = undispatched()
         try:
             view = base.as_subclass(DTensor)
@@ -190,7 +201,7 @@ class DTensor(Wrapped):
         local = entry.call(*operands, **kwargs) if kwargs else entry.call(*operands)
         layout = entry.out
         if layout is None:
-            return entry.finish(local, args, DTensor.wrap)  # type: ignore[misc]
+            return entry.finish(local, args, DTensor._wrap)  # type: ignore[misc]
         out = make_wrapper(
             DTensor,
             layout.shape,
@@ -292,7 +303,7 @@ class DTensor(Wrapped):
         grid = self._layout.grid
         whole = (REPLICATE,) * grid.num_axes
         layout = make_layout(grid, whole, plain.shape, plain.stride(), plain.dtype)
-        return DTensor.wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
+        return DTensor._wrap(localize(grid, plain), layout).requires_grad_(requires_grad)
 
     def new(self, *args: Any, device: Any = None) -> Any:
         """As torch's: an empty tensor of these sizes, or one that holds the given list."""
@@ -395,7 +406,7 @@ class DTensor(Wrapped):
             doors.check_all_ranks(local, grid, placements, shape, stride)
         layout = doors.local_layout(local, grid, placements, shape, stride)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
-            return DTensor.wrap(sized_copy(local, False), layout)
+            return DTensor._wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
         if grad_placements is None:
             grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
@@ -489,13 +500,13 @@ class DTensor(Wrapped):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        # Compiled code ends here with each gradient: as `wrap`, without a call more than it takes.
+        # Compiled code ends here with each gradient: as `_wrap`, without a call more than it takes.
         try:
             layout = context.known.get((outer_size, outer_stride))
         except TypeError:  # a symbolic int has no hash
             layout = None
         if layout is None or context.roster is not None:
-            made = DTensor.wrap(*context.restored(inner, outer_size, outer_stride))
+            made = DTensor._wrap(*context.restored(inner, outer_size, outer_stride))
             traced_views.remember(made)
             return made
         local = inner["_local"]
@@ -527,7 +538,7 @@ class DTensor(Wrapped):
         # Subclasses have views of other kinds.
         if tensor_visitor_fn is None or {type(self), type(new_base)} != {DTensor}:
             return super()._view_func_unsafe(new_base, symint_visitor_fn, tensor_visitor_fn)
-        return traced_views.replayed(self, new_base, tensor_visitor_fn, DTensor.wrap)
+        return traced_views.replayed(self, new_base, tensor_visitor_fn, DTensor._wrap)
 
     @untraced
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -543,7 +554,7 @@ class DTensor(Wrapped):
         layout = self._layout.with_placements(context.placements, context.order)
         moved = autograd.redistribute(self, layout)
         held = held_like(moved._local, context.roster)
-        return moved if held is moved._local else DTensor.wrap(held, layout)
+        return moved if held is moved._local else DTensor._wrap(held, layout)
 
     def _stable_hash_for_caching(self) -> str:
         """What torch's compile caches need to know of this tensor, and of the code behind it."""
@@ -594,7 +605,7 @@ def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
 def _unpickle(
     local: Any, mesh: Any, layout: Any, requires_grad: bool, attributes: dict[str, Any]
 ) -> DTensor:
-    restored = DTensor.wrap(*unpacked(local, mesh, layout))
+    restored = DTensor._wrap(*unpacked(local, mesh, layout))
     restored.__dict__.update(attributes)
     return restored.requires_grad_(requires_grad)
 

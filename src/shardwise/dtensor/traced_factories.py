@@ -29,33 +29,29 @@ _library.define(
 )
 _library.define("distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor")
 
-_OPTIONS = frozenset(
-    ("device_mesh", "placements", "dtype", "requires_grad", "layout", "generator", "pin_memory")
-)
 
-
-def is_traceable(options: dict[str, Any]) -> bool:
+def is_traceable(requires_grad: bool, generator: torch.Generator | None = None) -> bool:
     """Whether torch.compile reads the program and takes such a call.
 
     As of plain tensors, it makes no leaves that require grad and knows no generators but the
     default one.
     """
-    if not is_traced():
-        return False
-    return not options.get("requires_grad") and options.get("generator") is None
+    return is_traced() and not requires_grad and generator is None
 
 
-def traced_create(size: Sequence[Any], value: Any, options: dict[str, Any]) -> Any:
+def traced_create(
+    size: Sequence[Any],
+    value: Any,
+    dtype: torch.dtype | None,
+    layout: torch.layout,
+    mesh: DeviceMesh | None,
+    placements: Sequence[Placement] | None,
+) -> Any:
     """A tensor of one number, or without values where that is None."""
-    unknown = [name for name in options if name not in _OPTIONS]
-    if unknown:
-        raise ArgumentError(f"Unknown options: {', '.join(unknown)}.")
-    if options.get("layout", torch.strided) is not torch.strided:
-        raise ArgumentError(f"A DTensor is strided, and layout={options['layout']} was asked for.")
-    mesh = options.get("device_mesh")
+    if layout is not torch.strided:
+        raise ArgumentError(f"A DTensor is strided, and layout={layout} was asked for.")
     encoded = encode_mesh(mesh if mesh is not None else current_mesh())
-    placements = encode_placements(options.get("placements"))
-    return torch.ops.shardwise.create(size, value, encoded, placements, options.get("dtype"))
+    return torch.ops.shardwise.create(size, value, encoded, encode_placements(placements), dtype)
 
 
 def traced_distribute(

@@ -17,13 +17,13 @@ class Wrapped(torch.Tensor):
     _layout: Layout
 
     @staticmethod
-    def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
+    def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
         """The two parts as one tensor, unchecked."""
         raise NotImplementedError
 
     @staticmethod
-    def wrap_view(local: torch.Tensor, layout: Layout) -> Any:
-        """As `wrap`, inside an autograd function that got a leaf: nobody may write to its memory.
+    def _wrap_view(local: torch.Tensor, layout: Layout) -> Any:
+        """As `_wrap`, inside an autograd function that got a leaf: nobody may write to its memory.
 
         Autograd refuses that for a view that such a function returns, as it does on one device for
         a view of a leaf.

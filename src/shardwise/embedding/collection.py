@@ -400,11 +400,23 @@ class EmbeddingBagCollection(_Collection):
     _pooled = True
     _child = "embedding_bags"
 
-    def __init__(self, tables: Sequence[Table], *, output: str = "dict", **options: Any) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        output: str = "dict",
+        optimizer: FusedOptimizer | None = None,
+        sparse: bool = True,
+        backend: str | Backend = "auto",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         if output not in ("dict", "tensor"):
             raise ArgumentError(f"output is 'dict' or 'tensor', found {output!r}.")
         self.output = output
-        super().__init__(tables, **options)
+        super().__init__(
+            tables, optimizer=optimizer, sparse=sparse, backend=backend, device=device, dtype=dtype
+        )
 
     @property
     def _side_by_side(self) -> bool:

@@ -98,7 +98,7 @@ class Stacks:
         """The DTensor of a table whose parts are given for each rank present."""
         assert self.grid is not None, "tables without a mesh are plain tensors"
         local = one_tensor(self.grid, _shared(parts), sized=False)
-        return DTensor.wrap(local, self.layout(number))
+        return DTensor._wrap(local, self.layout(number))
 
     def wrap_per_row(self, number: int, parts: Sequence[torch.Tensor], shared: bool) -> DTensor:
         """The DTensor of a state with one number per row, on each holder of some columns.
@@ -115,7 +115,7 @@ class Stacks:
             copied = shared and all(holders)
             placement = REPLICATE if copied else Shard(1, holders)
             num_columns = 1 if copied else sum(holders)
-        return DTensor.wrap(local, self._layout((one.num_embeddings, num_columns), placement))
+        return DTensor._wrap(local, self._layout((one.num_embeddings, num_columns), placement))
 
     def nothing_of(self, number: int) -> torch.Tensor:
         """The part of a rank that owns nothing of a table."""

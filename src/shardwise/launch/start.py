@@ -22,10 +22,10 @@ from shardwise.launch.messages import Settings
 from shardwise.launch.rank import run_rank
 from shardwise.launch.store import LOOPBACK, distributed, open_store
 
-#: What every process needs, by name; see Note [One import for all].
 PRELOADED = ["shardwise.preload"]
-#: Sends a value to the launcher.
+"""What every process needs, by name; see Note [One import for all]."""
 Note = Callable[[Any], None]
+"""Sends a value to the launcher."""
 
 
 def launch(

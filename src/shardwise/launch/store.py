@@ -11,6 +11,7 @@ import torch.distributed as dist
 from shardwise.errors import LaunchError
 
 LOOPBACK = "127.0.0.1"
+"""The address that only this machine can reach."""
 distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 

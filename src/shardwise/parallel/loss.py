@@ -116,7 +116,7 @@ class ClassShardedLoss(UntracedFunction):
         losses, log_sum, total, counted = _mapped(layout, terms, _losses, maximum, sums, parts[0])
         ctx.save_for_backward(logits, log_sum, total, target, weight)
         ctx.terms = terms
-        out = DTensor.wrap(losses, tokens), DTensor.wrap(counted, tokens)
+        out = DTensor._wrap(losses, tokens), DTensor._wrap(counted, tokens)
         ctx.mark_non_differentiable(out[1])
         return out
 
@@ -133,7 +133,7 @@ class ClassShardedLoss(UntracedFunction):
         local = _mapped(
             layout, ctx.terms, _gradient, grad._local, logits._local, log_sum, total, *parts
         )
-        return DTensor.wrap(local, layout), None, None, None
+        return DTensor._wrap(local, layout), None, None, None
 
 
 def _gradient_by_ops(
@@ -144,8 +144,8 @@ def _gradient_by_ops(
     tokens = token_layout(layout)
     parts = [t._local for t in (target, weight) if t is not None]
     local = _mapped(layout, terms, _coefficients, logits._local, *parts)
-    coefficients = DTensor.wrap(local, with_dtype(layout, tokens.dtype))
-    shift, scale = (DTensor.wrap(t, tokens).unsqueeze(dim) for t in (log_sum, total))
+    coefficients = DTensor._wrap(local, with_dtype(layout, tokens.dtype))
+    shift, scale = (DTensor._wrap(t, tokens).unsqueeze(dim) for t in (log_sum, total))
     # The shift is a constant, of which the quotient does not depend.
     share = (logits.to(tokens.dtype) - shift).exp()
     softmax = share / share.sum(dim, keepdim=True)

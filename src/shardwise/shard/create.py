@@ -144,7 +144,7 @@ def init_from_local_shards(
     ...     init_from_local_shards(pieces, 4).full_tensor().agreed()
     tensor([0, 0, 1, 1])
     """
-    check_torch_options("init_from_local_shards", {"init_rrefs": init_rrefs})
+    check_torch_options("init_from_local_shards", init_rrefs=init_rrefs)
     shape = _shape(global_size)
     grid = home_grid(process_group)
     what, shards = "init_from_local_shards", list(local_shards)
@@ -210,56 +210,129 @@ def simplest_spec(boxes: Sequence[ShardMetadata], shape: tuple[int, ...]) -> Sha
 # -- new ones ----------------------------------------------------------------------------------
 
 
-def empty(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
-    """A sharded tensor without values; takes `dtype`, `requires_grad` and `process_group`."""
-    return _create(torch.empty, sharding_spec, size, (), **options)
+def empty(
+    sharding_spec: ShardingSpec,
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
+    """A sharded tensor without values, over the ranks of `process_group` (all where None).
+
+    `layout`, `pin_memory`, `memory_format` and `init_rrefs` are those of torch's sharded tensors;
+    here they have one value each.
+    """
+    check_torch_options("empty", layout, pin_memory, memory_format, init_rrefs)
+    return _create(torch.empty, sharding_spec, size, (), dtype, requires_grad, process_group)
 
 
-def zeros(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def zeros(
+    sharding_spec: ShardingSpec,
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
     """A sharded tensor of zeros; options as for `empty`."""
-    return _create(torch.zeros, sharding_spec, size, (), **options)
+    check_torch_options("zeros", layout, pin_memory, memory_format, init_rrefs)
+    return _create(torch.zeros, sharding_spec, size, (), dtype, requires_grad, process_group)
 
 
-def ones(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def ones(
+    sharding_spec: ShardingSpec,
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
     """A sharded tensor of ones; options as for `empty`."""
-    return _create(torch.ones, sharding_spec, size, (), **options)
+    check_torch_options("ones", layout, pin_memory, memory_format, init_rrefs)
+    return _create(torch.ones, sharding_spec, size, (), dtype, requires_grad, process_group)
 
 
 def full(
-    sharding_spec: ShardingSpec, size: Sequence[int], fill_value: float, **options: Any
+    sharding_spec: ShardingSpec,
+    size: int | Sequence[int],
+    fill_value: float,
+    *,
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
 ) -> ShardedTensor:
     """A sharded tensor filled with one number; options as for `empty`."""
-    return _create(torch.full, sharding_spec, (size,), (fill_value,), **options)
+    check_torch_options("full", layout, pin_memory, memory_format, init_rrefs)
+    return _create(
+        torch.full, sharding_spec, (size,), (fill_value,), dtype, requires_grad, process_group
+    )
 
 
-def rand(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def rand(
+    sharding_spec: ShardingSpec,
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
     """Uniform random numbers, those that one device would draw; options as for `empty`."""
-    return _filled("uniform_", sharding_spec, size, **options)
+    check_torch_options("rand", layout, pin_memory, memory_format, init_rrefs)
+    return _filled("uniform_", sharding_spec, size, dtype, requires_grad, process_group)
 
 
-def randn(sharding_spec: ShardingSpec, *size: Any, **options: Any) -> ShardedTensor:
+def randn(
+    sharding_spec: ShardingSpec,
+    *size: int | Sequence[int],
+    dtype: torch.dtype | None = None,
+    layout: torch.layout = torch.strided,
+    requires_grad: bool = False,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    process_group: Any = None,
+    init_rrefs: bool = False,
+) -> ShardedTensor:
     """Normal random numbers, those that one device would draw; options as for `empty`."""
-    return _filled("normal_", sharding_spec, size, **options)
+    check_torch_options("randn", layout, pin_memory, memory_format, init_rrefs)
+    return _filled("normal_", sharding_spec, size, dtype, requires_grad, process_group)
 
 
-#: Options that torch's sharded tensors take too, and the one value that there is here.
-_TORCH_OPTIONS = {
-    "layout": torch.strided,
-    "memory_format": torch.contiguous_format,
-    "pin_memory": False,
-    "init_rrefs": False,
-}
-
-
-def check_torch_options(what: str, options: dict[str, Any]) -> None:
-    for name, asked in options.items():
-        if name not in _TORCH_OPTIONS:
-            raise ArgumentError(f"{what}() got an unexpected keyword argument {name!r}.")
-        if asked != _TORCH_OPTIONS[name]:
-            raise ArgumentError(
-                f"{what}({name}={asked}): the pieces of a ShardedTensor are contiguous, strided, "
-                f"not pinned and not reached through RPC; leave {name} out."
-            )
+def check_torch_options(
+    what: str,
+    layout: torch.layout = torch.strided,
+    pin_memory: bool = False,
+    memory_format: torch.memory_format = torch.contiguous_format,
+    init_rrefs: bool = False,
+) -> None:
+    """Options that torch's sharded tensors take too, and that have one value here."""
+    asked = {
+        "layout": layout is not torch.strided,
+        "memory_format": memory_format is not torch.contiguous_format,
+        "pin_memory": pin_memory,
+        "init_rrefs": init_rrefs,
+    }
+    if refused := [name for name, differs in asked.items() if differs]:
+        raise ArgumentError(
+            f"{what}({', '.join(refused)}): the pieces of a ShardedTensor are contiguous, strided, "
+            "not pinned and not reached through RPC; leave these options out."
+        )
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
@@ -279,13 +352,10 @@ def _create(
     spec: ShardingSpec,
     size: tuple[Any, ...],
     values: tuple[Any, ...],
-    *,
-    dtype: torch.dtype | None = None,
-    requires_grad: bool = False,
-    process_group: Any = None,
-    **rest: Any,
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    process_group: Any,
 ) -> ShardedTensor:
-    check_torch_options(make.__name__, rest)
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(f"The first argument is a sharding spec, found {spec!r}.")
     if dtype is None:
@@ -298,9 +368,15 @@ def _create(
     return made
 
 
-def _filled(fill: str, spec: ShardingSpec, size: tuple[Any, ...], **options: Any) -> ShardedTensor:
-    requires_grad = options.pop("requires_grad", False)
-    made = _create(torch.empty, spec, size, (), **options)
+def _filled(
+    fill: str,
+    spec: ShardingSpec,
+    size: tuple[Any, ...],
+    dtype: torch.dtype | None,
+    requires_grad: bool,
+    process_group: Any,
+) -> ShardedTensor:
+    made = _create(torch.empty, spec, size, (), dtype, False, process_group)
     getattr(made, fill)()
     made.requires_grad_(requires_grad)
     return made

@@ -45,7 +45,7 @@ def dispatch(
     plain: dict[int, ShardedTensor] = {}
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, kind):
-            leaves[place] = DTensor.wrap(snapshots.current(leaf), leaf._layout)
+            leaves[place] = DTensor._wrap(snapshots.current(leaf), leaf._layout)
             plain[id(leaves[place])] = leaf
     new_args, new_kwargs = tree_unflatten(leaves, spec)
     results, shape = tree_flatten(func(*new_args, **new_kwargs))

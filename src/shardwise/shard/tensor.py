@@ -366,8 +366,5 @@ def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTens
     return restored
 
 
-# What a saved ShardedTensor consists of besides tensors: torch.load reads it with weights_only.
-torch.serialization.add_safe_globals([_unpickle])
-
 #: Functions of torch that are not simply passed on, and what runs instead; filled by `functions`.
 functions: dict[Any, Any] = {}

@@ -215,7 +215,7 @@ class SumToCome(UntracedFunction):
         ctx.like = x
         local = x._local.detach().sum(dtype=dtype)
         layout = make_layout(x._tiling.grid, (Partial("sum"),), (), (), local.dtype)
-        return DTensor.wrap(local, layout)
+        return DTensor._wrap(local, layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

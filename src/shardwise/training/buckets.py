@@ -113,4 +113,4 @@ def _set_gradient(
     for grid, axis, _ in collectives:
         if grid is layout.grid and placements[axis].is_partial():
             placements[axis] = REPLICATE
-    parameter.grad = DTensor.wrap(view, layout.with_placements(tuple(placements)))
+    parameter.grad = DTensor._wrap(view, layout.with_placements(tuple(placements)))

@@ -88,7 +88,7 @@ class Sharded(OneDevice):
         stride = contiguous_stride(shape)
         layout = make_layout(self.grid, normal, shape, stride, dtype, order)
         local = scattered(values(shape, dtype, seed, high), layout)
-        return DTensor.wrap(local, layout).requires_grad_(grad)
+        return DTensor._wrap(local, layout).requires_grad_(grad)
 
     def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
         """In other placements; never the tensor itself."""

@@ -60,7 +60,7 @@ class Reading:
         given = None
         if grad is not None:
             given = sized_copy(laid_out(grad, mesh, where, order)._local, True)
-        return read, given, DTensor.wrap(_inside(read), layout)
+        return read, given, DTensor._wrap(_inside(read), layout)
 
 
 def _check_order(found: Layout, asked: tuple[int, ...] | None) -> None:

@@ -34,13 +34,13 @@ def laid_out(
         # Cut here, not moved: a move may itself be wrong.
         blocks = scattered(whole, layout)
         local = each_rank(layout.grid, lambda _, part: part.clone(), blocks, axes=())
-        sharded = DTensor.wrap(local, layout)
+        sharded = DTensor._wrap(local, layout)
     partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return sharded
     if not all(placements[axis].is_partial("sum") for axis in partial):
         layout = sharded._layout.with_placements(tuple(placements))
-        return DTensor.wrap(scattered(whole, layout), layout)
+        return DTensor._wrap(scattered(whole, layout), layout)
 
     def term(coordinate: Any, part: torch.Tensor) -> torch.Tensor:
         shares = [_SHARES[mesh.shape[axis]][coordinate[axis]] for axis in partial]
@@ -50,4 +50,4 @@ def laid_out(
 
     layout = sharded._layout
     local = each_rank(layout.grid, term, sharded._local)
-    return DTensor.wrap(local, layout.with_placements(tuple(placements), layout.order))
+    return DTensor._wrap(local, layout.with_placements(tuple(placements), layout.order))

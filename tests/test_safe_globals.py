@@ -1,0 +1,86 @@
+"""Files with our tensors, loaded without running code in a process that only says the import."""
+
+import subprocess
+import sys
+
+import pytest
+
+WORLD = """
+import sys
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+"""
+SAVE = """
+import shardwise, torch
+from shardwise import Partial, Replicate, Shard, shard
+from shardwise.embedding import Adam, EmbeddingBagCollection, Jagged, Table
+mesh = shardwise.init_device_mesh("cpu", (1,))
+tables = EmbeddingBagCollection([Table("user", 10, 4)], optimizer=Adam(0.1)).shard(mesh, "row_wise")
+tables(Jagged.from_lists({"user": [[1], [2, 3]]}))["user"].sum().backward()
+layer = shardwise.distribute_module(torch.nn.Linear(2, 2), mesh)
+optimizer = torch.optim.Adam(layer.parameters())
+layer(shardwise.ones(1, 2, device_mesh=mesh)).sum().backward()
+optimizer.step()
+local = torch.arange(4.0)
+state = {
+    "dtensors": [
+        shardwise.DTensor.from_local(local, mesh, [placement])
+        for placement in (Shard(0), Shard(0, sizes=(4,)), Replicate(), Partial())
+    ],
+    "sharded": shard.shard_tensor(local, shard.ChunkShardingSpec(0, ["rank:0/cpu"])),
+    "tables": tables.state_dict(),
+    "rows": tables.optimizer.state_dict(),
+    "layer": layer.state_dict(),
+    "optimizer": optimizer.state_dict(),
+}
+torch.save(state, sys.argv[1])
+"""
+LOAD = """
+assert not [name for name in sys.modules if name.startswith(("shardwise.dtensor", "shardwise.fr"))]
+state = torch.load(sys.argv[1], weights_only=True)
+local = torch.arange(4.0)
+assert all(torch.equal(x.full_tensor(), local) for x in [*state["dtensors"], state["sharded"]])
+assert [type(x).__name__ for x in state["tables"].values()] == ["DTensor"]
+"""
+# Sorted imports put shardwise first. Many ask whether there is a torch without importing it.
+SHARDWISE_FIRST = """
+import sys, shardwise
+from importlib.util import find_spec
+assert find_spec("torch") is not None
+assert "torch" not in sys.modules
+finders = len(sys.meta_path)
+import torch
+assert len(sys.meta_path) == finders - 1
+"""
+
+
+def run(program, *args):
+    subprocess.run([sys.executable, "-c", program, *args], check=True, timeout=120)
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory):
+    path = str(tmp_path_factory.mktemp("saved") / "state.pt")
+    run(WORLD + SAVE, path)
+    return path
+
+
+@pytest.mark.parametrize("imports", ["import torch, shardwise", SHARDWISE_FIRST])
+def test_import_shardwise_is_enough(file, imports):
+    run(imports + WORLD + LOAD, file)
+
+
+def test_other_globals_stay_refused(tmp_path):
+    """What torch did not load before, it does not load now."""
+    path = str(tmp_path / "other.pt")
+    run("import sys, torch, shardwise.errors as e; torch.save(e.PlanError(), sys.argv[1])", path)
+    program = """
+import sys, shardwise, torch
+try:
+    torch.load(sys.argv[1], weights_only=True)
+except Exception as error:
+    assert "PlanError" in str(error)
+else:
+    raise AssertionError("it was loaded")
+"""
+    run(program, path)
