@@ -16,7 +16,7 @@ from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
 from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.noise import steady
+from shardwise.testing.fuzz.noise import Kinks, steady
 from shardwise.testing.fuzz.play import Reference, play
 from shardwise.testing.fuzz.program import Leaf, Program, Step
 from shardwise.testing.fuzz.result import Result, failures, summary, told
@@ -462,7 +462,15 @@ def test_an_entry_next_to_a_kink_is_not_asked_for():
 )
 def test_the_truth_of_what_cancellation_leaves_is_not_asked_for(step, kept):
     steps = ["v1 = v0.sum()", "v2 = v0.expand(2, 3, 4)", "v3 = F.instance_norm(v2, eps=0.1)"]
-    assert steady(_program(*steps, step, shape=(2, 3, 1), dtype=torch.float32)) == kept
+    program = _program(*steps, step, shape=(2, 3, 1), dtype=torch.float32, grad=True)
+    assert steady(program) == kept
+
+
+def test_a_zero_tensor_that_backward_makes_is_not_read():
+    x = torch.rand(3, requires_grad=True)
+    with Kinks() as kinks:
+        torch.sgn(x * 2).sum().backward()
+    assert not kinks.found
 
 
 def test_a_step_does_not_depend_on_who_has_asked_for_a_leaf():

@@ -51,7 +51,15 @@ class Kinks(TorchDispatchMode):
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
-    return [x for x in tree_leaves(values) if isinstance(x, torch.Tensor)]
+    return list(filter(_has_memory, tree_leaves(values)))
+
+
+def _has_memory(x: Any) -> bool:
+    """Whether `x` is a tensor that can be read.
+
+    A ZeroTensor, which backward makes, can not, nor what torch infers its shape with.
+    """
+    return isinstance(x, torch.Tensor) and not x._is_zerotensor() and not x.is_meta
 
 
 def _next_to_zero(x: torch.Tensor) -> torch.Tensor:
@@ -65,7 +73,7 @@ def _with_zeros(sign: int) -> Callable[[Any], Any]:
     """Copies tensors; what is next to zero becomes zero, or the number next to it on one side."""
 
     def copied(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor):
+        if not _has_memory(x):
             return x
         there = _next_to_zero(x)
         return torch.where(there, sign * torch.finfo(x.dtype).tiny, x) if there.any() else x.clone()
