@@ -360,3 +360,16 @@ def test_a_tensor_that_has_the_shape_of_all_is_broadcast_to_itself(mesh):
     assert one is x
     assert other.shape == (3,)
     assert torch.equal(value(torch.autograd.grad(x.sum(), one)[0]), torch.ones(3))
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Partial()], ids=repr)
+def test_cat_gives_tensors_that_it_skips_a_distributed_gradient(mesh, placement):
+    x = shardwise.DTensor.from_local(torch.zeros(0), mesh, [placement]).requires_grad_()
+    y = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
+    moved = x.redistribute(placements=[Replicate()]) * 1
+    again = moved.redistribute(placements=[Shard(0)])
+    for _ in range(2):
+        torch.cat([again, x, y, moved]).sin().sum().backward(retain_graph=True)
+    assert isinstance(x.grad, shardwise.DTensor)
+    assert x.grad.shape == (0,)
+    torch.testing.assert_close(value(y.grad), torch.ones(4).cos() * 2)

@@ -233,3 +233,37 @@ def test_products(mesh, product, placement, zeros):
     found = orders(loss, placed.redistribute(placements=[placement]).requires_grad_())
     for mine, one in zip(found, expected, strict=True):
         torch.testing.assert_close(mine.full_tensor().detach().agreed(), one.detach())
+
+
+NORMS = {
+    "batch norm": lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True),
+    "frozen batch norm": lambda x, w, b: F.batch_norm(
+        x, w.detach() * 0, w.detach().abs() + 1, w, b
+    ),
+    "instance norm": lambda x, w, b: F.instance_norm(x, weight=w, bias=b),
+    "group norm": lambda x, w, b: F.group_norm(x, 4, w, b),
+    "layer norm": lambda x, w, b: F.layer_norm(x, (4,), w, b),
+    "rms norm": lambda x, w, b: F.rms_norm(x, (4,), w),
+    "linear": lambda x, w, b: F.linear(x, w.diag_embed(), b),
+}
+
+
+@pytest.mark.parametrize("needs", ["x", "w", "xb", "wb", "xw", "xwb"])
+@pytest.mark.parametrize("norm", NORMS)
+def test_a_gradient_has_a_graph_where_one_device_has_one(mesh, norm, needs):
+    values = [torch.randn(8, 4, 4), torch.randn(4), torch.randn(4)]
+    layouts = [Shard(0), Replicate(), Replicate()]
+    plain = [
+        leaf(v.double()).requires_grad_(n in needs) for v, n in zip(values, "xwb", strict=True)
+    ]
+    laid = [
+        shardwise.distribute_tensor(x.detach(), mesh, [p]).requires_grad_(x.requires_grad)
+        for x, p in zip(plain, layouts, strict=True)
+    ]
+    found = []
+    for operands in (plain, laid):
+        loss = NORMS[norm](*operands).sum()
+        wanted = [x for x in operands if x.requires_grad]
+        grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
+        found.append([g is not None and g.requires_grad for g in grads])
+    assert found[0] == found[1]

@@ -538,3 +538,15 @@ def test_windows_that_do_not_share_memory_are_written_to(mesh):
     x.unfold(0, 2, 2).sigmoid_()
     plain.unfold(0, 2, 2).sigmoid_()
     torch.testing.assert_close(whole(x), plain)
+
+
+def test_a_write_to_a_turned_tensor_keeps_nothing_for_backward(mesh):
+    found = []
+    for lay_out in (torch.clone, lambda t: lay(t, mesh, Replicate())):
+        x, number = lay_out(torch.ones(2, 3)), lay_out(torch.tensor(0.5)).requires_grad_()
+        x.transpose_(0, 1)
+        x[:, :] = number
+        x.sum().backward()
+        (2 * x).sum().backward()
+        found.append(number.grad)
+    torch.testing.assert_close(value(found[1]), found[0])

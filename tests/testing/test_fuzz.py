@@ -16,7 +16,7 @@ from shardwise.rules.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
 from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.noise import steady
+from shardwise.testing.fuzz.noise import Kinks, steady
 from shardwise.testing.fuzz.play import Reference, play
 from shardwise.testing.fuzz.program import Leaf, Program, Statement
 from shardwise.testing.fuzz.result import Result, failures, summary, told
@@ -450,6 +450,40 @@ def test_a_wrong_number_is_not_rounding(wrong_sine, dtype):
 def test_an_entry_next_to_a_kink_is_not_asked_for():
     assert not steady(KINK)
     assert steady(KINK.upto(2))
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        ("v4 = torch.logical_xor(v3, v1)", False),
+        ("v4 = v3 > 0", False),
+        ("v4 = v3.bool()", False),
+        ("v4 = torch.nonzero(v3)", False),
+        ("v4 = torch.zeros(2, 3, 4).bool().copy_(v3)", False),
+        ("v4 = v3 > 0.3", True),
+        ("v4 = v3 == v3", True),
+        ("v4 = torch.logical_not(v0)", True),
+        ("v4 = v3.sin()", True),
+    ],
+)
+def test_the_truth_of_what_cancellation_leaves_is_not_asked_for(step, kept):
+    steps = ["v1 = v0.sum()", "v2 = v0.expand(2, 3, 4)", "v3 = F.instance_norm(v2, eps=0.1)"]
+    program = _program(*steps, step, shape=(2, 3, 1), dtype=torch.float32, grad=True)
+    assert steady(program) == kept
+
+
+def test_a_zero_tensor_that_backward_makes_is_not_read():
+    x = torch.rand(3, requires_grad=True)
+    with Kinks() as kinks:
+        torch.sgn(x * 2).sum().backward()
+    assert not kinks.found
+
+
+def test_a_step_does_not_depend_on_who_has_asked_for_a_leaf():
+    """Torch refuses to write to a view of what was written to until somebody asks."""
+    steps = ["v1 = v0.t()", "v2 = w.leaf((4,), torch.float64, [Shard(0)], 1, grad=True)"]
+    program = _program(*steps, "v1[1, :] = v2", "v1.mul_(2)", "v1.sum().backward()")
+    assert play_alone(program).kind == "ok"
 
 
 def test_the_graph_of_a_gradient_keeps_what_came_through_a_door():

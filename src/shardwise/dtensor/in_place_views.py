@@ -3,7 +3,8 @@
 Torch's autograd takes the views of a tensor again, with their numbers, when it was written to. On a
 plain tensor it does so by strides in memory; on a wrapper it calls `view(base, ...)`, which is
 another view once the base has other dims. So the base has to stay as it is: the tensor of the
-caller becomes a view of it, and the base goes on under a name that only the views know.
+caller becomes a view of it, and the base goes on under a name that only the views know. A tensor
+without views is turned as it is: as a view, it would keep more of a later write for backward.
 
 These are methods and not kernels of the ops: only a name in Python can come to mean another tensor.
 Torch's own C++ (`quantile`, the rules of `vmap`) goes on with the tensor that it handed over.
@@ -31,6 +32,8 @@ def becoming(name: str) -> Callable[..., Any]:
             return turn(x, *args, **kwargs)
         if x.is_leaf and x.requires_grad:
             return _turned_leaf(turn, x, *args, **kwargs)
+        if x._use_count() == 1 and not x._is_view():
+            return turn(x, *args, **kwargs)  # of which there is no view
         # Torch's checks, and its count of writes: this leaves all as it is.
         torch.Tensor.transpose_(x, 0, 0)
         with torch.enable_grad():

@@ -29,6 +29,7 @@ from shardwise.dtensor.local_call import apart, is_memory_of, lies_otherwise, re
 from shardwise.dtensor.numbers import numbers_as_plain
 from shardwise.dtensor.overlaps import check_overlaps, compares_memory, watch_overlaps
 from shardwise.dtensor.partial_writes import entry_of_call
+from shardwise.dtensor.plain_gradients import wrap_skipped
 from shardwise.dtensor.planning import check_written_once
 from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
 from shardwise.dtensor.wrapped import Wrapped, as_layouts
@@ -111,6 +112,7 @@ class Miss:
                 return _write_back(op, twin, args, kwargs)
         follow(self.kind, op, layouts, kwargs, entry)
         watch_overlaps(op, entry)
+        wrap_skipped(self.kind, op, layouts, entry)
         add_entry(key, entry)
         return self._run(entry, first=True)
 

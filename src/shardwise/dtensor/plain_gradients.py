@@ -1,12 +1,15 @@
-"""Gradients of plain tensors that meet DTensors: plain ones, whole on every rank.
+"""Gradients of the other kind than their tensors, brought to the kind that the tensors have.
 
 A number needs no wrapping, and inside `implicit_replication` no tensor does. Torch's formulas then
-give the plain tensor a gradient that is a DTensor, which an optimizer could not add to it.
+give the plain tensor a gradient that is a DTensor, which an optimizer could not add to it. The
+other way round, the formula of `cat` makes plain zeros for operands of shape (0,), which it skips.
 """
 
 from __future__ import annotations
 
+import functools
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,6 +18,7 @@ from torch import nn
 from shardwise.comm.watch import because
 from shardwise.core.untraced import untraced
 from shardwise.dtensor import autograd
+from shardwise.dtensor.entries import Entry
 from shardwise.dtensor.wrapped import Wrapped
 
 #: The tensors that have the hook, by id.
@@ -40,3 +44,22 @@ def _as_plain(grad: Any) -> Any:
     with because("the gradient of a plain tensor", implicit=False):
         whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
     return autograd.to_local(whole, autograd.own_entries(whole._layout), False, True)
+
+
+def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> None:
+    """Let a planned `cat` wrap the plain gradients of the operands that it skips."""
+    if op is not torch.ops.aten.cat.default:
+        return
+    skipped = [i for i, layout in enumerate(layouts[0]) if tuple(layout.shape) == (0,)]
+    move = entry.move
+
+    def hooked(operands: list[Any], args: Sequence[Any]) -> None:
+        for x in [args[0][i] for i in skipped]:
+            if torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:  # a leaf has a hook
+                layout = autograd.gradient_layout(x._layout)
+                x.register_hook(functools.partial(autograd.lies_like, kind, layout))
+        if move is not None:
+            move(operands, args)
+
+    if skipped:
+        entry.move = hooked

@@ -51,6 +51,7 @@ class BatchNorm(UntracedFunction):
         training, eps = ctx.options
         if torch.is_grad_enabled():  # double backward
             found = _differentiable_grads(grad, x, weight, mean, var, training, eps)
+            found = tuple(depending(g, grad, x, weight) for g in found)
         else:
             found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
         if ctx.bias_dtype is not None:  # without a weight, the sums are in the dtype of statistics
@@ -60,6 +61,48 @@ class BatchNorm(UntracedFunction):
 
 
 _apply = direct_apply(BatchNorm)
+
+
+class Depending(UntracedFunction):
+    """A gradient that has a graph because of `sources`, to which nothing flows back.
+
+    Torch's formula of batch norm is one op: all of its results have a graph if one operand has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, *sources: Any) -> Any:
+        ctx.num_sources = len(sources)
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, *[None] * ctx.num_sources
+
+
+class GradDepends(UntracedFunction):
+    """Its argument, whose gradient depends on `sources`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *sources: Any) -> Any:
+        ctx.save_for_backward(*sources)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        sources = ctx.saved_tensors
+        return depending(grad, *sources), *[None] * len(sources)
+
+
+_apply_depending = direct_apply(Depending)
+_apply_grad_depends = direct_apply(GradDepends)
+
+
+def depending(grad: Any, *sources: Any) -> Any:
+    """`grad`, with a graph where one of `sources` has one, as a result of one op would have."""
+    if not torch.is_grad_enabled() or grad is None or grad.requires_grad:
+        return grad
+    tracked = [source for source in sources if source is not None and source.requires_grad]
+    return _apply_depending(grad, *tracked) if tracked else grad
 
 
 def _unbiased(var: Any, count: Any) -> Any:
@@ -243,6 +286,10 @@ def instance_norm(
             count = math.prod(x.shape[2:])
             var = (x - mean).square().sum(positions) / max(count - 1, 1)
             _update(running_var, var.mean(0), momentum)
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        # A group norm's formula has the sums for the bias apart; one device runs a batch norm.
+        tracked = [t for t in (x, weight) if t is not None and t.requires_grad]
+        bias = _apply_grad_depends(bias, *tracked) if tracked else bias
     return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
 
 

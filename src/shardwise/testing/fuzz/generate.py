@@ -2,7 +2,8 @@
 
 A second run of the same program, with rounding errors added to every result, says which steps hang
 on the last bit: ties, comparisons of what should be equal, cancellation, the sign of a zero (which
-a sum of terms loses). Those are not kept, so that no tolerance has to allow for them.
+a sum of terms loses), the truth of a float next to zero. Those are not kept, so that no tolerance
+has to allow for them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
-from shardwise.testing.fuzz.noise import alike, bounded, disturb
+from shardwise.testing.fuzz.noise import Kinks, alike, bounded, disturb
 from shardwise.testing.fuzz.program import Item, Program, Statement
 from shardwise.testing.fuzz.run import WorldState, execute
 from shardwise.testing.fuzz.tables import FAMILIES
@@ -185,8 +186,11 @@ class Growth:
         ):
             return False
         try:
-            self.noisy.execute(step)
+            with Kinks() as kinks:
+                self.noisy.execute(step)
         except Exception:
+            return False
+        if kinks.found:
             return False
         disturb(self.noisy, step, self.exact)
         return alike(self.exact, self.noisy)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
@@ -67,8 +68,20 @@ class WorldState:
             execute(item.code, self.scope)
         finally:
             self.rng = torch.get_rng_state()
+        self._look()
         self.casts.update(getattr(torch, name) for name in _CAST.findall(item.code))
         self.done += 1
+
+    def _look(self) -> None:
+        """Ask each value whether it is a leaf, so that no later step depends on who has asked.
+
+        Until somebody asks, torch takes a view whose base was written to for a leaf, and refuses
+        to write to it.
+        """
+        for value in self.slots().values():
+            if isinstance(value, torch.Tensor):
+                with contextlib.suppress(Exception):  # one of several views is not to be read
+                    _ = value.is_leaf
 
     def slots(self) -> dict[str, Any]:
         """The values by name, in the order in which they were made."""
