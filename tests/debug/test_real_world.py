@@ -10,6 +10,8 @@ import shardwise
 from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
+pytestmark = pytest.mark.slow
+
 c10d = torch.ops.c10d
 
 
