@@ -10,8 +10,6 @@ import shardwise
 from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
-pytestmark = pytest.mark.slow
-
 c10d = torch.ops.c10d
 
 

@@ -12,8 +12,6 @@ from torch.nn.utils import prune
 import shardwise
 from shardwise import MixedTensorsError, Partial, Replicate, Shard
 
-pytestmark = pytest.mark.slow
-
 
 def pair(mesh, placement):
     """A layer on one device, and the same with its parameters laid out."""

@@ -11,8 +11,6 @@ from shardwise.planner import Constants, price, workload
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import shares_of
 
-pytestmark = pytest.mark.slow
-
 TABLES = [
     Table("user", 103, 16),
     Table("item", 64, 8, features=("seen", "bought")),

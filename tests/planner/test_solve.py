@@ -19,8 +19,6 @@ from shardwise.planner.problem import (
 )
 from shardwise.planner.solve import NoPlanFits, solve
 
-pytestmark = pytest.mark.slow
-
 SOLVERS = [False, True] if find_highs() is not None else [False]
 
 

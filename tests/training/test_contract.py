@@ -18,10 +18,7 @@ from shardwise.parallel import (
     shard_parameters,
 )
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 
 
 def mesh_of(**axes):
