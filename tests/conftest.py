@@ -1,5 +1,8 @@
 """Settings and fixtures of all tests."""
 
+import gc
+import os
+
 import hypothesis
 import pytest
 import torch
@@ -9,6 +12,8 @@ import shardwise
 
 # Two cores at most: threads of tiny ops only wait for each other.
 torch.set_num_threads(1)
+# Inductor compiles where it is called: its pool would import torch beside each process.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples every time: a failure in CI is a failure at the desk.
 hypothesis.settings.register_profile(
@@ -19,6 +24,16 @@ hypothesis.settings.load_profile("shardwise")
 
 # Imported by tests that skip without transformers; there are no doctests to collect in it.
 collect_ignore = ["parallel/hugging_face_models.py"]
+
+
+def pytest_collection_finish():
+    """What was imported and collected stays to the end: the garbage collector passes over it."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish():
+    gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor import flat
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

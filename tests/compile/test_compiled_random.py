@@ -8,6 +8,8 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Replicate, Shard
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

@@ -18,6 +18,8 @@ from shardwise.debug import CommDebugMode
 from shardwise.errors import WorldError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

@@ -11,6 +11,8 @@ from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.table import operators
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     "name",

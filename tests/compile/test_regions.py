@@ -31,6 +31,8 @@ from shardwise.parallel import (
     parallelize_module,
 )
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

@@ -13,6 +13,8 @@ from torch.nn import functional as F
 
 from shardwise import Replicate, Shard
 
+pytestmark = pytest.mark.slow
+
 R, S0, S2 = Replicate(), Shard(0), Shard(2)
 
 

@@ -13,6 +13,8 @@ from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor.row_sparse import RowSparse
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

@@ -11,6 +11,8 @@ from shardwise import DTensor, LocalTensor, Replicate, Shard, distribute_tensor,
 from shardwise.errors import RankMismatchError
 from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+pytestmark = pytest.mark.slow
+
 
 def compiled(fn, backend="aot_eager", **options):
     counter = CompileCounterWithBackend(backend)

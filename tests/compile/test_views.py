@@ -7,6 +7,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from shardwise import Replicate, Shard, distribute_tensor
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 VIEWS = {

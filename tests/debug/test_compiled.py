@@ -9,6 +9,8 @@ import shardwise
 from shardwise import DTensor, LocalTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def pair():

@@ -14,6 +14,8 @@ from shardwise import Partial, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.testing.op_sweep.lay_out import laid_out
 
+pytestmark = pytest.mark.slow
+
 SHAPES = [
     ((2, 6, 5, 3), (2, 6, 3, 4)),
     ((2, 6, 5, 3), (3, 4)),

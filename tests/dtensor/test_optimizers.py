@@ -14,6 +14,8 @@ from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.dtensor import local_step
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 

@@ -23,6 +23,8 @@ from shardwise.errors import (
 from shardwise.random import fill
 from shardwise.rules.draws import draw_of
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 LINE = {
     "even": [Shard(0)],

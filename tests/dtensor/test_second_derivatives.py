@@ -8,6 +8,8 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, UnsupportedError
 
+pytestmark = pytest.mark.slow
+
 WEIGHTS = torch.linspace(0.5, 2, 8, dtype=torch.float64)
 
 

@@ -24,7 +24,10 @@ from shardwise.embedding import (
 )
 
 # torch's own optimizers make sparse tensors without saying whether to check them.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
 every_plan = pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
 both_kinds = pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 

@@ -21,6 +21,7 @@ from shardwise.errors import IdRangeError
 from shardwise.exchange import effect_op
 
 pytestmark = [
+    pytest.mark.slow,
     # torch's compiler reads the gradient of what enters a graph, whether it is a leaf or not.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
     pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),

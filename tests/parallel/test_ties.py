@@ -22,6 +22,8 @@ from shardwise.parallel import (
 )
 from shardwise.parallel.own_code import may_read
 
+pytestmark = pytest.mark.slow
+
 
 def next_token(model, ids):
     return F.cross_entropy(model(ids[:, :-1]).flatten(0, 1), ids[:, 1:].flatten())

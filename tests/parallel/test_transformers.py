@@ -16,7 +16,7 @@ models = pytest.importorskip("hugging_face_models")
 MODELS = [models.llama, models.tied_llama, models.gpt2, models.mixtral]
 MORE_MODELS = [models.llama_prepared, models.qwen3]
 
-pytestmark = pytest.mark.filterwarnings("default")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shardwise.random import fill
 from shardwise.random.fill import Draw, DrawnShard, Whole, fill_exactly, fill_quickly
 
+pytestmark = pytest.mark.slow
+
 DRAWS = {
     "normal": (lambda t, _: t.normal_(0.5, 2.0), (torch.float32, torch.float64, torch.bfloat16)),
     "complex normal": (lambda t, _: t.normal_(0.5, 2.0), (torch.complex64,)),

@@ -24,6 +24,8 @@ from shardwise.rules.twins import functional_twin
 from shardwise.testing import Sample, check_doors, check_rule, missing_choices
 from shardwise.testing.rule_doors import DOOR_MESHES
 
+pytestmark = pytest.mark.slow
+
 aten = torch.ops.aten
 SAMPLES = samples()
 

@@ -22,6 +22,8 @@ from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.exchange import effect_op
 from shardwise.shard import ShardingPlan, shard_module, shard_tensor
 
+pytestmark = pytest.mark.slow
+
 PLANS = {
     "rows": {"user.weight": chunks(0, 0, 1, 2, 3), "item.weight": chunks(0, 2, 0, 1)},
     "columns": {"user.weight": chunks(1, 0, 1, 2, 3), "item.weight": chunks(1, 3, 1)},

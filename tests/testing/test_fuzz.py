@@ -31,6 +31,8 @@ from shardwise.testing.fuzz.undefined import MEDIAN, OVERLAP, REASONS, ROUNDING,
 from shardwise.testing.fuzz.values import values
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
+pytestmark = pytest.mark.slow
+
 SEEDS = range(300)
 
 

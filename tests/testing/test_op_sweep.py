@@ -23,6 +23,8 @@ from shardwise.testing.op_sweep.table import OpCall, operators, samples
 from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, ways
 from shardwise.testing.op_sweep.writes import repeats_memory
 
+pytestmark = pytest.mark.slow
+
 # One or two of each family, small and quick; the whole table is a command (docs/operators.md).
 FAST = (
     "add",

@@ -19,7 +19,10 @@ from shardwise.testing.steps.subject import training_of
 from shardwise.testing.steps.training import TrainingOutcome, play, play_alone
 
 # torch says so once in a process, of what its own optimizers do with sparse gradients.
-pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
+]
 
 NUM_CASES, NUM_PARTS = 600, 6
 

@@ -8,6 +8,8 @@ from training_runs import RUNS
 
 import shardwise
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("dropout", [0.0, 0.2], ids=["", "with dropout"])
 @pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)

@@ -13,6 +13,8 @@ import shardwise
 from shardwise import Replicate, Shard
 from shardwise.debug import cache_stats
 
+pytestmark = pytest.mark.slow
+
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
 
