@@ -24,15 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.planner_tasks import large_task, tasks
-from shardwise.planner.problem import (
-    ANY,
-    BLOCK,
-    HOST,
-    Option,
-    Problem,
-    simplified,
-    undominated,
-)
+from shardwise.planner.problem import ANY, BLOCK, HOST, Option, Problem, simplified, undominated
 from shardwise.planner.solve import solve
 
 GAP = 0.005

@@ -6,8 +6,8 @@ Nothing here uses the library's own arithmetic: it is what the library is compar
 import torch
 
 from shardwise import DTensor, LocalTensor
-from shardwise.core.grid import grid_of
 from shardwise.core.layout import contiguous_stride, make_layout, normalize
+from shardwise.core.mesh import grid_of
 
 
 def pieces(tensor, shard, parts):

@@ -10,7 +10,7 @@ from torch import nn
 import shardwise
 from shardwise import Shard
 from shardwise.checkpoint import Checkpoints
-from shardwise.core import sources
+from shardwise.core import code_version
 from shardwise.embedding import EmbeddingBagCollection, Table
 from shardwise.parallel import parallelize_module
 
@@ -54,6 +54,6 @@ def parallelize_where_one_rank_is_mistaken():
 def parallelize_by_different_code(package):
     """One rank runs the code in another folder."""
     if dist.get_rank() == 1:
-        sources.PACKAGE = package
+        code_version.PACKAGE = package
     mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "colwise"})

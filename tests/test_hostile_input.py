@@ -9,8 +9,8 @@ import pytest
 from hypothesis import strategies as st
 
 from shardwise.core.encode import decode_placement
-from shardwise.demo import criteo
-from shardwise.demo.criteo import read_clicks
+from shardwise.demo import data
+from shardwise.demo.data import read_clicks
 from shardwise.embedding import Plan, Table
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel import load_plan as load_module_plan
@@ -156,7 +156,7 @@ def test_a_click_log_costs_what_is_used_of_it(folder):
     tracemalloc.stop()
     assert len(found) == 5
     assert found.num_bad == 20_001
-    assert len(found.bad) == criteo.MOST_NAMED
+    assert len(found.bad) == data.MOST_NAMED
     assert found.bad[1] == "it has 16384 characters or more"
     assert peak < 2_000_000
 

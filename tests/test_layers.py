@@ -18,12 +18,12 @@ LAYERS = [
     {"_torch"},
     {"core"},
     {"simulation"},
-    {"comm", "random", "kernels", "launch"},
-    {"redistribute"},
-    {"rules"},
+    {"comm", "kernels", "launch"},
+    {"random", "lookup", "redistribute"},
+    {"dispatch"},
     {"dtensor"},
     {"ops"},
-    {"exchange", "planfile", "training"},
+    {"plans", "training", "effects"},
     {"parallel", "embedding", "shard", "checkpoint", "interop"},
     {"planner", "debug", "testing", "preload", "safe_globals"},
     {"report"},
@@ -49,6 +49,9 @@ FRAMES = {
 }
 #: A DTensor needs its ops for the first call, and they need the class: it brings them along.
 UPWARD = ("shardwise.dtensor", "shardwise.ops.catalog")
+
+#: In one folder, besides its `__init__`.
+MOST_MODULES = 15
 
 FORBIDDEN = ("torch.distributed.tensor", "torch.distributed._tensor", "torch.distributed._shard")
 MAY_IMPORT_FORBIDDEN = {"interop"}
@@ -323,6 +326,38 @@ def test_internals_of_torch_are_taken_by_name():
     report(unnamed_faults(PACKAGE))
 
 
+def crowded(package: Path) -> list[str]:
+    """Folders with more modules than a reader takes in at a glance."""
+    faults = []
+    for folder in sorted({path.parent for path in package.rglob("*.py")}):
+        count = sum(path.name != "__init__.py" for path in folder.glob("*.py"))
+        if count > MOST_MODULES:
+            faults.append(f"{folder.relative_to(package.parent)} has {count} modules")
+    return faults
+
+
+def test_no_folder_is_crowded():
+    report(crowded(PACKAGE))
+
+
+def test_every_folder_says_what_lives_there():
+    folders = {path.parent for path in PACKAGE.rglob("*.py")}
+    silent = [
+        f"{folder.relative_to(PACKAGE.parent)}/__init__.py has no docstring"
+        for folder in sorted(folders)
+        if not ast.get_docstring(ast.parse((folder / "__init__.py").read_text("utf-8")))
+    ]
+    report(silent)
+
+
+def test_the_architecture_names_every_folder():
+    page = (PACKAGE.parents[1] / "docs" / "architecture.md").read_text("utf-8")
+    rooms = {path.parent.name for path in PACKAGE.glob("*/*.py")}
+    report(
+        [f"docs/architecture.md does not name {room}" for room in rooms if f"`{room}`" not in page]
+    )
+
+
 # The rest checks the checker on small packages: one that sees nothing would call any house clean.
 
 
@@ -338,15 +373,15 @@ def play(tmp_path: Path, files: dict[str, str]) -> tuple[set[str], list[Import]]
 @pytest.mark.parametrize(
     "text",
     [
-        "from shardwise.rules import catalog",
-        "from shardwise import rules",
-        "from ..rules.catalog import RULES",
-        "from .. import rules",
-        "def f():\n    import shardwise.rules.catalog",
+        "from shardwise.dispatch import catalog",
+        "from shardwise import dispatch",
+        "from ..dispatch.catalog import RULES",
+        "from .. import dispatch",
+        "def f():\n    import shardwise.dispatch.catalog",
         "from shardwise import DTensor",
         "import shardwise",
-        "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    from .. import rules",
-        "import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    from .. import rules",
+        "from typing import TYPE_CHECKING\nif not TYPE_CHECKING:\n    from .. import dispatch",
+        "import typing\nif typing.TYPE_CHECKING:\n    pass\nelse:\n    from .. import dispatch",
     ],
 )
 def test_upward_import_is_seen(tmp_path, text):
@@ -355,8 +390,8 @@ def test_upward_import_is_seen(tmp_path, text):
         {
             "core/__init__.py": "",
             "core/layout.py": text,
-            "rules/__init__.py": "",
-            "rules/catalog.py": "",
+            "dispatch/__init__.py": "",
+            "dispatch/catalog.py": "",
         },
     )
     line = text.count("\n") + 1
@@ -369,15 +404,15 @@ def test_lawful_imports_pass(tmp_path):
     house = play(
         tmp_path,
         {
-            "__init__.py": "from .rules import catalog\nfrom .core.layout import Layout",
+            "__init__.py": "from .dispatch import catalog\nfrom .core.layout import Layout",
             "core/__init__.py": "from .layout import Layout",
             "core/layout.py": (
-                "import typing\nfrom . import chunks\n"
-                "if typing.TYPE_CHECKING:\n    from ..rules import catalog"
+                "import typing\nfrom . import sizes\n"
+                "if typing.TYPE_CHECKING:\n    from ..dispatch import catalog"
             ),
-            "core/chunks.py": "import torch.distributed",
-            "rules/__init__.py": "",
-            "rules/catalog.py": "from ..core import Layout",
+            "core/sizes.py": "import torch.distributed",
+            "dispatch/__init__.py": "",
+            "dispatch/catalog.py": "from ..core import Layout",
             "interop/__init__.py": "from torch.distributed.tensor import DTensor",
             "cli.py": "import shardwise",
         },
@@ -389,8 +424,8 @@ def test_lawful_imports_pass(tmp_path):
 
 
 def test_siblings_of_one_layer_stay_apart(tmp_path):
-    house = play(tmp_path, {"comm.py": "", "random.py": "import os\nfrom .comm import Comm"})
-    assert [fault.partition(" ")[0] for fault in layer_faults(*house)] == ["shardwise/random.py:2:"]
+    house = play(tmp_path, {"comm.py": "", "launch.py": "import os\nfrom .comm import Comm"})
+    assert [fault.partition(" ")[0] for fault in layer_faults(*house)] == ["shardwise/launch.py:2:"]
 
 
 def test_unknown_room_is_named(tmp_path):
@@ -493,3 +528,8 @@ key = torch._C.DispatchKey
     play(tmp_path, {"_torch/__init__.py": "", "_torch/dispatch.py": text})
     faults = unnamed_faults(tmp_path / "shardwise")
     assert faults == ["shardwise/_torch/dispatch.py:7: not by Names.find"]
+
+
+def test_crowded_folder_is_seen(tmp_path):
+    play(tmp_path, {f"core/m{number}.py": "" for number in range(MOST_MODULES + 1)})
+    assert crowded(tmp_path / "shardwise") == [f"shardwise/core has {MOST_MODULES + 1} modules"]

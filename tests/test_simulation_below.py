@@ -74,10 +74,12 @@ def test_nothing_above_asks_for_the_world():
     ],
 )
 def test_a_question_is_seen(tmp_path, text):
-    (tmp_path / "rules").mkdir()
-    (tmp_path / "rules" / "views.py").write_text(f'"""LocalTensor."""\n{text}\n', encoding="utf-8")
+    (tmp_path / "dtensor").mkdir()
+    (tmp_path / "dtensor" / "views.py").write_text(
+        f'"""LocalTensor."""\n{text}\n', encoding="utf-8"
+    )
     found, _ = faults(tmp_path)
-    assert [fault.partition(": ")[0] for fault in found] == ["rules/views.py:2"]
+    assert [fault.partition(": ")[0] for fault in found] == ["dtensor/views.py:2"]
 
 
 def test_the_room_itself_may_ask(tmp_path):

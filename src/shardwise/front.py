@@ -4,6 +4,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from shardwise.comm.watch import explicit_redistribution, implicit_replication
 from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
+from shardwise.dispatch.catalog import register_rule, register_sharding
 from shardwise.dtensor.create import (
     distribute_module,
     distribute_tensor,
@@ -16,7 +17,7 @@ from shardwise.dtensor.create import (
     randperm,
     zeros,
 )
-from shardwise.dtensor.gathered import fallback
+from shardwise.dtensor.fallback import fallback
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.local_map import local_map
 from shardwise.dtensor.tensor import DTensor
@@ -41,7 +42,6 @@ from shardwise.errors import (
     WorldError,
 )
 from shardwise.random.mode import rng
-from shardwise.rules.register import register_rule, register_sharding
 from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.simulation.world import simulate
 

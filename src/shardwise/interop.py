@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.c10d import strided_shard
-from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain, short
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor

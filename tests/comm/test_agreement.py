@@ -17,7 +17,7 @@ from shardwise.comm.agreement import (
     joint_error,
     raise_together,
 )
-from shardwise.core.grid import grid_of
+from shardwise.core.mesh import grid_of
 from shardwise.debug import CommDebugMode
 from shardwise.errors import BatchError, IdRangeError
 

@@ -9,7 +9,7 @@ import shardwise
 from shardwise import LocalTensor
 from shardwise.comm import collectives
 from shardwise.comm.id_exchange import by_owner, on_host, route
-from shardwise.core.grid import grid_of
+from shardwise.core.mesh import grid_of
 
 
 @given(st.lists(st.integers(0, 30)), st.lists(st.integers(0, 9), min_size=1, max_size=5))

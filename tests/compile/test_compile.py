@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
-from shardwise.dtensor import flat
+from shardwise.dtensor import compile
 
 pytestmark = pytest.mark.slow
 
@@ -127,7 +127,7 @@ def test_what_a_graph_knows_of_a_tensor_is_one_object_per_value(pair):
         return distribute_tensor(torch.ones(rows, 4), pair, [placement]).__tensor_flatten__()[1]
 
     first = known(S0)
-    flat._cached_context.cache_clear()
+    compile._cached_context.cache_clear()
     assert known(S0, rows=8) is first
     assert copy.deepcopy(first) is first
     assert pickle.loads(pickle.dumps(first)) is first
@@ -137,7 +137,7 @@ def test_what_a_graph_knows_of_a_tensor_is_one_object_per_value(pair):
 def test_other_placements_are_compiled_anew_and_known_ones_found_again(pair):
     fast, counter = compiled(linear)
     for placement in (S0, S1, S0, S1):
-        flat._cached_context.cache_clear()
+        compile._cached_context.cache_clear()
         assert_as_eager(linear, fast, linear_inputs(pair, placement, 27))
     assert counter.frame_count == 2
 

@@ -13,23 +13,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
-from shardwise import (
-    DTensor,
-    LocalTensor,
-    Partial,
-    Replicate,
-    Shard,
-    distribute_tensor,
-    local_map,
-)
+from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard, distribute_tensor, local_map
 from shardwise.core.encode import decode_placements, encode_placements
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    loss_parallel,
-    parallelize_module,
-)
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, loss_parallel, parallelize_module
 
 pytestmark = pytest.mark.slow
 

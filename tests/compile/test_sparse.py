@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.dtensor.row_sparse import RowSparse
+from shardwise.ops.lookup.row_sparse import RowSparse
 
 pytestmark = pytest.mark.slow
 

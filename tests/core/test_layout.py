@@ -11,9 +11,9 @@ from strategies import cases
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.core.chunks import lengths, piece
-from shardwise.core.grid import grid_of
 from shardwise.core.layout import contiguous_stride, make_layout
+from shardwise.core.mesh import grid_of
+from shardwise.core.sizes import lengths, piece
 
 
 def layout_of(mesh, shape, placements, order=None, dtype=torch.float32):

@@ -6,8 +6,8 @@ import torch
 
 import shardwise
 from shardwise import MaskPartial, Partial, Replicate, Shard
-from shardwise.core.grid import grid_of
 from shardwise.core.layout import contiguous_stride, make_layout, normalize
+from shardwise.core.mesh import grid_of
 
 ONE_OF_EACH = [
     Shard(0),

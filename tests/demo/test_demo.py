@@ -6,9 +6,8 @@ import pytest
 import torch
 from rich.console import Console
 
-from shardwise.demo.clicks import SIZES, ClickLog
-from shardwise.demo.criteo import read_clicks
-from shardwise.demo.recommending import MIXED_PLAN, Recommending
+from shardwise.demo.data import SIZES, ClickLog, read_clicks
+from shardwise.demo.recommender import MIXED_PLAN, Recommending
 from shardwise.demo.run import Options, run_demo
 from shardwise.demo.training import largest_difference, train_alone, train_simulated
 

@@ -9,8 +9,8 @@ from parity import whole
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor, register_rule
 from shardwise.debug import CommDebugMode
-from shardwise.rules.catalog import REGISTERED, rule_caches
-from shardwise.rules.rule import Choice
+from shardwise.dispatch.catalog import REGISTERED, rule_caches
+from shardwise.dispatch.rule import Choice
 from shardwise.testing import Sample, check_rule, missing_choices
 
 
@@ -65,7 +65,7 @@ def test_a_wrong_line_is_found_by_the_checker():
 def test_a_function(mesh):
     def choices(call):
         yield call.replicated()
-        yield shardwise.rules.rule.Choice((Shard(0), Replicate()), (Shard(0),))
+        yield shardwise.dispatch.rule.Choice((Shard(0), Replicate()), (Shard(0),))
 
     register_rule(rows, choices)
     x = distribute_tensor(torch.randn(6, 5), mesh, [Shard(0)])

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import DTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.dtensor import local_step
+from shardwise.dtensor import optimizer_steps
 
 pytestmark = pytest.mark.slow
 
@@ -30,7 +30,7 @@ def dense_optimizers():
 
 
 OPTIMIZERS = dense_optimizers()
-ELEMENTWISE = sorted(kind.__name__ for kind in local_step.ELEMENTWISE)
+ELEMENTWISE = sorted(kind.__name__ for kind in optimizer_steps.ELEMENTWISE)
 
 
 def implementations(kind):
@@ -134,7 +134,7 @@ def compare(mesh, plan, make, batch, *, closure=False, **tolerance):
 def lies_like_parameters(model, optimizer):
     for parameter in model.parameters():
         for name, value in optimizer.state[parameter].items():
-            if name in local_step.NUMBERS or not isinstance(value, torch.Tensor):
+            if name in optimizer_steps.NUMBERS or not isinstance(value, torch.Tensor):
                 assert not isinstance(value, DTensor), name
             elif isinstance(parameter, DTensor):
                 assert value.placements == parameter.placements, name
@@ -157,7 +157,7 @@ def test_on_one_axis(mesh, kind, way):
     model, optimizer, counts = compare(
         mesh, LINE, lambda p: kind(p, **options(kind), **way), [S0], **LOOSE.get(kind.__name__, {})
     )
-    if kind in local_step.ELEMENTWISE:
+    if kind in optimizer_steps.ELEMENTWISE:
         lies_like_parameters(model, optimizer)
         # Only `whole` is replicated: its gradient is the one that is reduced, once.
         assert counts == ["all_reduce"]
@@ -172,7 +172,7 @@ def test_on_two_axes(square, kind, way):
         [S0, R],
         **LOOSE.get(kind.__name__, {}),
     )
-    if kind in local_step.ELEMENTWISE:
+    if kind in optimizer_steps.ELEMENTWISE:
         lies_like_parameters(model, optimizer)
         # The gradients of `second` and `whole` are sums over axis 0, and travel together.
         assert counts == ["all_reduce"]

@@ -21,7 +21,7 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.random import fill
-from shardwise.rules.draws import draw_of
+from shardwise.random.draws import draw_of
 
 pytestmark = pytest.mark.slow
 

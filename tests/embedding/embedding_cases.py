@@ -11,7 +11,7 @@ import torch.distributed as dist
 import shardwise
 from shardwise import LocalTensor
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
-from shardwise.embedding import step as one_step
+from shardwise.embedding.exchange import step as one_step
 
 TABLES = [
     Table("user", 11, 8),

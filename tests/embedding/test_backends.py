@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run, by_row
-from shardwise.embedding import torch_backend as module
-from shardwise.embedding.backends import make_backend
+from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run
+from shardwise.embedding.backends import by_row
+from shardwise.embedding.backends import torch_kernels as module
+from shardwise.embedding.backends.registry import make_backend
 from shardwise.embedding.stacks import states_like
 from shardwise.errors import ArgumentError
 

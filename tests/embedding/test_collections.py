@@ -20,7 +20,7 @@ from shardwise.embedding import (
     Jagged,
     RowWiseAdagrad,
     Table,
-    draw,
+    init_tables,
 )
 
 # torch's own optimizers make sparse tensors without saying whether to check them.
@@ -490,7 +490,7 @@ def test_existing_weights_are_kept(mesh, plan):
 @every_plan
 def test_tables_on_meta_get_the_values_of_one_device(mesh, plan, monkeypatch):
     """Some rows at a time, and each rank those that it owns."""
-    monkeypatch.setattr(draw, "_CHUNK_NUMBERS", 24)
+    monkeypatch.setattr(init_tables, "_CHUNK_NUMBERS", 24)
     torch.manual_seed(3)
     alone = EmbeddingBagCollection(cases.TABLES)
     torch.manual_seed(3)

@@ -16,9 +16,9 @@ from torch.testing import assert_close
 
 from shardwise import LocalTensor
 from shardwise.debug import CommDebugMode
+from shardwise.effects import effect_op
 from shardwise.embedding import SGD, Adam, Jagged, RowWiseAdagrad
 from shardwise.errors import IdRangeError
-from shardwise.exchange import effect_op
 
 pytestmark = [
     pytest.mark.slow,

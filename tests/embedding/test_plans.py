@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import SGD, Plan, RowWiseAdagrad, Table
-from shardwise.embedding.describe import traffic
-from shardwise.embedding.routing import Route
+from shardwise.embedding.exchange.routing import Route
+from shardwise.embedding.plan import traffic
 from shardwise.errors import ArgumentError, LayoutError
 
 TABLES = [Table("user", 10, 8), Table("item", 6, 4)]

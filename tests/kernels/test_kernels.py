@@ -16,14 +16,8 @@ if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() 
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
 from shardwise.kernels import lookup, sample_grads, update  # noqa: E402  (after the check for Triton)
-from shardwise.kernels.gradients import add_gradients  # noqa: E402
-from shardwise.kernels.tables import (  # noqa: E402
-    IdBags,
-    OutputRows,
-    TableSet,
-    one_after_another,
-    side_by_side,
-)
+from shardwise.kernels.tables import IdBags, OutputRows, TableSet, one_after_another, side_by_side  # noqa: E402
+from shardwise.kernels.update import add_gradients  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"

@@ -13,8 +13,8 @@ from torch.testing import assert_close
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.rules import fused_bags
-from shardwise.shard import bags
+from shardwise.ops.lookup import fused_bags
+from shardwise.shard.lookup import bags
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):

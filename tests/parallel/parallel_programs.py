@@ -11,7 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import shardwise
 from shardwise import Shard, distribute_tensor
-from shardwise.core.grid import grid_like
+from shardwise.core.mesh import grid_like
 from shardwise.errors import UnsupportedError, WorldError
 from shardwise.parallel import (
     ColwiseParallel,

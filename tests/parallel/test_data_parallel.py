@@ -11,12 +11,7 @@ from torch import nn
 import shardwise
 from shardwise import LayoutError, LocalTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    data_parallel,
-    parallelize_module,
-)
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 
 
 def loss_of(model, x, y):

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 import shardwise.parallel
-import shardwise.planfile
+import shardwise.plans
 
 MODULES = [
     found.name
-    for package in (shardwise.parallel, shardwise.planfile)
+    for package in (shardwise.parallel, shardwise.plans)
     for found in pkgutil.iter_modules(package.__path__, f"{package.__name__}.")
 ]
 HOW_TO = Path(__file__).resolve().parents[2] / "docs" / "howto" / "parallel.md"

@@ -20,7 +20,7 @@ from shardwise.parallel import (
     check_plan,
     parallelize_module,
 )
-from shardwise.parallel.own_code import may_read
+from shardwise.parallel.tied import may_read
 
 pytestmark = pytest.mark.slow
 

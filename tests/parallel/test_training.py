@@ -18,14 +18,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import (
-    DTensor,
-    LayoutError,
-    LocalTensor,
-    Replicate,
-    Shard,
-    distribute_tensor,
-)
+from shardwise import DTensor, LayoutError, LocalTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import (
     ColwiseParallel,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwise.random.slabs import slabs
+from shardwise.random.fill import slabs
 
 shapes = st.lists(st.integers(1, 5), max_size=4)
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.core.grid import grid_of
 from shardwise.core.layout import contiguous_stride, make_layout, normalize
+from shardwise.core.mesh import grid_of
 from shardwise.errors import LayoutError
 from shardwise.redistribute.search import cost_s, find_steps
 

@@ -18,8 +18,8 @@ from torch.utils.checkpoint import checkpoint
 import shardwise
 from shardwise import DTensor, LocalTensor, Shard
 from shardwise.debug import CommDebugMode
-from shardwise.dtensor.row_sparse import RowSparse
-from shardwise.exchange import effect_op
+from shardwise.effects import effect_op
+from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.shard import ShardingPlan, shard_module, shard_tensor
 
 pytestmark = pytest.mark.slow

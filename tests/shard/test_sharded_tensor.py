@@ -29,7 +29,7 @@ from shardwise.shard import (
     shard_tensor,
     zeros,
 )
-from shardwise.shard.conversion import ToDevice
+from shardwise.shard.moves import ToDevice
 
 SHAPE = (11, 6)
 SPECS = TABLE_SPECS | {"tiles": tiles(SHAPE)}

@@ -11,25 +11,21 @@ import pytest
 import torch
 
 from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
-from shardwise.rules import catalog
-from shardwise.rules.rule import Choice, Rule
+from shardwise.dispatch import catalog
+from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
 from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.noise import Kinks, steady
-from shardwise.testing.fuzz.play import Reference, play
+from shardwise.testing.fuzz.play import Reference, Result, failures, play, summary, told
 from shardwise.testing.fuzz.program import Leaf, Program, Statement
-from shardwise.testing.fuzz.result import Result, failures, summary, told
-from shardwise.testing.fuzz.run import _NAMES, run
-from shardwise.testing.fuzz.script import script
-from shardwise.testing.fuzz.session import by_mesh, play_seeds
+from shardwise.testing.fuzz.run import _NAMES, Kinks, run, steady
+from shardwise.testing.fuzz.session import by_mesh, play_seeds, script
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
-from shardwise.testing.fuzz.tables.layers import LAYERS
+from shardwise.testing.fuzz.tables.nn import LAYERS
 from shardwise.testing.fuzz.undefined import MEDIAN, OVERLAP, REASONS, ROUNDING, ZERO_TENSOR
-from shardwise.testing.fuzz.values import values
-from shardwise.testing.fuzz.worlds import OneDevice, Sharded
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded, values
 
 pytestmark = pytest.mark.slow
 

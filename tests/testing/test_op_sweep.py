@@ -8,20 +8,18 @@ from torch._dynamo.utils import counters
 from torch._guards import TracingContext
 
 from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
-from shardwise.rules import catalog
-from shardwise.rules.rule import Choice, Rule
+from shardwise.dispatch import catalog
+from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.op_sweep import report
 from shardwise.testing.op_sweep.__main__ import main
 from shardwise.testing.op_sweep.alone import Alone
 from shardwise.testing.op_sweep.cases import Cases
+from shardwise.testing.op_sweep.compare import OpResult
 from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
-from shardwise.testing.op_sweep.doors import reading
-from shardwise.testing.op_sweep.lay_out import laid_out
+from shardwise.testing.op_sweep.doors import reading, repeats_memory
 from shardwise.testing.op_sweep.play import outcome_of, play_operator
-from shardwise.testing.op_sweep.result import OpResult
 from shardwise.testing.op_sweep.table import OpCall, operators, samples
-from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, ways
-from shardwise.testing.op_sweep.writes import repeats_memory
+from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, laid_out, ways
 
 pytestmark = pytest.mark.slow
 

@@ -11,12 +11,11 @@ from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
 from shardwise.testing.steps import Door, StepCase, doors, prove
 from shardwise.testing.steps.__main__ import main
+from shardwise.testing.steps.case import OPTIONS
 from shardwise.testing.steps.draw import MESHES, draw_cases
-from shardwise.testing.steps.judge import judge
-from shardwise.testing.steps.kinds import KINDS
-from shardwise.testing.steps.options import OPTIONS
-from shardwise.testing.steps.subject import training_of
+from shardwise.testing.steps.models import KINDS
 from shardwise.testing.steps.training import TrainingOutcome, play, play_alone
+from shardwise.testing.steps.verdict import judge, training_of
 
 # torch says so once in a process, of what its own optimizers do with sparse gradients.
 pytestmark = [

@@ -12,11 +12,7 @@ from shardwise import LayoutError, LocalTensor, Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import SGD, EmbeddingBagCollection, Table
 from shardwise.errors import BatchError, UnsupportedError
-from shardwise.parallel import (
-    data_parallel,
-    parallelize_module,
-    shard_parameters,
-)
+from shardwise.parallel import data_parallel, parallelize_module, shard_parameters
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
 

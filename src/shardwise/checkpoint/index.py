@@ -25,8 +25,8 @@ from shardwise.checkpoint.safetensors import (
     natural_numbers,
     read_header,
 )
-from shardwise.checkpoint.sums import BLOCK_BYTES
 from shardwise.checkpoint.tree import Node, check_node
+from shardwise.checkpoint.write import BLOCK_BYTES
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 

@@ -15,8 +15,7 @@ import torch
 
 from shardwise.checkpoint.index import Index, SavedPiece, SavedTensor
 from shardwise.checkpoint.safetensors import TensorEntry, read_header
-from shardwise.checkpoint.sums import BLOCK_BYTES, block_sum
-from shardwise.checkpoint.write import SLAB_BYTES, bytes_of
+from shardwise.checkpoint.write import BLOCK_BYTES, SLAB_BYTES, block_sum, bytes_of
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 

@@ -21,13 +21,7 @@ from shardwise.checkpoint.index import (
     read_index,
 )
 from shardwise.checkpoint.read import Reader, ReadRequest
-from shardwise.checkpoint.write import (
-    SLAB_BYTES,
-    TensorFile,
-    bytes_of,
-    sync_folder,
-    write_synced,
-)
+from shardwise.checkpoint.write import SLAB_BYTES, TensorFile, bytes_of, sync_folder, write_synced
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 

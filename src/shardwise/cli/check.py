@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from shardwise.cli.console import console
-from shardwise.cli.tables import parity_table, training_table
+from shardwise.cli.console import console, parity_table, training_table
 from shardwise.errors import ArgumentError
 from shardwise.report import (
     Case,

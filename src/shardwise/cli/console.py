@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
+from collections.abc import Sequence
 
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from shardwise.demo.show import memory_table
+from shardwise.errors import CheckpointError, CollectiveError, LaunchError, ShardwiseError
+from shardwise.report.parity import Parity
+from shardwise.report.step import StepReport
+from shardwise.report.training import TrainingParity
 
 #: Where nobody sees the edge of a screen, lines are as long as tables need.
 PIPE_WIDTH = 200
@@ -15,3 +25,114 @@ def console() -> Console:
     """rich looks at NO_COLOR and at the width of the terminal itself."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
     return Console(width=PIPE_WIDTH if piped else None, highlight=False)
+
+
+# What a person is told who made a mistake, or whose model did.
+
+#: What was asked for or given is wrong; something broke while it was done.
+MISTAKE, BROKE = 2, 3
+
+
+def exit_status(error: Exception) -> int:
+    """How a command that raised ends."""
+    broke = isinstance(error, (LaunchError, CollectiveError, CheckpointError, OSError))
+    return BROKE if broke else MISTAKE
+
+
+def message(error: Exception) -> str:
+    """One paragraph: what is wrong, and where in the person's own files."""
+    notes = " ".join(getattr(error, "__notes__", ()))
+    if isinstance(error, (ShardwiseError, OSError)):
+        return f"{error} {notes}".rstrip()
+    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
+    where = f" ({frame.filename}:{frame.lineno})" if frame is not None else ""
+    text = f"{type(error).__name__}: {error}{where} {notes}".rstrip()
+    return f"{text}\nshardwise --debug shows the traceback."
+
+
+# Reports as tables for a terminal.
+
+__all__ = [
+    "collectives_table",
+    "memory_table",
+    "outputs_table",
+    "parameters_table",
+    "parity_table",
+    "training_table",
+]
+
+
+def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in columns:
+        table.add_column(name, overflow="fold")
+    for name in numbers:
+        table.add_column(name, justify="right")
+    return table
+
+
+def parameters_table(report: StepReport) -> Table:
+    table = _table("Parameters", "name", "shape", "placements", numbers=("bytes a rank",))
+    for each in report.parameters:
+        sizes = sorted(set(each.bytes_per_rank))
+        held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
+        table.add_row(each.name, "x".join(map(str, each.shape)), Text(each.placements), held)
+    return table
+
+
+def outputs_table(report: StepReport) -> Table:
+    table = _table("Outputs of modules", "module", "kind", "output")
+    for each in report.outputs:
+        table.add_row(each.module or "(the model)", each.kind, Text(each.text))
+    return table
+
+
+def collectives_table(report: StepReport) -> Table:
+    """Alike collectives share a row; those that nobody wrote down are marked."""
+    title = (
+        f"Communication, per rank: {len(report.collectives)} collectives, "
+        f"{report.num_bytes:,} bytes, {report.num_implicit} implicit"
+    )
+    columns = ("module", "phase", "collective", "axis", "because of", "at", "written down")
+    table = _table(title, *columns, numbers=("calls", "bytes"))
+    rows: dict[tuple[str, ...], list[int]] = {}
+    for each in report.collectives:
+        because = each.op or "a direct call"
+        written = "implicit" if each.implicit else "explicit"
+        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
+        rows.setdefault((*row, written), []).append(each.num_bytes)
+    for key, sizes in rows.items():
+        style = "yellow" if key[-1] == "implicit" else None
+        table.add_row(*map(Text, key), f"{len(sizes):,}", f"{sum(sizes):,}", style=style)
+    return table
+
+
+def parity_table(parity: Parity, *, everything: bool = False) -> Table:
+    """What differs, or all that was compared."""
+    columns = ("what", "name", "verdict")
+    table = _table("", *columns, numbers=("largest difference", "of"))
+    for each in parity.differences if everything else parity.differing:
+        within = each.within(parity.tolerance)
+        verdict = each.remark or ("agrees" if within else "differs")
+        style = None if within else "red"
+        figures = (f"{each.largest:.2e}", f"{each.scale:.2e}")
+        table.add_row(each.what, each.name, verdict, *figures, style=style)
+    return table
+
+
+def training_table(runs: Sequence[TrainingParity]) -> Table:
+    """A row for each training run: what it did besides, what was compared, and the verdict."""
+    table = _table("", "training steps", "compared", "verdict", numbers=("furthest off",))
+    for run in runs:
+        kinds = dict.fromkeys(each.what for each in run.compared)
+        names = {(each.what, each.name) for each in run.compared}
+        counts = [f"{sum(what == kind for what, _ in names)} {kind}" for kind in kinds]
+        worst = run.worst
+        figure = f"{worst.largest / worst.scale:.1e} {worst.name}" if worst is not None else ""
+        verdict = {"ok": "agrees", "refused": "refused", "wrong": "differs"}[run.kind]
+        text = run.text.partition("\n")[0]  # where it was raised is for --json
+        said = f"{verdict}: {text}" if text else verdict
+        style = None if run.kind == "ok" else "yellow" if run.kind == "refused" else "red"
+        words = ", ".join(run.options) or "plain"
+        table.add_row(words, ", ".join(counts), Text(said), figure, style=style)
+    return table

@@ -10,8 +10,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.console import console
-from shardwise.cli.tables import collectives_table, memory_table, outputs_table, parameters_table
+from shardwise.cli.console import (
+    collectives_table,
+    console,
+    memory_table,
+    outputs_table,
+    parameters_table,
+)
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
 from shardwise.report.memory import optimizer_tensors

@@ -39,7 +39,7 @@ class Commands(click.Group):
         except Exception as error:
             if ctx.params.get("debug"):
                 raise
-            from shardwise.cli.mistakes import exit_status, message
+            from shardwise.cli.console import exit_status, message
 
             click.echo(f"Error: {message(error)}", err=True)
             ctx.exit(exit_status(error))

@@ -14,12 +14,12 @@ from rich.text import Text
 from shardwise._torch.dispatch import has_kernel
 from shardwise.cli.console import console
 from shardwise.core.placements import short
+from shardwise.dispatch.catalog import find_rule
+from shardwise.dispatch.notation import parse
+from shardwise.dispatch.rule import Call, Choice, Rule, TensorMeta
 from shardwise.dtensor.fallback import parts_of
 from shardwise.errors import ArgumentError
 from shardwise.ops.catalog import RULES
-from shardwise.rules.catalog import find_rule
-from shardwise.rules.notation import parse
-from shardwise.rules.rule import Call, Choice, Rule, TensorMeta
 
 #: What a dim is long in the example that choices are shown for, and how many `...` stands for.
 SIZE, BATCH_DIMS = 8, 2

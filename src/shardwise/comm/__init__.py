@@ -1,1 +1,6 @@
-"""Collectives, their cost, and what ranks agree on before they run one."""
+"""Collectives, what they cost, and how ranks agree.
+
+`collectives` is the one place that issues them, `agreement` makes all ranks raise the same error,
+`watch` holds the switches around a call. Which collectives a tensor needs is decided in
+`redistribute`.
+"""

@@ -25,8 +25,8 @@ import torch
 from shardwise._torch.compat import VERSION
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.grid import Coordinate, Grid
-from shardwise.core.sources import source_digest
+from shardwise.core.code_version import source_digest
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.simulation.one_value import spans
 from shardwise.simulation.parts import one_part

@@ -13,8 +13,8 @@ import torch
 
 from shardwise.comm.watch import watch
 from shardwise.core.autocast import without_autocast
-from shardwise.core.chunks import lengths
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
+from shardwise.core.sizes import lengths
 from shardwise.errors import WorldError
 from shardwise.simulation.collectives import name_of_groups, play_scatter
 from shardwise.simulation.parts import is_per_rank, one_part, per_rank

@@ -14,7 +14,7 @@ import torch
 
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Meeting
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.simulation.ranks import each_rank, numbers_per_rank, part_per_rank
 
 #: Counts on the host: ints, or in a simulated world numbers that know which rank has which.

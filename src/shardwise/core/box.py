@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from shardwise.core.chunks import Size
+from shardwise.core.sizes import Size
 
 
 class Box(NamedTuple):

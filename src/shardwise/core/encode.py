@@ -13,15 +13,8 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import Grid, grid_like, grid_of
-from shardwise.core.placements import (
-    REDUCE_OPS,
-    REPLICATE,
-    Partial,
-    Placement,
-    Replicate,
-    Shard,
-)
+from shardwise.core.mesh import Grid, grid_like, grid_of
+from shardwise.core.placements import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.errors import ArgumentError, LayoutError
 
 #: A dim has few digits, a size at most 18.

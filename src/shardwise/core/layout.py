@@ -20,10 +20,9 @@ from typing import Any
 import torch
 
 from shardwise.core.box import Box
-from shardwise.core.chunks import Size, lengths, piece, settled
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
-from shardwise.core.symbols import noted
+from shardwise.core.sizes import Size, lengths, noted, piece, settled
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]

@@ -1,10 +1,9 @@
-"""Seeing what is communicated and why, how calls were planned, and who holds what."""
+"""Counting communication, explaining plans, drawing who holds what."""
 
-from shardwise.debug.cache import CacheStats, cache_stats
+from shardwise.debug.cache import CacheStats, cache_stats, check_rng
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.explain import Explanation, PlannedCall, explain
-from shardwise.debug.rng import check_rng
 from shardwise.debug.visualize import ShardingPicture, visualize_sharding
 
 __all__ = [

@@ -1,1 +1,1 @@
-"""The demonstration: a model trained on one device and sharded, and what the two have in common."""
+"""The demonstration: a model trained on one device and sharded, compared."""

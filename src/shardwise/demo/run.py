@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 
-from shardwise.demo.criteo import ClickFile, read_clicks
+from shardwise.demo.data import ClickFile, read_clicks
 from shardwise.demo.language import Writing
-from shardwise.demo.recommending import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending
+from shardwise.demo.recommender import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending
 from shardwise.demo.show import BOUND, bar, facts, show
 from shardwise.demo.training import (
     Keeping,

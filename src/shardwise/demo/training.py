@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.checkpoint import Checkpoints, inspect
 from shardwise.comm.agreement import agree
-from shardwise.core.grid import grid_of
+from shardwise.core.mesh import grid_of
 from shardwise.core.world import current_world
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError

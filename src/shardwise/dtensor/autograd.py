@@ -36,9 +36,9 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout, normal
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
+from shardwise.dispatch.strict import forbid_leaf_move
+from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor.snapshots import current
-from shardwise.dtensor.strict import forbid_leaf_move
-from shardwise.dtensor.wrapped import Wrapped
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import copied, prepare, prepare_apart
 from shardwise.redistribute.moves import Run

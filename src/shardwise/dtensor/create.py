@@ -12,25 +12,24 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, normalize
+from shardwise.core.mesh import Grid, current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, Replicate, Shard, short
 from shardwise.core.untraced import breaks_graph
-from shardwise.dtensor.doors import check_plain_part, stride_like
-from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.traced import is_traced
-from shardwise.dtensor.traced_factories import (
-    install,
+from shardwise.dtensor.compile import (
+    install_factories,
     is_traceable,
+    is_traced,
     traced_create,
     traced_distribute,
 )
+from shardwise.dtensor.conversion import check_plain_part, stride_like
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
+from shardwise.random.draws import draw_of, draw_parts, new_parts
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
-from shardwise.rules.draws import draw_of, draw_parts, new_parts
 from shardwise.simulation.ranks import each_rank, localize
 
 aten = torch.ops.aten
@@ -421,4 +420,4 @@ def _created(size: Sequence[int], value: Any, **options: Any) -> DTensor:
     return _create(torch.full, (size,), (value,), **options)
 
 
-install(_created, distribute_tensor)
+install_factories(_created, distribute_tensor)

@@ -14,13 +14,12 @@ import torch
 
 from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout
+from shardwise.dispatch.foreach import count_writes
+from shardwise.dispatch.plan import check_writable, on_one_mesh
+from shardwise.dispatch.strict import forbid_move
+from shardwise.dispatch.wrapped import Wrapped, reduced_layout
 from shardwise.dtensor import autograd
-from shardwise.dtensor.doors import stride_like
-from shardwise.dtensor.foreach import count_writes
-from shardwise.dtensor.planning import check_writable, on_one_mesh
-from shardwise.dtensor.reduced import reduced_layout
-from shardwise.dtensor.strict import forbid_move
-from shardwise.dtensor.wrapped import Wrapped
+from shardwise.dtensor.conversion import stride_like
 from shardwise.errors import LayoutError, MixedTensorsError
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of

@@ -13,10 +13,10 @@ import torch
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.autocast import without_autocast
-from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Partial, Placement
-from shardwise.dtensor.reduced import recall, reduced_layout
+from shardwise.dispatch.wrapped import recall, reduced_layout
 from shardwise.simulation.ranks import each_rank, split_row
 
 #: How many bytes are put into one collective. Larger saves latency, smaller saves memory.

@@ -10,14 +10,14 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.pytree import tree_flatten, tree_unflatten
-from shardwise.core.chunks import Size, lengths
 from shardwise.core.encode import encode_mesh
-from shardwise.core.grid import Grid, grid_of
 from shardwise.core.layout import Layout, normalize
+from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.placements import Placement, Shard, short
-from shardwise.dtensor.doors import all_metas
+from shardwise.core.sizes import Size, lengths
+from shardwise.dtensor.compile import install_from_uneven, is_traced, traced_from_uneven
+from shardwise.dtensor.conversion import all_metas
 from shardwise.dtensor.tensor import DTensor
-from shardwise.dtensor.traced import install_from_uneven, is_traced, traced_from_uneven
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.simulation.parts import is_per_rank
 from shardwise.simulation.ranks import rank_values

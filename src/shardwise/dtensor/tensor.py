@@ -27,38 +27,32 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise._torch.dispatch import ABOVE_AUTOGRAD, make_wrapper, no_torch_function, undispatched
 from shardwise.comm.pending import Pending
 from shardwise.core.encode import encode_mesh
-from shardwise.core.grid import grid_of
 from shardwise.core.layout import Layout, make_layout, normalize
+from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.core.placements import REPLICATE, Placement, short
-from shardwise.core.symbols import noted, unrecorded
+from shardwise.core.sizes import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
-from shardwise.dtensor import autograd, doors, snapshots, torch_checkpoint, traced_views
-from shardwise.dtensor.call_key import FALSE, TRUE, add_argument
-from shardwise.dtensor.cast_move import redistribute_as
-from shardwise.dtensor.entries import Entry, entries
-from shardwise.dtensor.flat import FlatContext, flattened, plain_parts, stable_hash
-from shardwise.dtensor.in_place_views import becoming
-from shardwise.dtensor.keywords import TensorByKeyword, run_by_keyword
-from shardwise.dtensor.listed_index import for_ints, for_number, holds_list, with_tensors
-from shardwise.dtensor.mesh_context import current_mesh
-from shardwise.dtensor.miss import Miss
-from shardwise.dtensor.numbers import beside_plain
-from shardwise.dtensor.pickled import packed, unpacked
-from shardwise.dtensor.reading import as_numpy, refuse_memory, whole_values
-from shardwise.dtensor.traced import (
+from shardwise.dispatch.out_args import TensorByKeyword, run_by_keyword
+from shardwise.dispatch.plan_cache import Entry, entries
+from shardwise.dispatch.wrapped import Wrapped, as_layouts
+from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
+from shardwise.dtensor.compile import (
+    FlatContext,
     exported_redistribute,
     exported_to_local,
+    flattened,
     install,
     is_exported,
+    plain_parts,
+    stable_hash,
     traced_from_local,
 )
-from shardwise.dtensor.wrapped import Wrapped, as_layouts
-from shardwise.errors import (
-    ArgumentError,
-    LayoutError,
-    LeafError,
-    MixedTensorsError,
-)
+from shardwise.dtensor.conversion import as_numpy, redistribute_as, refuse_memory, whole_values
+from shardwise.dtensor.indexing import becoming, for_ints, for_number, holds_list, with_tensors
+from shardwise.dtensor.pickling import packed, unpacked
+from shardwise.dtensor.plain_operands import beside_plain
+from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
+from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
 from shardwise.simulation.parts import held_like, sized_copy, unsized
 from shardwise.simulation.ranks import localize
 
@@ -400,11 +394,11 @@ class DTensor(Wrapped):
             )
         grid = grid_of(mesh)
         if type(local_tensor) is not _Tensor or local_tensor.layout is not _strided:
-            doors.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
+            conversion.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
         if run_check:
-            doors.check_all_ranks(local, grid, placements, shape, stride)
-        layout = doors.local_layout(local, grid, placements, shape, stride)
+            conversion.check_all_ranks(local, grid, placements, shape, stride)
+        layout = conversion.local_layout(local, grid, placements, shape, stride)
         if not (torch.is_grad_enabled() and local_tensor.requires_grad):
             return DTensor._wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
@@ -507,7 +501,7 @@ class DTensor(Wrapped):
             layout = None
         if layout is None or context.roster is not None:
             made = DTensor._wrap(*context.restored(inner, outer_size, outer_stride))
-            traced_views.remember(made)
+            compile.remember(made)
             return made
         local = inner["_local"]
         out = make_wrapper(
@@ -538,7 +532,7 @@ class DTensor(Wrapped):
         # Subclasses have views of other kinds.
         if tensor_visitor_fn is None or {type(self), type(new_base)} != {DTensor}:
             return super()._view_func_unsafe(new_base, symint_visitor_fn, tensor_visitor_fn)
-        return traced_views.replayed(self, new_base, tensor_visitor_fn, DTensor._wrap)
+        return compile.replayed(self, new_base, tensor_visitor_fn, DTensor._wrap)
 
     @untraced
     def __coerce_tangent_metadata__(self) -> DTensor:
@@ -563,13 +557,13 @@ class DTensor(Wrapped):
     # -- torch.distributed.checkpoint --------------------------------------------------------
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[Any]:
-        return torch_checkpoint.write_items(fqn, snapshots.current(self).detach(), self._layout)
+        return pickling.write_items(fqn, snapshots.current(self).detach(), self._layout)
 
     def __create_chunk_list__(self) -> list[Any]:
-        return torch_checkpoint.chunk_list(self._local.detach(), self._layout)
+        return pickling.chunk_list(self._local.detach(), self._layout)
 
     def __get_tensor_shard__(self, index: Any) -> torch.Tensor:
-        return torch_checkpoint.chunk_memory(self._local.detach(), self._layout, index)
+        return pickling.chunk_memory(self._local.detach(), self._layout, index)
 
     # -- copies ------------------------------------------------------------------------------
 

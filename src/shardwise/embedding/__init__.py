@@ -1,21 +1,17 @@
-"""Collections of embedding tables, sharded by plan.
+"""Collections of embedding tables, sharded by plan, with fused optimizers.
 
-`SGD`, `Adagrad` and `Adam` are imported by name. `import *` leaves them out, since it would replace
-torch's optimizers of the same names.
+A single table as a DTensor needs nothing from here; see `ops.lookup`. Plans are found by
+`planner`.
 """
 
-from shardwise.embedding.backend import Backend, Query, Run
-from shardwise.embedding.collection import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    JaggedRows,
-)
-from shardwise.embedding.fused import SGD as SGD  # public without being in __all__
-from shardwise.embedding.fused import Adagrad as Adagrad
-from shardwise.embedding.fused import Adam as Adam
-from shardwise.embedding.fused import FusedOptimizer, RowUpdate, RowWiseAdagrad
+from shardwise.embedding.backends.backend import Backend, Query, Run
+from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection, JaggedRows
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.optimizers import SGD as SGD  # public without being in __all__
+from shardwise.embedding.optimizers import Adagrad as Adagrad
+from shardwise.embedding.optimizers import Adam as Adam
+from shardwise.embedding.optimizers import FusedOptimizer, RowUpdate, RowWiseAdagrad
 from shardwise.embedding.plan import Plan
 from shardwise.embedding.table import Table
 

@@ -15,26 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm import collectives
 from shardwise.comm.agreement import agree
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid, grid_of
+from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.ahead import Ahead, Queue, look_ahead
-from shardwise.embedding.backend import Backend
-from shardwise.embedding.backends import make_backend
-from shardwise.embedding.describe import describe
-from shardwise.embedding.draw import draw_tables, generator_of_first_rank
-from shardwise.embedding.fused import FusedOptimizer
-from shardwise.embedding.in_backward import InBackward
-from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.lookup import Engine, run_lookup
-from shardwise.embedding.plan import Entry, Plan
-from shardwise.embedding.routing import Route
-from shardwise.embedding.scratch import Scratch
-from shardwise.embedding.stacks import Stacks, tile_of, whole_of
-from shardwise.embedding.table import Table, checked_tables
-from shardwise.embedding.tiling import TableTiling
-from shardwise.embedding.traced import (
+from shardwise.embedding.backends.backend import Backend
+from shardwise.embedding.backends.registry import make_backend
+from shardwise.embedding.compile import (
     NOT_KNOWN,
     enroll,
     form_of,
@@ -43,12 +30,19 @@ from shardwise.embedding.traced import (
     look_up_in_graph,
     num_bags_in_graph,
 )
-from shardwise.errors import (
-    ArgumentError,
-    BatchError,
-    LayoutError,
-    ShardwiseError,
-)
+from shardwise.embedding.exchange.lookup import Engine, run_lookup
+from shardwise.embedding.exchange.prefetch import Ahead, Queue, look_ahead
+from shardwise.embedding.exchange.routing import Route
+from shardwise.embedding.exchange.scratch import Scratch
+from shardwise.embedding.in_backward import InBackward
+from shardwise.embedding.init_tables import draw_tables, generator_of_first_rank
+from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.optimizers import FusedOptimizer
+from shardwise.embedding.plan import Entry, Plan, describe
+from shardwise.embedding.stacks import Stacks, tile_of, whole_of
+from shardwise.embedding.table import Table, checked_tables
+from shardwise.embedding.tiling import TableTiling
+from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize, present
 

@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.backend import Backend, Query, update_stacks
-from shardwise.embedding.fused import FusedOptimizer, RowUpdate, optimizer_settings
-from shardwise.embedding.gradients import Rows
-from shardwise.embedding.row_state import RowState
-from shardwise.embedding.shared_squares import (
+from shardwise.embedding.backends.backend import Backend, Query, update_stacks
+from shardwise.embedding.exchange.gradients import Rows
+from shardwise.embedding.exchange.shared_squares import (
     has_split_columns,
     stacks_of_columns,
     update_together,
 )
+from shardwise.embedding.optimizers import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.simulation.parts import on_rank
+
+# RowState: one number per row of a table whose columns lie on some of the ranks.
+#
+# Each of those ranks has the numbers of all rows, and all have the same. No layout of a DTensor
+# says that, so checkpoints see the pieces themselves: the whole, on each rank that has it.
+
+
+@dataclass(frozen=True)
+class RowState:
+    """The state of a table, one number per row; see Note [Pieces] in `checkpoint.pieces`."""
+
+    shape: tuple[int, int]
+    dtype: torch.dtype
+    #: The ranks present that hold columns, and their memory.
+    holders: Sequence[tuple[int, torch.Tensor]]
+
+    def __checkpoint_pieces__(self) -> list[tuple[int, tuple[int, int], torch.Tensor]]:
+        return [(rank, (0, 0), numbers) for rank, numbers in self.holders]
+
 
 #: Per rank present, per stack: the lookups of a backward pass and the gradients of their bags.
 Lookups = list[dict[int, tuple[Query, torch.Tensor]]]

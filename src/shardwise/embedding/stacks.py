@@ -6,12 +6,12 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout
+from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.tiling import TableTiling, Tile
-from shardwise.exchange.between import ranks_present
+from shardwise.lookup.exchange import ranks_present
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import one_tensor, part_per_rank
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shardwise.core.chunks import lengths
 from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.sizes import lengths
 from shardwise.embedding.table import Table
 
 

@@ -16,9 +16,8 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from shardwise.kernels import DTYPES
-from shardwise.kernels.launch import Launches
+from shardwise.kernels.launch import KernelScratch, Launches, is_captured
 from shardwise.kernels.memory import padded_dim
-from shardwise.kernels.scratch import KernelScratch, is_captured
 
 #: Columns of `TableSet.features`.
 FEATURE_COLUMNS = (

@@ -1,6 +1,6 @@
-"""Several processes on this machine that work as one job."""
+"""Local processes that work as one job: start, messages, the end of a rank."""
 
+from shardwise.launch.rank import LOOPBACK
 from shardwise.launch.start import PRELOADED, Note, join, launch
-from shardwise.launch.store import LOOPBACK
 
 __all__ = ["LOOPBACK", "PRELOADED", "Note", "join", "launch"]

@@ -12,13 +12,50 @@ from __future__ import annotations
 import pickle
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-from shardwise.errors import LaunchError
-from shardwise.launch.messages import Failed, Said
+from shardwise.errors import LaunchError, ShardwiseError
+
+# What the launcher tells a process of a job, and what that tells the launcher.
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a process has to know to take part in a job."""
+
+    num_ranks: int
+    backend: str
+    host: str
+    port: int
+    start_timeout_s: float
+    collective_timeout_s: float
+    environment: Mapping[str, str]
+    #: Whether the function gets a way to send notes.
+    noting: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What a rank tells the launcher: "here", "started", "note", "failed" or "done"."""
+
+    word: str
+    content: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An exception on one rank, and when; the exception itself where it can be sent."""
+
+    at_s: float
+    error: ShardwiseError | None
+    summary: str
+    trace: str
+
+
+# MERGED
 
 #: How long a process may take to end by itself before it is killed.
 GRACE_S = 5.0

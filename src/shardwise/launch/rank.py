@@ -17,9 +17,38 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from shardwise.errors import ShardwiseError
-from shardwise.launch.messages import Failed, Said, Settings
-from shardwise.launch.store import LOOPBACK, distributed
+from shardwise.errors import LaunchError, ShardwiseError
+from shardwise.launch.job import Failed, Said, Settings
+
+# Where the ranks of a job meet.
+
+LOOPBACK = "127.0.0.1"
+"""The address that only this machine can reach."""
+distributed: Any = dist  # the stubs of torch do not list TCPStore
+
+
+def open_store(host: str, port: int) -> Any:
+    """A store on `host` alone, where torch would listen on every interface."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        listening = socket.create_server(address[:2], family=family)
+    except OSError as error:
+        raise LaunchError(
+            f"The ranks cannot meet at {host}:{port}: {error.strerror or error}. Choose another "
+            "port, or 0 for any that is free."
+        ) from error
+    with listening:
+        number = listening.getsockname()[1]
+        return distributed.TCPStore(
+            host,
+            number,
+            is_master=True,
+            wait_for_workers=False,
+            master_listen_fd=os.dup(listening.fileno()),
+        )
+
+
+# MERGED
 
 
 def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> None:

@@ -17,10 +17,8 @@ from typing import Any
 import torch.distributed as dist
 
 from shardwise.errors import ArgumentError
-from shardwise.launch.job import Job
-from shardwise.launch.messages import Settings
-from shardwise.launch.rank import run_rank
-from shardwise.launch.store import LOOPBACK, distributed, open_store
+from shardwise.launch.job import Job, Settings
+from shardwise.launch.rank import LOOPBACK, distributed, open_store, run_rank
 
 PRELOADED = ["shardwise.preload"]
 """What every process needs, by name; see Note [One import for all]."""

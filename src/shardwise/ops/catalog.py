@@ -1,8 +1,8 @@
 """The catalog: every family of ops, and what each of them brings.
 
-A family is a module. `RULES` says how its ops run on shards (see `rules.notation`), `KERNELS` are
-called above autograd (see Note [Above autograd]), `DECOMPOSITIONS` take an op apart into others,
-and `REFUSED` names the inputs whose values an op may refuse.
+A family is a module. `RULES` says how its ops run on shards (see `dispatch.notation`), `KERNELS`
+are called above autograd (see Note [Above autograd]), `DECOMPOSITIONS` take an op apart into
+others, and `REFUSED` names the inputs whose values an op may refuse.
 """
 
 from __future__ import annotations
@@ -13,141 +13,74 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import untraced
-from shardwise.dtensor import fallback, inference
-from shardwise.dtensor.above_autograd import (
-    attention as attention_kernels,
-)
-from shardwise.dtensor.above_autograd import (
-    bags as bag_kernels,
-)
-from shardwise.dtensor.above_autograd import (
-    cells,
-    composites,
-    einsum,
-    linear,
-    losses,
-    normal,
-    norms,
-    prod,
-    rrelu,
-    sign,
-)
-from shardwise.dtensor.above_autograd import (
-    embedding as embedding_kernels,
-)
-from shardwise.dtensor.above_autograd import (
-    matmul as matmul_kernels,
-)
-from shardwise.dtensor.above_autograd import (
-    recurrent as recurrent_kernels,
-)
-from shardwise.rules import (
-    attention,
+from shardwise.dispatch import catalog, refused
+from shardwise.dispatch.rule import Table, merge
+from shardwise.dtensor import fallback
+from shardwise.ops import composites
+from shardwise.ops.lookup import (
     bag_grads,
+    bag_rules,
     bags,
-    catalog,
-    channel_norm,
-    contract,
-    conv,
-    create,
-    diagonal,
     embedding,
-    extremes,
-    fft,
-    gathered,
-    indexing,
-    join,
+    embedding_rules,
     largest_bags,
-    linalg,
+    row_gradients,
+)
+from shardwise.ops.math import einsum, gathered, linalg, matmul, pointwise, reduce, search, whole
+from shardwise.ops.nn import (
+    attention,
+    batch_norm,
+    conv,
+    layer_norm,
     loss,
-    margin,
-    matmul,
-    norm,
-    overwrite,
-    pad,
-    planes,
-    pointwise,
-    random,
+    margin_loss,
+    pooling,
     recurrent,
+)
+from shardwise.ops.random import draws
+from shardwise.ops.shape import create, diagonal, indexing, join, overwrite, views
+
+FAMILIES: tuple[Any, ...] = (
+    pointwise,
+    matmul,
+    einsum,
     reduce,
-    refused,
-    routed,
-    row_sparse,
-    search,
-    vector_norm,
-    views,
+    linalg,
     whole,
-)
-from shardwise.rules.rule import Table, merge
-
-RULES: Table = merge(
-    pointwise.RULES,
-    matmul.RULES,
-    contract.RULES,
-    reduce.RULES,
-    views.RULES,
-    create.RULES,
-    join.RULES,
-    loss.RULES,
-    norm.RULES,
-    channel_norm.RULES,
-    attention.RULES,
-    conv.RULES,
-    recurrent.RULES,
-    indexing.RULES,
-    overwrite.RULES,
-    planes.RULES,
-    embedding.RULES,
-    routed.RULES,
-    row_sparse.RULES,
-    bags.RULES,
-    bag_grads.RULES,
-    largest_bags.RULES,
-    whole.RULES,
-    extremes.RULES,
-    vector_norm.RULES,
-    random.RULES,
-    diagonal.RULES,
-    fft.RULES,
-    margin.RULES,
-    pad.RULES,
-    linalg.RULES,
-    search.RULES,
-    gathered.RULES,
+    search,
+    gathered,
+    views,
+    create,
+    join,
+    diagonal,
+    indexing,
+    overwrite,
+    loss,
+    margin_loss,
+    layer_norm,
+    batch_norm,
+    attention,
+    conv,
+    recurrent,
+    pooling,
+    embedding_rules,
+    embedding,
+    row_gradients,
+    bags,
+    bag_rules,
+    bag_grads,
+    largest_bags,
+    draws,
 )
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
-    **inference.DECOMPOSITIONS,
-    **losses.DECOMPOSITIONS,
-    **norms.DECOMPOSITIONS,
-    **views.DECOMPOSITIONS,
-}
 
-REFUSED: dict[Any, slice] = {
-    **indexing.REFUSED,
-    **loss.REFUSED,
-    **margin.REFUSED,
-    **planes.REFUSED,
-    **pointwise.REFUSED,
-    **random.REFUSED,
-}
+def _tables(name: str) -> list[Any]:
+    """What the families have under this name; few have every one."""
+    return [getattr(family, name) for family in FAMILIES if hasattr(family, name)]
 
-KERNELS: tuple[tuple[str, Callable[..., Any]], ...] = (
-    *attention_kernels.KERNELS,
-    *bag_kernels.KERNELS,
-    *cells.KERNELS,
-    *einsum.KERNELS,
-    *embedding_kernels.KERNELS,
-    *linear.KERNELS,
-    *losses.KERNELS,
-    *matmul_kernels.KERNELS,
-    *normal.KERNELS,
-    *norms.KERNELS,
-    *prod.KERNELS,
-    *recurrent_kernels.KERNELS,
-    *rrelu.KERNELS,
-    *sign.KERNELS,
-)
+
+RULES: Table = merge(*_tables("RULES"))
+KERNELS: tuple[tuple[str, Callable[..., Any]], ...] = sum(_tables("KERNELS"), ())
 
 # Torch forgets the kernels of a library that is gone.
 _library = torch.library.Library("aten", "IMPL")
@@ -171,6 +104,8 @@ def _register_kernels() -> None:
 
 catalog.CATALOG.update(RULES)
 catalog.DEFAULT_RULES.append(pointwise.pointwise_rule)
-refused.REFUSED.update(REFUSED)
-fallback.DECOMPOSITIONS.update(DECOMPOSITIONS)
+for _table in _tables("REFUSED"):
+    refused.REFUSED.update(_table)
+for _table in _tables("DECOMPOSITIONS"):
+    fallback.DECOMPOSITIONS.update(_table)
 _register_kernels()

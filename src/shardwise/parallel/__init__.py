@@ -1,17 +1,24 @@
-"""Modules made parallel by a plan: tensor-parallel styles, losses and data parallelism."""
+"""Tensor-parallel modules: styles, plans, experts, losses over a sharded vocabulary.
+
+Who reduces gradients over data axes is decided in `training`.
+"""
 
 from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
-from shardwise.parallel.matrix import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.parallelize import parallelize_module
-from shardwise.parallel.plans import PlanReport, check_plan, load_plan, save_plan
+from shardwise.parallel.plan import PlanReport, check_plan, load_plan, save_plan
 from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
 )
-from shardwise.parallel.sequence import ReplicateParallel, SequenceParallel
 from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.styles import (
+    ColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.shard_parameters import shard_parameters
 

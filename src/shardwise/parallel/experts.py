@@ -19,12 +19,12 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import Coordinate
+from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
-from shardwise.parallel.spot import Spot
+from shardwise.parallel.boundary import Spot
 from shardwise.parallel.style import ParallelStyle, owner_of
 from shardwise.simulation.plain_ranks import on_plain_ranks
 

@@ -12,28 +12,26 @@ from torch.overrides import TorchFunctionMode
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.parallel.class_layouts import (
+from shardwise.parallel.vocab_loss import (
+    Terms,
+    accurate,
     check_target,
     class_axes,
     class_dim,
-    placed_target,
-    placed_weight,
-    token_layout,
-    without_partials,
-)
-from shardwise.parallel.class_shards import (
-    Terms,
-    accurate,
     local_coefficients,
     local_gradient,
     local_maximum,
     local_sums,
+    placed_target,
+    placed_weight,
+    token_layout,
+    without_partials,
 )
 from shardwise.simulation.ranks import each_rank
 

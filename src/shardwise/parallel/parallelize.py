@@ -9,21 +9,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import agree
-from shardwise.core.grid import grid_of
-from shardwise.dtensor.mesh_context import current_mesh
+from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.parallel.boundary import tensor_axis
 from shardwise.parallel.resolve import Resolved, Target, resolve
-from shardwise.parallel.spot import tensor_axis
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.ties import (
-    Owner,
-    counterparts,
-    distributed_since,
-    tie_again,
-    tied_owners,
-)
-from shardwise.parallel.words import described
+from shardwise.parallel.style_registry import described
+from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.training.contract import DataAxes, forbid_both
 from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import declare, doors_of, follow_all

@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.parallel.spot import Spot, one_per_tensor
+from shardwise.parallel.boundary import Spot, one_per_tensor
 from shardwise.parallel.style import ParallelStyle, append_output_hook, prepend_input_hook
 
 Layouts = Placement | tuple[Placement | None, ...]

@@ -13,8 +13,8 @@ from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.hugging_face import with_experts_joined
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.words import style_of
-from shardwise.planfile.paths import all_paths, matching_modules, nearest
+from shardwise.parallel.style_registry import style_of
+from shardwise.plans.paths import all_paths, matching_modules, nearest
 
 
 @dataclass(frozen=True, slots=True)

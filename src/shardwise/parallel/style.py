@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import grid_of
+from shardwise.core.mesh import grid_of
 from shardwise.core.placements import Placement, short
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.spot import Spot, tensor_axis
+from shardwise.parallel.boundary import Spot, tensor_axis
 from shardwise.training.contract import note_tensor_axis
 
 #: Where a module keeps what styles have done to it: `{what: name of the style}`.

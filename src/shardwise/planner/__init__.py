@@ -1,4 +1,4 @@
-"""The best plan of a collection's tables, with a proof of how good it is."""
+"""The best sharding plan of a collection's tables, with a bound on what a better one could save."""
 
 from shardwise.planner.constants import Constants
 from shardwise.planner.planning import PlanResult, plan

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.embedding.collection import EmbeddingBagCollection
-from shardwise.embedding.fused import RowWiseAdagrad
 from shardwise.embedding.jagged import Jagged
+from shardwise.embedding.optimizers import RowWiseAdagrad
 from shardwise.embedding.plan import Entry, Plan
 from shardwise.embedding.table import Table
 from shardwise.launch import launch

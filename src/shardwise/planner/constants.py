@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.planfile.files import read_content
+from shardwise.plans.files import read_content
 
 FORMAT = "shardwise constants 1"
 #: Files that come with the package, by name.

@@ -16,8 +16,8 @@ from functools import cache
 
 import numpy as np
 
-from shardwise.core.chunks import lengths
-from shardwise.embedding.fused import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
+from shardwise.core.sizes import lengths
+from shardwise.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.errors import ArgumentError
 from shardwise.planner.constants import Constants
 from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Option

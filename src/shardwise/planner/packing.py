@@ -12,16 +12,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from shardwise.planner.problem import (
-    ANY,
-    BLOCK,
-    HOST,
-    Array,
-    Assignment,
-    Ints,
-    Option,
-    Problem,
-)
+from shardwise.planner.problem import ANY, BLOCK, HOST, Array, Assignment, Ints, Option, Problem
 
 _NO_RANKS: Ints = np.zeros(0, np.int64)
 #: Steps must gain this share, or they would go on for rounding errors.

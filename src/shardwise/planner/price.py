@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwise.embedding.fused import RowWiseAdagrad
+from shardwise.embedding.optimizers import RowWiseAdagrad
 from shardwise.embedding.plan import Plan
 from shardwise.embedding.table import Table
 from shardwise.planner.costs import ID_BYTES, OPTIMIZERS, Loads, Setting, piece_sizes
@@ -218,6 +218,6 @@ def _num_stacks(shares: Sequence[Share], num_ranks: int, width: Array) -> Array:
 
 
 def _counts_bytes(most_stacks: int, work: Workload, num_ranks: int) -> int:
-    """What the first small exchange carries: see `embedding.routing.note`."""
+    """What the first small exchange carries: see `embedding.exchange.routing.note`."""
     features = sum(len(table.features) for table in work.tables)
     return (features + most_stacks + 2) * 8 * num_ranks

@@ -30,7 +30,7 @@ from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import KINDS
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.planfile.files import read_content
+from shardwise.plans.files import read_content
 
 FORMAT = "shardwise tables 1"
 #: Of Meta's public set of 2021: 887,017,990 ids in 65,536 bags of 856 tables, 6.9 uses of each.

@@ -1,1 +1,4 @@
-"""One device's random numbers, drawn block by block; no communication, no DTensor."""
+"""One device's random numbers, drawn shard by shard, without communication.
+
+The rules of ops that draw are in `ops.random`.
+"""

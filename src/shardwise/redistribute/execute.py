@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from shardwise._torch.dispatch import autocast_off, is_autocast
-from shardwise.core.grid import Coordinate
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
 from shardwise.errors import CollectiveError
 from shardwise.redistribute.moves import PREPARE, Run
 from shardwise.redistribute.steps import Step, local_bytes

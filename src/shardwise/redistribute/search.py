@@ -18,13 +18,7 @@ from shardwise.core.layout import Layout, canonical_order, partials_commute
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
-from shardwise.redistribute.steps import (
-    Step,
-    local_bytes,
-    resplit_cost_s,
-    step_cost_s,
-    step_kind,
-)
+from shardwise.redistribute.steps import Step, local_bytes, resplit_cost_s, step_cost_s, step_kind
 
 #: A step that sends nothing, at least.
 _LOCAL_S = local_s(0)

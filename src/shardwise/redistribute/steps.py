@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from shardwise.comm.cost import collective_s, exchange_s, local_s
-from shardwise.core.chunks import Size, chunk_length, lengths, shared
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard
+from shardwise.core.sizes import Size, chunk_length, lengths, shared
 
 #: (placement before, placement after) -> what moves it. Other pieces of the same dim: a resplit.
 _KINDS: dict[tuple[type, type], str] = {

@@ -1,4 +1,4 @@
-"""One training step of somebody's model, looked at: what it communicates, holds and computes."""
+"""One training step of a model as data, tables and a page: communication, memory, parity."""
 
 from shardwise.report.case import Case
 from shardwise.report.html import write_html

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel, load_plan, parallelize_module, shard_parameters
-from shardwise.planfile.files import read_content
+from shardwise.plans.files import read_content
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 
 #: How ranks with batches of their own train a model, by the front door.

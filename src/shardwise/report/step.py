@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,16 +13,97 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.pytree import tree_leaves
+from shardwise.comm.cost import collective_s
 from shardwise.core.box import Box
-from shardwise.core.grid import grid_of
+from shardwise.core.mesh import grid_of
 from shardwise.core.placements import short
-from shardwise.debug.picture import HeldBox
-from shardwise.debug.visualize import tiling
+from shardwise.debug import CommDebugMode
+from shardwise.debug.events import CommEvent
+from shardwise.debug.places import Place
+from shardwise.debug.visualize import HeldBox, tiling
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
-from shardwise.report.timeline import Span, Timeline, expected_s
 from shardwise.simulation.parts import parts_of
+
+# Timeline: when the modules of a step ran in this process, and when it communicated.
+
+
+@dataclass(frozen=True)
+class Span:
+    """A stretch of time in which one module ran."""
+
+    module: str
+    phase: str
+    start_s: float
+    stop_s: float
+
+
+class Timeline(CommDebugMode):
+    """Notes when each collective began, and which module each op ran for.
+
+    Times are those of this process. One that plays all ranks computes for all of them, one after
+    another, and sends nothing; `expected_s` says what a collective would take by the cost that
+    planning uses.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.times: list[float] = []
+        self.spans: list[Span] = []
+        self._begin = 0.0
+        self._open: Place | None = None
+
+    def __enter__(self) -> CommDebugMode:
+        super().__enter__()
+        self.times, self.spans = [], []
+        self._begin, self._open = time.perf_counter(), None
+        return self
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._begin
+
+    def _note(self, event: CommEvent) -> None:
+        super()._note(event)
+        self.times.append(self._now())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        start = self._now()
+        try:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            self._ran(self._places.now(), start, self._now())
+
+    def _ran(self, place: Place, start: float, stop: float) -> None:
+        """Ops that follow each other in one module are one span."""
+        before = self._open
+        if before is not None and (before.module, before.phase) == (place.module, place.phase):
+            self.spans[-1] = replace(self.spans[-1], stop_s=stop)
+        else:
+            self.spans.append(Span(place.module, place.phase, start, stop))
+        self._open = place
+
+
+_COSTS = {
+    "all_reduce": "all_reduce",
+    "all_gather_into_tensor": "all_gather",
+    "reduce_scatter_tensor": "reduce_scatter",
+    "all_to_all_single": "all_to_all",
+    "broadcast": "broadcast",
+}
+
+
+def expected_s(event: CommEvent, num_ranks: int) -> float:
+    """Seconds that a collective is expected to take; `num_bytes` is what a rank puts in."""
+    kind = _COSTS.get(event.kind, "all_reduce")
+    larger = event.num_bytes * (num_ranks if kind == "all_gather" else 1)
+    return collective_s(kind, num_ranks, larger)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,10 @@ from shardwise.report.parity import TOLERANCE
 from shardwise.testing.batches import call, loss_of
 from shardwise.testing.differences import Difference
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.options import OPTIONS, agree
+from shardwise.testing.steps.case import OPTIONS, agree
 from shardwise.testing.steps.train import NUM_STEPS, Loss, plain_loss
 from shardwise.testing.steps.training import AUTOCAST_BOUND, Steps, Training
-from shardwise.testing.steps.worlds import judge_in_processes, judge_simulated
+from shardwise.testing.steps.verdict import judge_in_processes, judge_simulated
 
 #: Options that need a model made for them.
 OF_OWN_MODELS = ("unused", "sometimes", "penalty")

@@ -1,4 +1,4 @@
-"""Sharding plans and sharded tensors: what `torch.distributed._shard` is for, on DTensors."""
+"""Sharded tensors, sharding specs and plans: the job of `torch.distributed._shard`, on DTensors."""
 
 from shardwise.shard.create import (
     empty,
@@ -10,21 +10,21 @@ from shardwise.shard.create import (
     shard_tensor,
     zeros,
 )
-from shardwise.shard.describe import ShardingPlanReport as PlanReport
-from shardwise.shard.files import load_plan, save_plan
 from shardwise.shard.functions import custom_sharded_op_impl
-from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
 from shardwise.shard.module import shard_module, shard_parameter
-from shardwise.shard.optimizer import ShardedOptimizer
-from shardwise.shard.pickled import load_with_process_group
-from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner
+from shardwise.shard.optimizer import ShardedOptimizer, pre_load_state_dict_hook, state_dict_hook
+from shardwise.shard.pickling import load_with_process_group
+from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan
+from shardwise.shard.plan import ShardingPlanReport as PlanReport
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    Shard,
+    ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
+    TensorProperties,
 )
-from shardwise.shard.state import pre_load_state_dict_hook, state_dict_hook
 from shardwise.shard.tensor import ShardedTensor
 
 __all__ = [

@@ -11,20 +11,26 @@ import torch
 from shardwise.comm import collectives
 from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, ShardwiseError
-from shardwise.shard.blocks import cut_whole
-from shardwise.shard.group import group_ranks, home_grid
-from shardwise.shard.metadata import Shard
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
+    Shard,
     ShardingSpec,
     ShardMetadata,
 )
 from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
-from shardwise.shard.tiling import Tiling, check_ranks, device_type_of, make_tiling
+from shardwise.shard.tiling import (
+    Tiling,
+    check_ranks,
+    cut_whole,
+    device_type_of,
+    group_ranks,
+    home_grid,
+    make_tiling,
+)
 from shardwise.simulation.ranks import each_rank, localize
 
 

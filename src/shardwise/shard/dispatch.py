@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch.pytree import tree_flatten, tree_unflatten
+from shardwise.dispatch.catalog import find_rule
 from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.rules.catalog import find_rule
-from shardwise.shard import to_come
-from shardwise.shard.blocks import cut_whole
-from shardwise.shard.elementwise import is_elementwise
-from shardwise.shard.reshard import move_pieces
+from shardwise.shard import unbacked
+from shardwise.shard.moves import move_pieces
+from shardwise.shard.tiling import cut_whole
+from shardwise.shard.unbacked import is_elementwise
 from shardwise.simulation.ranks import one_for_all
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ def dispatch(
     if _draws(func, first):
         return _draw(func, first, args, kwargs)
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
-        if any(map(to_come.has_tiling_to_come, leaves)):
-            return to_come.dispatch(kind, func, args, kwargs)
+        if any(map(unbacked.has_tiling_to_come, leaves)):
+            return unbacked.dispatch(kind, func, args, kwargs)
         leaves = [_cut_like(first, leaf) for leaf in leaves]
         _check_any_order(func, first, leaves)
     plain: dict[int, ShardedTensor] = {}

@@ -13,9 +13,9 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
-from shardwise.shard import to_come
-from shardwise.shard.linear import linear
-from shardwise.shard.lookup import embedding, embedding_bag
+from shardwise.shard import unbacked
+from shardwise.shard.lookup.functions import embedding, embedding_bag
+from shardwise.shard.lookup.linear import linear
 from shardwise.shard.tensor import ShardedTensor, functions
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import each_rank
@@ -104,7 +104,7 @@ def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
     """Our reduction of all values where a tiling is to come, torch's elsewhere."""
 
     def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and kwargs.keys() <= {"dtype"} and to_come.has_tiling_to_come(args[0]):
+        if len(args) == 1 and kwargs.keys() <= {"dtype"} and unbacked.has_tiling_to_come(args[0]):
             return ours(args[0], **kwargs)
         return func(*args, **kwargs)
 
@@ -122,10 +122,10 @@ functions.update(
         F.embedding: _own_batch(embedding),
         F.embedding_bag: _own_batch(embedding_bag),
         F.linear: _own_batch(linear),
-        torch.sum: _over_all(to_come.summed),
-        torch.Tensor.sum: _over_all(to_come.summed),
-        torch.mean: _over_all(to_come.mean),
-        torch.Tensor.mean: _over_all(to_come.mean),
+        torch.sum: _over_all(unbacked.summed),
+        torch.Tensor.sum: _over_all(unbacked.summed),
+        torch.mean: _over_all(unbacked.mean),
+        torch.Tensor.mean: _over_all(unbacked.mean),
         torch.Tensor.new_tensor: _new_tensor,
         torch.equal: _equal,
         torch.Tensor.equal: _equal,

@@ -4,33 +4,60 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from shardwise.comm.agreement import agree, is_agreed
-from shardwise.core.grid import Grid
-from shardwise.errors import (
-    ArgumentError,
-    PathError,
-    PlanError,
-    ShardwiseError,
-    WorldError,
-)
-from shardwise.planfile.paths import check_conflicts, find_module, find_tensor, owners_of
+from shardwise.core.mesh import Grid
+from shardwise.errors import ArgumentError, PathError, PlanError, ShardwiseError, WorldError
+from shardwise.plans.paths import check_conflicts, find_module, find_tensor, owners_of
+from shardwise.shard.compiled_outputs import output_text
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,
     describe_tensor,
     place_tensor,
 )
-from shardwise.shard.group import home_grid
-from shardwise.shard.output_hook import output_hook
-from shardwise.shard.outputs import OutputPlan
+from shardwise.shard.outputs import OutputPlan, lay_out
+from shardwise.shard.pickling import group_of_load
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ShardingSpec
-from shardwise.shard.tiling import device_type_of
+from shardwise.shard.tiling import device_type_of, group_ranks, home_grid
+
+# OutputHook: what a plan wants of a module's output, as a hook that files can hold.
+
+
+@dataclass(frozen=True, slots=True)
+class OutputHook:
+    """Lays out the output of the module that the plan names.
+
+    A pickled one keeps its group by its ranks, and takes that of the load, as tensors do.
+    """
+
+    plan: OutputPlan
+    process_group: Any
+    #: The same for a compiler.
+    text: str
+
+    def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
+        return lay_out(output, self.plan, self.process_group, self.text)
+
+    def __deepcopy__(self, memo: Any) -> OutputHook:
+        return self  # a group stands for processes, which are not copied
+
+    def __reduce__(self) -> Any:
+        return _restored, (self.plan, group_ranks(self.process_group))
+
+
+def output_hook(plan: OutputPlan, process_group: Any) -> OutputHook:
+    return OutputHook(plan, process_group, output_text(plan, process_group))
+
+
+def _restored(plan: OutputPlan, ranks: tuple[int, ...]) -> OutputHook:
+    return output_hook(plan, group_of_load(ranks, f"The output plan of {plan.where!r}"))
 
 
 def shard_module(

@@ -2,23 +2,129 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from shardwise._torch.functions import parse_to
+from shardwise.comm import collectives
+from shardwise.comm.watch import because
+from shardwise.core.box import Box
 from shardwise.core.layout import Layout
+from shardwise.core.mesh import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
 from shardwise.core.untraced import UntracedFunction
-from shardwise.shard.blocks import blocks_of, held_blocks
-from shardwise.shard.device import RankDevice
-from shardwise.shard.reshard import move_pieces
-from shardwise.shard.spec import EnumerableShardingSpec, ShardMetadata
-from shardwise.shard.tiling import Tiling, make_tiling
+from shardwise.core.world import world_caches
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardMetadata
+from shardwise.shard.tiling import (
+    Tiling,
+    blocks_of,
+    group_ranks,
+    held_blocks,
+    home_grid,
+    make_tiling,
+    on_device,
+)
 from shardwise.simulation.parts import sized
+from shardwise.simulation.rank_int import rank_int
+from shardwise.simulation.ranks import each_rank
 
 if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
+
+
+# An all-to-all between ranks that all know what each sends to each.
+
+
+def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> torch.Tensor:
+    """Send `counts[i][j]` entries of dim 0 from rank i of the group to rank j.
+
+    What arrives is joined in the order of ranks. Nothing is sent where nobody has anything.
+    """
+    if not any(map(any, counts)):
+        return x
+    arriving = list(zip(*counts, strict=True))
+    sent = [_here(grid, [row[j] for row in counts]) for j in range(len(counts))]
+    got = [_here(grid, [row[i] for row in arriving]) for i in range(len(counts))]
+    return collectives.all_to_all_uneven(x, sent, got, grid, 0)
+
+
+def _here(grid: Grid, values: Sequence[int]) -> Any:
+    """The value of this rank; in a simulated world, that of each."""
+    if grid.coordinate is not None:
+        return values[grid.coordinate[0]]
+    return rank_int(grid.world, grid.ranks, values)
+
+
+# Moving the pieces of a tensor from one tiling to another, straight from owner to owner.
+
+#: The number of the source's piece, that of the target's, and the box that they share.
+Meeting = tuple[int, int, Box]
+
+
+@functools.lru_cache(maxsize=512)
+def meetings(source: Tiling, target: Tiling) -> dict[tuple[int, int], list[Meeting]]:
+    """For each pair of ranks, what the first has that the second wants, in one fixed order."""
+    found: dict[tuple[int, int], list[Meeting]] = {}
+    ranks = source.grid.ranks
+    boxes = {rank: (source.on_rank(rank), target.on_rank(rank)) for rank in ranks}
+    for sender in ranks:
+        for receiver in ranks:
+            shared = []
+            for a, box in enumerate(boxes[sender][0]):
+                for b, wanted in enumerate(boxes[receiver][1]):
+                    if (common := box.box.intersect(wanted.box)) is not None:
+                        shared.append((a, b, common))
+            if shared:
+                found[sender, receiver] = shared
+    return found
+
+
+world_caches.append(meetings.cache_clear)
+
+
+def move_pieces(held: torch.Tensor, source: Tiling, target: Tiling, what: str) -> torch.Tensor:
+    """What each rank holds of `target`, out of what each holds of `source`: one all-to-all.
+
+    Bytes are sent, so any dtype will do.
+    """
+    grid, dtype = source.grid, held.dtype
+    pairs = meetings(source, target)
+
+    def pack(place: Any, mine: torch.Tensor) -> torch.Tensor:
+        rank = grid.ranks[place[0]]
+        pieces, boxes = source.pieces(rank, mine), source.on_rank(rank)
+        parts = [mine.new_empty(0)]
+        for receiver in grid.ranks:
+            for a, _, box in pairs.get((rank, receiver), ()):
+                parts.append(pieces[a][box.within(boxes[a].box).slices].reshape(-1))
+        return torch.cat(parts).view(torch.uint8)
+
+    def unpack(place: Any, arrived: torch.Tensor) -> torch.Tensor:
+        rank = grid.ranks[place[0]]
+        values = arrived.view(dtype)
+        new = target.held(rank, dtype, arrived.device)
+        pieces, boxes, at = target.pieces(rank, new), target.on_rank(rank), 0
+        for sender in grid.ranks:
+            for _, b, box in pairs.get((sender, rank), ()):
+                place_in = pieces[b][box.within(boxes[b].box).slices]
+                place_in.copy_(values[at : at + box.volume].view(box.sizes))
+                at += box.volume
+        return new
+
+    counts = [
+        [sum(box.volume for *_, box in pairs.get((i, j), ())) for j in grid.ranks]
+        for i in grid.ranks
+    ]
+    with because(what, implicit=False):
+        packed = each_rank(grid, pack, held)
+        arrived = exchanged(packed, [[n * dtype.itemsize for n in row] for row in counts], grid)
+    return each_rank(grid, unpack, arrived)
 
 
 class Reshard(UntracedFunction):
@@ -80,3 +186,94 @@ class WithSpec(UntracedFunction):
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return sharded_like(grad, ctx.tiling, ctx.kind), None, None
+
+
+# `to`, `cpu` and `cuda` of a sharded tensor: another dtype, device or memory.
+
+
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """What the arguments of `to` ask for; None and False leave things as they are."""
+
+    device: torch.device | None
+    dtype: torch.dtype | None
+    non_blocking: bool
+    contiguous: bool
+    copy: bool
+    process_group: Any
+
+    def check(self, x: ShardedTensor) -> None:
+        if self.process_group is None:
+            return
+        ranks = group_ranks(self.process_group)
+        if ranks != x._tiling.grid.ranks:
+            raise LayoutError(
+                f"The tensor is on ranks {list(x._tiling.grid.ranks)}, and the process_group has "
+                f"{list(ranks)}: a conversion leaves every piece on its rank. Give a group of the "
+                "same ranks in the same order, or reshard(spec)."
+            )
+
+    def moves(self, x: ShardedTensor) -> bool:
+        if self.device is None:
+            return False
+        here = x.device
+        other_one = self.device.index is not None and self.device.index != here.index
+        return self.device.type != here.type or (here.type != "cpu" and other_one)
+
+
+def asked_for(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Conversion:
+    """The arguments of `to`, as any tensor's, and the group that the result belongs to."""
+    device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
+    if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
+        raise UnsupportedError(
+            f"A sharded tensor was asked for memory_format={memory_format}: its pieces are kept "
+            "contiguous. Use torch.preserve_format or torch.contiguous_format."
+        )
+    contiguous = memory_format is torch.contiguous_format
+    return Conversion(device, dtype, non_blocking, contiguous, copy, process_group)
+
+
+def converted(x: ShardedTensor, wanted: Conversion) -> ShardedTensor:
+    """`x` as it is wanted, differentiable; `x` itself where it is so already."""
+    wanted.check(x)
+    new: Any = x
+    if wanted.dtype is not None and wanted.dtype != x.dtype:
+        new = torch.Tensor.to(x, wanted.dtype)
+    if wanted.moves(x):
+        new = ToDevice.apply(new, wanted.device, wanted.non_blocking, wanted.process_group)
+    if wanted.contiguous and not new.is_contiguous():
+        new = new.contiguous()
+    if wanted.copy and new is x:
+        new = x.clone()
+    return new
+
+
+class ToDevice(UntracedFunction):
+    """The pieces on another device, each on its rank; gradients go back to the first."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: ShardedTensor, device: torch.device, non_blocking: bool, process_group: Any
+    ) -> ShardedTensor:
+        ctx.source, ctx.device, ctx.kind = x._tiling, x.device, type(x)
+        ctx.non_blocking = non_blocking
+        ctx.there = _there(x, device, process_group)
+        local = x._local.detach().to(device, non_blocking=non_blocking)
+        return type(x).over(local, ctx.there, like=x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        lying = sharded_like(grad, ctx.there, ctx.kind)
+        local = lying._local.to(ctx.device, non_blocking=ctx.non_blocking)
+        return ctx.kind.over(local, ctx.source, like=lying), None, None, None
+
+
+def _there(x: ShardedTensor, device: torch.device, process_group: Any) -> Tiling:
+    """How the pieces lie on another device."""
+    tiling = x._tiling
+    if device.type == tiling.grid.device_type:
+        return tiling
+    # Ranks may name devices of their own; what they all know of each other is the kind.
+    spec = on_device(tiling.spec, torch.device(device.type))
+    grid = home_grid(process_group or x.process_group, device.type)
+    return make_tiling(spec, tiling.shape, grid)

@@ -14,19 +14,23 @@ from typing import Any
 import torch
 
 from shardwise.comm.agreement import gather_numbers
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard.blocks import blocks_of, held_blocks
-from shardwise.shard.device import RankDevice
-from shardwise.shard.group import home_grid
-from shardwise.shard.linear import ShareOfGradient
+from shardwise.shard.lookup.linear import ShareOfGradient
 from shardwise.shard.moves import sharded_like, with_spec
-from shardwise.shard.spec import EnumerableShardingSpec, ShardingSpec, ShardMetadata
+from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.shard.tiling import (
+    Tiling,
+    blocks_of,
+    device_type_of,
+    held_blocks,
+    home_grid,
+    make_tiling,
+)
 from shardwise.simulation.parts import is_per_rank, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
 

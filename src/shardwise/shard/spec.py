@@ -2,15 +2,62 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
+from shardwise._torch.c10d import RemoteDevice
 from shardwise.core.box import Box, overlapping
-from shardwise.core.chunks import chunk_length, lengths
+from shardwise.core.sizes import chunk_length, lengths
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard.device import RankDevice, parse_device
+
+# RankDevice: a rank and its device, written `rank:1/cuda:1`.
+
+_TEXT = re.compile(r"rank:(\d+)/(.+)")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class RankDevice:
+    """Where a piece lives. The rank is one of the world, also inside a smaller group.
+
+    >>> place = parse_device("rank:1/cuda:3")
+    >>> place.rank, place.device, place
+    (1, device(type='cuda', index=3), rank:1/cuda:3)
+    """
+
+    rank: int
+    device: torch.device
+
+    def __repr__(self) -> str:
+        return f"rank:{self.rank}/{self.device}"
+
+
+def parse_device(given: Any) -> RankDevice:
+    """The place that a text names."""
+    if isinstance(given, RankDevice):
+        return given
+    if isinstance(given, RemoteDevice):
+        given = str(given)
+    if not isinstance(given, str):
+        raise ArgumentError(f"A placement is a text such as 'rank:0/cpu', found {given!r}.")
+    found = _TEXT.fullmatch(given)
+    if found is None:
+        raise LayoutError(
+            f"{given!r} names no rank and device: write 'rank:0/cpu' or 'rank:1/cuda:1'. (Names of "
+            "RPC workers mean nothing here.)"
+        )
+    try:
+        device = torch.device(found[2])
+    except RuntimeError as error:
+        raise LayoutError(f"{given!r}: {found[2]!r} is no device of torch.") from error
+    return RankDevice(int(found[1]), device)
+
+
+# MERGED
 
 Shape = tuple[int, ...]
 
@@ -188,3 +235,64 @@ def decode_spec(encoded: Any) -> ShardingSpec:
     if encoded[0] == "chunk":
         return ChunkShardingSpec(*encoded[1:])
     return EnumerableShardingSpec([ShardMetadata(*shard) for shard in encoded[1]])
+
+
+# What is told of a sharded tensor: its pieces, and what they are made of.
+# MERGED
+# MERGED
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """One piece of a tensor, and which piece it is."""
+
+    tensor: torch.Tensor
+    metadata: ShardMetadata
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.metadata, ShardMetadata):
+            raise ArgumentError(f"A shard's metadata is a ShardMetadata, found {self.metadata!r}.")
+        if tuple(self.tensor.shape) != self.metadata.shard_sizes:
+            raise LayoutError(
+                f"The tensor of a shard has shape {tuple(self.tensor.shape)}, its metadata says "
+                f"{self.metadata.shard_sizes}."
+            )
+
+    @staticmethod
+    def from_tensor_and_offsets(
+        tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
+    ) -> Shard:
+        """The piece of `rank` that starts at `shard_offsets`.
+
+        >>> Shard.from_tensor_and_offsets(torch.ones(2), [4], rank=1).metadata
+        ShardMetadata(shard_offsets=(4,), shard_sizes=(2,), placement=rank:1/cpu)
+        """
+        place = RankDevice(rank, tensor.device)
+        return Shard(tensor, ShardMetadata(shard_offsets, tuple(tensor.shape), place))
+
+
+@dataclass(frozen=True, slots=True)
+class TensorProperties:
+    dtype: torch.dtype = field(default_factory=torch.get_default_dtype)
+    layout: torch.layout = torch.strided
+    requires_grad: bool = False
+    memory_format: torch.memory_format = torch.contiguous_format
+    pin_memory: bool = False
+
+    @staticmethod
+    def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
+        """What a whole tensor is made of.
+
+        >>> TensorProperties.create_from_tensor(torch.ones(2, dtype=torch.int32)).dtype
+        torch.int32
+        """
+        return TensorProperties(tensor.dtype, tensor.layout, tensor.requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class ShardedTensorMetadata:
+    """All pieces of a tensor, on all ranks, in the order of its spec."""
+
+    shards_metadata: Sequence[ShardMetadata] = ()
+    size: torch.Size = field(default_factory=torch.Size)
+    tensor_properties: TensorProperties = field(default_factory=TensorProperties)

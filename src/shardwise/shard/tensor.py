@@ -21,24 +21,30 @@ from shardwise._torch.dispatch import (
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
 from shardwise.core.untraced import untraced
-from shardwise.dtensor.flat import FlatContext, flattened
+from shardwise.dtensor.compile import FlatContext, flattened
 from shardwise.dtensor.tensor import DTensor, _lasting
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
-from shardwise.shard import to_come
-from shardwise.shard.blocks import natural_spec
-from shardwise.shard.conversion import asked_for, converted
-from shardwise.shard.device import RankDevice
+from shardwise.shard import unbacked
 from shardwise.shard.dispatch import dispatch
-from shardwise.shard.metadata import Shard, ShardedTensorMetadata, TensorProperties
-from shardwise.shard.moves import Reshard, ToLocalShard, sharded_like
-from shardwise.shard.pickled import packed, unpacked
-from shardwise.shard.reshard import move_pieces
+from shardwise.shard.moves import (
+    Reshard,
+    ToLocalShard,
+    asked_for,
+    converted,
+    move_pieces,
+    sharded_like,
+)
+from shardwise.shard.pickling import packed, unpacked
 from shardwise.shard.spec import (
     EnumerableShardingSpec,
+    RankDevice,
+    Shard,
+    ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
+    TensorProperties,
 )
-from shardwise.shard.tiling import Tiling, device_type_of, make_tiling
+from shardwise.shard.tiling import Tiling, device_type_of, make_tiling, natural_spec
 from shardwise.simulation.parts import held_like
 from shardwise.simulation.ranks import rank_values
 
@@ -51,13 +57,13 @@ class ShardedContext:
 
     flat: FlatContext
     #: Or what is known of it; see Note [Tilings to come].
-    tiling: Tiling | to_come.SpecToCome
+    tiling: Tiling | unbacked.SpecToCome
     grad_reduction: str
 
     def as_tangent(self, x: DTensor) -> ShardedTensor:
         """A gradient as the graph expects it."""
-        if isinstance(self.tiling, to_come.SpecToCome):
-            return to_come.as_tangent(x, ShardedTensor, self)
+        if isinstance(self.tiling, unbacked.SpecToCome):
+            return unbacked.as_tangent(x, ShardedTensor, self)
         lying = sharded_like(x, self.tiling, ShardedTensor)
         local: Any = lying._local
         held = held_like(local, self.flat.roster)
@@ -135,7 +141,7 @@ class ShardedTensor(DTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, flat = flattened(self)
         tiling: Any = self._tiling
-        if not to_come.has_tiling_to_come(self):
+        if not unbacked.has_tiling_to_come(self):
             return names, ShardedContext(flat, tiling, self.grad_reduction)
         return [*names, "_extent"], ShardedContext(flat, tiling.known, self.grad_reduction)
 
@@ -151,8 +157,8 @@ class ShardedTensor(DTensor):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
         tiling, flat = context.tiling, context.flat
-        if type(tiling) is to_come.SpecToCome:
-            return to_come.unflattened(ShardedTensor, inner, context, outer_size)
+        if type(tiling) is unbacked.SpecToCome:
+            return unbacked.unflattened(ShardedTensor, inner, context, outer_size)
         if tiling.natural:
             local, layout = flat.restored(inner, tiling.shape, tuple(outer_stride))
         else:
@@ -199,8 +205,8 @@ class ShardedTensor(DTensor):
 
     def local_tensor(self) -> torch.Tensor:
         """This rank's block, differentiable; empty on a rank that has none."""
-        if to_come.has_tiling_to_come(self):
-            return to_come.BlockToCome.apply(self)
+        if unbacked.has_tiling_to_come(self):
+            return unbacked.BlockToCome.apply(self)
         if self._tiling.blocks is None:
             raise UnsupportedError(
                 f"A rank has several pieces of this tensor, which do not join to one block: "
@@ -243,7 +249,7 @@ class ShardedTensor(DTensor):
         """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
-        to_come.check_has_come(self, "reshard()")
+        unbacked.check_has_come(self, "reshard()")
         source = self._tiling
         kind = device_type_of(resharding_spec)
         if kind != source.grid.device_type:
@@ -261,7 +267,7 @@ class ShardedTensor(DTensor):
 
         In a simulated world, where rank `dst` is always present, it is returned.
         """
-        to_come.check_has_come(self, "gather()")
+        unbacked.check_has_come(self, "gather()")
         tiling = self._tiling
         if not 0 <= dst < len(tiling.grid.ranks):
             raise LayoutError(f"dst={dst} is no rank of a group of {len(tiling.grid.ranks)}.")

@@ -16,17 +16,28 @@ work on blocks, so on natural and permuted tilings alike.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.grid import Grid
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, shard_with
-from shardwise.core.world import world_caches
-from shardwise.errors import LayoutError
-from shardwise.shard.spec import ChunkShardingSpec, Shape, ShardingSpec, ShardMetadata
+from shardwise.core.mesh import Grid, grid_like, grid_of
+from shardwise.core.world import current_world, world_caches
+from shardwise.errors import LayoutError, WorldError
+from shardwise.shard.spec import (
+    ChunkShardingSpec,
+    EnumerableShardingSpec,
+    RankDevice,
+    Shape,
+    ShardingSpec,
+    ShardMetadata,
+)
+from shardwise.simulation.ranks import each_rank, localize
 
 Stretch = tuple[int, int]
 
@@ -172,3 +183,132 @@ def _blocks(
         start = start if length else box.shard_offsets[dim]
         stretches[box.rank] = (start, length + box.shard_sizes[dim])
     return Blocks(dim, stretches)
+
+
+# The ranks that a sharded tensor lives on: a process group as a mesh of one axis.
+
+
+def group_ranks(process_group: Any = None) -> tuple[int, ...]:
+    """The ranks of a group, of which this process must be one."""
+    world = current_world()
+    if process_group is None:
+        return tuple(range(world.size))
+    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise WorldError(
+            f"Rank {world.rank} is not in the process group: only its ranks shard over it."
+        )
+    return tuple(dist.get_process_group_ranks(process_group))
+
+
+def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
+    """The mesh of a group, its ranks in their own order; equal groups share one."""
+    ranks = group_ranks(process_group)
+    world = current_world()
+    known: Grid | None = world.grids.get((device_type, None, (len(ranks),), ranks))
+    if known is not None:
+        return known
+    if len(ranks) == world.size:
+        return grid_like(device_type, (len(ranks),), ranks, None)
+    return grid_of(DeviceMesh.from_group(process_group, device_type))
+
+
+# Which rank holds which row of a table that is cut by rows.
+# MERGED
+
+
+@dataclass(frozen=True, slots=True)
+class RowOwners:
+    """Rows, numbered anew where blocks do not follow the order of ranks.
+
+    By their numbers, rank 0 of the group has the first rows, rank 1 the next, and so on.
+    """
+
+    #: The first number of each rank, and one past the last.
+    bounds: tuple[int, ...]
+    #: One past the last row of each block in the order of rows, and what to add to its rows. Empty
+    #: where the numbers of rows are the rows.
+    ends: tuple[int, ...] = ()
+    shifts: tuple[int, ...] = ()
+
+    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
+        if not self.shifts:
+            return rows
+        block = torch.bucketize(rows, rows.new_tensor(self.ends), right=True)
+        return rows + rows.new_tensor(self.shifts)[block]
+
+    def owners(self, numbers: torch.Tensor) -> torch.Tensor:
+        """The place in the group of the rank that holds each row."""
+        return torch.bucketize(numbers, numbers.new_tensor(self.bounds[1:]), right=True)
+
+
+def wire_dtype(num_rows: int) -> torch.dtype:
+    """What the numbers of rows are sent as."""
+    return torch.int32 if num_rows < 2**31 else torch.int64
+
+
+@functools.lru_cache(maxsize=512)
+def row_owners(tiling: Tiling) -> RowOwners:
+    assert tiling.blocks is not None, "a table that is looked up has one block per rank"
+    stretches = [tiling.blocks.stretches[rank] for rank in tiling.grid.ranks]
+    bounds = (0, *itertools.accumulate(length for _, length in stretches))
+    if tiling.natural:
+        return RowOwners(bounds)
+    by_row = sorted(
+        (start + length, bound - start)
+        for (start, length), bound in zip(stretches, bounds, strict=False)
+        if length
+    )
+    ends, shifts = zip(*by_row, strict=True)
+    return RowOwners(bounds, ends, shifts)
+
+
+world_caches.append(row_owners.cache_clear)
+
+
+# What the ranks hold of a tiling, all ranks present at once.
+
+
+def cut_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """What each rank holds of a tensor that every rank has."""
+    grid = tiling.grid
+
+    def here(place: Any, mine: torch.Tensor) -> torch.Tensor:
+        return tiling.cut(grid.ranks[place[0]], mine)
+
+    return each_rank(grid, here, localize(grid, whole))
+
+
+def blocks_of(tiling: Tiling, held: torch.Tensor) -> torch.Tensor:
+    """The ranks' blocks, as views of what they hold."""
+    grid = tiling.grid
+    return each_rank(grid, lambda place, mine: tiling.block(grid.ranks[place[0]], mine), held)
+
+
+def held_blocks(tiling: Tiling, blocks: torch.Tensor) -> torch.Tensor:
+    """What the ranks hold, out of their blocks."""
+
+    def hold(place: Any, block: torch.Tensor) -> torch.Tensor:
+        if not tiling.natural:
+            return block.reshape(-1)
+        # A block without values may be empty along another dim.
+        return block.contiguous().view(tiling.block_shape(tiling.grid.ranks[place[0]]))
+
+    return each_rank(tiling.grid, hold, localize(tiling.grid, blocks))
+
+
+def natural_spec(tiling: Tiling) -> ChunkShardingSpec:
+    """The tensor cut along its first dim over all ranks of the group, in their order."""
+    device = torch.device(tiling.grid.device_type)
+    return ChunkShardingSpec(0, [RankDevice(rank, device) for rank in tiling.grid.ranks])
+
+
+def on_device(spec: ShardingSpec, device: torch.device) -> ShardingSpec:
+    if isinstance(spec, ChunkShardingSpec):
+        return ChunkShardingSpec(spec.dim, [RankDevice(p.rank, device) for p in spec.placements])
+    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
+    return EnumerableShardingSpec(
+        [
+            ShardMetadata(b.shard_offsets, b.shard_sizes, RankDevice(b.rank, device))
+            for b in spec.shards
+        ]
+    )

@@ -13,8 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from shardwise.core.chunks import lengths
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
+from shardwise.core.sizes import lengths
 from shardwise.core.world import World, current_world
 from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
 from shardwise.simulation.events import mark

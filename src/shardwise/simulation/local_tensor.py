@@ -24,20 +24,15 @@ from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.frames import Asker, asker
 from shardwise._torch.functions import neg_view
 from shardwise._torch.pytree import tree_flatten, tree_iter, tree_unflatten
-from shardwise.core.sources import source_digest
-from shardwise.core.symbols import unrecorded
+from shardwise.core.code_version import source_digest
+from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
 from shardwise.simulation.one_value import agreed_value, mismatch, same_values, spans
 from shardwise.simulation.rank_int import RankIntNode, rank_int, rank_values_of
 from shardwise.simulation.roster import Roster, grouped, join, make_roster
-from shardwise.simulation.stand_in import (
-    differing,
-    no_constants,
-    stand_in,
-    traced_stand_in,
-)
+from shardwise.simulation.stand_in import differing, no_constants, stand_in, traced_stand_in
 
 #: op -> function(op, args, kwargs), of ops that do not run part by part; most of them are filled
 #: in by simulation.collectives.
@@ -448,9 +443,7 @@ def _same_rows(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def _traced_node(part: torch.Tensor) -> type[RankIntNode]:
-    from shardwise.simulation.traced_rank_int import (
-        node_for,  # what compiles has loaded its imports
-    )
+    from shardwise.simulation.traced_rank_int import node_for
 
     return node_for(part)
 

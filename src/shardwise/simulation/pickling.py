@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.core.world import current_world
 from shardwise.errors import WorldError
 from shardwise.simulation.local_tensor import LocalTensor

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
 from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.simulation.ranks import localize, my_coordinate, one_for_all, one_tensor

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import surely_equal
+from shardwise.core.sizes import surely_equal
 from shardwise.core.world import World
 from shardwise.errors import RankMismatchError
 from shardwise.simulation.roster import Roster, grouped

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.grid import Coordinate, Grid
+from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.world import current_world
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 from shardwise.simulation.local_tensor import (

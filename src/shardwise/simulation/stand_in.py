@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from shardwise.core.chunks import surely_equal
+from shardwise.core.sizes import surely_equal
 from shardwise.errors import UnsupportedError
 
 

@@ -20,14 +20,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import partials_commute
 from shardwise.core.placements import REPLICATE, Placement, Shard
-from shardwise.rules.rule import Rule
+from shardwise.dispatch.rule import Rule
 from shardwise.simulation.world import simulate
 from shardwise.testing.op_sweep import alone as op_sweep_alone
 from shardwise.testing.op_sweep.cases import Cases
-from shardwise.testing.op_sweep.pick import lots_of
 from shardwise.testing.op_sweep.play import outcome_of
 from shardwise.testing.op_sweep.table import OpCall
-from shardwise.testing.op_sweep.ways import OperandLayouts
+from shardwise.testing.op_sweep.ways import OperandLayouts, lots_of
 from shardwise.testing.played import Played, grid_of_shape
 from shardwise.testing.sample import Sample, SampleAlone, rule_for
 

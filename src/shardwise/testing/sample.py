@@ -12,11 +12,11 @@ import torch
 
 from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise.core.placements import Placement
-from shardwise.rules.catalog import find_rule
-from shardwise.rules.infer import infer_outputs
-from shardwise.rules.positional import plain_op
-from shardwise.rules.row_sparse import SparseRows
-from shardwise.rules.rule import Call, Rule, TensorMeta
+from shardwise.dispatch.catalog import find_rule
+from shardwise.dispatch.infer import infer_outputs
+from shardwise.dispatch.rule import Call, Rule, TensorMeta
+from shardwise.dispatch.schema import plain_op
+from shardwise.ops.lookup.row_gradients import SparseRows
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
-from shardwise.dtensor.row_sparse import RowSparse
 from shardwise.dtensor.tensor import DTensor
+from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.simulation.ranks import each_rank, localize, one_for_all, split_row
 from shardwise.training.contract import Reduction
 

@@ -31,7 +31,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.training.mesh_axes import Axis, MeshAxes, distinct

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.c10d import root_mesh
-from shardwise.core.grid import Grid, grid_like, grid_of
+from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.errors import LayoutError
 
 #: One axis of one mesh: what a collective runs along.

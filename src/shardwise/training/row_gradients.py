@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from shardwise.comm import collectives
-from shardwise.core.grid import Grid
-from shardwise.dtensor import row_sparse
-from shardwise.dtensor.row_sparse import RowSparse, gather_rows
+from shardwise.core.mesh import Grid
 from shardwise.dtensor.tensor import DTensor
+from shardwise.ops.lookup import row_sparse
+from shardwise.ops.lookup.row_sparse import RowSparse, gather_rows
 from shardwise.simulation.parts import one_part, parts_of
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import Reduction

@@ -14,7 +14,7 @@ from torch import nn
 
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.grid import Grid
+from shardwise.core.mesh import Grid
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import parts_of

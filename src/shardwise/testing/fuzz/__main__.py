@@ -14,7 +14,7 @@ import torch
 
 from shardwise.testing.children import Lost, ask, serve_all
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.result import Result, as_json, failures, summary, told
+from shardwise.testing.fuzz.play import Result, as_json, failures, summary, told
 from shardwise.testing.fuzz.session import MOST_SHRUNK, Meshes, by_mesh, play_seeds, replay
 from shardwise.testing.op_sweep.__main__ import part_of_several
 

@@ -9,12 +9,45 @@ from collections.abc import Iterator, Sequence
 
 from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.play import ProgramOutcome, play
+from shardwise.testing.fuzz.play import ProgramOutcome, Result, play
 from shardwise.testing.fuzz.program import Program
-from shardwise.testing.fuzz.result import Result
-from shardwise.testing.fuzz.script import script
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.worlds import Sharded
+
+# A program as a script that runs on its own and prints what both worlds hold.
+
+_HEAD = """\
+import copy
+
+import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import Partial, Replicate, Shard
+from shardwise.testing.fuzz import OneDevice, Sharded
+"""
+
+
+def script(program: Program, outcome: ProgramOutcome) -> str:
+    """The text of the script, with what was found as a comment at its top."""
+    lines = [f"    {line}" for line in program.text.splitlines()]
+    shown = f"w.read({outcome.slot})" if outcome.slot else '"no error"'
+    return f"""\
+# {outcome.kind}: {outcome.note}
+{_HEAD}
+
+def program(w):
+    torch.manual_seed({program.seed})
+{chr(10).join(lines)}
+    return {shown}
+
+
+print("one device:", program(OneDevice()))
+with shardwise.simulate({math.prod(program.mesh)}):
+    print("sharded:   ", program(Sharded({program.mesh})))
+"""
+
 
 #: Programs of one world; a fresh one keeps its caches from growing.
 OF_ONE_WORLD = 100

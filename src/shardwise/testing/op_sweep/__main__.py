@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 
 from shardwise.testing.op_sweep import report
+from shardwise.testing.op_sweep.compare import KINDS, OpResult
 from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.play import play_operator
-from shardwise.testing.op_sweep.result import KINDS, OpResult
+from shardwise.testing.op_sweep.report import names_of, sweep
 from shardwise.testing.op_sweep.table import full_name, operators
-from shardwise.testing.op_sweep.workers import names_of, sweep
 
 
 def main(argv: list[str] | None = None) -> int:

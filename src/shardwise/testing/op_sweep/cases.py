@@ -25,18 +25,17 @@ from shardwise.testing.op_sweep.alone import (
     placed,
 )
 from shardwise.testing.op_sweep.compare import Different, compare, gathered
-from shardwise.testing.op_sweep.doors import Reading, reading
-from shardwise.testing.op_sweep.lay_out import laid_out
-from shardwise.testing.op_sweep.pick import lots_of
-from shardwise.testing.op_sweep.table import OpCall, full_name, tensors_of
-from shardwise.testing.op_sweep.ways import OperandLayouts
-from shardwise.testing.op_sweep.writes import (
+from shardwise.testing.op_sweep.doors import (
+    Reading,
     Written,
     drawn_write,
     is_overwritten,
+    reading,
     repeats_memory,
     written,
 )
+from shardwise.testing.op_sweep.table import OpCall, full_name, tensors_of
+from shardwise.testing.op_sweep.ways import OperandLayouts, laid_out, lots_of
 
 
 class Cases:

@@ -22,12 +22,10 @@ from shardwise._torch.dynamo import reset
 from shardwise._torch.pytree import tree_map
 from shardwise.testing.op_sweep.alone import Alone, copied, gradients, placed
 from shardwise.testing.op_sweep.cases import Cases
-from shardwise.testing.op_sweep.compare import compare
-from shardwise.testing.op_sweep.pick import middles
+from shardwise.testing.op_sweep.compare import OpResult, brief, compare
 from shardwise.testing.op_sweep.play import each_way, outcome_of
-from shardwise.testing.op_sweep.result import OpResult, brief
 from shardwise.testing.op_sweep.table import full_name, own_seed, samples
-from shardwise.testing.op_sweep.ways import OperandLayouts, ways
+from shardwise.testing.op_sweep.ways import OperandLayouts, middles, ways
 
 #: What the compiler may have refused, the op itself or what this package made of it.
 _FAILED = ("error", "raises")

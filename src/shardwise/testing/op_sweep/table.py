@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from shardwise._torch.pytree import tree_leaves
-from shardwise.testing.op_sweep.pick import Pick, evenly
+from shardwise.testing.op_sweep.ways import Pick, evenly
 
 _TABLE = "torch.testing._internal.common_methods_invocations"
 #: Ops that run on CUDA alone.

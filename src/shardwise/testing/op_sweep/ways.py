@@ -3,13 +3,92 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import random
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.placements import REPLICATE, SUM, Placement, Shard, short
-from shardwise.testing.op_sweep.pick import Pick, by_lot, evenly
+from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard, short
+from shardwise.dtensor.create import distribute_tensor
+from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.ranks import each_rank
+from shardwise.testing.played import scattered
+
+# Tensors in any placements, Partial ones included.
+
+#: What each coordinate of an axis holds of a Partial tensor, in multiples of it. Any two neighbours
+#: add up without rounding, and no function that is not linear gives the same sum.
+_SHARES = {2: (2, -1), 4: (-1, 2, 1, -1)}
+
+
+def laid_out(
+    tensor: torch.Tensor,
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    order: tuple[int, ...] | None = None,
+) -> DTensor:
+    """The tensor in these placements, Partial ones included, with its axes in any order."""
+    whole = tensor.detach().clone().resolve_conj().resolve_neg()
+    reduced = [REPLICATE if isinstance(p, Partial) else p for p in placements]
+    sharded = distribute_tensor(whole, mesh, reduced, src_data_rank=None)
+    if order is not None:
+        layout = sharded._layout.with_placements(sharded.placements, order)
+        # Cut here, not moved: a move may itself be wrong.
+        blocks = scattered(whole, layout)
+        local = each_rank(layout.grid, lambda _, part: part.clone(), blocks, axes=())
+        sharded = DTensor._wrap(local, layout)
+    partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
+    if not partial:
+        return sharded
+    if not all(placements[axis].is_partial("sum") for axis in partial):
+        layout = sharded._layout.with_placements(tuple(placements))
+        return DTensor._wrap(scattered(whole, layout), layout)
+
+    def term(coordinate: Any, part: torch.Tensor) -> torch.Tensor:
+        shares = [_SHARES[mesh.shape[axis]][coordinate[axis]] for axis in partial]
+        factor = torch.tensor(shares, dtype=part.real.dtype).prod()
+        first = all(coordinate[axis] == 0 for axis in partial)
+        return torch.where(part.isfinite(), part * factor, part if first else 0)
+
+    layout = sharded._layout
+    local = each_rank(layout.grid, term, sharded._local)
+    return DTensor._wrap(local, layout.with_placements(tuple(placements), layout.order))
+
+
+# Some of a list, spread over all of it.
+
+T = TypeVar("T")
+Pick = Callable[[Sequence[T], int], list[T]]
+
+
+def evenly(every: Sequence[T], limit: int) -> list[T]:
+    """At most `limit`, the first among them."""
+    if len(every) <= limit:
+        return list(every)
+    return [every[i * len(every) // limit] for i in range(limit)]
+
+
+def middles(every: Sequence[T], limit: int) -> list[T]:
+    """At most `limit`, from the middle of each stretch: what comes first is often trivial."""
+    if len(every) <= limit:
+        return list(every)
+    return [every[(2 * i + 1) * len(every) // (2 * limit)] for i in range(limit)]
+
+
+def by_lot(every: Sequence[T], limit: int, key: str) -> list[T]:
+    """At most `limit`, drawn by lot; the same key draws the same, in every process."""
+    return list(every) if limit >= len(every) else lots_of(key).sample(every, limit)
+
+
+def lots_of(key: str) -> random.Random:
+    return random.Random(zlib.crc32(key.encode()))
+
+
+# MERGED
 
 RANKS = 4
 ONE_AXIS, TWO_AXES, THREE_AXES = (4,), (2, 2), (2, 2, 2)

@@ -17,7 +17,7 @@ from shardwise.parallel import data_parallel, parallelize_module, shard_paramete
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS
 from shardwise.testing.steps.case import Door, StepCase
-from shardwise.testing.steps.kinds import KINDS, Kind
+from shardwise.testing.steps.models import KINDS, Kind
 
 
 def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:

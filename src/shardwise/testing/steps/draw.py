@@ -7,9 +7,8 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.case import Door, StepCase
-from shardwise.testing.steps.kinds import KINDS, Kind
-from shardwise.testing.steps.options import OPTIONS, agree
+from shardwise.testing.steps.case import OPTIONS, Door, StepCase, agree
+from shardwise.testing.steps.models import KINDS, Kind
 
 TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 

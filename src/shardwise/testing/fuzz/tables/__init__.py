@@ -7,16 +7,10 @@ serves it.
 from __future__ import annotations
 
 from shardwise.testing.fuzz.hand import Row
-from shardwise.testing.fuzz.tables.autocast import AUTOCAST
-from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
-from shardwise.testing.fuzz.tables.doors import DOORS
-from shardwise.testing.fuzz.tables.draws import DRAWS
-from shardwise.testing.fuzz.tables.indexing import INDEXING
-from shardwise.testing.fuzz.tables.layers import LAYERS
-from shardwise.testing.fuzz.tables.pointwise import POINTWISE
-from shardwise.testing.fuzz.tables.products import PRODUCTS
-from shardwise.testing.fuzz.tables.reductions import ORDERINGS, REDUCTIONS
-from shardwise.testing.fuzz.tables.views import JOINS, VIEWS
+from shardwise.testing.fuzz.tables.autograd import AUTOGRAD, DOORS
+from shardwise.testing.fuzz.tables.math import ORDERINGS, POINTWISE, PRODUCTS, REDUCTIONS
+from shardwise.testing.fuzz.tables.nn import AUTOCAST, DRAWS, LAYERS
+from shardwise.testing.fuzz.tables.shape import INDEXING, JOINS, VIEWS
 from shardwise.testing.fuzz.tables.writes import WRITES
 
 #: Each family with its share of the steps.

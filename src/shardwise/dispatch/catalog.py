@@ -1,0 +1,248 @@
+"""How an op finds its rule, and what its schema says about it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise._torch.schema import OpOverload, OpOverloadPacket
+from shardwise.core.layout import Layout
+from shardwise.core.placements import Placement
+from shardwise.dispatch import notation
+from shardwise.dispatch.notation import Group
+from shardwise.dispatch.rule import Call, Choice, Rule, Table, TensorMeta
+from shardwise.dispatch.schema import functional_twin, view_twin
+from shardwise.errors import ArgumentError, LayoutError
+
+#: The rules of all families in `ops`; `ops.catalog` fills it.
+CATALOG: Table = {}
+
+#: Asked in turn about an op that no table names, such as one that torch tags as elementwise.
+DEFAULT_RULES: list[Callable[[Any], Rule | None]] = []
+
+#: Rules that a program added (rules.register); they come before those of the catalog.
+REGISTERED: Table = {}
+
+#: Emptied when a rule is added: what was planned without it may be planned otherwise now.
+rule_caches: list[Callable[[], None]] = []
+
+
+@functools.lru_cache(maxsize=4096)
+def find_rule(op: Any) -> Rule | None:
+    """The rule of an op; one that writes in place or copies a view has that of its twin."""
+    rule = REGISTERED.get(op) or CATALOG.get(op)
+    if rule is not None or not isinstance(op, OpOverload):
+        return rule
+    twin = functional_twin(op) or view_twin(op)
+    if twin is not None:
+        return find_rule(twin)
+    return next((rule for default in DEFAULT_RULES if (rule := default(op))), None)
+
+
+rule_caches.append(find_rule.cache_clear)
+
+
+@functools.lru_cache(maxsize=4096)
+def written_twin(op: Any) -> OpOverload | None:
+    """The functional twin of an op that writes to its first argument alone, and returns it."""
+    if not isinstance(op, OpOverload) or written_inputs(op) != (0,):
+        return None
+    if torch.Tag.nondeterministic_seeded in op.tags:
+        return None  # the twin would draw other numbers
+    twin = functional_twin(op)
+    # `copy_` is what writes back; the others do not read what they write to. A table is never
+    # gathered, not even to scale its rows down.
+    aten = torch.ops.aten
+    if twin is None or twin in (
+        aten.copy.default,
+        aten.set.default,
+        aten.embedding_renorm.default,
+    ):
+        return None
+    return twin if len(op._schema.returns) == 1 and not changes_shape(op) else None
+
+
+def copies_view(op: Any) -> bool:
+    """Whether the op returns a copy of a view."""
+    return isinstance(op, OpOverload) and view_twin(op) is not None
+
+
+def written_inputs(op: Any) -> tuple[int, ...]:
+    """The positions of the arguments that the op writes to."""
+    if not isinstance(op, OpOverload):
+        return ()
+    return tuple(
+        position
+        for position, arg in enumerate(op._schema.arguments)
+        if arg.alias_info is not None and arg.alias_info.is_write
+    )
+
+
+def changes_shape(op: Any) -> bool:
+    """Whether the op turns its argument into a view of itself."""
+    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
+
+
+def has_unknown_shape(op: OpOverload, args: Sequence[Any]) -> bool:
+    """Whether the values of the operands decide the shape of the result.
+
+    `args` has layouts in place of tensors.
+    """
+    if op is torch.ops.aten._unique.default:
+        return True  # torch before 2.13 does not tag it
+    if torch.Tag.dynamic_output_shape not in op.tags:
+        return False
+    if op is torch.ops.aten.index.Tensor:  # a mask; with numbers, the shape is that of the index
+        return any(i is not None and i.dtype in (torch.bool, torch.uint8) for i in args[1])
+    return True
+
+
+def is_view(op: Any) -> bool:
+    """Whether the op returns an alias of an argument that it does not write to."""
+    return isinstance(op, OpOverload) and any(
+        r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns
+    )
+
+
+# Rules that a program adds for its own ops, or in place of those that are there.
+
+Choices = Callable[[Call], Iterable[Choice]]
+
+
+def register_rule(
+    op: Any,
+    rule: str | Choices,
+    *,
+    linear: Sequence[Group] = (),
+    added: Group = (),
+    reduce_op: str | None = "sum",
+    replace: bool = False,
+    **bound: str,
+) -> None:
+    """Give `op` a rule: a line of the notation, or a function from a `Call` to its `Choice`s.
+
+    `linear`, `added`, `reduce_op` and letters bound to arguments belong to the notation; see
+    `shardwise.dispatch.notation`. Plans that were made before are forgotten. A rule is a matter of
+    each process: register it on every rank, before the op is used. `testing.check_rule` plays it
+    against the op on one device.
+    """
+    found = overload(op)
+    if not replace and (found in CATALOG or found in REGISTERED):
+        raise LayoutError(
+            f"{found} has a rule already. Give replace=True to put this one in its place."
+        )
+    if isinstance(rule, str):
+        try:
+            _, made = notation.rule(
+                found, like=rule, linear=linear, added=added, reduce_op=reduce_op, **bound
+            )
+        except ValueError as error:
+            raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
+        _check_names(found, bound)
+    elif callable(rule):
+        made = Rule(rule, getattr(rule, "__name__", "a function"), by_value=True)
+    else:
+        raise ArgumentError(
+            f"The rule of {found} is a line of the notation or a function, found {rule!r}."
+        )
+    _add(found, made)
+
+
+def _add(op: Any, rule: Rule) -> None:
+    REGISTERED[op] = rule
+    for forget in rule_caches:
+        forget()
+
+
+def _check_names(op: Any, bound: dict[str, str]) -> None:
+    names = [a.name for a in op._schema.arguments]
+    for letter, name in bound.items():
+        if name not in names:
+            raise LayoutError(
+                f"{letter}={name!r} names no argument of {op}, which takes {', '.join(names)}."
+            )
+
+
+def overload(op: Any) -> OpOverload:
+    """The overload that `op` stands for: itself, the one of its packet, or of a custom op."""
+    op = getattr(op, "_opoverload", op)  # what torch.library.custom_op returns
+    if isinstance(op, OpOverloadPacket):
+        if len(op.overloads()) != 1:
+            raise ArgumentError(
+                f"{op} has the overloads {', '.join(op.overloads())}: name one, as in "
+                f"{op}.{op.overloads()[0]}."
+            )
+        op = getattr(op, op.overloads()[0])
+    if not isinstance(op, OpOverload):
+        raise ArgumentError(
+            f"A rule belongs to an op such as torch.ops.aten.mm.default, found {op!r}. Make one of "
+            "a Python function with torch.library.custom_op."
+        )
+    return op
+
+
+# -- the form that torch has -----------------------------------------------------------------
+
+Shardings = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]
+
+
+def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[..., Shardings]]:
+    """Decorates a function that lists the acceptable shardings of `op`, or of each op of a list.
+
+    The function takes the op's arguments, with the global shape (`shape`, `ndim`, `stride`,
+    `dtype`) in place of each tensor, and returns pairs: the placements of the outputs, then those
+    of the arguments, None where an argument is no tensor. Each is for one mesh axis. An op that has
+    a rule gets this one instead.
+    """
+    ops = [overload(o) for o in (op if isinstance(op, (list, tuple)) else [op])]
+
+    def register(shardings: Callable[..., Shardings]) -> Callable[..., Shardings]:
+        def choices(call: Call) -> Iterator[Choice]:
+            args = [_described(arg) for arg in call.args]
+            kwargs = {name: _described(value) for name, value in call.kwargs.items()}
+            for outputs, inputs in shardings(*args, **kwargs):
+                yield _checked(call, outputs, inputs)
+
+        for each in ops:
+            _add(each, Rule(choices, shardings.__name__, by_value=True))
+        return shardings
+
+    return register
+
+
+def _described(arg: Any) -> Any:
+    if isinstance(arg, Layout):
+        return TensorMeta(arg.shape, arg.stride, arg.dtype)
+    if isinstance(arg, torch.Tensor):
+        return TensorMeta(tuple(arg.shape), tuple(arg.stride()), arg.dtype)
+    if isinstance(arg, (list, tuple)):
+        return [_described(a) for a in arg]
+    return arg
+
+
+def _checked(
+    call: Call, outputs: Sequence[Placement | None], inputs: Sequence[Placement | None]
+) -> Choice:
+    given_outputs = tuple(p for p in _flat(outputs) if p is not None)
+    given_inputs = tuple(p for p in _flat(inputs) if p is not None)
+    for what, given, metas in (
+        ("outputs", given_outputs, call.outputs),
+        ("tensor arguments", given_inputs, call.inputs),
+    ):
+        if len(given) != len(metas):
+            raise LayoutError(
+                f"A sharding of {call.op} gives {len(given)} placements for {len(metas)} {what}: "
+                f"found {list(outputs)!r}, {list(inputs)!r}."
+            )
+    return Choice(given_inputs, given_outputs)
+
+
+def _flat(placements: Any) -> Iterator[Any]:
+    if isinstance(placements, (list, tuple)):
+        for each in placements:
+            yield from _flat(each)
+    else:
+        yield placements

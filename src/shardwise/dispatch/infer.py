@@ -1,0 +1,357 @@
+"""The global shape, stride and dtype of an op's outputs: the op itself, run without data.
+
+Note [Kernels are asked]
+What torch's shape functions refuse, its kernels may refuse with another type of error, and kernels
+refuse what shape functions accept. Where that matters, the kernel itself is asked, with small
+tensors that all ranks make alike: `as_on_one_device`, `check_target_dtypes`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import outside_modes
+from shardwise._torch.pytree import tree_leaves, tree_map, tree_map_only
+from shardwise._torch.schema import (
+    OpOverload,
+    has_python_meta,
+    is_contiguous_or_false,
+    suggest_memory_format,
+)
+from shardwise._torch.symint import detect_fake_mode
+from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.sizes import noted
+from shardwise.dispatch.rule import Rule, TensorMeta
+from shardwise.errors import ShardwiseError, UnsupportedError
+
+
+def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
+    """With given statistics none are returned, whatever torch's shape function says."""
+    if rest[4]:
+        return torch.ops.aten.native_batch_norm.default(x, *rest)
+    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
+
+
+def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    return torch.empty(first.shape, dtype=first.dtype, device=first.device)
+
+
+def _new_normal(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Dense, however a deviation for each element lies in memory."""
+    made = op(*args, **kwargs)
+    return torch.empty(made.shape, dtype=made.dtype, device=made.device)
+
+
+def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """Channels stand last where those of an operand do; torch's shape function knows no kernels."""
+    made = torch.ops.aten.convolution.default(x, weight, *rest)
+    for channels_last in (torch.channels_last, torch.channels_last_3d):
+        if channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
+            return torch.empty_like(made, memory_format=channels_last)
+    return made
+
+
+def _power(x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    """Of bools a bool, whatever torch's shape function says."""
+    if x.dtype is torch.bool and type(exponent) is bool:
+        return torch.empty_like(x)
+    return torch.ops.aten.pow.Tensor_Scalar(x, exponent)
+
+
+def _power_(x: torch.Tensor, exponent: Any) -> torch.Tensor:
+    if x.dtype is torch.bool and type(exponent) is bool:
+        return x
+    return torch.ops.aten.pow_.Scalar(x, exponent)
+
+
+def _vector_norm(
+    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
+) -> torch.Tensor:
+    """Dims from the front: torch 2.11's shape function keeps one of size 1 counted from behind."""
+    if dim is not None:
+        dims = [dim] if isinstance(dim, int) else dim
+        dim = [d + x.ndim if -x.ndim <= d < 0 else d for d in dims]
+    return torch.ops.aten.linalg_vector_norm.default(x, ord, dim, keepdim, **kwargs)
+
+
+#: Ops whose shape function torch does not have, or does not have right.
+_SHAPES: dict[Any, Any] = {
+    torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
+    torch.ops.aten.native_batch_norm.default: _batch_norm,
+    torch.ops.aten.convolution.default: _convolution,
+    **{
+        op: functools.partial(_new_normal, op)
+        for op in (torch.ops.aten.normal.float_Tensor, torch.ops.aten.normal.Tensor_Tensor)
+    },
+    torch.ops.aten.linalg_vector_norm.default: _vector_norm,
+    torch.ops.aten.binomial.default: _like_first,
+    torch.ops.aten._sample_dirichlet.default: _like_first,
+    torch.ops.aten._standard_gamma.default: _like_first,
+    torch.ops.aten._standard_gamma_grad.default: _like_first,
+    torch.ops.aten._dirichlet_grad.default: _like_first,
+    torch.ops.aten.pow.Tensor_Scalar: _power,
+    torch.ops.aten.pow_.Scalar: _power_,
+}
+
+#: Ops whose results are views of the operand, of which torch's autograd and their schemas know
+#: nothing.
+UNSAFE_VIEWS = frozenset(
+    {
+        torch.ops.aten._unsafe_view.default,
+        torch.ops.aten.unsafe_split.Tensor,
+        torch.ops.aten.unsafe_split_with_sizes.default,
+    }
+)
+
+_TENSORS = ("Tensor", "List[Tensor]", "Optional[Tensor]")
+
+
+def infer_outputs(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, symbolic: bool
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    """The outputs' metas, and the op's result with a meta in place of each tensor.
+
+    Tensors in `args` are given by their layouts.
+    """
+    schema = getattr(op, "_schema", None)
+    if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
+        return (), None  # a number: only the data can tell it
+    if not symbolic:
+        meta = _elementwise(op, args, kwargs)
+        if meta is not None:
+            return (meta,), meta
+    with _without_data(symbolic):
+        result = _call_hollow(op, args, kwargs)
+        dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
+        if _makes_anew(op):
+            dense |= {id(t) for t in tree_leaves(result) if _is_expanded(t)}
+    metas: list[TensorMeta] = []
+    shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
+    return tuple(metas), shape
+
+
+def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorMeta | None:
+    """The result of a pointwise op on contiguous tensors; None where torch has to be asked.
+
+    Torch's shape functions for these ops are written in Python, and the first call of one imports
+    the compiler, which takes longer than everything else that a first call does.
+    """
+    if not _asks_python(op) or any(isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()):
+        return None
+    if any(isinstance(a, (torch.Tensor, list, tuple)) for a in args):
+        return None
+    tensors = [a for a in args if isinstance(a, Layout)]
+    if any(t.stride != contiguous_stride(t.shape) for t in tensors):
+        return None
+    try:
+        shape = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
+        if any(t.shape != shape for t in tensors):
+            # Strides of dims of size one would depend on how each operand is broadcast.
+            if any(size < 2 for size in shape):
+                return None
+            if op._schema.is_mutable and tensors[0].shape != shape:
+                return None
+        # The dtype is that of the op itself on no values, or on one where a tensor has no dims.
+        few = [_few_values(a) if isinstance(a, Layout) else a for a in args]
+        with _without_data(symbolic=False):
+            dtype = op(*few, **kwargs).dtype
+    except Exception:
+        return None  # torch's shape function says what is wrong
+    return TensorMeta(shape, contiguous_stride(shape), dtype)
+
+
+def _asks_python(op: Any) -> bool:
+    """Whether it is pointwise, with a shape function in Python that we know nothing better than."""
+    return (
+        isinstance(op, OpOverload)
+        and torch.Tag.pointwise in op.tags
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and has_python_meta(op)
+        and op not in _SHAPES
+        and len(op._schema.returns) == 1
+        and not op.is_view
+    )
+
+
+def _few_values(layout: Layout) -> torch.Tensor:
+    return torch.ones((0,) if layout.shape else (), dtype=layout.dtype)
+
+
+def _makes_anew(op: Any) -> bool:
+    """Whether each entry of a result is one of its own, whatever torch's shape function says.
+
+    In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
+    """
+    if not isinstance(op, OpOverload) or op in UNSAFE_VIEWS:
+        return False
+    aliased = any(x.alias_info for x in (*op._schema.returns, *op._schema.arguments))
+    return not aliased and not op._schema.name.endswith("_strided")
+
+
+def _is_expanded(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and any(type(s) is int and s == 0 for s in x.stride())
+
+
+def outputs_of(
+    rule: Rule,
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    inputs: Sequence[TensorMeta],
+    *,
+    symbolic: bool,
+) -> tuple[tuple[TensorMeta, ...], Any]:
+    """As `infer_outputs`, for an op whose rule may know more than torch does."""
+    if rule.shaped_like is None:
+        return infer_outputs(op, args, kwargs, symbolic=symbolic)
+    model = inputs[rule.shaped_like]
+    meta = TensorMeta(model.shape, contiguous_stride(model.shape), model.dtype)
+    return (meta,), meta
+
+
+def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`fn` on tensors without data in place of layouts and tensors."""
+    hollow_args, hollow_kwargs = hollowed(args, kwargs)
+    try:
+        return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
+    except Exception as error:
+        found = as_on_one_device(fn, hollow_args, hollow_kwargs, error)
+        if found is error and isinstance(error, AssertionError):
+            found = RuntimeError(str(error))  # no kernel raises what shape functions assert
+        if found is error:
+            raise
+        raise found from error
+
+
+class ResizedError(UnsupportedError):
+    """One device would make a tensor that is written to larger."""
+
+
+#: With more entries than this in all its tensors, a kernel is not asked.
+_SMALL = 2**16
+
+
+def as_on_one_device(
+    fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
+) -> Exception:
+    """What the kernel raises for tensors like these, where it is of another type than `error`."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if (
+        isinstance(error, (NotImplementedError, ShardwiseError))
+        or any(not isinstance(t.numel(), int) for t in tensors)
+        or sum(t.numel() for t in tensors) > _SMALL
+        or kwargs.get("device")
+    ):
+        return error
+    with _without_data(symbolic=False):
+        small = {id(t): torch.zeros(t.shape, dtype=t.dtype) for t in tensors}
+        args, kwargs = tree_map(lambda leaf: small.get(id(leaf), leaf), (list(args), dict(kwargs)))
+        found = _raised(fn, args, kwargs)
+    for tensor in tensors:
+        shape = tuple(small[id(tensor)].shape)
+        if shape != tensor.shape:
+            return ResizedError(
+                f"{fn} gives a tensor of shape {tuple(tensor.shape)} that it writes to the shape "
+                f"{shape} on one device, and a DTensor cannot be resized. Make one of that shape, "
+                "or call the op that returns a new tensor."
+            )
+    return error if found is None or isinstance(found, type(error)) else found
+
+
+def check_target_dtypes(
+    op: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    names: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+) -> None:
+    """Raise what the kernel raises for the dtypes of the tensors that `op` is to write to.
+
+    `names` are the keywords that hold them, `dtypes` those of the results. What the kernel raises
+    for tensors of these dtypes too, since small tensors do not suit it, says nothing.
+    """
+    leaves = tree_leaves((args, kwargs))
+    if any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves):
+        return
+    rest = {name: value for name, value in kwargs.items() if name not in names}
+    args, rest = tree_map_only(torch.Tensor, _small, (list(args), rest))
+    given = {name: kwargs[name] for name in names}
+
+    def raised(wanted: Iterator[torch.dtype] | None) -> Exception | None:
+        def target(t: torch.Tensor) -> torch.Tensor:
+            return torch.empty(0, dtype=next(wanted) if wanted else t.dtype, device=t.device)
+
+        return _raised(op, args, {**rest, **tree_map_only(torch.Tensor, target, given)})
+
+    with _without_data(symbolic=False):
+        found = raised(None)
+        if found is not None and str(found) != str(raised(iter(dtypes))):
+            raise found
+
+
+def _small(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like it, with sizes that cost nothing and values that most kernels take."""
+    sizes = [size if type(size) is int and size < 8 else 8 for size in tensor.shape]
+    make = torch.ones if tensor.is_floating_point() else torch.zeros
+    return make(sizes, dtype=tensor.dtype, device=tensor.device)
+
+
+def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
+    """What a call raises; no draw of it counts."""
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            fn(*args, **kwargs)
+        except Exception as error:
+            return error
+    return None
+
+
+def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Arguments with tensors without data in place of layouts and tensors."""
+    kwargs = dict(kwargs)
+    if kwargs.get("device") is not None:
+        kwargs["device"] = torch.device("meta")  # a real one would ask for memory
+    return tree_map(_hollow, list(args)), tree_map(_hollow, kwargs)
+
+
+def _hollow(leaf: Any) -> Any:
+    if isinstance(leaf, Layout):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Tensor):
+        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
+    if isinstance(leaf, torch.Generator):
+        return None  # some shape functions take none, and no shape depends on it
+    return leaf
+
+
+def _is_dense(leaf: Any) -> bool:
+    """Whether it surely is: a size that values decide cannot be asked whether it is 0 or 1."""
+    return isinstance(leaf, torch.Tensor) and is_contiguous_or_false(leaf)
+
+
+def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
+    """With `multiply`, strides are made of sizes here, under the eyes of the tracer.
+
+    It cannot make out a square of a size that it did not see being multiplied.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = tuple(noted(leaf.shape))
+    stride = contiguous_stride(shape) if multiply else tuple(noted(leaf.stride()))
+    metas.append(TensorMeta(shape, stride, leaf.dtype))
+    return metas[-1]
+
+
+@contextlib.contextmanager
+def _without_data(symbolic: bool) -> Any:
+    """Outside all modes, so that nothing is counted or traced; symbolic sizes need a fake mode."""
+    fake = detect_fake_mode() if symbolic else None
+    with outside_modes(), torch.no_grad(), fake or contextlib.nullcontext():
+        yield

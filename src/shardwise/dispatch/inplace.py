@@ -1,0 +1,168 @@
+"""Writes to tensors that are Partial.
+
+A write must leave the tensor where it lies. An op that is linear in it works on the terms; any
+other works on the reduced value, which then becomes the one term that is not zero. Either way the
+tensor keeps knowing its reduction: clipping gradients and then stepping reduces them once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise._torch.schema import OpOverload
+from shardwise.core.layout import Layout
+from shardwise.dispatch.catalog import written_inputs
+from shardwise.dispatch.plan import check_written_once, make_entry, mover, tensor_paths
+from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.wrapped import Wrapped, is_partial, recall, reduced_layout, remember
+from shardwise.errors import UnsupportedError
+from shardwise.redistribute.execute import prepare
+from shardwise.redistribute.search import find_steps
+
+aten = torch.ops.aten
+
+
+def entry_of_call(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
+) -> Entry:
+    """`make_entry`, with writes to Partial tensors."""
+    written = written_inputs(op)
+    target = args[written[0]] if len(written) == 1 and written[0] < len(args) else None
+    if not isinstance(target, Layout) or not is_partial(target):
+        return make_entry(op, args, kwargs, wish)
+    try:
+        entry = make_entry(op, args, kwargs, wish)
+    except UnsupportedError:
+        if target.snapshot:  # a write to a copy is lost, however it is done
+            raise
+        return _through_reduction(op, args, kwargs, written[0])
+    # What is drawn into the terms is not drawn again into the reduction, which is forgotten.
+    draws = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
+    if not kwargs and not draws and entry.finish is not None:
+        entry.finish = _reduction_follows(op, written[0])
+    return entry
+
+
+def _reduction_follows(op: Any, position: int) -> Callable[..., Any]:
+    """The op has written to the terms; it does the same to the reduction that is remembered."""
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        tensor = args[position]
+        tensor._layout.grid.num_writes += 1
+        known = recall(tensor)
+        if known is not None:
+            reduced = wrap(known[0].clone(), known[1])
+            op(*args[:position], reduced, *args[position + 1 :])
+            remember(tensor, reduced._local, known[1], writing=True)
+        return tensor
+
+    return finish
+
+
+def _through_reduction(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], position: int
+) -> Entry:
+    terms: Layout = args[position]
+    check_written_once(op, terms)
+    whole = reduced_layout(terms)
+    inner = make_entry(op, [*args[:position], whole, *args[position + 1 :]], kwargs)
+    paths = list(tensor_paths(args))
+    number = paths.index((position,))
+    steps = list(inner.plan.steps or ((),) * len(paths))
+    steps[number] = find_steps(terms, whole)
+    plan = replace(inner.plan, steps=tuple(steps), outputs=(terms,))
+    move, back = mover(paths, plan), prepare(find_steps(whole, terms))
+    entry = Entry(plan)
+
+    def reduce_and_copy(operands: list[Any], tensors: Sequence[Any]) -> None:
+        move(operands, tensors)
+        operands[position] = operands[position].clone()
+
+    def finish(result: torch.Tensor, tensors: Sequence[Any], wrap: Any) -> Any:
+        tensor = tensors[position]
+        tensor._layout.grid.num_writes += 1
+        _distinct(tensor._local, terms).copy_(_distinct(back(result), terms))
+        remember(tensor, result, whole, writing=True)
+        return tensor
+
+    entry.move, entry.call, entry.finish = reduce_and_copy, inner.call, finish
+    return entry
+
+
+def _distinct(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The entries of `local` without those that an expanded dim repeats: one write for each."""
+    for dim in layout.expanded:
+        local = aten.slice.Tensor(local, dim, 0, 1)
+    return local
+
+
+# Writes to a tensor that read the same memory in another order: refused, as on one device.
+#
+# Torch's kernels compare memory, and find nothing where an operand has moved: what arrives is a
+# copy. So a call that writes and moves compares the tensors themselves.
+
+
+def watch_overlaps(op: Any, entry: Entry) -> None:
+    """Let a planned call that writes and moves refuse operands that overlap what it writes to."""
+    if entry.move is not None and compares_memory(op):
+        entry.move = _checked_first(op, entry.move)
+
+
+def compares_memory(op: Any) -> bool:
+    """Whether one device refuses this op operands that overlap the tensor it writes to."""
+    if not isinstance(op, OpOverload) or list(written_inputs(op)) != [0]:
+        return False
+    return op is aten.copy_.default or torch.Tag.pointwise in op.tags
+
+
+def check_overlaps(op: Any, args: Sequence[Any]) -> None:
+    """Raise where an operand is part of the first one's memory, or all of it in another order.
+
+    Two parts of one tensor are not compared: where they begin is not known.
+    """
+    target = args[0]
+    for other in args[1:]:
+        if isinstance(other, Wrapped) and other is not target and _overlap(target, other):
+            raise UnsupportedError(
+                f"{op} would write to memory that it reads in another order: both operands are "
+                f"views of one tensor, {target._layout!r} and {other._layout!r}. Clone one first."
+            )
+
+
+def _checked_first(
+    op: Any, move: Callable[[list[Any], Sequence[Any]], None]
+) -> Callable[[list[Any], Sequence[Any]], None]:
+    def moved(operands: list[Any], args: Sequence[Any]) -> None:
+        check_overlaps(op, args)
+        move(operands, args)
+
+    return moved
+
+
+def _overlap(one: Any, other: Any) -> bool:
+    whole = one if one._base is None else one._base
+    if whole is not (other if other._base is None else other._base):
+        return False
+    if one._layout.symbolic or other._layout.symbolic or whole._layout.symbolic:
+        return False
+    if not (one.numel() and other.numel() and _is_dense(one) and _is_dense(other)):
+        return False
+    num = whole.numel() if _is_dense(whole) else -1
+    if one.numel() != num and other.numel() != num:
+        return False
+    return one.numel() != other.numel() or one.stride() != other.stride()
+
+
+def _is_dense(x: Any) -> bool:
+    """Whether the entries fill their memory, in whatever order of dims."""
+    expected = 1
+    places = zip(x.stride(), x.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in places if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True

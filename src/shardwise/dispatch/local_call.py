@@ -1,0 +1,303 @@
+"""What a plan runs on the local operands: the op or the choice's function, mapped where need be."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import TorchDispatchMode, outside_modes
+from shardwise._torch.schema import BINDINGS, OpOverload, is_composite
+from shardwise.comm.watch import because, watch
+from shardwise.core.autocast import is_cast_before, without_autocast
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
+from shardwise.dispatch.catalog import copies_view
+from shardwise.dispatch.infer import hollowed
+from shardwise.dispatch.propagate import CallPlan
+from shardwise.dispatch.refused import refused_alike
+from shardwise.dispatch.rule import TensorMeta
+from shardwise.dispatch.schema import Positional, in_order
+from shardwise.dispatch.strict import forbid_sent
+from shardwise.redistribute.execute import in_memory_order
+from shardwise.simulation.parts import parts_of
+from shardwise.simulation.ranks import each_rank, rank_call
+
+aten = torch.ops.aten
+
+
+#: Ops whose kernels lay their results out otherwise than torch says without running them. Those of
+#: others are found out when a call runs for the first time.
+_LAID_OTHERWISE = frozenset(
+    {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
+)
+
+
+def local_call(
+    op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """What runs on the local operands; its results lie in memory as the layouts say."""
+    call = _local_call(op, plan, binding)
+    if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
+        call = without_autocast(call)
+    call = refused_alike(op, plan.inputs, call)
+    if op in _LAID_OTHERWISE:
+        return relaid(call, plan.outputs)
+    # What runs in place of an op that copies a view may be a view.
+    return apart(call) if plan.local is not None and copies_view(op) else call
+
+
+def lies_otherwise(result: Any, outputs: Sequence[Layout]) -> bool:
+    """Whether a result is not dense, or its dims are not in memory as its layout has them.
+
+    What is traced is not asked: the graph keeps its strides.
+    """
+    found = [result] if isinstance(result, torch.Tensor) else result
+    tensors = [x for x in found if isinstance(x, torch.Tensor)] if outputs else []
+    if len(tensors) != len(outputs):
+        return False  # kernels may return what nobody asked for
+    return any(
+        type(part) is torch.Tensor
+        and part.layout is torch.strided
+        and part.numel() > 0
+        and not _same_strides(part, in_memory_order(part, layout))
+        for x, layout in zip(tensors, outputs, strict=True)
+        for part in parts_of(x)
+    )
+
+
+def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return all(
+        a == b or size == 1
+        for size, a, b in zip(one.shape, one.stride(), other.stride(), strict=True)
+    )
+
+
+def relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """`call`, with results that lie in memory as the layouts say."""
+
+    def relay(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
+        return in_memory_order(part, layout)
+
+    grid = outputs[0].grid
+    relays = [functools.partial(relay, layout) for layout in outputs]
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        result = call(*operands, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return each_rank(grid, relays[0], result, axes=())
+        remaining = iter(relays)
+        return type(result)(
+            each_rank(grid, next(remaining), part, axes=())
+            if isinstance(part, torch.Tensor)
+            else part
+            for part in result
+        )
+
+    return run
+
+
+def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
+    """Whether a result is memory of an operand: a kernel may skip a copy where a part is small.
+
+    What is traced is not asked: a graph returns what it was told to return.
+    """
+    held = {part.untyped_storage()._cdata for part in _plain_parts(operands)}
+    found = [result] if isinstance(result, torch.Tensor) else result
+    return any(part.untyped_storage()._cdata in held for part in _plain_parts(found))
+
+
+def _plain_parts(values: Any) -> Iterator[torch.Tensor]:
+    for value in values if isinstance(values, (list, tuple)) else ():
+        if isinstance(value, torch.Tensor):
+            for part in parts_of(value):
+                if type(part) is torch.Tensor and part.layout is torch.strided:
+                    yield part
+        else:
+            yield from _plain_parts(value)
+
+
+def apart(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with results in memory of their own."""
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        result = call(*operands, **kwargs)
+        if isinstance(result, torch.Tensor):
+            return result.clone()
+        found = [x.clone() if isinstance(x, torch.Tensor) else x for x in result]
+        return found if isinstance(result, list) else tuple(found)
+
+    return run
+
+
+def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
+    """What runs on the local operands, mapped over the ranks where they need to be apart.
+
+    That is where the function or an argument differs between ranks, and where torch or a Python
+    function would read sizes, which may differ.
+    """
+    fn = plan.local.fn if plan.local is not None else (binding or op)
+    if plan.local is not None and plan.local.together:
+        return _together(fn, plan)
+    grid = plan.inputs[0].grid
+    per_rank = plan.local is not None and plan.local.per_rank
+    if plan.local is not None and isinstance(binding, Positional):
+        fn = _spelled(binding, fn, per_rank)
+    if not (per_rank or plan.local_shape or _reads_sizes(op, plan)):
+        return fn
+    layouts = (*plan.inputs, *plan.outputs)
+    positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
+    places = [(positions[name], plan.outputs[number]) for name, number in plan.local_shape]
+
+    def here(coordinate: Coordinate) -> Callable[..., Any]:
+        if per_rank:
+            return functools.partial(fn, coordinate, layouts)
+        if not places:
+            return fn
+        return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
+
+    return rank_call(grid, here, _axes_that_differ(layouts) if per_rank or places else ())
+
+
+def _axes_that_differ(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which a call's ranks do not all do the same.
+
+    Along the others they hold one tensor, and a view of it must stay one: what is written to it
+    would otherwise be written once for each of them.
+    """
+    axes = range(layouts[0].grid.num_axes)
+    return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
+
+
+def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present, whose collectives are caused by the call."""
+    layouts = (*plan.inputs, *plan.outputs)
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        if not watch.on:
+            return fn(layouts, *operands, **kwargs)
+        if watch.strict and plan.sent:
+            forbid_sent(plan.op, plan.inputs, plan.sent)
+        # A local function that only compares notes (are all ids in range?) moves nothing.
+        with because(plan.op, implicit=bool(plan.sent)):
+            return fn(layouts, *operands, **kwargs)
+
+    return call
+
+
+def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
+    """A local function that takes what the op takes, called with all of it by position."""
+    if not per_rank:
+        return functools.partial(op.spell, fn)
+
+    def call(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> Any:
+        return op.spell(functools.partial(fn, coordinate, layouts), *args)
+
+    return call
+
+
+def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> Callable[..., Any]:
+    """`fn` with this rank's shapes in place of the global ones."""
+
+    def call(*operands: Any, **kwargs: Any) -> Any:
+        here = list(operands)
+        for position, shape in shapes:
+            here[position] = shape
+        return fn(*here, **kwargs)
+
+    return call
+
+
+def _reads_sizes(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
+    return _runs_other_ops(op, plan)
+
+
+def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call is no single op of torch's."""
+    if plan.local is not None or not isinstance(op, OpOverload):
+        return True
+    return is_composite(op)
+
+
+def _runs_itself_cast(op: Any, plan: CallPlan) -> bool:
+    """Whether the local call is the op itself, and autocast is off in it."""
+    itself = plan.local is None and isinstance(op, OpOverload)
+    return itself and is_cast_before(op)
+
+
+# Torch's own Python binding of an op, which is quicker to call than the op.
+
+#: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
+_COMPOSITE = {torch.ops.aten.linear.default: torch.nn.functional.linear}
+
+
+def fastest(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any
+) -> Callable[..., Any]:
+    """Torch's own binding of an op where there is one, else the op.
+
+    An OpOverload called from Python takes about twice as long as the binding. The binding is tried
+    without data under a mode that lets nothing but the very op through; `made` is what that makes,
+    as `infer_outputs` says it.
+    """
+    if op in _COMPOSITE:
+        return _COMPOSITE[op]
+    with outside_modes(), torch.no_grad():
+        for binding in _bindings(op):
+            hollow_args, hollow_kwargs = hollowed(args, kwargs)
+            try:
+                with _Only(op, hollow_args, hollow_kwargs, made):
+                    binding(*hollow_args, **hollow_kwargs)
+            except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
+                continue
+            return binding
+    return op._op  # without the Python method around it
+
+
+def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
+    name = op._schema.name.partition("::")[2]
+    return [getattr(home, name) for home in BINDINGS if hasattr(home, name)]
+
+
+class _OtherOp(Exception):
+    """A Python function led to another op than the one it was tried for."""
+
+
+class _Only(TorchDispatchMode):
+    """Lets exactly one call through: some bindings have other defaults than their op."""
+
+    def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
+        super().__init__()
+        self.op, self.made = op, made
+        self.given = in_order(op, args, kwargs)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # what wraps it otherwise imports the compiler, for most of a second
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not self.op or not all(
+            map(_same, in_order(func, args, kwargs or {}), self.given)
+        ):
+            raise _OtherOp
+        # It need not run: its shape function may be one that imports the compiler.
+        schema, made = func._schema, self.made
+        if isinstance(made, TensorMeta) and len(schema.returns) == 1:
+            first = schema.arguments[0].alias_info
+            if schema.returns[0].alias_info is None:
+                return torch.empty_strided(made.shape, made.stride, dtype=made.dtype, device="meta")
+            if first is not None and first.is_write:
+                return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether two arguments are the same; any tensor is as good as any other."""
+    if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+        return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return type(one) is type(other) and one == other

@@ -1,0 +1,353 @@
+"""An op call becomes an Entry, ready to run.
+
+Tensors are given by their layouts here; the class that holds them is not known.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from shardwise._torch.schema import OpOverload
+from shardwise.comm.watch import because, watch
+from shardwise.core.layout import Layout, make_layout
+from shardwise.core.mesh import Grid
+from shardwise.core.placements import REPLICATE
+from shardwise.core.sizes import unrecorded
+from shardwise.dispatch.catalog import find_rule, written_inputs
+from shardwise.dispatch.infer import outputs_of
+from shardwise.dispatch.local_call import fastest, local_call
+from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.propagate import CallPlan, propagate, unsupported
+from shardwise.dispatch.rule import Call, TensorMeta
+from shardwise.dispatch.schema import functional_twin, plain_op
+from shardwise.dispatch.strict import forbid_move
+from shardwise.dispatch.wrapped import is_partial, reduced_layout, reduced_once
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.redistribute.execute import prepare
+from shardwise.redistribute.moves import Run
+from shardwise.redistribute.search import find_steps
+from shardwise.redistribute.steps import Step
+
+# Factors that the terms of a sum must not meet one by one.
+#
+# An infinity times a sum is infinite. Times its terms it is not: one of them may be zero or of
+# the other sign, and then there is no number. Plans ignore the values of floats, so what runs
+# looks at them; only where a Partial passes an op beside a number.
+
+aten = torch.ops.aten
+_DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
+
+
+def bounded(
+    call: Callable[..., Any], plan: CallPlan, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Callable[..., Any]:
+    """`call`, which reduces its operands first where a number among them is not finite."""
+    if not isinstance(plan.op, OpOverload) or plan.local is not None:
+        return call
+    if len(plan.outputs) != 1 or not is_partial(plan.outputs[0]):
+        return call
+    fits = _fits(plan.op, plan.outputs[0].dtype)
+    if fits is None or any(isinstance(arg, (list, tuple)) and _has_layouts(arg) for arg in args):
+        return call
+    positions = [i for i, arg in enumerate(args) if _is_watched(arg, fits)]
+    names = [name for name, arg in kwargs.items() if _is_watched(arg, fits)]
+    if not positions and not names:
+        return call
+    reduced: list[Callable[..., Any]] = []
+
+    def run(*operands: Any, **options: Any) -> Any:
+        for i in positions:
+            if not fits(operands[i]):
+                break
+        else:
+            if not names or all(fits(options[name]) for name in names):
+                return call(*operands, **options)
+        if not reduced:
+            reduced.append(_reducing(call, plan, args))
+        return reduced[0](*operands, **options)
+
+    return run
+
+
+def _fits(op: Any, dtype: torch.dtype) -> Callable[[Any], bool] | None:
+    """Whether a number may meet terms of this dtype; None where every one may."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return None
+    # Kernels compute with narrow types in single precision.
+    wide = dtype in (torch.float64, torch.complex128)
+    limits = torch.finfo(torch.float64 if wide else torch.float32)
+    largest, smallest = limits.max, limits.smallest_normal
+    if op in _DIVISIONS or functional_twin(op) in _DIVISIONS:
+        return lambda number: abs(number) >= smallest
+    return lambda number: abs(number) <= largest
+
+
+def _has_layouts(items: Sequence[Any]) -> bool:
+    return any(isinstance(item, Layout) for item in items)
+
+
+def _is_watched(arg: Any, fits: Callable[[Any], bool]) -> bool:
+    """Whether a hit may bring another number, or this one, which the plan knows, does not fit."""
+    return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not fits(arg))
+
+
+def _reducing(call: Callable[..., Any], plan: CallPlan, args: Sequence[Any]) -> Callable[..., Any]:
+    """`call` on the whole of what is Partial; the result is made into terms again."""
+    tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, torch.Tensor))]
+    moves: list[tuple[int, Sequence[Step], Layout, Run]] = []
+    for position, layout in zip(tensors, plan.inputs, strict=True):
+        if is_partial(layout):
+            target = reduced_layout(layout)
+            steps = find_steps(layout, target)
+            moves.append((position, steps, target, prepare(steps)))
+    out = plan.outputs[0]
+    as_terms = prepare(find_steps(reduced_layout(out), out))
+    written = written_inputs(plan.op)
+
+    def run(*operands: Any, **options: Any) -> Any:
+        whole = list(operands)
+        for position, steps, target, reduce in moves:
+            if watch.strict:
+                forbid_move(plan.op, position, steps, target)
+            with because(plan.op, implicit=True):
+                whole[position] = reduce(operands[position])
+        terms = as_terms(call(*whole, **options))
+        return operands[written[0]].copy_(terms) if written else terms
+
+    return run
+
+
+#: Where a tensor stands in the arguments: a position, or a position and one inside a list.
+Path = tuple[int, ...]
+
+
+def make_entry(
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
+) -> Entry:
+    """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
+    spelled, op = op, plain_op(op)
+    paths = list(tensor_paths(args))
+    given = [at_path(args, path) for path in paths]
+    layouts = on_one_mesh(op, given)
+    rule = find_rule(op)
+    if rule is None:
+        raise UnsupportedError(unsupported(op, layouts))
+    symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
+    inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
+    outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
+    call = Call(op, tuple(args), kwargs, inputs, outputs)
+    written = written_inputs(op)
+    fixed = [i for i, path in enumerate(paths) if path[0] in written]
+    for number in fixed:
+        check_writable(op, layouts[number])
+        _check_own_entries(op, layouts[number])
+    decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, wish=wish)
+    # What is compared to decide is no part of a graph, and need not be something it can hold.
+    plan = unrecorded(decide) if symbolic else decide()
+    entry = Entry(plan)
+    if plan.steps is not None:
+        entry.move = mover(paths, plan)
+    binding = spelled if spelled is not op else None
+    runs_op = binding is None and plan.local is None and isinstance(op, OpOverload)
+    if runs_op and not symbolic:
+        binding = fastest(op, args, kwargs, shape)
+    if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
+        binding = torch.Tensor.reshape  # what was copied may lie otherwise than the global strides
+    entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
+    if written and plan.local is not None:
+        check_written_once(op, layouts[fixed[0]])
+        entry.call = _written_back(entry.call, written[0])
+    if written:
+        entry.finish = _counts_write(layouts[0].grid, written[0] if op._schema.returns else None)
+    elif isinstance(shape, TensorMeta):
+        entry.out = plan.outputs[0]
+    else:
+        entry.finish = wraps_all(plan.outputs, shape)
+    return entry
+
+
+def check_writable(op: Any, layout: Layout) -> None:
+    """Raise where a write to a tensor of this layout would be lost."""
+    if layout.snapshot:
+        raise UnsupportedError(
+            f"{op} would write to a copy, and the write would be lost: the view it was called "
+            f"on needed communication, and is {layout!r}. Write to the tensor itself "
+            "(torch.where, or the op on the whole tensor), or clone() the view first."
+        )
+
+
+#: What gives every entry the same value may write to one that stands for many.
+_FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
+
+
+def _check_own_entries(op: Any, layout: Layout) -> None:
+    """Raise, as one device does, where a write to one entry would reach others.
+
+    Ranks that hold one entry or none would not notice.
+    """
+    dims = [d for d in layout.expanded if type(layout.shape[d]) is not int or layout.shape[d] > 1]
+    if dims and op not in _FILLS:
+        raise UnsupportedError(
+            f"{op} would write to {layout!r}, of which one entry stands for all along dim "
+            f"{dims[0]}, as expand() makes it. Write to the tensor that was expanded, or clone() "
+            "this one first."
+        )
+
+
+def check_written_once(op: Any, layout: Layout) -> None:
+    """Raise where a write that is copied back would reach an entry once that an op reaches twice.
+
+    One device reads such an entry again after it has written it.
+    """
+    if layout.symbolic or op in _FILLS or op is aten.copy_.default:
+        return
+    reach = 0
+    for stride, size in sorted(zip(layout.stride, layout.shape, strict=True)):
+        if stride and size > 1:
+            if stride <= reach:
+                raise UnsupportedError(
+                    f"{op} would write to {layout!r}, of which several entries share memory, as "
+                    "unfold() makes them, and it cannot run in that memory. Write to the tensor "
+                    "itself, or clone() this one first."
+                )
+            reach += stride * (size - 1)
+
+
+def tensor_paths(args: Sequence[Any]) -> Iterator[Path]:
+    for i, arg in enumerate(args):
+        if isinstance(arg, (Layout, torch.Tensor)):
+            yield (i,)
+        elif isinstance(arg, (list, tuple)):
+            yield from ((i, j) for j, a in enumerate(arg) if isinstance(a, (Layout, torch.Tensor)))
+
+
+def at_path(args: Sequence[Any], path: Path) -> Any:
+    return args[path[0]] if len(path) == 1 else args[path[0]][path[1]]
+
+
+def _symbolic_arguments(args: Sequence[Any]) -> bool:
+    return any(
+        isinstance(a, torch.SymInt)
+        or (isinstance(a, (list, tuple)) and any(isinstance(b, torch.SymInt) for b in a))
+        for a in args
+    )
+
+
+def _brought_together(one: Grid, other: Grid) -> str:
+    """What to do about tensors of two meshes."""
+    if one.world is not other.world:
+        return (
+            f"One is of {one.world}, the other of {other.world}. Tensors do not outlive their "
+            "world: gather them before it ends, or load them from a checkpoint after."
+        )
+    whole = ", ".join(["Replicate()"] * one.num_axes)
+    return (
+        "Bring the second to the mesh of the first: "
+        f"DTensor.from_local(x.full_tensor(), mesh, [{whole}])."
+    )
+
+
+def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
+    """The layouts of all tensors; a plain 0-dim tensor counts as replicated."""
+    layouts = [g for g in given if isinstance(g, Layout)]
+    grid = layouts[0].grid
+    for other in layouts[1:]:
+        if other.grid is not grid:
+            raise LayoutError(
+                f"{op} was called with tensors on two meshes: {layouts[0]!r} and {other!r}. "
+                + _brought_together(grid, other.grid)
+            )
+    whole = (REPLICATE,) * grid.num_axes
+    return [
+        g if isinstance(g, Layout) else make_layout(grid, whole, g.shape, g.stride(), g.dtype)
+        for g in given
+    ]
+
+
+def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequence[Any]], None]:
+    assert plan.steps is not None, "a plan without steps moves nothing"
+    moving = [
+        (path, steps, plan.inputs[i], prepare(steps), _reduces(steps))
+        for i, (path, steps) in enumerate(zip(paths, plan.steps, strict=True))
+        if steps
+    ]
+
+    def move(operands: list[Any], args: Sequence[Any]) -> None:
+        for path, _, target, travel, reduces in moving:
+            place = operands if len(path) == 1 else operands[path[0]]
+            local = place[path[-1]]
+            if reduces:
+                place[path[-1]] = reduced_once(at_path(args, path), local, travel, target)
+            else:
+                place[path[-1]] = travel(local)
+
+    def watched(operands: list[Any], args: Sequence[Any]) -> None:
+        if not watch.on:
+            return move(operands, args)
+        if watch.strict:
+            _forbid(plan, moving)
+        with because(plan.op, implicit=True):
+            return move(operands, args)
+
+    return watched
+
+
+def _reduces(steps: Sequence[Step]) -> bool:
+    return all(step.kind == "all_reduce" for step in steps)
+
+
+def _forbid(
+    plan: CallPlan, moving: Sequence[tuple[Path, Sequence[Step], Layout, Any, Any]]
+) -> None:
+    for path, steps, target, _, _ in moving:
+        forbid_move(plan.op, path[0], steps, target)
+
+
+def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """A local function returns a new tensor: for an op in place, its values go where they belong.
+
+    After all ranks have run, since played ranks may share what they read and write.
+    """
+
+    def write(*operands: Any, **kwargs: Any) -> Any:
+        target = operands[position]
+        result = call(*operands, **kwargs)
+        return target if result is target else target.copy_(result)
+
+    return write
+
+
+def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
+    """Returns the argument at `position`, or nothing."""
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        grid.num_writes += 1
+        return None if position is None else args[position]
+
+    return finish
+
+
+def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
+    """`shape` is the result with a TensorMeta for each output, and something else where none is."""
+    # Kernels may return what nobody asked for: a place without an output stays without one.
+    asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
+
+    def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        if not outputs:
+            return result
+        remaining = iter(outputs)
+        wrapped = [
+            r
+            if not isinstance(r, torch.Tensor)
+            else wrap(r, next(remaining))
+            if asked is None or asked[i]
+            else None
+            for i, r in enumerate(result)
+        ]
+        return wrapped if isinstance(result, list) else tuple(wrapped)
+
+    return finish

@@ -1,0 +1,101 @@
+"""The two parts of a DTensor, for the code that plans its calls and that the class itself needs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, Partial
+from shardwise.redistribute.moves import Run
+from shardwise.simulation.parts import one_part, parts_of
+
+
+class Wrapped(torch.Tensor):
+    """A global tensor in two parts: what this process holds, and how all of it is laid out."""
+
+    __slots__ = ("_layout", "_local")
+    _local: torch.Tensor
+    _layout: Layout
+
+    @staticmethod
+    def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
+        """The two parts as one tensor, unchecked."""
+        raise NotImplementedError
+
+    @staticmethod
+    def _wrap_view(local: torch.Tensor, layout: Layout) -> Any:
+        """As `_wrap`, inside an autograd function that got a leaf: nobody may write to its memory.
+
+        Autograd refuses that for a view that such a function returns, as it does on one device for
+        a view of a leaf.
+        """
+        raise NotImplementedError
+
+
+def as_layouts(value: Any) -> Any:
+    """`value` with the layout of each tensor in its place."""
+    if isinstance(value, Wrapped):
+        return value._layout
+    if isinstance(value, (list, tuple)):
+        return [as_layouts(v) for v in value]
+    return value
+
+
+# What a Partial tensor remembers of its reduction.
+#
+# A replicated parameter's gradient may be Partial, and is read several times: by a norm, by the
+# ops of an optimizer. A tensor without history is reduced once, and remembers the result until it
+# is written to. What torch.compile traces is left alone.
+
+
+def is_partial(layout: Layout) -> bool:
+    return any(isinstance(p, Partial) for p in layout.placements)
+
+
+def reduced_layout(layout: Layout) -> Layout:
+    """Replicated where it was Partial."""
+    return layout.with_placements(
+        tuple(REPLICATE if isinstance(p, Partial) else p for p in layout.placements)
+    )
+
+
+def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) -> torch.Tensor:
+    """The reduction of `tensor`, whose local tensor is `local`, in the layout `target`."""
+    part = one_part(local)
+    if tensor.requires_grad or type(part) is not torch.Tensor or part.is_inference():
+        return reduce(local)
+    known = recall(tensor)
+    if known is not None and known[1] is target:
+        return known[0]
+    reduced = reduce(local)
+    remember(tensor, reduced, target)
+    return reduced
+
+
+def recall(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
+    """The reduction that `tensor` remembers and its layout, unless it was written to since."""
+    known = tensor.__dict__.get("_reduced")
+    if known is None or known[2] is not tensor._local or known[3] != _versions(tensor):
+        return None
+    return known[0], known[1]
+
+
+def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: bool = False) -> None:
+    """Keep `reduced`. A write that is not finished yet will count once more, on the wrapper."""
+    if tensor.is_inference():
+        return
+    versions = _versions(tensor)
+    versions[0] += writing
+    tensor.__dict__["_reduced"] = (reduced, layout, tensor._local, versions)
+
+
+def _versions(tensor: Any) -> list[int]:
+    """Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
+
+    Those on another DTensor of the same memory, such as `x.data`, count for the mesh.
+    """
+    local, grid = tensor._local, tensor._layout.grid
+    parts = (part._version for part in parts_of(local))
+    return [tensor._version, grid.num_writes if grid.hides_writes else 0, *parts]

@@ -1,1 +1,0 @@
-"""Kernels of ops that have to be handled above autograd; see Note [Above autograd]."""

@@ -1,0 +1,262 @@
+"""Plain tensors among DTensors: which are fine, and what is said of the others.
+
+Note [Tensors that torch makes]
+A plain tensor may be one rank's own, so it is refused. Those that torch itself makes out of sizes,
+numbers and its default generator are the same on every rank, once the generators are: they count
+as replicated. An op that is handed such a tensor always in the same place is listed by that place.
+For tensors that a Python function of torch makes, which reach ops of all kinds, nothing but the
+Python stack tells who made them; it is read only where an error would be raised otherwise. In
+compiled code torch takes many ops apart in Python, and all of these functions are such makers.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._torch.autograd import current_node
+from shardwise._torch.frames import maker
+from shardwise.comm.watch import because, watch
+from shardwise.core.mesh import Grid
+from shardwise.core.untraced import untraced
+from shardwise.dispatch.plan_cache import Entry
+from shardwise.dispatch.wrapped import Wrapped
+from shardwise.dtensor import autograd
+from shardwise.errors import MixedTensorsError
+from shardwise.random.draws import compare_generators_once
+from shardwise.simulation.ranks import one_for_all
+
+aten = torch.ops.aten
+
+#: Arguments, by position, that torch makes: the offsets of bags of equal length, the places of
+#: fractional pooling, which are drawn, and the first states of recurrent nets, whose kernel looks
+#: whether they are the zeros that torch makes.
+_MADE_ARGUMENTS: dict[Any, int] = {
+    aten.fractional_max_pool2d.default: 3,
+    aten.fractional_max_pool3d.default: 3,
+    aten.embedding_bag.default: 2,
+    aten.embedding_bag.padding_idx: 2,
+    aten._embedding_bag.default: 2,
+    aten._embedding_bag_forward_only.default: 2,
+    aten.lstm.input: 1,
+    aten.gru.input: 1,
+    aten.rnn_tanh.input: 1,
+    aten.rnn_relu.input: 1,
+}
+
+#: Functions of torch, written in Python, that mix tensors of their own with their arguments, by
+#: module and name, and whether they draw them; see Note [Tensors that torch makes].
+_MAKERS: dict[tuple[str, str], bool] = {
+    ("torch._lowrank", "get_approximate_basis"): True,
+    **{
+        (f"torch.distributions.{module}", f"{name}.rsample"): True
+        for module, name in (
+            ("continuous_bernoulli", "ContinuousBernoulli"),
+            ("generalized_pareto", "GeneralizedPareto"),
+            ("lowrank_multivariate_normal", "LowRankMultivariateNormal"),
+            ("multivariate_normal", "MultivariateNormal"),
+            ("normal", "Normal"),
+            ("relaxed_bernoulli", "LogitRelaxedBernoulli"),
+            ("relaxed_categorical", "ExpRelaxedCategorical"),
+            ("studentT", "StudentT"),
+            ("uniform", "Uniform"),
+        )
+    },
+    ("torch.distributions.multivariate_normal", "_precision_to_scale_tril"): False,
+    ("torch.functional", "_unravel_index"): False,
+    ("torch.masked._ops", "_std_var"): False,
+    ("torch.nn.functional", "multi_head_attention_forward"): False,
+    ("torch.nn.init", "sparse_"): True,
+    ("torch.nn.modules.transformer", "_detect_is_causal_mask"): False,
+    ("torch.nn.utils.prune", "RandomStructured.compute_mask.<locals>.make_mask"): True,
+    ("torch.nn.utils.parametrizations", "_is_orthogonal"): False,
+    ("torch.nn.utils.parametrizations", "_Orthogonal.forward"): False,
+    ("torch.nn.utils.parametrizations", "_Orthogonal.right_inverse"): True,
+}
+
+
+def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
+    """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
+
+    `position` is that of the argument, or None for a keyword.
+    """
+    if not value.dim() or watch.replicate_plain or autograd.in_formula():
+        return
+    if value.is_meta:
+        return  # without values, and so without other values on another rank
+    if not value.numel() and current_node() is not None:
+        return  # backward adds it up: zeros that the formula of cat made for what it skipped
+    if position is not None and _MADE_ARGUMENTS.get(op) == position:
+        return
+    if _made_by_caller(value):
+        return
+    raise MixedTensorsError(
+        f"{op} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of shape "
+        f"{tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, "
+        "[Replicate()]) where each rank holds the same values, or distribute_tensor(x, mesh, "
+        "placements) to lay it out; or put the call under `with "
+        "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
+        + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
+    )
+
+
+def _made_by_caller(value: torch.Tensor) -> bool:
+    """Whether one of torch's own functions made the plain `value`, the same on every rank."""
+    found = maker(_MAKERS)
+    if found is None:
+        return False
+    given, draws = list(_tensors(found[0])), found[1]
+    # What a function got may be one rank's own; what it makes, if it got no plain tensor, not.
+    if any(x.dim() and not isinstance(x, Wrapped) for x in given):
+        return False
+    if draws:
+        grid = next(x for x in given if isinstance(x, Wrapped))._layout.grid
+        device = value.device  # the default generator's: what was given draws other tensors
+        compare_generators_once(grid, device, None)
+    return True
+
+
+def _tensors(given: Any) -> Iterator[torch.Tensor]:
+    """The tensors that a function got, those in lists and inside a distribution too."""
+    if isinstance(given, torch.Tensor):
+        yield given
+    elif isinstance(given, (list, tuple)):
+        for item in given:
+            yield from _tensors(item)
+    elif isinstance(given, dict):
+        yield from _tensors(list(given.values()))
+    elif isinstance(given, torch.distributions.Distribution):
+        yield from _tensors(list(vars(given).values()))
+
+
+#: In compiled code all plain tensors look alike: those of the program, and the compiler's own.
+_COMPILED = (
+    " In compiled code the plain tensor may also be one that torch.compile made: it mixes its own "
+    "into the gradient of a tensor that requires grad and that the region writes to. Write to it "
+    "outside torch.compile, or under torch.no_grad()."
+)
+
+
+def _named(op: Any, position: int | None) -> str:
+    if position is None:
+        return "a keyword argument"
+    schema = getattr(op, "_schema", None)
+    if schema is None or position >= len(schema.arguments):
+        return f"argument {position}"
+    return f"argument {position} ({schema.arguments[position].name})"
+
+
+# Tensors without dims are numbers: they may meet tensors of any mesh, and plain ones.
+#
+# A gradient norm is computed over parameters of several meshes, and scales every gradient. Where
+# a number is still Partial it is reduced first, all numbers of a mesh together.
+
+
+def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:
+    """`args` with the numbers of other meshes as plain tensors; None when there are none.
+
+    The mesh that counts is that of the first tensor with dims, or else of the first tensor.
+    """
+    tensors = [x for arg in args for x in _listed(arg) if _is_distributed(x)]
+    if len({x._layout.grid for x in tensors}) < 2:
+        return None
+    home = next((x for x in tensors if x.dim()), tensors[0])._layout.grid
+    foreign = [x for x in tensors if not x.dim() and x._layout.grid is not home]
+    return _replaced(args, _whole(foreign)) if foreign else None
+
+
+def beside_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
+    """Run an op on plain tensors whose DTensors are all numbers; else raise `error`."""
+    tensors = [x for arg in args for x in _listed(arg) if _is_distributed(x)]
+    by_keyword = any(_is_distributed(x) for arg in kwargs.values() for x in _listed(arg))
+    if by_keyword or any(x.dim() or x.requires_grad for x in tensors):
+        raise error
+    return op(*_replaced(args, _whole(tensors)), **kwargs)
+
+
+def _whole(numbers: Sequence[Any]) -> Callable[[Any], Any]:
+    """Finds the plain value of each of `numbers`; other things are left as they are."""
+    alike: dict[tuple[Grid, torch.dtype], list[Any]] = defaultdict(list)
+    for number in numbers:
+        alike[number._layout.grid, number.dtype].append(number)
+    values: dict[int, torch.Tensor] = {}
+    for members in alike.values():
+        together = members[0].full_tensor() if len(members) == 1 else _stacked(members)
+        plain = one_for_all(together)
+        parts = [plain] if len(members) == 1 else list(plain.unbind())
+        values.update(zip(map(id, members), parts, strict=True))
+    return lambda x: values.get(id(x), x)
+
+
+def _stacked(numbers: Sequence[Any]) -> torch.Tensor:
+    stacked: Any = torch.stack(list(numbers))
+    return stacked.full_tensor()
+
+
+def _replaced(args: Sequence[Any], replace: Callable[[Any], Any]) -> list[Any]:
+    return [[replace(x) for x in a] if isinstance(a, (list, tuple)) else replace(a) for a in args]
+
+
+def _is_distributed(x: Any) -> bool:
+    return isinstance(x, torch.Tensor) and hasattr(x, "_layout")
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)
+
+
+# Gradients of the other kind than their tensors, brought to the kind that the tensors have.
+#
+# A number needs no wrapping, and inside `implicit_replication` no tensor does. Torch's formulas
+# then give the plain tensor a gradient that is a DTensor, which an optimizer could not add to it.
+# The other way round, the formula of `cat` makes plain zeros for operands of shape (0,), which it
+# skips.
+
+#: The tensors that have the hook, by id.
+_hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+
+
+def keep_plain(tensor: torch.Tensor) -> None:
+    """Hand the gradient of `tensor`, which meets a DTensor now, on as a plain one.
+
+    What a compiler traces, and what differs between played ranks, is left alone.
+    """
+    if not torch.is_grad_enabled() or _hooked.get(id(tensor)) is tensor:
+        return
+    if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+        tensor.register_hook(_as_plain)
+        _hooked[id(tensor)] = tensor
+
+
+@untraced
+def _as_plain(grad: Any) -> Any:
+    if not isinstance(grad, Wrapped):
+        return None
+    with because("the gradient of a plain tensor", implicit=False):
+        whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
+    return autograd.to_local(whole, autograd.own_entries(whole._layout), False, True)
+
+
+def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> None:
+    """Let a planned `cat` wrap the plain gradients of the operands that it skips."""
+    if op is not torch.ops.aten.cat.default:
+        return
+    skipped = [i for i, layout in enumerate(layouts[0]) if tuple(layout.shape) == (0,)]
+    move = entry.move
+
+    def hooked(operands: list[Any], args: Sequence[Any]) -> None:
+        for x in [args[0][i] for i in skipped]:
+            if torch.is_grad_enabled() and x.requires_grad and not x.is_leaf:  # a leaf has a hook
+                layout = autograd.gradient_layout(x._layout)
+                x.register_hook(functools.partial(autograd.lies_like, kind, layout))
+        if move is not None:
+            move(operands, args)
+
+    if skipped:
+        entry.move = hooked

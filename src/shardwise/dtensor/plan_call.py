@@ -1,0 +1,364 @@
+"""The call that no entry knows: planned, remembered, and run for the first time."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import undispatched
+from shardwise._torch.schema import OpOverload, is_composite
+from shardwise.comm.watch import watch
+from shardwise.core.layout import Layout
+from shardwise.core.sizes import noted, settle_ones
+from shardwise.dispatch.catalog import (
+    changes_shape,
+    find_rule,
+    is_view,
+    written_inputs,
+    written_twin,
+)
+from shardwise.dispatch.foreach import FUSED_STEPS, foreach_entry, takes_lists
+from shardwise.dispatch.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, hollowed
+from shardwise.dispatch.inplace import (
+    check_overlaps,
+    compares_memory,
+    entry_of_call,
+    watch_overlaps,
+)
+from shardwise.dispatch.local_call import apart, is_memory_of, lies_otherwise, relaid
+from shardwise.dispatch.out_args import TensorByKeyword
+from shardwise.dispatch.plan import check_written_once
+from shardwise.dispatch.plan_cache import (
+    Entry,
+    add_entry,
+    add_write_back,
+    is_write_back,
+    known_entry,
+)
+from shardwise.dispatch.propagate import unsupported
+from shardwise.dispatch.schema import Positional, functional_twin, plain_op
+from shardwise.dispatch.wrapped import Wrapped, as_layouts
+from shardwise.dtensor.fallback import (
+    kernels_above,
+    may_fall_back,
+    parts_of,
+    run_gathered,
+    unknown_shape_entry,
+)
+from shardwise.dtensor.plain_operands import check_plain, keep_plain, numbers_as_plain, wrap_skipped
+from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
+from shardwise.errors import MixedTensorsError, UnsupportedError
+
+# The key of a call: what decides how it is planned, and the local operands beside it.
+
+
+class _Flag:
+    """Stands for True or False in a key, where they would equal 1 and 0."""
+
+
+TRUE, FALSE = _Flag(), _Flag()
+
+
+def add_argument(
+    op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
+) -> None:
+    """Add an argument other than a DTensor or an int to the key and to the local operands.
+
+    `position` is that of the list which holds it; without, it is the next argument.
+    """
+    kind = type(value)
+    if kind is float or kind is torch.SymFloat:
+        # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
+        # The hash of one that compiled code takes as an argument would make it a constant.
+        key.append(float)
+    elif kind is bool:
+        key.append(TRUE if value else FALSE)
+    elif kind is list or kind is tuple:
+        part, value = _list_key(op, value, None if operands is None else len(operands))
+        key.append(part)
+    elif isinstance(value, Wrapped):
+        if operands is None:
+            raise TensorByKeyword
+        key.append(value._layout)
+        value = value._local
+    elif isinstance(value, torch.Tensor):
+        if position is None and operands is not None:
+            position = len(operands)
+        check_plain(op, value, position)
+        if value.requires_grad:
+            keep_plain(value)
+        key.append((torch.Tensor, value.dtype, value.shape, value.stride()))
+    elif kind is torch.Generator:
+        key.append(kind)  # its state changes values, never a layout
+    else:
+        key.append(value)
+    if operands is not None:
+        operands.append(value)
+
+
+def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any, list[Any]]:
+    """What a list adds to the key, and its items as local operands.
+
+    `position` is that of the argument, or None for a keyword.
+    """
+    first = type(items[0]) if items else None
+    if first is not None and issubclass(first, Wrapped) and position is not None:
+        try:  # the lists of a foreach op are long, and of tensors only
+            return tuple([x._layout for x in items]), [x._local for x in items]
+        except AttributeError:
+            pass
+    elif first is float and set(map(type, items)) == {float}:
+        return (float, len(items)), list(items)
+    key: list[Any] = []
+    operands: list[Any] = []
+    for item in items:
+        if type(item) is int:
+            key.append(item)
+            operands.append(item)
+        elif isinstance(item, torch.Tensor) and not isinstance(item, Wrapped) and takes_lists(op):
+            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
+            operands.append(item)
+        else:
+            add_argument(op, item, key, None if position is None else operands, position)
+    return tuple(key), operands
+
+
+# Sizes that backward reads as numbers, fixed in forward where a compiler has symbols for them.
+#
+# Torch's formulas for the gradients of a few ops loop over a dim, or make a tensor of sizes that
+# are no symbols. A compiled graph is for that one size then, on one device too. It has to be
+# known before the op runs: of a size that becomes a number in backward alone, torch loses the
+# place in the outputs of forward.
+
+aten = torch.ops.aten
+
+#: By op, the sizes that its gradient reads.
+_READ_BY_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
+    aten.cumprod.default: lambda args: args[0].shape[args[1] :][:1],
+    aten.fractional_max_pool2d.default: lambda args: args[0].shape,
+    aten.linalg_householder_product.default: lambda args: (*args[0].shape[-2:], args[1].shape[-1]),
+    aten.ormqr.default: lambda args: (*args[0].shape[-2:], args[1].shape[-1]),
+    aten.sgn.default: lambda args: args[0].shape,
+}
+
+
+def fix_sizes(op: Any, args: Sequence[Any]) -> None:
+    """Make numbers of the sizes that the gradient of this call would read, if it has one.
+
+    Backward calls some of these ops too, as that of `abs` does, and has no gradient then.
+    """
+    if op not in _READ_BY_BACKWARD or not torch.is_grad_enabled():
+        return
+    if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
+        return
+    for size in _READ_BY_BACKWARD[op](args):
+        int(size)
+
+
+@dataclass(slots=True)
+class Miss:
+    """A call that no entry knows, with the key and the local operands that the hot path made."""
+
+    #: DTensor, which wraps the results.
+    kind: Any
+    op: Any
+    args: Sequence[Any]
+    kwargs: dict[str, Any]
+    key: list[Any]
+    operands: list[Any]
+    wish: Layout | None
+
+    def plan_and_run(self) -> Any:
+        """Plan the call, remember the plan, and run it for the first time."""
+        try:
+            return self._planned()
+        except UnsupportedError:
+            if not may_fall_back(self.op):
+                raise
+        layouts = [as_layouts(a) for a in self.args]
+        return run_gathered(
+            self.op, self.args, self.kwargs, layouts, self.operands, self.kind._wrap
+        )
+
+    def _planned(self) -> Any:
+        op, args, kwargs, key = self.op, self.args, self.kwargs, self.key
+        fix_sizes(op, args)
+        if _is_by_value(op):
+            # float() makes a number of a symbol: a graph is for that one then.
+            values = (*args, *kwargs.values())
+            key += [float(a) for a in values if isinstance(a, (float, torch.SymFloat))]
+            if (known := known_entry(key)) is not None:
+                known.hits += 1
+                return self._run(known)
+        if changes_shape(op):
+            return _view_in_place(op, args, kwargs)
+        if not takes_lists(op) and (on_one := numbers_as_plain(args)) is not None:
+            return self.kind.__torch_dispatch__(op, None, tuple(on_one), kwargs, self.wish)
+        twin = written_twin(op)
+        if twin is not None and (find_rule(op) is None or is_write_back(key)):
+            return _write_back(op, twin, args, kwargs)
+        layouts = [as_layouts(a) for a in args]
+        entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
+        if entry is None:
+            if (parts := _parts(op)) is not None:
+                return _in_parts(op, parts, args, kwargs)
+            try:
+                entry = entry_of_call(op, layouts, kwargs, self.wish)
+            except ResizedError:
+                raise
+            except UnsupportedError:
+                to_source = _writes_to_source(op, args)
+                if to_source and op is aten.copy_.default and isinstance(args[1], Wrapped):
+                    write_through(*args[:2])
+                    return args[0]
+                if twin is None or not (to_source or _may_write_back(args[0])):
+                    raise
+                if not to_source:  # which the key does not tell
+                    add_write_back(key)
+                return _write_back(op, twin, args, kwargs)
+        follow(self.kind, op, layouts, kwargs, entry)
+        watch_overlaps(op, entry)
+        wrap_skipped(self.kind, op, layouts, entry)
+        add_entry(key, entry)
+        return self._run(entry, first=True)
+
+    def _run(self, entry: Entry, *, first: bool = False) -> Any:
+        if watch.notes is not None:
+            watch.notes.append(entry)
+        if entry.move is not None:
+            entry.move(self.operands, self.args)
+        local = entry.call(*map(_noted, self.operands), **self.kwargs)
+        for layout in entry.plan.outputs:
+            if layout.symbolic:
+                settle_ones(layout.shape)
+        if first and not _shares_memory(self.op):
+            if lies_otherwise(local, entry.plan.outputs):
+                entry.call = relaid(entry.call, entry.plan.outputs)
+                local = relaid(lambda: local, entry.plan.outputs)()
+            if is_memory_of(local, self.operands):
+                entry.call = apart(entry.call)
+                local = apart(lambda: local)()
+        if entry.out is not None:
+            return self.kind._wrap(local, entry.out)
+        assert entry.finish is not None, "an entry either has one output or knows how to finish"
+        return entry.finish(local, self.args, self.kind._wrap)
+
+
+def _noted(operand: Any) -> Any:
+    """An argument that a graph which is being traced can hold."""
+    if type(operand) is torch.SymInt:
+        return noted((operand,))[0]
+    if isinstance(operand, (list, tuple)) and any(type(x) is torch.SymInt for x in operand):
+        return noted(operand)
+    return operand
+
+
+def _shares_memory(op: Any) -> bool:
+    """Whether what the op returns is, or may be, memory of its arguments."""
+    return is_view(op) or bool(written_inputs(op)) or op in UNSAFE_VIEWS
+
+
+def _is_by_value(op: Any) -> bool:
+    """Whether plans depend on floats among the arguments: the key of a hit has none."""
+    rule = find_rule(plain_op(op))
+    return rule is not None and rule.by_value
+
+
+def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op that turns a tensor into a view of itself, such as `t_`."""
+    x, twin = args[0], functional_twin(op)
+    if twin is None:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    view = twin(*args, **kwargs)
+    if view._layout.snapshot and not x._layout.snapshot:
+        raise UnsupportedError(unsupported(op, [x._layout], [0]))
+    with undispatched():
+        op(*args, **kwargs)  # the wrapper's own shape
+    take_over(x, view)
+    return x
+
+
+def _may_write_back(target: Any) -> bool:
+    """Whether copying into `target` could do what a call in place could not."""
+    if not isinstance(target, Wrapped):
+        return False
+    return not target._layout.snapshot and not target._layout.expanded
+
+
+def _writes_to_source(op: Any, args: Sequence[Any]) -> bool:
+    """Whether the op writes to a snapshot, and may write to the tensor that it is a view of."""
+    if not isinstance(args[0], Wrapped) or not args[0]._layout.snapshot:
+        return False
+    # A draw goes through entries in an order that a copy does not have.
+    drawn = torch.Tag.nondeterministic_seeded in plain_op(op).tags
+    return list(written_inputs(plain_op(op))) == [0] and not drawn and may_write(args[0])
+
+
+def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    if compares_memory(op):
+        check_overlaps(op, args)
+    if isinstance(args[0], Wrapped):
+        check_written_once(op, args[0]._layout)
+    aten.copy_.default(args[0], twin(*args, **kwargs))
+    return args[0]
+
+
+def _parts(op: Any) -> Callable[..., Any] | None:
+    """What runs an op without a rule through others; None where it has a rule, or no parts."""
+    if find_rule(plain_op(op)) is not None:
+        return None
+    parts = parts_of(plain_op(op))
+    if parts is None or not isinstance(op, Positional):
+        return parts
+    return functools.partial(op.spell, parts)
+
+
+def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Run an op that has no rule through others; where one of those has none, `op` fails."""
+    cause: Exception | None = None
+    try:
+        result = parts(*args, **kwargs)
+        if result is not NotImplemented:
+            return result if _may_return_views(plain_op(op)) else _apart(result, args)
+    except NotImplementedError as error:
+        if op in FUSED_STEPS or (
+            isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
+        ):
+            raise  # about what the caller gave: a kernel mixes nothing
+        cause = error
+    except Exception as error:
+        hollow = hollowed([as_layouts(a) for a in args], kwargs)
+        found = as_on_one_device(op, *hollow, error)
+        if found is error:
+            raise
+        raise found from error
+    layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
+    raise UnsupportedError(unsupported(op, layouts)) from cause
+
+
+def _may_return_views(op: Any) -> bool:
+    """Whether views are what one device returns; a composite op, whatever its schema says."""
+    if _shares_memory(op) or not isinstance(op, OpOverload):
+        return True
+    return is_composite(op)
+
+
+def _apart(result: Any, args: Sequence[Any]) -> Any:
+    """What an op returns that returns no views: its parts may be views, on some ranks or on all."""
+    if isinstance(result, (list, tuple)):
+        found = [_apart(each, args) for each in result]
+        return found if isinstance(result, list) else tuple(found)
+    if isinstance(result, Wrapped) and not any(result is arg for arg in args):
+        held = [x._local for a in args for x in _listed(a) if isinstance(x, Wrapped)]
+        if result._layout.snapshot or is_memory_of(result._local, held):
+            return result.clone()
+    return result
+
+
+def _listed(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, (list, tuple)) else (value,)

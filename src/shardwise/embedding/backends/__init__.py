@@ -1,0 +1,1 @@
+"""Who looks up and updates rows: torch's kernels, fbgemm's on CPUs, Triton's on GPUs."""

@@ -1,0 +1,94 @@
+"""The seam for kernels: what a collection asks of whoever looks up and updates rows.
+
+A backend works on one *stack* at a time (see Note [Stacks]): all tables of one width that a rank
+holds, in one flat weight, with one flat list of ids. Bags are given by their lengths; without
+lengths each id is a bag of its own. Sums only: what makes a mean is multiplied in elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+
+from shardwise.embedding.optimizers import RowUpdate
+
+
+class Run(NamedTuple):
+    """Some bags in a row that look up one table: how many, and which rows of the stack it has."""
+
+    num_bags: int
+    first_row: int
+    num_rows: int
+
+
+@dataclass(slots=True)
+class Query:
+    """Ids into a stack. `lengths` of the bags they form, or None; `weights` per id, or None.
+
+    `runs`, where they are known, tell which bags look up which table.
+    """
+
+    ids: torch.Tensor
+    lengths: torch.Tensor | None
+    weights: torch.Tensor | None
+    runs: tuple[Run, ...] | None = None
+
+    @property
+    def num_bags(self) -> int:
+        return (self.ids if self.lengths is None else self.lengths).shape[0]
+
+
+class Backend(Protocol):
+    """Local kernels. Ids are in range and on the weight's device; calls are without autograd.
+
+    A backend that can serve all stacks of a rank at once has `look_up_stacks(weights, queries)` and
+    `update_stacks(weights, queries, grads, rules)` too; one with its own kernel for the gradient of
+    weights of ids has `weight_gradient(weight, query, grad)`.
+    """
+
+    name: str
+
+    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        """One row per bag: the sum of its rows, times their weights."""
+        ...
+
+    def row_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows that were looked up, each once and in order, and the gradient of each."""
+        ...
+
+    def update(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
+    ) -> None:
+        """Change the rows that were looked up, by `rule`, from the gradient of each bag."""
+        ...
+
+
+def look_up_stacks(
+    backend: Backend, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+) -> list[torch.Tensor]:
+    """The rows that each stack is asked for: at once where the backend can."""
+    at_once = getattr(backend, "look_up_stacks", None)
+    if at_once is not None and weights:
+        return at_once(weights, queries)
+    return [backend.look_up(*each) for each in zip(weights, queries, strict=True)]
+
+
+def update_stacks(
+    backend: Backend,
+    weights: Sequence[torch.Tensor],
+    queries: Sequence[Query],
+    grads: Sequence[torch.Tensor],
+    rules: Sequence[RowUpdate],
+) -> None:
+    """Update each stack: at once where the backend can. The rules are of one optimizer."""
+    at_once = getattr(backend, "update_stacks", None)
+    if at_once is not None and weights:
+        at_once(weights, queries, grads, rules)
+        return
+    for each in zip(weights, queries, grads, rules, strict=True):
+        backend.update(*each)

@@ -1,0 +1,124 @@
+"""The backends by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+
+import torch
+
+from shardwise.embedding.backends.backend import Backend, Query, look_up_stacks, update_stacks
+from shardwise.embedding.backends.by_row import products_of_rows
+from shardwise.embedding.backends.fbgemm_cpu import FbgemmBackend
+from shardwise.embedding.backends.torch_kernels import TorchBackend
+from shardwise.embedding.optimizers import RowUpdate, RowWiseAdagrad
+from shardwise.errors import ArgumentError
+from shardwise.kernels import DTYPES as FUSED_DTYPES
+
+#: Columns from which on fbgemm updates faster than torch.
+_FBGEMM_WIDTH = 32
+
+
+def make_backend(backend: str | Backend) -> Backend:
+    """A backend by name, or the one that was given."""
+    if not isinstance(backend, str):
+        return backend
+    if backend == "auto":
+        return ByDevice()
+    if backend == "torch":
+        return TorchBackend()
+    if backend == "fbgemm":
+        return FbgemmBackend()
+    if backend == "triton":
+        return _triton()
+    raise ArgumentError(
+        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'triton', or an object "
+        "with the methods of shardwise.embedding.Backend."
+    )
+
+
+def _triton() -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(
+            "backend='triton' needs Triton, which is not installed here: pip install triton, or "
+            "use backend='torch'."
+        )
+    # Imported here: nobody else needs Triton.
+    from shardwise.embedding.backends.triton_kernels import TritonBackend
+
+    return TritonBackend()
+
+
+class ByDevice:
+    """The fastest kernels that are installed: fused ones for tables on a GPU where there is Triton,
+    fbgemm's for the updates on a CPU that it does faster than torch, torch's for all else."""
+
+    name = "auto"
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+        self._has_triton = importlib.util.find_spec("triton") is not None
+        self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
+        self._made: dict[str, Backend] = {}
+
+    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        return self._for(weight).look_up(weight, query)
+
+    def row_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self._for(weight).row_gradient(weight, query, grad)
+
+    def update(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
+    ) -> None:
+        backend = self._for(weight, *rule.state.values())
+        if self._has_fbgemm and _fbgemm_is_faster(weight, rule):
+            backend = self._known("fbgemm")
+        backend.update(weight, query, grad, rule)
+
+    def look_up_stacks(
+        self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+    ) -> list[torch.Tensor]:
+        return look_up_stacks(self._for(weights[0]), weights, queries)
+
+    def update_stacks(
+        self,
+        weights: Sequence[torch.Tensor],
+        queries: Sequence[Query],
+        grads: Sequence[torch.Tensor],
+        rules: Sequence[RowUpdate],
+    ) -> None:
+        backend = self._for(weights[0], *rules[0].state.values())
+        if backend is not self._torch:
+            update_stacks(backend, weights, queries, grads, rules)
+            return
+        for each in zip(weights, queries, grads, rules, strict=True):
+            self.update(*each)
+
+    def weight_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> torch.Tensor:
+        own = getattr(self._for(weight), "weight_gradient", products_of_rows)
+        return own(weight, query, grad)
+
+    def _for(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
+        fused = self._has_triton and weight.is_cuda and weight.dtype in FUSED_DTYPES
+        fused = fused and all(state.dtype == torch.float32 for state in states)
+        return self._known("triton") if fused else self._torch
+
+    def _known(self, name: str) -> Backend:
+        if name not in self._made:
+            self._made[name] = make_backend(name)
+        return self._made[name]
+
+
+def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
+    """Row-wise Adagrad of rows that are not narrow: torch's kernels go over gradients twice."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.shape[1] >= _FBGEMM_WIDTH
+        and isinstance(rule.optimizer, RowWiseAdagrad)
+        and not rule.optimizer.weight_decay
+    )

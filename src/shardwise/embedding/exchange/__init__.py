@@ -1,0 +1,1 @@
+"""One step of a sharded collection: ids go to the owners of rows, rows and gradients come back."""

@@ -1,1 +1,0 @@
-"""Moving ids and rows between ranks: what several front doors share."""

@@ -1,0 +1,330 @@
+"""Ops that torch puts together from others, and that make plain tensors on the way.
+
+They are the same on every rank, so they count as replicated inside; see Note [Above autograd].
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import ops_with_kernel
+from shardwise._torch.pytree import tree_leaves
+from shardwise._torch.schema import OpOverload
+from shardwise.comm.watch import implicit_replication
+from shardwise.core.layout import dense_stride, make_layout
+from shardwise.core.placements import REPLICATE
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.infer import hollowed
+from shardwise.dispatch.out_args import run_by_keyword
+from shardwise.dispatch.wrapped import as_layouts, reduced_layout
+from shardwise.dtensor.plain_operands import check_plain
+from shardwise.dtensor.snapshots import SOURCE, add_source
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import UnsupportedError
+from shardwise.lookup.ids import has_values, id_range, sharded_axes, widened
+from shardwise.simulation.ranks import one_for_all
+
+aten = torch.ops.aten
+
+_MAKE_TENSORS = (
+    aten.quantile.default,
+    aten.quantile.scalar,
+    aten.nanquantile.default,
+    aten.nanquantile.scalar,
+    aten.combinations.default,
+    aten.linalg_matrix_power.default,
+    aten.linalg_matrix_rank.default,
+    aten.linalg_matrix_rank.atol_rtol_float,
+    aten.linalg_matrix_rank.atol_rtol_tensor,
+    aten.linalg_matrix_rank.tol_tensor,
+    aten._scaled_dot_product_attention_math.default,
+    aten.istft.default,
+)
+
+
+def _put_together(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+    for leaf in tree_leaves((args, kwargs)):
+        if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
+            check_plain(op, leaf)
+    with implicit_replication():
+        return op.decompose(*args, **kwargs)
+
+
+def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
+    """Where to split is read off a tensor: it has to be whole, and every rank reads the same."""
+    if isinstance(where, DTensor):
+        where = where.detach().full_tensor().tolist()  # type: ignore[attr-defined]
+    else:
+        check_plain(aten.tensor_split.tensor_indices_or_sections, where)
+        where = where.tolist()
+    return torch.tensor_split(x, where, dim)
+
+
+def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
+    """Where to start is read off a tensor, which has to be whole.
+
+    A traced graph reads no values: it picks the entries by their numbers, and gives a copy, which
+    must not be written to.
+    """
+    inexact = start.is_floating_point() or start.is_complex()
+    if start.dim() or inexact or start.dtype is torch.bool:
+        raise RuntimeError(
+            "start must be an 0-dim integral Tensor, found one of shape "
+            f"{tuple(start.shape)} and {start.dtype}."
+        )
+    (hollow,), _ = hollowed([x._layout], {})
+    hollow.narrow(dim, 0, length)  # torch's checks of the others
+    if has_values(getattr(start, "_local", start)):
+        return x.narrow(dim, int(start), length)
+    first = torch.where(start < 0, start + x.shape[dim], start)
+    with implicit_replication():
+        places = first + torch.arange(length, device=x.device)
+        return _snapshot(x, lambda whole: whole.index_select(dim, places))
+
+
+def broadcast_tensors(tensors: Any) -> Any:
+    """Each in the shape of all; a number among them, which may be plain, becomes replicated."""
+    mesh = next(x for x in tensors if isinstance(x, DTensor)).device_mesh
+    spread = []
+    shape = torch.broadcast_shapes(*(x.shape for x in tensors))
+    for x in tensors:
+        if not isinstance(x, DTensor):
+            check_plain(aten.broadcast_tensors.default, x)
+            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
+        # As on one device, a tensor of that shape is not a view of itself, but itself.
+        spread.append(x if x.shape == shape else x.expand(shape))
+    return spread
+
+
+def pad_sequence(
+    sequences: Any,
+    batch_first: bool = False,
+    padding_value: float = 0.0,
+    padding_side: str = "right",
+) -> Any:
+    """Sequences of different lengths in one tensor, each padded to the longest."""
+    hollow, _ = hollowed([[x._layout for x in sequences]], {})
+    aten.pad_sequence.default(hollow[0], batch_first, padding_value, padding_side)  # torch's checks
+    longest = max(x.shape[0] for x in sequences)
+    padded = []
+    for x in sequences:
+        missing = longest - x.shape[0]
+        where = (0, missing) if padding_side == "right" else (missing, 0)
+        no_others = (0, 0) * (x.dim() - 1)
+        padded.append(torch.constant_pad_nd(x, (*no_others, *where), padding_value))
+    return torch.stack(padded, 0 if batch_first else 1)
+
+
+def one_hot(x: Any, num_classes: int = -1) -> Any:
+    """A one at the class of each entry; classes are checked on every rank as on one device."""
+    if x.dtype is not torch.int64:
+        raise RuntimeError(f"one_hot is only applicable to an index of int64, found {x.dtype}.")
+    if x.numel() == 0 and num_classes <= 0:
+        raise RuntimeError("one_hot cannot tell the number of classes from an empty tensor.")
+    layout = reduced_layout(x._layout)
+    x = x.redistribute(placements=layout.placements, order=layout.order)
+    if num_classes <= 0 or (has_values(x._local) and not x.is_cuda and not x.is_meta):
+        found = widened(id_range(x._local, layout), layout.grid, sharded_axes(layout))
+        negative_low, high = one_for_all(found).tolist()
+        if negative_low > 0 or (0 < num_classes <= high):
+            raise RuntimeError(
+                "Class values must be non-negative and smaller than num_classes; they run from "
+                f"{-negative_low} to {high}, and num_classes is {num_classes}."
+            )
+        num_classes = num_classes if num_classes > 0 else high + 1
+    x = x.contiguous()  # as one device's result lies, whatever the classes are a view of
+    with implicit_replication():
+        return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
+
+
+def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
+    """The powers of each entry, the highest first unless they are to increase."""
+    powers = torch.linalg.vander(x, N=N)
+    return powers if increasing else powers.flip(-1)
+
+
+def fill_diagonal_(x: Any, fill_value: Any, wrap: bool = False) -> Any:
+    """Write to the entries whose indices are all the same; torch would write to memory."""
+    (hollow,), _ = hollowed([x._layout], {})
+    hollow.fill_diagonal_(fill_value, wrap)  # torch's checks
+    if x.dim() != 2 or (wrap and x.shape[0] > x.shape[1] + 1):
+        raise UnsupportedError(
+            f"aten.fill_diagonal_.default does not have a sharding strategy registered for "
+            f"{x.dim()} dims with wrap={wrap}: {x._layout!r}. Use masked_fill_()."
+        )
+    return x.masked_fill_(torch.ones_like(x, dtype=torch.bool).tril().triu(), fill_value)
+
+
+def stft(
+    x: Any,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Any = None,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Any:
+    """The spectrum of each window of a signal: windows are a view, where torch reads memory."""
+    options = (normalized, onesided, return_complex, align_to_window)
+    hollow, _ = hollowed([t if t is None else t._layout for t in (x, window)], {})
+    aten.stft.default(hollow[0], n_fft, hop_length, win_length, hollow[1], *options)
+    hop = n_fft // 4 if hop_length is None else hop_length
+    width = n_fft if win_length is None else win_length
+    if window is None and width < n_fft:
+        window = torch.ones_like(x.flatten()[:1]).expand(width)
+    if window is not None and width < n_fft:
+        left = (n_fft - width) // 2
+        window = torch.constant_pad_nd(window, (left, n_fft - width - left))
+    windows = x.unfold(-1, n_fft, hop)
+    if window is not None:
+        windows = windows * window
+    whole = x.is_complex() or (window is not None and window.is_complex())
+    two_sided = whole if onesided is None else not onesided
+    transform = torch.fft.fft if two_sided else torch.fft.rfft
+    spectrum = transform(windows, norm="ortho" if normalized else None).transpose(-1, -2)
+    return spectrum if return_complex else torch.view_as_real(spectrum)
+
+
+def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
+    picked = _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
+    picked.__dict__[SOURCE][0].differentiated_as(x)
+    return picked
+
+
+def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
+    """What stands for a view and is a copy: it follows `x`, and a write to it is refused."""
+    picked = pick(x)
+    lo = picked._layout
+    picked._layout = make_layout(
+        lo.grid, lo.placements, lo.shape, lo.stride, lo.dtype, lo.order, snapshot=True
+    )
+    add_source(picked, x, pick).counted_by(x.detach())
+    return picked
+
+
+def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """The entries at these places of the memory that the whole tensor would have on one device."""
+    layout = x._layout
+    order = layout.memory_order or tuple(range(x.dim()))
+    if layout.stride != dense_stride(layout.shape, order):
+        raise UnsupportedError(
+            f"aten.as_strided.default does not have a sharding strategy registered for a view with "
+            f"gaps or repeats: {layout!r} has the strides {tuple(layout.stride)}, and what lies "
+            "between its entries is not known. Call contiguous() first, or index the tensor."
+        )
+    (hollow,), _ = hollowed([layout], {})
+    aten.as_strided.default(hollow, size, stride, storage_offset)  # torch says what does not fit
+    places = torch.arange(x.numel()).as_strided(size, stride, storage_offset or 0).contiguous()
+    with implicit_replication():
+        return Picked.apply(x.permute(order).reshape(-1), places.to(x.device))
+
+
+class Picked(UntracedFunction):
+    """Entries of a flat tensor by their numbers. Indexing would save the numbers for the backward
+    pass, which could then not run a second time; that of a view can."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, places: torch.Tensor) -> Any:
+        ctx.places, ctx.length = places, x.shape[0]
+        return x[places]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        with implicit_replication():
+            return PutBack.apply(grad, ctx.places, ctx.length), None
+
+
+class PutBack(UntracedFunction):
+    """The gradient of `Picked`: what was read several times is added up."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, places: torch.Tensor, length: int) -> Any:
+        ctx.places = places
+        return torch.index_put(grad.new_zeros(length), (places,), grad, accumulate=True)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        with implicit_replication():
+            return Picked.apply(grad, ctx.places), None, None
+
+
+def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
+    """The mean of each window; where channels stand last, torch would set strides by hand."""
+    pool = getattr(aten, f"adaptive_avg_pool{num_dims}d").default
+    (hollow,), _ = hollowed([x._layout], {})
+    pool(hollow, output_size)  # torch's checks
+    if all(size == 1 for size in output_size):
+        return x.mean([-1 - d for d in range(num_dims)], keepdim=True)
+    return getattr(aten, f"_adaptive_avg_pool{num_dims}d").default(x, output_size)
+
+
+def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
+    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
+    packet, _, overload = name.partition(".")
+    op = getattr(getattr(aten, packet), overload)
+    tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        raise RuntimeError(
+            f"{op}: functions with out=... arguments don't support automatic differentiation, but "
+            "one of the arguments requires grad."
+        )
+    return run_by_keyword(op, args, kwargs, DTensor.__torch_dispatch__, as_layouts)
+
+
+def kernels() -> Iterator[tuple[str, Any]]:
+    """The kernels of these ops, by name."""
+    for op in _MAKE_TENSORS:
+        yield _name(op), functools.partial(_put_together, op)
+    for num_dims in (2, 3):
+        yield (
+            f"adaptive_avg_pool{num_dims}d",
+            functools.partial(adaptive_avg_pool, num_dims),
+        )
+    yield "stft", stft
+    yield "broadcast_tensors", broadcast_tensors
+    yield "pad_sequence", pad_sequence
+    yield "one_hot", one_hot
+    yield "vander", vander
+    yield "fill_diagonal_", fill_diagonal_
+    yield "as_strided", as_strided
+    yield "as_strided_copy", as_strided_copy
+    yield "narrow.Tensor", narrow
+    yield "tensor_split.tensor_indices_or_sections", tensor_split
+
+
+def kernels_with_out() -> Iterator[tuple[str, Any]]:
+    """The kernels of the forms with `out=`, by name."""
+    for name in _composite_out_forms():
+        yield name, functools.partial(_into_out, name)
+
+
+#: Forms for `out=` whose names do not say so.
+_OTHER_OUT_FORMS = (
+    "divide.out_mode",
+    "linalg_eigh.eigvals",
+    "linalg_matrix_rank.out_tol_tensor",
+    "linalg_pinv.out_rcond_tensor",
+    "linalg_svd.U",
+    "qr.Q",
+    "svd.U",
+)
+
+
+def _composite_out_forms() -> list[str]:
+    """The composite ops with `out=`, but for those that make tensors without values."""
+    registered = ops_with_kernel("CompositeImplicitAutograd")
+    names = [n.removeprefix("aten::") for n in registered if n.startswith("aten::")]
+    found = [n for n in names if "." in n and n.endswith((".out", "_out"))]
+    return [n for n in (*found, *_OTHER_OUT_FORMS) if not n.startswith("empty.")]
+
+
+def _name(op: OpOverload) -> str:
+    name, overload = op._schema.name.partition("::")[2], op._schema.overload_name
+    return f"{name}.{overload}" if overload else name

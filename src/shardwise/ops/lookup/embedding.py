@@ -1,0 +1,372 @@
+"""Embedding lookups, above autograd: see Note [Above autograd].
+
+The gradient is that of the table's own rows, and goes back the way by which the ids came.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise.comm.id_exchange import Routing, route
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placements import REPLICATE, SUM, Shard
+from shardwise.core.sizes import piece
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.dtensor.autograd import direct_apply, gradient_layout
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.errors import UnsupportedError
+from shardwise.lookup.ids import has_values, id_range, raise_out_of_range, sharded_axes, widened
+from shardwise.ops.lookup.bag_rules import with_placement
+from shardwise.ops.lookup.embedding_rules import (
+    lookup,
+    lookup_choices,
+    lookup_grad_choices,
+    table_grad,
+    table_stays,
+)
+from shardwise.ops.lookup.row_gradients import SPARSE_GRAD, SparseRows, sparse_grad
+from shardwise.ops.lookup.row_sparse import RowSparse
+from shardwise.ops.operands import all_distributed
+from shardwise.redistribute.execute import execute
+from shardwise.redistribute.search import find_steps
+from shardwise.simulation.ranks import each_rank
+
+# Lookups where both the rows of the table and the ids are sharded: ids move, the table does not.
+#
+# There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own
+# them and rows travel back, each different id once. *Gather*: all ids go everywhere, each rank
+# looks up those that it owns, and the rows are reduce-scattered. The first sends least; the
+# second has fewer collectives, and sizes that do not depend on the ids, as compiled code needs
+# them.
+
+aten = torch.ops.aten
+_ID_BYTES = 8
+
+
+class Parcel:
+    """Takes a routing into a planned call. All parcels are alike: what is planned does not change.
+
+    Emptied after the call, since the table of plans keeps the first one.
+    """
+
+    __slots__ = ("routing",)
+
+    def __init__(self, routing: Routing) -> None:
+        self.routing: Routing | None = routing
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Parcel
+
+    def __hash__(self) -> int:
+        return hash(Parcel)
+
+
+def both_sharded(weight: Layout, ids: Layout) -> bool:
+    """Whether one axis shards both the table's rows and the ids."""
+    for w, i in zip(weight.placements, ids.placements, strict=False):
+        if type(w) is Shard and w.dim == 0 and type(i) is Shard:
+            return True
+    return False
+
+
+# -- forward ---------------------------------------------------------------------------------
+
+
+def routed_lookup(
+    weight: torch.Tensor, ids: torch.Tensor, static: bool
+) -> tuple[torch.Tensor, None]:
+    """A lookup that also returns its routing where ids were exchanged.
+
+    With `static`, no size may depend on the ids.
+    """
+    return torch.embedding(weight, ids), None
+
+
+def _exchanged(
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
+) -> tuple[torch.Tensor, Routing | None]:
+    table, ids_layout = layouts[:2]
+    if not _exchanges(table, ids_layout):
+        return _gathered(layouts, weight, ids, static)
+    routing = _route(table, ids_layout, ids)
+
+    def rows(coordinate: Coordinate, weight: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+        return weight.index_select(0, asked - table.box(coordinate)[0][0])
+
+    def shaped(_: Coordinate, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return rows.view(*ids.shape, rows.shape[-1])
+
+    found = each_rank(table.grid, rows, weight, routing.asked, axes=table.axes_of(0))
+    return each_rank(table.grid, shaped, routing.answer(found), ids, axes=()), routing
+
+
+def _exchanges(table: Layout, ids: Layout) -> bool:
+    """Whether one axis alone shards the rows, and shards the ids as well."""
+    axes = table.axes_of(0)
+    return len(axes) == 1 and ids.placements[axes[0]].is_shard()
+
+
+def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
+    grid, num_rows = table.grid, table.shape[0]
+    (axis,) = table.axes_of(0)
+    # Also on CUDA: the counts have to be read there anyway.
+    found = id_range(ids, ids_layout)
+    others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
+    shard = table.placements[axis]
+    assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
+    starts = [piece(num_rows, grid.shape[axis], i, shard.sizes)[0] for i in range(grid.shape[axis])]
+    return route(
+        grid,
+        axis,
+        each_rank(grid, lambda _, ids: ids.reshape(-1), ids, axes=()),
+        [*starts, num_rows],
+        widened(found, grid, others),
+        lambda ranges: raise_out_of_range(ranges, num_rows),
+    )
+
+
+def _gathered(
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
+) -> tuple[torch.Tensor, None]:
+    table, ids_layout, out = layouts
+    met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
+    everywhere = with_placement(ids_layout, met, REPLICATE)
+    terms = with_placement(out, met, SUM)
+    all_ids = execute(ids, find_steps(ids_layout, everywhere))
+    rows = lookup((table, everywhere), weight, all_ids)
+    return execute(rows, find_steps(terms, out)), None
+
+
+EXCHANGED = LocalCall(_exchanged, together=True)
+GATHERED = LocalCall(_gathered, together=True)
+
+
+def _routed_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table and the ids."""
+    ids = call.inputs[1]
+    static = call.args[2]
+    locals_ = (GATHERED,) if static else (EXCHANGED, GATHERED)
+    ids_stay = not call.placed or not call.placed[1].is_shard()
+    for choice in lookup_choices(call):
+        # With sharded ids, rows lie like the ids: below.
+        if ids_stay or not choice.inputs[0].is_shard(0):
+            for local in locals_:
+                yield replace(choice, local=local)
+    for rows in call.splits([(0, 0)]):
+        for dim in range(ids.ndim):
+            for sizes in call.splits([(1, dim)]):
+                batch = Shard(dim, sizes)
+                for local, sent in zip(locals_[::-1], _sent(call), strict=False):
+                    choice = Choice(
+                        (Shard(0, rows), batch),
+                        (batch,),
+                        local,
+                        alone=((0, 0),) if local is EXCHANGED else (),
+                        sent=sent,
+                    )
+                    if table_stays(call, choice):
+                        yield choice
+
+
+def _sent(call: Call) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+    """What gathering sends along the axis, and what exchanging sends."""
+    weight, ids = call.inputs
+    total = math.prod(s if type(s) is int else 1024 for s in ids.shape)
+    columns = weight.shape[1] if type(weight.shape[1]) is int else 64
+    id_bytes, row_bytes = total * _ID_BYTES, total * columns * weight.dtype.itemsize
+    num = max(call.axis_size, 1)
+    return (
+        (Sent("all_gather", id_bytes), Sent("reduce_scatter", row_bytes)),
+        (
+            Sent("all_to_all", 3 * _ID_BYTES * num),
+            Sent("all_to_all", id_bytes / num),
+            Sent("all_to_all", row_bytes / num),
+        ),
+    )
+
+
+# -- backward --------------------------------------------------------------------------------
+
+
+def returned_grad(
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    sparse: bool = False,
+    parcel: Parcel | None = None,
+) -> Any:
+    """The gradient of a table whose ids were exchanged: each row's goes back to its owner.
+
+    With `sparse`, on DTensors, it is one SparseRows.
+    """
+    whole = aten.embedding_dense_backward(grad, ids, num_rows, padding_idx, False)
+    return (whole,) if sparse else whole
+
+
+def _returned(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    sparse: bool = False,
+    parcel: Parcel | None = None,
+) -> Any:
+    table = layouts[-1]
+    routing = parcel.routing if parcel is not None else None
+    if routing is None:
+        if not _exchanges(table, layouts[1]):
+            return _gathered_grad(layouts, grad, ids, num_rows, padding_idx, sparse)
+        routing = _route(table, layouts[1], ids)
+
+    def flat(_: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        return grad.reshape(ids.numel(), grad.shape[-1])
+
+    def rows(coordinate: Coordinate, values: torch.Tensor, asked: torch.Tensor) -> Any:
+        mine = asked - table.box(coordinate)[0][0]
+        if padding_idx >= 0:
+            real = (asked != padding_idx).nonzero().squeeze(1)
+            mine, values = mine.index_select(0, real), values.index_select(0, real)
+        return mine, values
+
+    def dense(coordinate: Coordinate, mine: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+        shape = (table.local_shape(coordinate)[0], values.shape[-1])
+        return values.new_zeros(shape).index_add_(0, mine, values)
+
+    arrived = routing.hand_in(each_rank(table.grid, flat, grad, ids, axes=()))
+    row_axes = table.axes_of(0)
+    mine, values = each_rank(table.grid, rows, arrived, routing.asked, axes=row_axes)
+    if sparse:
+        return (SparseRows(table, mine, values),)
+    return each_rank(table.grid, dense, mine, values, axes=row_axes)
+
+
+def _gathered_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    sparse: bool,
+) -> Any:
+    grad_layout, ids_layout, table = layouts
+    met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
+    there = [with_placement(layout, met, REPLICATE) for layout in (grad_layout, ids_layout)]
+    grad = execute(grad, find_steps(grad_layout, there[0]))
+    ids = execute(ids, find_steps(ids_layout, there[1]))
+    fn = SPARSE_GRAD.fn if sparse else table_grad
+    return fn((*there, table), grad, ids, num_rows, padding_idx, False)
+
+
+RETURNED = LocalCall(_returned, together=True)
+
+
+def _returned_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the gradient of the rows that were looked up, and the ids."""
+    wanted = call.wanted[0] if call.wanted else None
+    if not (isinstance(wanted, Shard) and wanted.dim == 0):
+        yield from lookup_grad_choices(call, RETURNED, by_freq=False)
+        return
+    grad, ids = call.inputs
+    row_bytes = math.prod(grad.shape) * grad.dtype.itemsize / max(call.axis_size, 1)
+    for dim in range(ids.ndim):
+        for sizes in call.splits([(1, dim)]):
+            batch = Shard(dim, sizes)
+            yield Choice((batch, batch), (wanted,), RETURNED, sent=(Sent("all_to_all", row_bytes),))
+
+
+RULES: Table = table(
+    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
+    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
+)
+_table_lookup = aten.embedding.default
+_table_grad = aten.embedding_dense_backward.default
+
+
+class EmbeddingLookup(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
+        rows, routing = _look_up(weight, ids)
+        ctx.save_for_backward(ids)
+        by_freq = options[1]
+        ctx.plan = (gradient_layout(weight._layout), options, None if by_freq else routing)
+        return rows
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        layout, (padding_idx, by_freq, sparse), routing = ctx.plan
+        num_rows = layout.shape[0]
+        if torch.is_grad_enabled() and not sparse:  # double backward
+            found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
+        elif routing is not None:
+            parcel = Parcel(routing)
+            found = run(
+                returned_grad, grad, ids, num_rows, padding_idx, sparse, parcel, wish=layout
+            )
+            parcel.routing = None
+        elif sparse:
+            found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
+        else:
+            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
+        return RowSparse.of(*found) if sparse else found, None, None
+
+
+def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
+    """The rows, and the routing where ids were exchanged."""
+    if both_sharded(weight._layout, ids._layout):
+        return run(routed_lookup, weight, ids, not has_values(ids._local))
+    return run(_table_lookup, weight, ids), None
+
+
+class LookupGrad(UntracedFunction):
+    """The gradient of a table, itself differentiable for the gradient that it is made of."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, grad: Any, ids: Any, layout: Layout, padding_idx: int, by_freq: bool
+    ) -> Any:
+        ctx.save_for_backward(ids)
+        ctx.options = (padding_idx, by_freq)
+        return run(_table_grad, grad, ids, layout.shape[0], padding_idx, by_freq, wish=layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (ids,) = ctx.saved_tensors
+        padding_idx, by_freq = ctx.options
+        if by_freq:
+            raise UnsupportedError(
+                "The second derivative of an embedding with scale_grad_by_freq is not supported."
+            )
+        rows = embedding(grad, ids)
+        if padding_idx >= 0:
+            rows = rows * (ids != padding_idx).unsqueeze(-1)
+        return rows, None, None, None, None
+
+
+_apply_lookup = direct_apply(EmbeddingLookup)
+
+
+def embedding(
+    weight: Any,
+    ids: Any,
+    padding_idx: int = -1,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> Any:
+    if type(weight) is not DTensor or type(ids) is not DTensor:
+        weight, ids = all_distributed(_table_lookup, (weight, ids))
+    if weight.requires_grad and torch.is_grad_enabled():
+        return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
+    return _look_up(weight, ids)[0]
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (("embedding", embedding),)

@@ -1,0 +1,343 @@
+"""Lookups in a table, the table's gradient, and rows that are scaled down to a maximal norm.
+
+Rows may be sharded: a rank then looks up the ids that it owns and returns zeros for the others,
+so that the ranks' results add up. Columns may be sharded: the result is sharded likewise. The ids
+may be sharded along any dim when the table is whole; where both are sharded, see rules.routed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from shardwise._torch.symint import check_size
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placements import REPLICATE, MaskPartial, Partial, Placement, Shard
+from shardwise.dispatch.notation import linear_choices
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.lookup.ids import check_ids, has_values, local_rows, owned
+from shardwise.simulation.ranks import each_rank
+
+# Rows of a gradient that are kept: how many there are depends on the values of the ids.
+#
+# Eager code picks them and has a tensor of that length. In a traced graph the picking is one op,
+# whose result has a length that is known when the graph runs. The op takes the gradient along, so
+# that it stands in the graph of backward, and no length has to be saved for it.
+
+_library = torch.library.Library("shardwise", "FRAGMENT")
+_library.define(
+    "picked_rows(Tensor? keep, Tensor rows, Tensor values, bool by_freq) -> (Tensor, Tensor)"
+)
+
+
+def picked_rows(
+    keep: torch.Tensor | None, rows: torch.Tensor, values: torch.Tensor, by_freq: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows and values where `keep` is true, as one op of a traced graph.
+
+    With `by_freq` a row's values are divided by how often it occurs.
+    """
+    if keep is None and not by_freq:
+        return rows, values
+    return torch.ops.shardwise.picked_rows(keep, rows, values, by_freq)
+
+
+def times(rows: torch.Tensor) -> torch.Tensor:
+    """How often each row occurs, at every place where it does; as large as the batch."""
+    _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
+    return counts[inverse]
+
+
+def _pick(
+    keep: torch.Tensor | None, rows: torch.Tensor, values: torch.Tensor, by_freq: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    if keep is None:
+        rows = rows.clone()  # what an op puts out is not what it was given
+    else:
+        places = keep.nonzero().squeeze(1)
+        rows, values = rows.index_select(0, places), values.index_select(0, places)
+    return rows, values / times(rows).unsqueeze(-1) if by_freq else values
+
+
+def _picked_shapes(
+    keep: torch.Tensor | None, rows: torch.Tensor, values: torch.Tensor, by_freq: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    num = rows.shape[0] if keep is None else unknown_length(rows)
+    return rows.new_empty(num), values.new_empty((num, values.shape[1]))
+
+
+def unknown_length(traced: Any) -> Any:
+    """A length that is known when the graph runs.
+
+    Torch offers these to an op's shapes only where a setting of the compiler asks for graphs of
+    unknown sizes. That is about what a program computes with; nothing is computed with these.
+    """
+    shape_env = traced.fake_mode.shape_env
+    length = shape_env.create_unbacked_symint()
+    check_size(length >= 0)
+    return length
+
+
+_library.impl("picked_rows", _pick, "CompositeExplicitAutograd")
+torch.library.register_fake("shardwise::picked_rows", _picked_shapes, lib=_library)
+
+aten = torch.ops.aten
+# Without the Python method around it, which takes a microsecond of its own.
+_dense_backward = aten.embedding_dense_backward.default._op
+#: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
+_FEW_IDS = 64
+#: From so many ids on, picking those that are owned costs less than reading a row for each.
+_MANY_IDS = 1024
+
+
+# -- the lookup ------------------------------------------------------------------------------
+
+
+def lookup(
+    layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *_: Any
+) -> torch.Tensor:
+    """The rows that this rank owns, and true zeros for those of others."""
+    table = layouts[0]
+    check_ids(ids, layouts[1], table.shape[0])
+    row_axes = table.axes_of(0)
+
+    def here(coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if row_axes:
+            return owned_lookup(table, coordinate, weight, ids)
+        return torch.embedding(weight, ids)
+
+    return each_rank(table.grid, here, weight, ids, axes=row_axes)
+
+
+def owned_lookup(
+    table: Layout, coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor
+) -> torch.Tensor:
+    if weight.shape[0] == 0:
+        return weight.new_zeros((*ids.shape, weight.shape[1]))
+    if type(ids) is torch.Tensor and ids.is_cpu and ids.numel() >= _MANY_IDS:
+        rows, places = owned(table, coordinate, ids.reshape(-1))
+        assert places is not None, "rows of this table are sharded"
+        found = weight.new_zeros((*ids.shape, weight.shape[1]))
+        found.view(-1, weight.shape[1]).index_copy_(0, places, weight.index_select(0, rows))
+        return found
+    row, foreign = local_rows(table, coordinate, ids)
+    return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
+
+
+LOOKUP = LocalCall(lookup, together=True)
+
+
+def lookup_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table and the ids."""
+    return (choice for choice in _lookup_choices(call) if table_stays(call, choice))
+
+
+def table_stays(call: Call, choice: Choice) -> bool:
+    """Ids move; a table that is sharded does not."""
+    return not call.placed or not call.placed[0].is_shard() or choice.inputs[0] == call.placed[0]
+
+
+def _lookup_choices(call: Call) -> Iterator[Choice]:
+    last = call.inputs[1].ndim
+    yield call.replicated()
+    masked = mask_partial(call)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice((Shard(0, sizes), REPLICATE), (masked,), LOOKUP)
+    for sizes in call.splits([(0, 1)]):
+        yield Choice((Shard(1, sizes), REPLICATE), (Shard(last, sizes),))
+    for dim in range(last):
+        for sizes in call.splits([(1, dim)]):
+            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),), LOOKUP)
+    yield from linear_choices(call, ((0,),))
+
+
+def mask_partial(call: Call) -> MaskPartial:
+    weight = call.inputs[0]
+    known = all(type(s) is int for s in weight.shape)
+    return MaskPartial(logical_shape=tuple(weight.shape) if known else (), logical_dim=0)
+
+
+# -- its gradient ----------------------------------------------------------------------------
+
+
+def table_grad(
+    layouts: Sequence[Layout],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    num_rows: int,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    """The gradient of the rows that this rank owns; no other row is ever made."""
+    table = layouts[-1]
+    # Torch's kernel for the CPU takes several times as long as adding rows up, but for few ids. The
+    # one for CUDA adds in a fixed order, and the compiler knows it.
+    few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
+    by_hand = has_values(ids) and not ids.is_cuda and not few
+
+    def here(coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        shape = (table.local_shape(coordinate)[0], grad.shape[-1])
+        fn = _added_rows if by_hand else _masked_grad
+        return fn(table, coordinate, shape, grad, ids, padding_idx, by_freq)
+
+    return each_rank(table.grid, here, grad, ids, axes=table.axes_of(0))
+
+
+def _added_rows(
+    table: Layout,
+    coordinate: Coordinate,
+    shape: tuple[int, int],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    rows, values = owned_values(table, coordinate, grad, ids, padding_idx)
+    if by_freq:
+        values = values / times(rows).unsqueeze(-1)
+    return values.new_zeros(shape).index_add_(0, rows, values)
+
+
+def owned_values(
+    table: Layout, coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor, padding_idx: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The local rows that get a gradient, with repeats, and what each gets."""
+    rows, places = owned(table, coordinate, ids.reshape(-1), padding_idx)
+    values = grad.reshape(ids.numel(), grad.shape[-1])
+    return rows, values if places is None else values.index_select(0, places)
+
+
+def _masked_grad(
+    table: Layout,
+    coordinate: Coordinate,
+    shape: tuple[int, int],
+    grad: torch.Tensor,
+    ids: torch.Tensor,
+    padding_idx: int,
+    by_freq: bool,
+) -> torch.Tensor:
+    """As `_added_rows`, with sizes that do not depend on the ids."""
+    if any(type(size) is int and size == 0 for size in shape):  # torch's kernel fails on CUDA
+        return grad.new_zeros(shape)
+    if not table.axes_of(0):  # all rows are here
+        return _dense_backward(grad, ids, shape[0], padding_idx, by_freq)
+    row, skipped = local_rows(table, coordinate, ids)
+    if padding_idx >= 0:
+        skipped = skipped | (ids == padding_idx)
+    if by_freq:
+        counts = torch.zeros(shape[0], dtype=grad.dtype, device=grad.device)
+        counts = counts.index_add(0, row.reshape(-1), (~skipped).reshape(-1).to(grad.dtype))
+        grad = grad / counts[row].clamp(min=1).unsqueeze(-1)
+    return grad_of_rows(grad, row, skipped, shape[0])
+
+
+def grad_of_rows(
+    grad: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, num_rows: Any
+) -> torch.Tensor:
+    """The gradient of a table of `num_rows` from that of each lookup; skipped ones leave none."""
+    # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
+    if not grad.is_cuda:
+        return _dense_backward(grad, row.masked_fill(skipped, -1), num_rows, -1, False)
+    # On CUDA the padding index has to be a row: one more than there are.
+    row = row.masked_fill(skipped, num_rows)
+    return _dense_backward(grad, row, num_rows + 1, num_rows, False)[:num_rows]
+
+
+def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator[Choice]:
+    """Operands: the gradient of the rows that were looked up, and the ids."""
+    last = call.inputs[1].ndim
+    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), local)
+    wanted = call.wanted[0] if call.wanted else None
+    columns = call.splits([(0, last)])
+    if isinstance(wanted, Shard) and wanted.dim == 0:
+        yield Choice((REPLICATE, REPLICATE), (wanted,), local)
+    elif isinstance(wanted, Shard) and wanted.sizes not in columns:
+        columns.append(wanted.sizes)
+    for sizes in columns:
+        yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),), local)
+    # With scale_grad_by_freq a rank would have to count the ids of all.
+    if not by_freq:
+        for dim in range(last):
+            for sizes in call.splits([(0, dim), (1, dim)]):
+                both: tuple[Placement, ...] = (Shard(dim, sizes), Shard(dim, sizes))
+                yield Choice(both, (Partial("sum"),), local)
+    for choice in linear_choices(call, ((0,),)):
+        yield Choice(choice.inputs, choice.outputs, local)
+
+
+TABLE_GRAD = LocalCall(table_grad, together=True)
+
+
+def _table_grad_choices(call: Call) -> Iterator[Choice]:
+    sizes = call.inputs[1].shape
+    few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
+    for choice in lookup_grad_choices(call, TABLE_GRAD, call.args[4]):
+        rows_are_cut = choice.outputs[0].is_shard(0)
+        yield choice if rows_are_cut or not few else replace(choice, local=None)
+
+
+# -- rows of a maximal norm ------------------------------------------------------------------
+
+
+def renorm(
+    layouts: Sequence[Layout],
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """Scale down the rows that this rank owns among those of the ids, in place."""
+    table = layouts[0]
+    check_ids(ids, layouts[1], table.shape[0])
+    known = has_values(ids)
+
+    def here(coordinate: Coordinate, weight: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if not weight.shape[0]:
+            return weight
+        if known:
+            rows = owned(table, coordinate, ids.reshape(-1))[0]
+            return torch.embedding_renorm_(weight, rows, max_norm, norm_type)
+        return _masked_renorm(table, coordinate, weight, ids.reshape(-1), max_norm, norm_type)
+
+    with torch.no_grad():
+        each_rank(table.grid, here, weight, ids, axes=table.axes_of(0))
+    return weight
+
+
+def _masked_renorm(
+    table: Layout,
+    coordinate: Coordinate,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    max_norm: float,
+    norm_type: float,
+) -> torch.Tensor:
+    """As torch's op on the owned rows, with sizes that do not depend on the ids."""
+    rows, foreign = local_rows(table, coordinate, ids)
+    norms = weight[rows].norm(norm_type, -1)
+    scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
+    # A foreign id stands for some row here, which may also be asked for: one factor per row.
+    factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
+    return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
+
+
+RENORM = LocalCall(renorm, together=True)
+
+
+def _renorm_choices(call: Call) -> Iterator[Choice]:
+    """Operands: the table, which is written to, and the ids. A norm needs all columns of a row."""
+    yield Choice((REPLICATE, REPLICATE), (REPLICATE,), RENORM)
+    for sizes in call.splits([(0, 0)]):
+        yield Choice((Shard(0, sizes), REPLICATE), (Shard(0, sizes),), RENORM)
+
+
+RULES: Table = table(
+    ((aten.embedding.default,), Rule(lookup_choices, "[v] d, ... -> ... d")),
+    ((aten.embedding_dense_backward.default,), Rule(_table_grad_choices, "... d, ... -> v d")),
+    ((aten.embedding_renorm_.default,), Rule(_renorm_choices, "v [d], ... -> v [d]")),
+)

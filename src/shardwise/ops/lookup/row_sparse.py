@@ -1,0 +1,507 @@
+"""RowSparse: the gradient of a table as the rows that have one.
+
+It is to a DTensor what torch's sparse COO tensor is to a dense one, for what optimizers do with a
+sparse gradient: coalesce it, read its indices and values, make another one like it, pick the same
+rows of a dense state, and add it to a parameter. It lies like the table, and every rank holds the
+rows that it owns: nothing of the size of the table is ever made. Over axes that replicate the table
+it may be Partial, and is reduced when it is coalesced or added, by gathering rows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise._torch.dispatch import make_wrapper
+from shardwise.comm import collectives
+from shardwise.comm.id_exchange import added_up
+from shardwise.comm.watch import because
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Coordinate, Grid
+from shardwise.core.placements import REPLICATE, SUM, Partial
+from shardwise.core.sizes import unrecorded
+from shardwise.core.untraced import UntracedFunction, untraced
+from shardwise.dtensor.compile import FlatContext, context_of, part_names
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError, UnsupportedError
+from shardwise.ops.lookup.row_gradients import SparseRows, add_distinct_rows
+from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
+from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.roster import Roster
+
+# How torch.compile takes a row-sparse gradient apart: row numbers, values, and how they lie.
+
+
+@dataclass(frozen=True, slots=True)
+class RowContext:
+    """What a compiled graph knows of a RowSparse besides its tensors: all but the sizes."""
+
+    #: Of the values.
+    values: FlatContext
+    #: Which rank holds which row numbers; None in a real process.
+    roster: Roster | None
+    coalesced: bool
+
+    def restored(self, inner: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+        """The row numbers and values out of their parts."""
+        parts = list(inner.values())
+        num = 1 if self.roster is None else self.roster.num_parts
+        return from_parts(parts[:num], self.roster), from_parts(parts[num:], self.values.roster)
+
+
+def flattened_rows(
+    cls: Any, layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool
+) -> tuple[list[str], RowContext]:
+    """The names of attributes of a RowSparse that hold its plain tensors, and all else."""
+    held, roster = roster_of(values), roster_of(rows)
+    names = ["_rows", "_local"]
+    if held is not None and roster is not None:
+        names = part_names(roster.num_parts, cls, "_rows", "_rows")
+        names = names + part_names(held.num_parts, cls)
+    return names, RowContext(context_of(layout, held), roster, coalesced)
+
+
+aten = torch.ops.aten
+
+
+class RowSparse(DTensor):
+    """A DTensor of which only some rows are stored. `is_sparse` is true.
+
+    `_local` holds one row of values for each of the local row numbers in `_rows`.
+    """
+
+    __slots__ = ("_coalesced", "_rows")
+    _rows: torch.Tensor
+    _coalesced: bool
+
+    @staticmethod
+    def of(held: SparseRows, coalesced: bool = False) -> RowSparse:
+        return make(held.layout, held.rows, held.values, coalesced)
+
+    @property
+    def is_sparse(self) -> bool:  # type: ignore[override]
+        return True
+
+    @property
+    def layout(self) -> torch.layout:  # type: ignore[override]
+        return torch.sparse_coo
+
+    def is_coalesced(self) -> bool:
+        return self._coalesced
+
+    def sparse_dim(self) -> int:
+        return 1
+
+    def dense_dim(self) -> int:
+        return self.dim() - 1
+
+    @untraced
+    def _indices(self) -> Held:
+        return Held.of(self._rows.unsqueeze(0), self)
+
+    @untraced
+    def _values(self) -> Held:
+        return Held.of(self._local, self)
+
+    indices, values = _indices, _values
+
+    @untraced
+    def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
+        """`new(indices, values, size)`: another one, with rows where this one has them."""
+        if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
+            raise UnsupportedError(
+                "new() of a row-sparse DTensor takes the indices and values of one, and its size."
+            )
+        return args[1].together_with(args[0])
+
+    @untraced
+    def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """This rank's part, as torch's sparse COO tensor."""
+        reduced = self._reduce()
+        layout = self._layout
+
+        def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            size = layout.local_shape(coordinate)
+            return torch.sparse_coo_tensor(rows.unsqueeze(0), values, size, check_invariants=False)
+
+        return each_rank(layout.grid, here, reduced._rows, reduced._local)
+
+    @untraced
+    def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: Any = None) -> DTensor:
+        """The same values in an ordinary DTensor, as large as the table.
+
+        `masked_grad` is torch's, about a gradient; this is one, and has none.
+        """
+        if torch.is_grad_enabled() and self.requires_grad:
+            dense = _Dense.apply(self)
+        else:
+            dense = self._reduce().terms()
+        return dense if dtype is None else dense.to(dtype)
+
+    def terms(self) -> DTensor:
+        """As `to_dense`, and Partial where this is."""
+        held = SparseRows(self._layout, self._rows, self._local)
+        return DTensor._wrap(held.dense(), held.layout)
+
+    @untraced
+    def full_tensor(self, *, grad_placements: Any = None) -> torch.Tensor:
+        """The whole tensor, dense, on every rank."""
+        return self.to_dense().full_tensor()
+
+    @untraced
+    def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
+        """Dense, in other placements."""
+        return self.to_dense().redistribute(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"RowSparse({self._layout!r}, rows={self._rows!r}, values={self._local!r})"
+
+    def _reduce(self) -> RowSparse:
+        """Replicated where it was Partial: every rank of such an axis gets the rows of all."""
+        rows, values, layout = self._rows, self._local, self._layout
+        for axis, placement in enumerate(layout.placements):
+            if isinstance(placement, Partial):
+                with because("the rows of a gradient", implicit=True):
+                    rows, values = gather_rows(rows, values, layout.grid, axis)
+                scale = 1 / layout.grid.shape[axis] if placement.is_partial("avg") else 1
+                values = values * scale if scale != 1 else values
+        if rows is self._rows:
+            return self
+        placements = tuple(REPLICATE if p.is_partial() else p for p in layout.placements)
+        return make(layout.with_placements(placements), rows, values)
+
+    @untraced
+    def coalesce(self) -> RowSparse:
+        """Reduced, and each row once."""
+        if self._coalesced:
+            return self
+        reduced = self._reduce()
+
+        def here(_: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> Any:
+            different, inverse = torch.unique(rows, return_inverse=True)
+            return different, added_up(values, inverse)
+
+        rows, values = each_rank(self._layout.grid, here, reduced._rows, reduced._local, axes=())
+        return make(reduced._layout, rows, values, coalesced=True)
+
+    # -- torch.compile -----------------------------------------------------------------------
+
+    @untraced
+    def __tensor_flatten__(self) -> tuple[list[str], RowContext]:
+        parts = (self._layout, self._rows, self._local, self._coalesced)
+        return flattened_rows(RowSparse, *parts)
+
+    @staticmethod
+    @untraced
+    def __tensor_unflatten__(  # type: ignore[override]
+        inner: dict[str, torch.Tensor], context: RowContext, outer_size: Any, outer_stride: Any
+    ) -> RowSparse:
+        layout = context.values.layout(outer_size, outer_stride)
+        return make(layout, *context.restored(inner), context.coalesced)
+
+    def _stable_hash_for_caching(self) -> str:
+        rows = [tuple(map(str, p.shape)) for p in parts_of(self._rows)]
+        return repr((super()._stable_hash_for_caching(), rows, self._coalesced))
+
+    @classmethod
+    @untraced
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+        wish: Layout | None = None,
+    ) -> Any:
+        handler = _HANDLERS.get(func)
+        result = NotImplemented if handler is None else handler(*args, **(kwargs or {}))
+        if result is NotImplemented:
+            raise UnsupportedError(
+                f"{func} does not have a sharding strategy registered for a row-sparse DTensor, "
+                "the gradient of an embedding with sparse=True. Use to_dense(), or sparse=False."
+            )
+        return result
+
+
+class _Dense(UntracedFunction):
+    """A gradient that was made to be differentiated again: it can be read, but no more."""
+
+    @staticmethod
+    def forward(ctx: Any, sparse: RowSparse) -> DTensor:
+        return sparse._reduce().terms()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        raise UnsupportedError(
+            "A row-sparse gradient is not differentiated again. Use dense gradients: sparse=False."
+        )
+
+
+@untraced
+def make(
+    layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool = False
+) -> RowSparse:
+    if layout.symbolic:
+        return unrecorded(_make, layout, rows, values, coalesced)
+    return _make(layout, rows, values, coalesced)
+
+
+def _make(layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool) -> RowSparse:
+    out = make_wrapper(
+        RowSparse, layout.shape, strides=layout.stride, dtype=values.dtype, device=values.device
+    )
+    out._local, out._rows, out._layout, out._coalesced = values, rows, layout, coalesced
+    return out
+
+
+def gather_rows(
+    rows: torch.Tensor, values: torch.Tensor, grid: Grid, axis: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """All coordinates' rows on each: padded to the longest, with a count that says how many."""
+
+    def count(_: Coordinate, rows: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([rows.shape[0]], device=rows.device)
+
+    counts = collectives.all_gather(each_rank(grid, count, rows, axes=()), grid, axis)
+    longest = max(int(part.max()) for part in parts_of(counts))
+
+    def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return torch.cat([t, t.new_zeros((longest - t.shape[0], *t.shape[1:]))]).unsqueeze(0)
+
+    def join(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        return torch.cat([part[:num] for part, num in zip(t, counts.tolist(), strict=True)])
+
+    found = []
+    for tensor in (rows, values):
+        everywhere = collectives.all_gather(each_rank(grid, pad, tensor, axes=()), grid, axis)
+        found.append(each_rank(grid, join, everywhere, counts, axes=()))
+    return found[0], found[1]
+
+
+# -- the indices and values ------------------------------------------------------------------
+
+
+class Held(torch.Tensor):
+    """Indices or values of a RowSparse: as many on each rank as it holds; ops run on each.
+
+    Its shape is that of one rank.
+    """
+
+    __slots__ = ("local", "origin")
+    local: torch.Tensor
+    #: What they are the indices or values of.
+    origin: RowSparse
+
+    @staticmethod
+    @untraced
+    def of(local: torch.Tensor, origin: RowSparse) -> Held:
+        out = make_wrapper(Held, local.shape, dtype=local.dtype, device=local.device)
+        out.local, out.origin = local, origin
+        return out
+
+    @untraced
+    def together_with(self, indices: Held) -> RowSparse:
+        """These values at the rows of `indices`."""
+        return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
+
+    def numel(self) -> int:
+        """Of all ranks present: torch's optimizers skip a gradient without values."""
+        return sum(part.numel() for part in parts_of(self.local))
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Held({self.local!r})"
+
+    @classmethod
+    @untraced
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func in _MAKE_SPARSE:
+            indices, values = (a for a in args if isinstance(a, Held))
+            return values.together_with(indices)
+        locals_ = [a.local if isinstance(a, Held) else a for a in args]
+        out = func(*locals_, **(kwargs or {}))
+        if isinstance(args[0], Held) and out is args[0].local:
+            return args[0]
+        origin = next(a.origin for a in args if isinstance(a, Held))
+        return Held.of(out, origin) if isinstance(out, torch.Tensor) else out
+
+
+#: What `torch.sparse_coo_tensor(indices, values, size)` arrives as.
+_MAKE_SPARSE = {
+    aten._sparse_coo_tensor_unsafe.default,
+    aten._sparse_coo_tensor_with_dims_and_tensors.default,
+    aten.sparse_coo_tensor.indices_size,
+}
+
+
+# -- what is done with a sparse gradient -----------------------------------------------------
+
+
+def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
+    if isinstance(a, RowSparse) and isinstance(b, RowSparse):
+        return _joined(a, b, alpha)
+    if isinstance(a, RowSparse):
+        a, b = b, _scaled(a, 1)
+        a = a * alpha if alpha != 1 else a
+        alpha = 1
+    if not isinstance(a, DTensor):
+        return NotImplemented
+    alike = b.placements == a.placements and b._layout.order == a._layout.order
+    if not alike or any(p.is_partial() for p in b.placements):
+        return torch.add(a, b.terms(), alpha=alpha)
+    return _add_(a.clone(), b, alpha=alpha)
+
+
+def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
+    if isinstance(a, RowSparse):
+        if not isinstance(b, RowSparse):
+            return NotImplemented
+        total = _joined(a, b, alpha)
+        a._local, a._rows, a._layout = total._local, total._rows, total._layout
+        a._coalesced = False
+        return a
+    if not isinstance(a, DTensor):
+        return NotImplemented
+    b = b._reduce()
+    _check_alike(a, b)
+
+    def here(
+        _: Coordinate, target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        values = values.to(target.dtype)
+        if distinct:
+            return add_distinct_rows(target, rows, values, alpha)
+        return target.index_add_(0, rows, values, alpha=alpha)
+
+    target, distinct = a._local, b._coalesced
+    # One part for each part of the target: what ranks share is written once.
+    rows, values = (held_like(each, roster_of(target)) for each in (b._rows, b._local))
+    axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
+    each_rank(a._layout.grid, here, target, rows, values, axes=axes)
+    return a
+
+
+def _check_alike(a: DTensor, b: RowSparse) -> None:
+    if a._layout.placements != b._layout.placements or a._layout.order != b._layout.order:
+        raise LayoutError(
+            f"A row-sparse tensor {b._layout!r} is added to {a._layout!r}: both must lie alike. "
+            f"Redistribute the dense one: x.redistribute(placements={list(b.placements)!r}"
+            f"{b._layout.other_order()})."
+        )
+
+
+def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
+    if a._layout.placements != b._layout.placements:
+        a, b = _as_terms(a, b._layout), _as_terms(b, a._layout)
+
+    def join(_: Coordinate, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, y])
+
+    grid = a._layout.grid
+    rows = each_rank(grid, join, a._rows, b._rows, axes=())
+    values = each_rank(grid, join, a._local, b._local * alpha if alpha != 1 else b._local, axes=())
+    return make(a._layout, rows, values)
+
+
+def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
+    """`x` as terms of a sum along the axes where it or `other` is Partial; nothing travels."""
+    layout = x._layout
+    pairs = list(zip(layout.placements, other.placements, strict=True))
+    partial = [a for a, (own, its) in enumerate(pairs) if own.is_partial() or its.is_partial()]
+    whole = [a for a in partial if not layout.placements[a].is_partial()]
+
+    def on_first(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t[:0] if any(coordinate[a] for a in whole) else t
+
+    rows, values = (
+        each_rank(layout.grid, on_first, t, axes=whole) if whole else t for t in (x._rows, x._local)
+    )
+    averaged = [a for a in partial if layout.placements[a].is_partial("avg")]
+    if averaged:
+        values = values / math.prod(layout.grid.shape[a] for a in averaged)
+    placements = tuple(SUM if a in partial else p for a, p in enumerate(layout.placements))
+    return make(layout.with_placements(placements), rows, values)
+
+
+def _scaled(x: RowSparse, factor: Any) -> RowSparse:
+    values = x._local if isinstance(factor, int) and factor == 1 else x._local * factor
+    return make(x._layout, x._rows, values, x._coalesced)
+
+
+def _times(x: Any, factor: Any) -> Any:
+    if isinstance(x, RowSparse) and isinstance(factor, (int, float)):
+        return _scaled(x, factor)
+    if isinstance(x, RowSparse) and isinstance(factor, DTensor) and factor.dim() == 0:
+        return _scaled(x, factor.full_tensor())
+    if isinstance(x, RowSparse) and type(factor) is torch.Tensor and factor.dim() == 0:
+        return _scaled(x, factor)
+    return NotImplemented
+
+
+def _times_(x: Any, factor: Any) -> Any:
+    scaled = _times(x, factor)
+    if scaled is not NotImplemented:
+        x._local = scaled._local
+        return x
+    return NotImplemented
+
+
+def _divided(x: Any, divisor: Any) -> Any:
+    return _times(x, 1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
+
+
+def _divided_(x: Any, divisor: Any) -> Any:
+    return _times_(x, 1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
+
+
+def _masked(dense: Any, like: Any) -> Any:
+    """The rows of a dense tensor where a sparse one has rows."""
+    if not isinstance(like, RowSparse) or type(dense) is not DTensor:
+        return NotImplemented
+    _check_alike(dense, like)
+    picked = dense._local.index_select(0, like._rows)
+    return make(like._layout, like._rows, picked, like._coalesced)
+
+
+def _emptied(x: Any) -> Any:
+    grid = x._layout.grid
+
+    def none(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return t[:0]
+
+    x._rows = each_rank(grid, none, x._rows, axes=())
+    x._local = each_rank(grid, none, x._local, axes=())
+    return x
+
+
+def _copied(x: Any, **_: Any) -> RowSparse:
+    return make(x._layout, x._rows, x._local.clone(), x._coalesced)
+
+
+def _aliased(x: Any) -> RowSparse:
+    return make(x._layout, x._rows, x._local, x._coalesced)
+
+
+def _table(*entries: tuple[Sequence[Any], Callable[..., Any]]) -> dict[Any, Callable[..., Any]]:
+    return {op: handler for ops, handler in entries for op in ops}
+
+
+_HANDLERS = _table(
+    ((aten.add.Tensor,), _add),
+    ((aten.add_.Tensor,), _add_),
+    ((aten.sub_.Tensor,), lambda a, b, alpha=1: _add_(a, b, alpha=-alpha)),
+    ((aten.mul.Tensor, aten.mul.Scalar), _times),
+    ((aten.mul_.Tensor, aten.mul_.Scalar), _times_),
+    ((aten.div.Tensor, aten.div.Scalar), _divided),
+    ((aten.div_.Tensor, aten.div_.Scalar), _divided_),
+    ((aten.neg.default,), lambda x: _times(x, -1)),
+    ((aten.zero_.default,), _emptied),
+    ((aten.detach.default, aten.alias.default), _aliased),
+    ((aten.clone.default,), _copied),
+    ((aten.sparse_mask.default,), _masked),
+)

@@ -1,0 +1,1 @@
+"""Arithmetic: elementwise ops, products, reductions, linear algebra, search."""

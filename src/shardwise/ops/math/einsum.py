@@ -1,0 +1,302 @@
+"""Products written with letters: `contract`, and how einsum and matmul are spelled in it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from shardwise._torch.dispatch import is_autocast
+from shardwise.core.sizes import Size, equal, unrecorded
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import (
+    Dims,
+    linear_choices,
+    parse,
+    pattern_choices,
+    sharded_choices,
+)
+from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+from shardwise.dtensor.autograd import direct_apply
+from shardwise.dtensor.tensor import DTensor, run
+
+aten = torch.ops.aten
+
+
+def contract(equation: str, *operands: Any) -> Any:
+    """`torch.einsum` of an equation without `...`, broadcasting or repeated letters.
+
+    Dense: how torch leaves the dims in memory depends on sizes, which parts have of their own.
+    """
+    return torch.einsum(equation, *operands).contiguous()
+
+
+def contract_choices(call: Call) -> Iterator[Choice]:
+    """Any letter may be sharded; one that is summed over leaves a Partial."""
+    inputs, output = split_equation(call.args[0])
+    dims = Dims(tuple(map(tuple, inputs)), (tuple(output),))
+    yield call.replicated()
+    yield from sharded_choices(call, dims, frozenset(), (), "sum")
+    yield from linear_choices(call, [(i,) for i in range(len(inputs))])
+
+
+def split_equation(equation: str) -> tuple[list[str], str]:
+    """
+    >>> split_equation("ab,bc->ac")
+    (['ab', 'bc'], 'ac')
+    """
+    left, _, right = equation.partition("->")
+    return left.split(","), right
+
+
+def spelled(equation: str, shapes: Sequence[Sequence[Size]]) -> str | None:
+    """An einsum equation for `contract`, or None where that has no form for it.
+
+    >>> spelled("...k, kn", [(2, 3, 4), (4, 5)])
+    'ABk,kn->ABn'
+    """
+    equation = equation.replace(" ", "")
+    left, arrow, right = equation.partition("->")
+    operands = left.split(",")
+    if len(operands) != len(shapes):
+        return None
+    batch = max(
+        (len(s) - len(o) + 3 for o, s in zip(operands, shapes, strict=True) if "..." in o),
+        default=0,
+    )
+    used = {c for c in equation if c.isalpha()}
+    free = [c for c in "ABCDEFGHIJKLMNOPQRSTUVWXYZ" if c not in used]
+    if batch > len(free):
+        return None
+    letters = "".join(free[:batch])
+    found = []
+    for operand, shape in zip(operands, shapes, strict=True):
+        here = letters[batch - (len(shape) - len(operand) + 3) :] if "..." in operand else ""
+        found.append(operand.replace("...", here))
+    if not arrow:
+        named = [c for o in operands for c in o if c.isalpha()]
+        right = letters + "".join(sorted(c for c in set(named) if named.count(c) == 1))
+    output = right.replace("...", letters)
+    return f"{','.join(found)}->{output}" if _plain(found, output, shapes) else None
+
+
+def _plain(operands: Sequence[str], output: str, shapes: Sequence[Sequence[Size]]) -> bool:
+    """Each letter stands once in an operand, has one size, and comes from somewhere."""
+    sizes: dict[str, Size] = {}
+    for letters, shape in zip(operands, shapes, strict=True):
+        if len(letters) != len(shape) or len(set(letters)) != len(letters):
+            return False
+        for letter, size in zip(letters, shape, strict=True):
+            if sizes.setdefault(letter, size) != size:
+                return False
+    return len(set(output)) == len(output) and set(output) <= sizes.keys()
+
+
+# -- matmul ----------------------------------------------------------------------------------
+
+#: By whether each operand has more than one dim.
+_MATMUL = {
+    (False, False): parse("k, k -> "),
+    (True, False): parse("... m k, k -> ... m"),
+    (False, True): parse("k, ... k n -> ... n"),
+    (True, True): parse("... m k, ... k n -> ... m n"),
+}
+
+
+def product(left: Any, right: Any) -> Any:
+    """`torch.matmul`, dense as `contract` is."""
+    return torch.matmul(left, right).contiguous()
+
+
+def matmul_choices(call: Call) -> Iterator[Choice]:
+    """All shapes that `torch.matmul` takes, as one product: nothing is merged into rows."""
+    left, right = call.inputs
+    pattern = _MATMUL[left.ndim > 1, right.ndim > 1]
+    yield from pattern_choices(pattern, call, linear=((0,), (1,)))
+
+
+def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, str, str]:
+    """Letters for both operands and the result; a stretched dim has a letter of its own.
+
+    >>> matmul_letters((2, 3, 4), (4, 5))
+    ('AMK', 'KN', 'AMN')
+    """
+    batch = max(len(left) - 2, len(right) - 2, 0)
+    names = "ABCDEFGHIJ"[:batch]
+    results = list(names)
+    sides = []
+    for shape, other in ((left, right), (right, left)):
+        letters = []
+        for place in range(batch):
+            at, its = len(shape) - 2 - batch + place, len(other) - 2 - batch + place
+            if at < 0:
+                continue
+            stretched = its >= 0 and not equal(shape[at], other[its]) and equal(shape[at], 1)
+            letters.append(names[place].lower() if stretched else names[place])
+        sides.append("".join(letters))
+    rows, columns = "M" if len(left) > 1 else "", "N" if len(right) > 1 else ""
+    return f"{sides[0]}{rows}K", f"{sides[1]}K{columns}", "".join(results) + rows + columns
+
+
+RULES: Table = table(
+    ((contract,), Rule(contract_choices, "einsum")),
+    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
+)
+
+
+# `einsum` as one op, above autograd: see Note [Above autograd].
+#
+# Torch takes it apart into products of matrices, for which it merges dims; a sharded dim that is
+# merged from within would have to be gathered. As one op, every dim may be sharded.
+
+
+class Like(NamedTuple):
+    """What the gradient of an operand has to look like."""
+
+    shape: Any
+    is_complex: bool
+
+    @classmethod
+    def of(cls, x: Any) -> Like:
+        return cls(x.shape, x.is_complex())
+
+
+class Contract(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, equation: str, *operands: Any) -> Any:
+        ctx.equation = equation
+        ctx.likes = tuple(map(Like.of, operands))
+        # Each only for the gradients of the others.
+        wanted = ctx.needs_input_grad[1:]
+        others = [sum(wanted) > wanted[number] for number in range(len(operands))]
+        ctx.kept = any(others)
+        if ctx.kept:  # else backward may run twice: there is nothing to be freed
+            kept = (x if o else None for x, o in zip(operands, others, strict=True))
+            ctx.save_for_backward(*kept)
+        return run(contract, equation, *operands)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        inputs, output = split_equation(ctx.equation)
+        operands = ctx.saved_tensors if ctx.kept else (None,) * len(inputs)
+        needed = ctx.needs_input_grad[1:]
+        return None, *(
+            _operand_grad(number, inputs, output, grad, operands, ctx.likes[number])
+            if wanted
+            else None
+            for number, wanted in enumerate(needed)
+        )
+
+
+_apply_contract = direct_apply(Contract)
+
+
+def contracted(equation: str, *operands: Any) -> Any:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _apply_contract(equation, *operands)
+    return run(contract, equation, *operands)
+
+
+def _operand_grad(
+    number: int, inputs: list[str], output: str, grad: Any, operands: Any, like: Like
+) -> Any:
+    """The gradient of one operand: the product of the result's gradient with the others."""
+    others = [o for i, o in enumerate(operands) if i != number]
+    letters = [s for i, s in enumerate(inputs) if i != number]
+    return spread(inputs[number], like, [output, *letters], [grad, *others])
+
+
+def spread(wanted: str, like: Like, letters: list[str], factors: list[Any]) -> Any:
+    """The product with the letters of `wanted`; letters that no factor has are spread out."""
+    known = "".join(c for c in wanted if any(c in s for s in letters))
+    first, *rest = factors
+    factors = [first, *(f.conj_physical() if f.is_complex() else f for f in rest)]
+    found = contracted(f"{','.join(letters)}->{known}", *factors)
+    for place, letter in enumerate(wanted):
+        if letter not in known:
+            found = found.unsqueeze(place)
+    found = found.expand(like.shape) if found.shape != like.shape else found
+    return found.real if found.is_complex() and not like.is_complex else found
+
+
+def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
+    if is_autocast():
+        tensors = _as_autocast(equation, tensors, path)
+    return _einsum(equation, tensors, path)
+
+
+def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
+    distributed = all(type(t) is DTensor for t in tensors)
+    letters = spelled(equation, [t.shape for t in tensors]) if distributed else None
+    if letters is None:
+        return aten.einsum.default.decompose(equation, tensors, path=path)
+    inputs, output = split_equation(letters)
+    if len(inputs) == 1 and len(inputs[0]) == len(output):
+        return tensors[0].permute([inputs[0].index(letter) for letter in output])  # a view
+    if len(tensors) > 1 and torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        inputs, tensors = _summed_first(inputs, output, tensors)
+        letters = f"{','.join(inputs)}->{output}"
+    return contracted(letters, *tensors)
+
+
+def _summed_first(
+    inputs: list[str], output: str, tensors: list[Any]
+) -> tuple[list[str], list[Any]]:
+    """The operands without the dims that only one of them has, which torch sums up first.
+
+    So backward keeps the sums, as on one device, and the operands may be written to.
+    """
+    found, sums = [], []
+    for number, (letters, x) in enumerate(zip(inputs, tensors, strict=True)):
+        shared = output + "".join(inputs[:number] + inputs[number + 1 :])
+        alone = [d for d, c in enumerate(letters) if c not in shared and x.shape[d] != 1]
+        if alone and not x.is_floating_point() and not x.is_complex():
+            alone = []  # a sum of integers is wider
+        found.append("".join(c for d, c in enumerate(letters) if d not in alone))
+        sums.append(x.sum(alone) if alone else x)
+    return found, sums
+
+
+def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
+    """The operands in the dtype in which one device multiplies them under autocast.
+
+    On the CPU it casts the products of matrices that torch makes of the equation, which a product
+    element by element is not. So torch is asked, about tensors as small as can be.
+    """
+    device = tensors[0].device.type
+    if device != "cpu" or not torch.is_autocast_enabled(device):
+        return tensors
+    wide = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
+    kinds = tuple(
+        (tuple(min(n, 2) if type(n) is int else 2 for n in t.shape), t.dtype) for t in tensors
+    )
+    steps = None if path is None else tuple(path)
+    narrow = unrecorded(_einsum_dtype, equation, kinds, steps, torch.get_autocast_dtype(device))
+    if narrow == wide:
+        return tensors
+    return [t.to(narrow) if t.is_floating_point() else t for t in tensors]
+
+
+@functools.lru_cache(maxsize=1024)
+def _einsum_dtype(
+    equation: str,
+    kinds: tuple[tuple[tuple[int, ...], torch.dtype], ...],
+    path: tuple[int, ...] | None,
+    dtype: torch.dtype,
+) -> torch.dtype:
+    small = [torch.zeros(shape, dtype=kind) for shape, kind in kinds]
+    with torch.autocast("cpu", dtype):
+        return aten.einsum.default(equation, small, path=path).dtype
+
+
+def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
+    if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
+        hollow = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
+        aten.bilinear.default(*hollow)  # torch's checks: it does not take all that are empty
+    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
+    return out if bias is None else out + bias
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (("einsum", einsum), ("bilinear", bilinear))

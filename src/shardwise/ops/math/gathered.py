@@ -1,0 +1,59 @@
+"""Ops that run whole on every rank: their operands are gathered first.
+
+Each is here on purpose; an op that is not in any table raises. In a comment stands why no part of
+the work can be done on a part of the operands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.dispatch.notation import Group, linear_choices
+from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+
+aten = torch.ops.aten
+
+
+def gathered(
+    *ops: Any, linear: Sequence[Group] = (), found_shapes: bool = False
+) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table. With `found_shapes`, only the result itself tells its shapes."""
+
+    def choices(call: Call) -> Iterator[Choice]:
+        yield call.replicated()
+        yield from linear_choices(call, linear)
+
+    return ops, Rule(choices, "replicated -> replicated", found_shapes=found_shapes)
+
+
+RULES: Table = table(
+    # Each pair of rows meets.
+    gathered(aten._pdist_forward.default, aten._pdist_backward.default),
+    # The range of the bins, or the number of counts, depends on all values.
+    gathered(aten.histc.default),
+    gathered(
+        aten.histogram.bin_ct,
+        aten.histogram.bins_tensor,
+        aten._histogramdd_bin_edges.default,
+        aten._histogramdd_from_bin_cts.default,
+        aten._histogramdd_from_bin_tensors.default,
+        found_shapes=True,
+    ),
+    # Torch cannot tell the shapes of what they return without running them.
+    gathered(aten.linalg_lstsq.default, aten.geqrf.default, found_shapes=True),
+    # A segment may lie on several ranks.
+    gathered(aten.segment_reduce.default, aten._segment_reduce_backward.default),
+    # The alignment of a sequence looks at all of its steps, classes and targets.
+    gathered(
+        aten._ctc_loss.default,
+        aten._ctc_loss.Tensor,
+        aten._ctc_loss_backward.default,
+        aten._ctc_loss_backward.Tensor,
+        found_shapes=True,
+    ),
+    # The result is mostly zeros, and each operand lies in rows and columns of its own.
+    gathered(aten.block_diag.default),
+)

@@ -1,0 +1,339 @@
+"""Matrix products, and the linear layer with its gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.core.layout import Layout
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import (
+    Dims,
+    linear_choices,
+    parse,
+    pattern_choices,
+    rule,
+    sharded_choices,
+)
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.schema import functional_twin
+from shardwise.dtensor.autograd import bare_apply, direct_apply, gradient_layout, gradient_layout_of
+from shardwise.dtensor.snapshots import current
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.ops.math.einsum import Like, matmul_letters, product, spread
+from shardwise.ops.operands import all_distributed, are_distributed, merged
+
+aten = torch.ops.aten
+
+
+def conjugate(x: Any) -> Any:
+    """Computed: inside an op nobody looks at the bit that would put it off."""
+    return torch.conj_physical(x) if x.is_complex() else x
+
+
+def linear_input_grad(grad: Any, weight: Any) -> Any:
+    """The gradient of `linear(x, weight)` for `x`."""
+    return grad @ (conjugate(weight) if weight.is_complex() else weight)
+
+
+def linear_weight_grad(grad: Any, x: Any) -> Any:
+    """The gradient of `linear(x, weight)` for `weight`."""
+    matrix = _as_matrix(x)
+    return torch.mm(_as_matrix(grad).t(), conjugate(matrix) if x.is_complex() else matrix)
+
+
+def linear_bias_grad(grad: Any) -> Any:
+    """The gradient of `linear(x, weight, bias)` for `bias`."""
+    return _as_matrix(grad).sum(0)
+
+
+def matmul_left_grad(grad: Any, right: Any) -> Any:
+    """The gradient of `left @ right` for `left`, of the same batch dims."""
+    return grad @ right.mT
+
+
+def matmul_right_grad(left: Any, grad: Any) -> Any:
+    """The gradient of `left @ right` for `right`, of the same batch dims."""
+    return left.mT @ grad
+
+
+def _as_matrix(x: Any) -> Any:
+    # Not reshape(-1, n): of an empty shard that would be ambiguous.
+    if x.dim() == 2:
+        return x
+    return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+
+
+EACH = ((0,), (1,))
+
+
+@dataclass(frozen=True, slots=True)
+class AddedInFull:
+    """The op, with what is added in the shape of this rank's result."""
+
+    op: Any
+
+    def __call__(
+        self, coordinate: Any, layouts: Sequence[Any], added: Any, *rest: Any, **named: Any
+    ) -> Any:
+        return self.op(added.expand(layouts[-1].local_shape(coordinate)), *rest, **named)
+
+
+def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table: a product to which the first operand is added, broadcast.
+
+    A `guarded` op would give a product of empty parts the shape of what is added.
+    """
+    result = product.partition("->")[2].split()
+    # By the number of dims that the added tensor has.
+    patterns = {
+        n: parse(f"{' '.join(result[len(result) - n :])}, {product}")
+        for n in range(len(result) + 1)
+    }
+
+    def choices(call: Call) -> Iterator[Choice]:
+        pattern = patterns[call.inputs[0].ndim]
+        op = functional_twin(call.op) or call.op
+        local = LocalCall(AddedInFull(op), per_rank=True) if guarded else None
+        for choice in pattern_choices(pattern, call, linear=((0, 1), (0, 2)), added=(0,)):
+            yield replace(choice, local=local)
+
+    return ops, Rule(choices, f"{' '.join(result)}, {product}")
+
+
+_LINEAR, _LINEAR_OF_VECTOR = parse("... k, n k, ... n -> ... n"), parse("... k, k, ... -> ...")
+
+
+def linear_layer_choices(call: Call) -> Iterator[Choice]:
+    """A linear layer; with a vector in place of the weight, one number of each row."""
+    pattern = _LINEAR if call.inputs[1].ndim > 1 else _LINEAR_OF_VECTOR
+    yield from pattern_choices(pattern, call, linear=((0, 2), (1, 2)), added=(2,))
+
+
+def trilinear_choices(call: Call) -> Iterator[Choice]:
+    """A product of three tensors, each stretched along some dims, summed over others."""
+    stretched = [call.argument(f"expand{i}") for i in (1, 2, 3)]
+    summed = call.argument("sumdim")
+    letters = [f"d{d}" for d in range(call.inputs[0].ndim + len(stretched[0]))]
+    dims = Dims(
+        tuple(
+            tuple(letter for d, letter in enumerate(letters) if d not in without)
+            for without in stretched
+        ),
+        (tuple(letter for d, letter in enumerate(letters) if d not in summed),),
+    )
+    yield call.replicated()
+    yield from sharded_choices(call, dims, frozenset(), (), "sum")
+    yield from linear_choices(call, ((0,), (1,), (2,)))
+
+
+RULES: Table = table(
+    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
+    adding(aten.addmm.default, product="m k, k n -> m n"),
+    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
+    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
+    adding(aten.addr.default, product="m, n -> m n"),
+    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
+    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
+    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
+    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
+    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
+    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
+    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
+    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
+)
+
+
+# `matmul` as one op, above autograd: see Note [Above autograd].
+#
+# Torch would merge the batch dims for a product of matrices, and what is merged cannot stay
+# sharded.
+_matmul = aten.matmul.default
+
+
+def matmul(left: Any, right: Any) -> Any:
+    """A batch of matrices times as many matrices, or times one, has a shorter way than others."""
+    batched = type(left) is DTensor and type(right) is DTensor
+    if batched:
+        batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
+        if left.dim() == right.dim() == 2:
+            return torch.mm(left, right)
+        batched = left.dim() > 2 and (batch == others or right.dim() == 2)
+    if not batched or left.dtype.is_complex:
+        return _broadcast_matmul(left, right)
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        if right.requires_grad and right.dim() == 2:
+            left = merged(left, left.dim() - 1)
+        return _apply_batched(left, right)
+    return run(_matmul, left, right)
+
+
+class BatchedMatmul(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        for_left, for_right = ctx.needs_input_grad
+        ctx.save_for_backward(left if for_right else None, right if for_left else None)
+        ctx.right_layout, ctx.num_dims = right._layout, left.dim()
+        return run(_matmul, left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        left, right = ctx.saved_tensors
+        for_left, for_right = ctx.needs_input_grad
+        grad_left = grad_right = None
+        if torch.is_grad_enabled():  # double backward
+            if for_left:
+                grad_left = grad @ right.mT
+            if for_right:
+                grad_right = (left.mT @ grad).sum_to_size(ctx.right_layout.shape)
+            return grad_left, grad_right
+        if for_left:
+            grad_left = run(matmul_left_grad, grad, right)
+        if for_right:
+            alike = ctx.right_layout.ndim == ctx.num_dims
+            op = matmul_right_grad if alike else linear_weight_grad
+            grad_right = run(op, left, grad, wish=gradient_layout(ctx.right_layout))
+        return grad_left, grad_right
+
+
+_apply_batched = direct_apply(BatchedMatmul)
+
+
+def _broadcast_matmul(left: Any, right: Any) -> Any:
+    if max(left.dim(), right.dim()) <= 2:  # a product of matrices or vectors: nothing is merged
+        return _matmul.decompose(left, right)
+    if not are_distributed(left, right):
+        return matmul(*all_distributed(_matmul, (left, right)))
+    if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
+        # The ordinary path says what is wrong with the shapes.
+        return DTensor.__torch_dispatch__(_matmul, None, (left, right))
+    if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        return _apply_product(left, right)
+    return run(product, left, right)
+
+
+class Product(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, left: Any, right: Any) -> Any:
+        for_left, for_right = ctx.needs_input_grad
+        ctx.save_for_backward(left if for_right else None, right if for_left else None)
+        ctx.likes = (Like.of(left), Like.of(right))
+        return run(product, left, right)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        left, right = ctx.saved_tensors
+        for_left, for_right = ctx.needs_input_grad
+        of_left, of_right = ctx.likes
+        a, b, out = matmul_letters(of_left.shape, of_right.shape)
+        return (
+            spread(a, of_left, [out, b], [grad, right]) if for_left else None,
+            spread(b, of_right, [out, a], [grad, left]) if for_right else None,
+        )
+
+
+_apply_product = direct_apply(Product)
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (("matmul", matmul),)
+
+
+# Linear layers, above autograd: see Note [Above autograd].
+#
+# Torch would merge the dims of a batch for a product of matrices, and forget how the weight lies.
+
+
+class Linear(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
+        # Each only for the gradient of the other: a frozen layer keeps no activations.
+        for_x, for_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
+        if not for_x:
+            ctx.weight_layout = weight._layout
+        return _linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, weight = ctx.saved_tensors
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        grad_x = grad_weight = grad_bias = None
+        again = torch.is_grad_enabled()  # double backward
+        if for_x:
+            if again and (grad.requires_grad or weight.requires_grad):
+                grad_x = F.linear(grad, conjugate(weight.t()))
+            else:
+                grad_x = run(linear_input_grad, grad, weight)
+        if for_weight:
+            layout = weight._layout if for_x else ctx.weight_layout
+            wish = gradient_layout_of[layout.symbolic](layout)
+            if again and (grad.requires_grad or x.requires_grad):
+                grad_weight = LinearWeightGrad.apply(grad, x, wish)
+            else:
+                grad_weight = run(linear_weight_grad, grad, x, wish=wish)
+        if for_bias:
+            if again:
+                grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
+            else:
+                grad_bias = run(linear_bias_grad, grad)
+        return grad_x, grad_weight, grad_bias
+
+
+class LinearWeightGrad(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, grad: Any, x: Any, wish: Layout) -> Any:
+        ctx.save_for_backward(grad, x)
+        return run(linear_weight_grad, grad, x, wish=wish)
+
+    @staticmethod
+    def backward(ctx: Any, grad_weight: Any) -> Any:
+        grad, x = ctx.saved_tensors
+        return F.linear(x, grad_weight), F.linear(grad, conjugate(grad_weight.t())), None
+
+
+_apply_linear = bare_apply(Linear)
+
+
+def linear(x: Any, weight: Any, bias: Any = None) -> Any:
+    distributed = type(x) is DTensor and type(weight) is DTensor
+    if not distributed or not (bias is None or type(bias) is DTensor) or not x._layout.shape:
+        operands = (x, weight, bias)
+        if not are_distributed(*operands):
+            return linear(*all_distributed(aten.linear.default, operands))
+        # The ordinary path says what is wrong with the shapes.
+        return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
+    shape = weight._layout.shape
+    if len(shape) != 2 or (bias is not None and bias._layout.shape != shape[:1]):
+        # A vector, or a bias that is broadcast: torch's own steps, which say what does not fit.
+        return aten.linear.default.decompose(x, weight, bias)
+    if torch.is_grad_enabled() and (
+        x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
+    ):
+        layout = x._layout
+        if (
+            layout.snapshot
+            or weight._layout.snapshot
+            or (bias is not None and bias._layout.snapshot)
+        ):
+            for operand in (x, weight, bias):
+                if operand is not None:
+                    current(operand)
+        if weight.requires_grad and len(layout.shape) > 2:
+            x = merged(x, len(layout.shape) - 1)
+        return _apply_linear(x, weight, bias)
+    return _linear(x, weight, bias)
+
+
+def _linear(x: Any, weight: Any, bias: Any) -> Any:
+    op = aten.linear.default
+    return run(op, x, weight) if bias is None else run(op, x, weight, bias)
+
+
+KERNELS += (("linear", linear),)

@@ -1,0 +1,128 @@
+"""Elementwise ops: torch's own tag names them, so only how Partial passes through is listed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import Group, parse, pattern_choices
+from shardwise.dispatch.refused import DIVISIONS
+from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+from shardwise.dtensor.autograd import direct_apply
+from shardwise.dtensor.tensor import run
+
+aten = torch.ops.aten
+
+#: Linear in the first operand, in both together, in each alone; see rules.notation.
+FIRST: Sequence[Group] = ((0,),)
+TOGETHER: Sequence[Group] = ((0, 1),)
+EACH: Sequence[Group] = ((0,), (1,))
+
+
+def elementwise(linear: Sequence[Group] = ()) -> Rule:
+    """A rule for any number of tensors that are broadcast together."""
+
+    def choices(call: Call) -> Iterator[Choice]:
+        operands = ", ".join(["..."] * len(call.inputs))
+        results = ", ".join(["..."] * len(call.outputs))
+        pattern = parse(f"{operands} -> {results}")
+        # With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
+        here = [group for group in linear if max(group) < len(call.inputs)]
+        yield from pattern_choices(pattern, call, here, reduce_op=None)
+
+    return Rule(choices, "..., ... -> ...")
+
+
+def pointwise_rule(op: Any) -> Rule | None:
+    """The rule of an op that torch marks as elementwise, unless it draws random numbers."""
+    if getattr(op, "namespace", "") == "prims":
+        # Torch does not tag them; an op of aten of the same name that is elementwise is its twin.
+        op = _twin(op)
+    tags = op.tags
+    if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
+        return elementwise()
+    return None
+
+
+def _twin(prim: Any) -> Any:
+    packet = getattr(aten, prim._schema.name.partition("::")[2], None)
+    names = [] if packet is None else packet.overloads()
+    return next((getattr(packet, n) for n in names if n in ("Tensor", "default")), prim)
+
+
+RULES: Table = table(
+    ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
+    ((aten.mul.Tensor,), elementwise(EACH)),
+    (
+        (
+            aten.div.Tensor,
+            aten.mul.Scalar,
+            aten.div.Scalar,
+            aten.neg.default,
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.positive.default,
+            aten.real.default,
+            aten.imag.default,
+            aten.zero.default,
+            aten._conj_physical.default,
+        ),
+        elementwise(FIRST),
+    ),
+    ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
+    ((aten.fill.Scalar,), elementwise()),
+    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
+    ((aten.complex.default,), elementwise(TOGETHER)),
+    ((aten.polar.default,), elementwise(FIRST)),
+    # Not tagged by torch.
+    ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
+    # Not tagged by torch. Linear in the gradient that comes in.
+    ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
+
+
+# `sgn`, above autograd: see Note [Above autograd].
+#
+# Torch's formula for the gradient of real numbers makes a plain tensor of zeros, which lies
+# nowhere.
+
+
+class Unit(UntracedFunction):
+    """The complex number of size 1 in the same direction; zero for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return run(aten.sgn.default, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        unit, size = torch.sgn(x), x.abs()
+        zero = size == 0
+        along = unit * (grad * unit.conj()).real  # what changes the size, and not the direction
+        return ((grad - along) / size.masked_fill(zero, 1)).masked_fill(zero, 0)
+
+
+_apply_unit = direct_apply(Unit)
+
+
+def sgn(x: Any) -> Any:
+    if not x.is_complex():
+        return torch.sign(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _apply_unit(x)
+    return run(aten.sgn.default, x)
+
+
+def sgn_(x: Any) -> Any:
+    return x.copy_(sgn(x.clone())) if x.is_complex() else x.sign_()
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))

@@ -1,0 +1,289 @@
+"""Sums and means over any dims."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.core.placements import REPLICATE, NormPartial, Partial, Placement, Shard
+from shardwise.core.sizes import Size, noted
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import linear_choices
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dtensor.tensor import DTensor
+from shardwise.ops.operands import read_from
+
+aten = torch.ops.aten
+
+
+#: With no dims these reduce nothing, where others reduce all.
+_OF_NOTHING = frozenset({aten.any.dims, aten.all.dims})
+
+
+def reduced_dims(call: Call) -> tuple[int, ...]:
+    """The dims that the call reduces, from 0; all of them when it names none."""
+    ndim = call.inputs[0].ndim
+    names = {arg.name for arg in call.op._schema.arguments}
+    dims = call.argument("dim") if "dim" in names else None
+    if dims == [] and call.op in _OF_NOTHING and call.outputs[0].ndim == ndim:
+        return ()
+    if dims is None or dims == []:
+        return tuple(range(ndim))
+    given = [dims] if isinstance(dims, int) else dims
+    return tuple(d % ndim for d in given) if ndim else ()
+
+
+def result_dim(call: Call, dim: int, reduced: tuple[int, ...]) -> int:
+    """Where a dim that is not reduced stands in the result."""
+    if call.inputs[0].ndim == call.outputs[0].ndim:
+        return dim
+    return dim - sum(1 for d in reduced if d < dim)
+
+
+def _choices(call: Call, local: LocalCall | None) -> Iterator[Choice]:
+    reduced = reduced_dims(call)
+    yield call.replicated()
+    for dim in range(call.inputs[0].ndim):
+        for sizes in call.splits([(0, dim)]):
+            if dim in reduced:
+                yield Choice((Shard(dim, sizes),), (Partial("sum"),), local)
+            else:
+                out: Placement = Shard(result_dim(call, dim, reduced), sizes)
+                yield Choice((Shard(dim, sizes),), (out,))
+    yield from linear_choices(call, ((0,),))
+
+
+def sum_choices(call: Call) -> Iterator[Choice]:
+    yield from _choices(call, None)
+
+
+@dataclass(frozen=True, slots=True)
+class MeanTerm:
+    """One rank's term of a mean: its sum over the global count, right for uneven shards too."""
+
+    count: Size
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        kwargs["dtype"] = self.dtype
+        summed = aten.sum.dim_IntList(x, *args, **kwargs) if args else aten.sum.default(x, **kwargs)
+        (count,) = noted((self.count,))
+        return summed / count
+
+
+def mean_choices(call: Call) -> Iterator[Choice]:
+    shape = call.inputs[0].shape
+    count = math.prod(shape[d] for d in reduced_dims(call))
+    yield from _choices(call, LocalCall(MeanTerm(count, call.outputs[0].dtype)))
+
+
+def scalar_choices(call: Call) -> Iterator[Choice]:
+    """Reading a number: only a whole tensor has one."""
+    yield Choice((REPLICATE,) * len(call.inputs), ())
+
+
+RULES: Table = table(
+    ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
+    ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
+    (
+        (
+            aten._local_scalar_dense.default,
+            aten.equal.default,
+            aten.allclose.default,
+            aten.is_nonzero.default,
+        ),
+        Rule(scalar_choices, "replicated -> number"),
+    ),
+)
+
+
+# Maxima, minima, products, any and all: a sharded dim leaves each rank a term of the result.
+
+
+@dataclass(frozen=True, slots=True)
+class ExtremeOfPart:
+    """The op on a rank's part; where that is empty, what is no larger or smaller than anything."""
+
+    op: Any
+    terms: tuple[str, ...]
+
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        x = args[0]
+        if x.numel():
+            return self.op(*args, **kwargs)
+        made = [
+            x.new_full(layout.local_shape(coordinate), _limit(layout.dtype, term))
+            for layout, term in zip(layouts[1:], self.terms, strict=True)
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
+
+
+def _limit(dtype: torch.dtype, term: str) -> float:
+    """The largest value for a minimum, the smallest for a maximum."""
+    if dtype is torch.bool:
+        return term == "min"
+    if dtype.is_floating_point:
+        return float("inf") if term == "min" else float("-inf")
+    bounds = torch.iinfo(dtype)
+    return bounds.max if term == "min" else bounds.min
+
+
+def _reduction(*ops: Any, terms: tuple[str, ...], of_part: bool = False) -> Any:
+    """An entry of a table: `terms` says how parts of each result become the whole.
+
+    With `of_part`, the op itself fails on a part without elements.
+    """
+
+    def choices(call: Call) -> Iterator[Choice]:
+        reduced = reduced_dims(call)
+        local = LocalCall(ExtremeOfPart(call.op, terms), per_rank=True) if of_part else None
+        outputs: tuple[Placement, ...] = tuple(map(Partial, terms))
+        yield call.replicated()
+        sizes_reduced = [call.inputs[0].shape[dim] for dim in reduced]
+        if any(type(size) is int and size == 0 for size in sizes_reduced):
+            return  # there is no extreme of nothing, as torch will say
+        for dim in range(call.inputs[0].ndim):
+            for sizes in call.splits([(0, dim)]):
+                shard = Shard(dim, sizes)
+                if dim in reduced:
+                    # No backend reduces complex numbers so.
+                    if not call.inputs[0].dtype.is_complex:
+                        yield Choice((shard,), outputs, local)
+                else:
+                    out = Shard(result_dim(call, dim, reduced), sizes)
+                    yield Choice((shard,), (out,) * len(terms), local)
+        if len(terms) == 1 and call.inputs[0].dtype == call.outputs[0].dtype:
+            yield Choice(outputs, outputs, local)
+
+    return ops, Rule(choices, "... [reduced] -> ...")
+
+
+RULES |= table(
+    _reduction(aten.amax.default, aten.max.default, terms=("max",), of_part=True),
+    _reduction(aten.amin.default, aten.min.default, terms=("min",), of_part=True),
+    _reduction(aten.aminmax.default, terms=("min", "max"), of_part=True),
+    _reduction(aten.prod.default, aten.prod.dim_int, terms=("product",)),
+    _reduction(aten.any.default, aten.any.dim, aten.any.dims, terms=("max",)),
+    _reduction(aten.all.default, aten.all.dim, aten.all.dims, terms=("min",)),
+)
+
+
+# Norms of vectors: shards have norms of their own, and the norm of those is the norm.
+
+
+@dataclass(frozen=True, slots=True)
+class LargestTerm:
+    """The largest magnitude of a rank's part: zero where the rank has nothing."""
+
+    def __call__(
+        self,
+        x: torch.Tensor,
+        ord: float = math.inf,
+        dim: Any = None,
+        keepdim: bool = False,
+        *,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        if x.numel():
+            return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
+        # No norm, but a sum of nothing is defined, and has the shape and dtype.
+        return aten.linalg_vector_norm.default(x, 1, dim, keepdim, dtype=dtype)
+
+
+def vector_norm_choices(call: Call) -> Iterator[Choice]:
+    """A dim that is not reduced may be sharded; so may one that is, for positive orders and 0.
+
+    Other orders have no norm of nothing, which a rank may hold.
+    """
+    order, reduced = float(call.argument("ord")), reduced_dims(call)
+    yield call.replicated()
+    terms: list[Placement] = []
+    if order > 0:
+        terms.append(NormPartial(norm_type=order))
+    if order in (0, 1):
+        terms.append(Partial("sum"))
+    local = LocalCall(LargestTerm()) if order == math.inf else None
+    for dim in range(call.inputs[0].ndim):
+        for sizes in call.splits([(0, dim)]):
+            shard = Shard(dim, sizes)
+            if dim not in reduced:
+                yield Choice((shard,), (Shard(result_dim(call, dim, reduced), sizes),), local)
+            else:
+                yield from (Choice((shard,), (term,), local) for term in terms)
+    for term in terms:
+        if isinstance(term, NormPartial) and term in call.placed:
+            yield Choice((term,), (term,), local)
+
+
+RULES |= table(
+    (
+        (aten.linalg_vector_norm.default,),
+        Rule(vector_norm_choices, "... [reduced] -> ...", by_value=True),
+    ),
+)
+
+
+# `prod`, above autograd: see Note [Above autograd].
+#
+# Torch has two formulas for its gradient. The one for other tensors than its own passes the
+# gradient of a single factor on as it is; on one device it is computed from the factor, and
+# requires grad.
+
+
+class Prod(UntracedFunction):
+    """`args` are of the op; without a dim among them it is the product of all entries."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        out = DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
+        ctx.save_for_backward(x, out)  # as torch: neither may be written to
+        ctx.args = args
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        x, _ = ctx.saved_tensors
+        return _grad(grad, x.to(grad.dtype), *ctx.args).to(x.dtype), None, None, None
+
+
+def _grad(grad: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+    if not x.dim():
+        return grad.clone()
+    if dim is None:
+        return _grad(grad, x.reshape(-1), 0).reshape(x.shape)
+    return (grad if keepdim else grad.unsqueeze(dim)) * _of_others(x, dim).conj()
+
+
+def _of_others(x: Any, dim: int) -> Any:
+    """For each factor the product of the others: no quotient, so a factor may be zero."""
+    if not x.numel():
+        return x
+    num = x.shape[dim] - 1
+    if not num:
+        return read_from(torch.ones_like(x), x)
+    one = torch.ones_like(x.narrow(dim, 0, 1))
+    before = torch.cat([one, x.narrow(dim, 0, num)], dim).cumprod(dim)
+    after = torch.cat([one, x.narrow(dim, 1, num).flip(dim)], dim).cumprod(dim)
+    return before * after.flip(dim)
+
+
+def prod(x: Any, *, dtype: Any = None) -> Any:
+    return _prod(aten.prod.default, x, (), dtype)
+
+
+def prod_dim(x: Any, dim: int, keepdim: bool = False, *, dtype: Any = None) -> Any:
+    return _prod(aten.prod.dim_int, x, (dim, keepdim), dtype)
+
+
+def _prod(op: Any, x: Any, args: tuple[Any, ...], dtype: Any) -> Any:
+    kwargs = {} if dtype is None else {"dtype": dtype}
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Prod.apply(x, op, args, kwargs)
+    return DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (("prod", prod), ("prod.dim_int", prod_dim))

@@ -1,0 +1,1 @@
+"""What layers call: attention, norms, convolutions, recurrent nets, pooling, losses."""

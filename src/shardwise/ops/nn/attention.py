@@ -1,0 +1,336 @@
+"""Scaled dot-product attention: batch and heads may be sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from shardwise._torch.functions import fused_sdp_choice
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.sizes import equal, lengths
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dtensor.tensor import DTensor
+from shardwise.ops.parts import UnlessEmpty
+
+aten = torch.ops.aten
+
+
+#: What lies like the queries, keys or values: batch and heads stand first.
+_WITH_HEADS = {"query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp"}
+#: What is broadcast over batch and heads.
+_MASKS = {"attn_mask", "attn_bias"}
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """What one kernel returns: tensors with heads first, then perhaps the gradient of a mask.
+
+    `guarded` kernels do not survive a rank without anything to do, and return tensors alone.
+    """
+
+    num_with_heads: int
+    mask_grad: bool = False
+    guarded: bool = False
+
+    def choices(self, call: Call) -> Iterator[Choice]:
+        """Batch or heads are sharded in all operands and results alike.
+
+        With fewer heads for keys than for queries, only where both divide evenly. A kernel that
+        drops entries draws them itself, so not for parts.
+        """
+        drops = bool(call.argument("dropout_p"))
+        if not drops or all(p.is_replicate() for p in call.placed):
+            yield call.replicated()
+        if drops:
+            return
+        names = _tensor_names(call)
+        query = names.index("query")
+        heads = [m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS]
+        for dim in (0, 1):
+            grouped = dim == 1 and not all(equal(h, heads[0]) for h in heads)
+            if grouped and any(type(h) is not int or h % call.axis_size for h in heads):
+                continue
+            for sizes in call.splits([(query, dim)]):
+                if not grouped or sizes is None:
+                    yield from self._cut(call, names, query, dim, sizes, grouped)
+
+    def _cut(
+        self,
+        call: Call,
+        names: Sequence[str],
+        query: int,
+        dim: int,
+        sizes: tuple[int, ...] | None,
+        grouped: bool,
+    ) -> Iterator[Choice]:
+        cut, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
+        masks = [
+            _mask_placement(meta.shape, dim, whole, sizes) if name in _MASKS else None
+            for meta, name in zip(call.inputs, names, strict=True)
+        ]
+        inputs = tuple(
+            mask or (cut if name in _WITH_HEADS else REPLICATE)
+            for name, mask in zip(names, masks, strict=True)
+        )
+        outputs: list[Placement] = [cut] * min(self.num_with_heads, len(call.outputs))
+        if self.mask_grad and len(call.outputs) > len(outputs):
+            mask = next((m for m in masks if m is not None), REPLICATE)
+            outputs.append(mask if mask.is_shard() else SUM)
+        outputs += [REPLICATE] * (len(call.outputs) - len(outputs))
+        choice = Choice(inputs, tuple(outputs))
+        if sizes is None:
+            yield replace(
+                choice, even=tuple((i, dim) for i, n in enumerate(names) if n in _WITH_HEADS)
+            )
+        if grouped:
+            return
+        if self.guarded:
+            yield replace(choice, local=LocalCall(UnlessEmpty(call.op), per_rank=True))
+        elif type(whole) is int and all(lengths(whole, call.axis_size, sizes)):
+            yield replace(choice, alone=((query, dim),))
+
+
+def _tensor_names(call: Call) -> list[str]:
+    """The name of each tensor argument, in order."""
+    named = []
+    for position, argument in enumerate(call.op._schema.arguments):
+        value = call.args[position] if position < len(call.args) else None
+        if isinstance(value, (Layout, torch.Tensor)):
+            named.append(argument.name)
+    return named
+
+
+def _mask_placement(
+    shape: tuple[int, ...], dim: int, whole: int, sizes: tuple[int, ...] | None
+) -> Placement:
+    """A mask has up to four dims, from the last; it is stretched where its size is 1."""
+    at = dim - (4 - len(shape))
+    if at < 0 or (equal(shape[at], 1) and not equal(whole, 1)):
+        return REPLICATE
+    return Shard(at, sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class WholeTensorChoice:
+    """Asks which kernel suits the whole tensors: parts may differ, and ranks must agree."""
+
+    shapes: tuple[tuple[int, ...], ...]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+        if dropout_p:
+            return _MATH  # a fused kernel draws its mask in an order that parts cannot follow
+        shapes = iter(self.shapes)
+        models = [
+            # One example is enough to tell; its memory is never touched.
+            torch.empty((1, *next(shapes)[1:]), dtype=arg.dtype, device=arg.device)
+            if isinstance(arg, torch.Tensor)
+            else arg
+            for arg in args
+        ]
+        return aten._fused_sdp_choice.default(*models, **kwargs)
+
+
+_MATH = int(SDPBackend.MATH.value)
+
+
+def kernel_choices(call: Call) -> Iterator[Choice]:
+    """Nothing is moved to find out which kernel to use."""
+    placed = call.placed or (REPLICATE,) * len(call.inputs)
+    yield Choice(placed, (), LocalCall(WholeTensorChoice(tuple(m.shape for m in call.inputs))))
+
+
+def _rule(*ops: Any, kernel: Attention) -> tuple[tuple[Any, ...], Rule]:
+    return ops, Rule(
+        kernel.choices, "b h [s] [d], b h [t] [d], b h [t] [d] -> b h [s] [d], b h [s]"
+    )
+
+
+RULES: Table = table(
+    _rule(
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        kernel=Attention(2, guarded=True),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        kernel=Attention(3, guarded=True),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        kernel=Attention(2),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        kernel=Attention(3),
+    ),
+    _rule(
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+        kernel=Attention(3, mask_grad=True),
+    ),
+    ((aten._fused_sdp_choice.default,), Rule(kernel_choices, "any -> number")),
+)
+
+
+# Scaled dot-product attention, above autograd: see Note [Above autograd].
+#
+# Torch picks a kernel for the global shapes, and the kernels have rules. Where it picks none, it
+# makes the causal mask as a plain tensor: here that is a DTensor.
+_NO_KERNEL = 0
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
+    distributed = all(type(t) is DTensor for t in (query, key, value))
+    if distributed and ((dropout_p > 0 and query.is_cuda) or _is_empty(query, key, value)):
+        # Fused kernels draw inside, in their own order: no part can draw what the whole would. And
+        # where there is nothing to compute, torch makes a plain tensor of it.
+        if is_causal and attn_mask is None:
+            attn_mask, is_causal = _causal_mask(query, key), False
+        math = aten._scaled_dot_product_attention_math.default
+        return math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
+    if is_causal and attn_mask is None and distributed:
+        operands = (query, key, value, None, dropout_p, True)
+        if fused_sdp_choice(*operands, **options) == _NO_KERNEL:
+            attn_mask, is_causal = _causal_mask(query, key), False
+    decompose = aten.scaled_dot_product_attention.default.decompose
+    return decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)
+
+
+def _is_empty(*operands: DTensor) -> bool:
+    """Whether one has no elements; a size that is a symbol is not 0."""
+    return any(type(n) is int and n == 0 for operand in operands for n in operand.shape)
+
+
+def _causal_mask(query: DTensor, key: DTensor) -> DTensor:
+    shape = (query.shape[-2], key.shape[-2])
+    mask = torch.ones(shape, dtype=torch.bool, device=query.device).tril()
+    return DTensor.from_local(mask, query.device_mesh, [REPLICATE] * query._layout.grid.num_axes)
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("scaled_dot_product_attention", scaled_dot_product_attention),
+)
+
+
+# What torch's attention modules call when no gradient is wanted, out of ops that have rules.
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    mask: Any = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> tuple[Any, Any]:
+    """The output of a multi-head attention, batch first, and its weights where asked for."""
+    weights, biases = qkv_weight.chunk(3), qkv_bias.chunk(3)
+    q, k, v = (
+        functional.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for x, weight, bias in zip((query, key, value), weights, biases, strict=True)
+    )
+    scores = (q / math.sqrt(embed_dim // num_head)) @ k.transpose(-2, -1)
+    if mask is not None:
+        scores = scores.masked_fill(_over_heads(mask, mask_type).bool(), -math.inf)
+    attended = scores.softmax(-1)
+    out = functional.linear((attended @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
+    if not need_weights:
+        return out, None
+    return out, attended.mean(1) if average_attn_weights else attended
+
+
+def _over_heads(mask: Any, mask_type: int | None) -> Any:
+    """A mask over (batch, head, query, key), given over the last two, batch and key, or all."""
+    if mask_type == 0:
+        return mask[None, None]
+    return mask[:, None, None] if mask_type == 1 else mask
+
+
+def encoder_layer(
+    src: Any,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Any,
+    qkv_bias: Any,
+    proj_weight: Any,
+    proj_bias: Any,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Any,
+    norm_bias_1: Any,
+    norm_weight_2: Any,
+    norm_bias_2: Any,
+    ffn_weight_1: Any,
+    ffn_bias_1: Any,
+    ffn_weight_2: Any,
+    ffn_bias_2: Any,
+    mask: Any = None,
+    mask_type: int | None = None,
+) -> Any:
+    """One layer of a transformer's encoder."""
+
+    def attend(x: Any) -> Any:
+        projections = (qkv_weight, qkv_bias, proj_weight, proj_bias)
+        sizes = (embed_dim, num_heads)
+        return attention(x, x, x, *sizes, *projections, mask, False, False, mask_type)[0]
+
+    def feed(x: Any) -> Any:
+        activate = functional.gelu if use_gelu else functional.relu
+        hidden = activate(functional.linear(x, ffn_weight_1, ffn_bias_1))
+        return functional.linear(hidden, ffn_weight_2, ffn_bias_2)
+
+    x = src
+    for run, weight, bias in (
+        (attend, norm_weight_1, norm_bias_1),
+        (feed, norm_weight_2, norm_bias_2),
+    ):
+        if norm_first:
+            x = x + run(functional.layer_norm(x, (embed_dim,), weight, bias, eps))
+        else:
+            x = functional.layer_norm(x + run(x), (embed_dim,), weight, bias, eps)
+    return x
+
+
+def as_nested(x: Any, mask: Any) -> bool:
+    """Whether an encoder may drop what is masked by a nested tensor: a DTensor is never one.
+
+    So masked positions of the output hold numbers, where one device may leave zeros.
+    """
+    return False
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._native_multi_head_attention.default: attention,
+    aten._transformer_encoder_layer_fwd.default: encoder_layer,
+    aten._nested_tensor_from_mask_left_aligned.default: as_nested,
+}

@@ -1,0 +1,600 @@
+"""Group and batch norm: statistics per channel, or per group of channels.
+
+Batch norm in training looks at the whole batch. It is taken apart (dtensor.above_autograd.norms):
+the sums over the batch are functions of this file, so that a sharded batch stays where it is, and
+only sums travel.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import can_name, shard_with
+from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.sizes import lengths
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import linear_choices, rule
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.ops.operands import all_distributed, are_distributed
+
+aten = torch.ops.aten
+
+
+# -- group norm ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ChannelSplit:
+    """How one axis cuts channels, and the groups that they form."""
+
+    channels: Placement
+    per_channel: Placement
+    groups: Placement
+
+
+def _group_cuts(call: Call, x: int) -> Iterator[ChannelSplit]:
+    channels, groups = call.inputs[x].shape[1], call.argument("group")
+    per_group = channels // groups
+    for sizes in call.splits([(x, 1)]):
+        if sizes is not None and any(n % per_group for n in sizes):
+            continue
+        counts = (
+            tuple(n // per_group for n in sizes)
+            if sizes is not None
+            else lengths(groups, call.axis_size, None)
+        )
+        wide = tuple(n * per_group for n in counts)
+        if not can_name(wide, channels, call.axis_size):
+            continue
+        yield ChannelSplit(
+            shard_with(1, wide, channels, call.axis_size),
+            shard_with(0, wide, channels, call.axis_size),
+            shard_with(1, counts, groups, call.axis_size),
+        )
+
+
+def group_norm_choices(call: Call) -> Iterator[Choice]:
+    """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
+    num = len(call.inputs) - 1
+    local = LocalCall(group_norm_of_parts, per_rank=True)
+    # Torch asks for dense operands, and a part of a dense tensor need not be dense.
+    yield replace(call.replicated(), local=local)
+    for sizes in call.splits([(0, 0)]):
+        cut = Shard(0, sizes)
+        yield Choice((cut, *[REPLICATE] * num), (cut,) * 3, local)
+    for group_cut in _group_cuts(call, 0):
+        inputs = (group_cut.channels, *[group_cut.per_channel] * num)
+        outputs = (group_cut.channels, group_cut.groups, group_cut.groups)
+        yield Choice(inputs, outputs, local, alone=((0, 1),))
+
+
+def group_norm_of_parts(
+    coordinate: Any,
+    layouts: Sequence[Any],
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    eps: float,
+) -> Any:
+    groups = layouts[-1].local_shape(coordinate)[1]
+    if not x.numel():
+        outputs = layouts[-3:]
+        return tuple(
+            torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=x.device) for o in outputs
+        )
+    rows, channels = x.shape[:2]
+    return aten.native_group_norm.default(
+        x.contiguous(), weight, bias, rows, channels, hxw, groups, eps
+    )
+
+
+def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
+    """Gradient, input, mean, deviation, perhaps weight -> gradients of input, weight and bias."""
+    asked = call.argument("output_mask")
+    num = len(call.inputs) - 4
+    local = LocalCall(group_norm_grad_of_parts, per_rank=True)
+
+    def kept(*grads: Placement) -> tuple[Placement, ...]:
+        return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
+
+    yield replace(call.replicated(), local=local)
+    for sizes in call.splits([(i, 0) for i in range(4)]):
+        cut = Shard(0, sizes)
+        yield Choice((*[cut] * 4, *[REPLICATE] * num), kept(cut, SUM, SUM), local)
+    for group_cut in _group_cuts(call, 1):
+        channels, each, groups = group_cut.channels, group_cut.per_channel, group_cut.groups
+        inputs = (channels, channels, groups, groups, *[each] * num)
+        yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
+    yield from linear_choices(call, ((0,),))
+
+
+def group_norm_grad_of_parts(
+    coordinate: Any,
+    layouts: Sequence[Any],
+    grad: torch.Tensor,
+    x: torch.Tensor,
+    mean: torch.Tensor,
+    deviation: torch.Tensor,
+    weight: torch.Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    asked: Sequence[bool],
+) -> Any:
+    rows, channels = x.shape[:2]
+    if not x.numel():
+        zeros = (torch.zeros_like(x), x.new_zeros(channels), x.new_zeros(channels))
+        return tuple(z if wanted else None for z, wanted in zip(zeros, asked, strict=True))
+    if weight is None and asked[2]:
+        weight = x.new_ones(channels)  # the kernel of the CPU crashes over a bias without a weight
+    return aten.native_group_norm_backward.default(
+        grad.contiguous(),
+        x.contiguous(),
+        mean,
+        deviation,
+        weight,
+        rows,
+        channels,
+        hxw,
+        mean.shape[1],
+        asked,
+    )
+
+
+# -- batch norm ------------------------------------------------------------------------------
+
+
+def _others(x: Any) -> list[int]:
+    return [d for d in range(x.dim()) if d != 1]
+
+
+def _wide(x: Any, per_channel: Any) -> Any:
+    """A value per channel, as it meets `x`."""
+    return per_channel.view(-1, *[1] * (x.dim() - 2))
+
+
+def _wide_dtype(x: Any) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def channel_sum(x: Any) -> Any:
+    """The sum of each channel, in a type wide enough for it."""
+    return x.sum(_others(x), dtype=_wide_dtype(x))
+
+
+def channel_square_sum(x: Any, mean: Any) -> Any:
+    """The sum of the squared distances of each channel from its mean."""
+    return (x.to(_wide_dtype(x)) - _wide(x, mean)).square().sum(_others(x))
+
+
+def through_statistics(grad: Any, x: Any, mean: Any, slope: Any, shift: Any) -> Any:
+    """The gradient for `x`, less what flows back through the mean and variance of its channel."""
+    centred = x.to(_wide_dtype(x)) - _wide(x, mean)
+    return (grad - centred * _wide(x, slope) - _wide(x, shift)).to(x.dtype)
+
+
+def _per_channel(call: Call, first: int) -> list[tuple[int, int]]:
+    """The places of channels in the operands from number `first` on: one value per channel."""
+    return [(i, 0) for i in range(first, len(call.inputs))]
+
+
+def batch_norm_choices(call: Call) -> Iterator[Choice]:
+    """With given statistics: elementwise but for channels, which all operands share.
+
+    In training the statistics are those of the whole batch, see dtensor.above_autograd.norms.
+    """
+    if call.argument("training"):
+        return
+    num = len(call.inputs) - 1
+    local = LocalCall(normalised_part)
+    yield replace(call.replicated(), local=local)
+    for dim in range(call.inputs[0].ndim):
+        places = [(0, dim)] + (_per_channel(call, 1) if dim == 1 else [])
+        for sizes in call.splits(places):
+            cut = Shard(dim, sizes)
+            other = Shard(0, sizes) if dim == 1 else REPLICATE
+            yield Choice((cut, *[other] * num), (cut, REPLICATE, REPLICATE), local)
+
+
+def normalised_part(x: torch.Tensor, *rest: Any) -> Any:
+    """A part by given statistics; there are none to return."""
+    nothing = x.new_empty(0)
+    if not x.numel():
+        return torch.empty_like(x), nothing, nothing
+    return aten.native_batch_norm.default(x, *rest)[0], nothing, nothing
+
+
+def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
+    """With given statistics: gradient, input, values per channel -> three gradients."""
+    if call.argument("train"):
+        return
+    asked = call.argument("output_mask")
+    num = len(call.inputs) - 2
+    yield call.replicated()
+    local = LocalCall(normalised_grad_part, per_rank=True)
+    for dim in range(call.inputs[0].ndim):
+        places = [(0, dim), (1, dim)] + (_per_channel(call, 2) if dim == 1 else [])
+        for sizes in call.splits(places):
+            cut = Shard(dim, sizes)
+            other, each = (Shard(0, sizes),) * 2 if dim == 1 else (REPLICATE, SUM)
+            grads = (cut, each, each)
+            outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
+            yield Choice((cut, cut, *[other] * num), outputs, local)
+    yield from linear_choices(call, ((0,),))
+
+
+def normalised_grad_part(
+    coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, x: torch.Tensor, *rest: Any
+) -> Any:
+    asked = rest[-1]
+    if math.prod(x.shape):
+        return aten.native_batch_norm_backward.default(grad, x, *rest)
+    outputs = iter(layouts[-sum(asked) :])
+    return tuple(
+        x.new_zeros(next(outputs).local_shape(coordinate)) if wanted else None for wanted in asked
+    )
+
+
+RULES: Table = table(
+    (
+        (aten.native_group_norm.default,),
+        Rule(group_norm_choices, "n (g [c]) [...], (g [c]), (g [c]) -> n (g [c]) [...], n g, n g"),
+    ),
+    (
+        (aten.native_group_norm_backward.default,),
+        Rule(group_norm_grad_choices, "n (g [c]) [...], ..., n g, n g -> n (g [c]) [...]"),
+    ),
+    rule(channel_sum, like="n c ... -> c", linear=((0,),)),
+    rule(channel_square_sum, like="n c ..., c -> c"),
+    rule(
+        through_statistics,
+        like="n c ..., n c ..., c, c, c -> n c ...",
+        linear=((0, 3, 4),),
+        reduce_op=None,
+    ),
+    ((aten.native_batch_norm.default,), Rule(batch_norm_choices, "n c ..., c, c, c, c -> n c ...")),
+    (
+        (aten.native_batch_norm_backward.default,),
+        Rule(batch_norm_grad_choices, "n c ..., n c ..., c, c, c -> n c ..., c, c"),
+    ),
+)
+
+
+# Batch, instance and RMS norm, above autograd: see Note [Above autograd].
+#
+# Batch norm in training takes the statistics of the whole batch, however it is sharded: two sums
+# per channel in the forward pass, and one of two values per channel in the backward pass, are all
+# that travels.
+
+
+class BatchNorm(UntracedFunction):
+    """Normalises by given statistics, or by those of the batch; returns mean and deviation too."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Any, weight: Any, bias: Any, mean: Any, var: Any, training: bool, eps: float
+    ) -> Any:
+        if training:
+            mean, var = _statistics(x)
+        ctx.save_for_backward(x, weight, mean, var)
+        ctx.options = (training, eps)
+        ctx.bias_dtype = None if bias is None else bias.dtype
+        narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
+        # In half precision, torch's kernel takes no bias beside statistics that are not.
+        apart = training and weight is None and bias is not None and bias.dtype != mean.dtype
+        args = (x, weight, None if apart else bias, *narrow, False, 0.0, eps)
+        out = run(aten.native_batch_norm.default, *args)[0]
+        if apart:
+            out = out + bias.reshape([1, -1, *[1] * (x.dim() - 2)])
+        ctx.mark_non_differentiable(mean, var)
+        return out, mean, var
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, *_: Any) -> Any:
+        x, weight, mean, var = ctx.saved_tensors
+        training, eps = ctx.options
+        if torch.is_grad_enabled():  # double backward
+            found = _differentiable_grads(grad, x, weight, mean, var, training, eps)
+            found = tuple(depending(g, grad, x, weight) for g in found)
+        else:
+            found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
+        if ctx.bias_dtype is not None:  # without a weight, the sums are in the dtype of statistics
+            found = (*found[:2], found[2].to(ctx.bias_dtype))
+        wanted = zip(found, ctx.needs_input_grad[:3], strict=True)
+        return *(g if w else None for g, w in wanted), None, None, None, None
+
+
+_apply = direct_apply(BatchNorm)
+
+
+class Depending(UntracedFunction):
+    """A gradient that has a graph because of `sources`, to which nothing flows back.
+
+    Torch's formula of batch norm is one op: all of its results have a graph if one operand has.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, *sources: Any) -> Any:
+        ctx.num_sources = len(sources)
+        return grad.view_as(grad)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, *[None] * ctx.num_sources
+
+
+class GradDepends(UntracedFunction):
+    """Its argument, whose gradient depends on `sources`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any, *sources: Any) -> Any:
+        ctx.save_for_backward(*sources)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        sources = ctx.saved_tensors
+        return depending(grad, *sources), *[None] * len(sources)
+
+
+_apply_depending = direct_apply(Depending)
+_apply_grad_depends = direct_apply(GradDepends)
+
+
+def depending(grad: Any, *sources: Any) -> Any:
+    """`grad`, with a graph where one of `sources` has one, as a result of one op would have."""
+    if not torch.is_grad_enabled() or grad is None or grad.requires_grad:
+        return grad
+    tracked = [source for source in sources if source is not None and source.requires_grad]
+    return _apply_depending(grad, *tracked) if tracked else grad
+
+
+def _unbiased(var: Any, count: Any) -> Any:
+    if type(count) is int:
+        return var * (count / max(count - 1, 1))
+    return var * count / max(count - 1, 1)  # compiled code keeps no quotient of symbols
+
+
+def _count(x: Any) -> Any:
+    return math.prod(x.shape) // x.shape[1] if x.shape[1] else 0
+
+
+def _statistics(x: Any) -> tuple[Any, Any]:
+    """Mean and variance of each channel over the whole batch. The mean comes first: a difference
+    of large sums would lose what the variance is."""
+    count = max(_count(x), 1)
+    mean = _reduced(run(channel_sum, x) / count)
+    return mean, _reduced(run(channel_square_sum, x, mean) / count)
+
+
+def _reduced(x: Any) -> Any:
+    return redistribute(x, gradient_layout(x._layout))
+
+
+def _grads(
+    grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float, for_x: bool
+) -> tuple[Any, Any, Any]:
+    op = aten.native_batch_norm_backward.default
+    if weight is None and mean.dtype != x.dtype:
+        weight = torch.ones_like(mean)  # what says that sums over channels are in this dtype
+    narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
+    mask = [True, True, True]
+    by_rows = run(op, grad, x, weight, *narrow, None, None, False, eps, mask)
+    for_input, for_weight, for_bias = by_rows
+    if not training or not for_x:
+        return by_rows
+    # One reduction for both, which are the gradients of weight and bias as well.
+    for_weight, for_bias = _reduced(torch.stack([for_weight, for_bias])).unbind()
+    scale = torch.rsqrt(var + eps) / _count(x)
+    per_channel = scale if weight is None else scale * weight
+    slope = per_channel * torch.rsqrt(var + eps) * for_weight
+    shift = per_channel * for_bias
+    return run(through_statistics, for_input, x, mean, slope, shift), for_weight, for_bias
+
+
+def _differentiable_grads(
+    grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float
+) -> tuple[Any, Any, Any]:
+    """The same out of ops that autograd knows."""
+    dims = [d for d in range(x.dim()) if d != 1]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    if training:
+        mean = x.mean(dims)
+        var = (x - mean.reshape(shape)).square().mean(dims)
+    deviation = torch.rsqrt(var + eps).reshape(shape)
+    normal = (x - mean.reshape(shape)) * deviation
+    scaled = grad if weight is None else grad * weight.reshape(shape)
+    for_x = scaled
+    if training:
+        for_x = scaled - scaled.mean(dims, True) - normal * (scaled * normal).mean(dims, True)
+    return for_x * deviation, (grad * normal).sum(dims), grad.sum(dims)
+
+
+def native_batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any]:
+    """Output, and the mean and reciprocal deviation that were taken of the batch."""
+    operands = (x, weight, bias, running_mean, running_var)
+    if not are_distributed(*operands):
+        operands = tuple(all_distributed(aten.native_batch_norm.default, operands))
+        return native_batch_norm(*operands, training, momentum, eps)
+    if any(t is not None and type(t) is not DTensor for t in operands):
+        args = (*operands, training, momentum, eps)
+        return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    if torch.is_grad_enabled():
+        _refuse_gradients(running_mean, running_var)
+    if training:
+        aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
+        out, mean, var = _apply(x, weight, bias, None, None, True, eps)
+        _update(running_mean, mean, momentum)
+        _update(running_var, _unbiased(var, _count(x)), momentum)
+        return out, mean, torch.rsqrt(var + eps)
+    if running_mean is None or running_var is None:
+        args = (*operands, training, momentum, eps)
+        return DTensor.__torch_dispatch__(aten.native_batch_norm.default, None, args)
+    out, mean, _ = _apply(x, weight, bias, running_mean, running_var, False, eps)
+    nothing = mean.new_empty((0,))
+    return out, nothing, nothing
+
+
+def _refuse_gradients(*statistics: Any) -> None:
+    if any(x is not None and x.requires_grad for x in statistics):
+        raise RuntimeError(
+            "A batch norm is not differentiable with respect to its running mean and variance, as "
+            "on one device: detach() them."
+        )
+
+
+def _hollow(x: Any) -> Any:
+    """Torch checks the shapes, on tensors without data."""
+    if x is None:
+        return None
+    return torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
+def _update(running: Any, found: Any, momentum: float) -> None:
+    if running is not None:
+        with torch.no_grad():
+            running.copy_(running * (1 - momentum) + found * momentum)
+
+
+def batch_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    training: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    if not x.numel():  # as torch: an empty batch changes no statistics
+        out = x.clone() if weight is None else x * weight[0]
+        return out if bias is None else out + bias[0]
+    args = (_as_suggested(x), weight, bias, running_mean, running_var, training, momentum, eps)
+    return native_batch_norm(*args)[0]
+
+
+def _as_suggested(x: Any) -> Any:
+    """In the memory order in which one device writes the result: dense, or channels last."""
+    if x.dim() in (4, 5):
+        last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
+        if x.is_contiguous(memory_format=last):
+            return x
+    return x.contiguous()
+
+
+def batch_norm_with_update(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    momentum: float,
+    eps: float,
+) -> tuple[Any, Any, Any, Any]:
+    """In training; the last result is what some kernels keep for their backward, here nothing."""
+    args = (x, weight, bias, running_mean, running_var, True, momentum, eps)
+    out, mean, deviation = native_batch_norm(*args)
+    return out, mean, deviation, mean.new_empty((0,), dtype=torch.uint8)
+
+
+def instance_norm(
+    x: Any,
+    weight: Any,
+    bias: Any,
+    running_mean: Any,
+    running_var: Any,
+    use_input_stats: bool,
+    momentum: float,
+    eps: float,
+    cudnn_enabled: bool,
+) -> Any:
+    """Each channel of each example by itself: a group norm with as many groups as channels."""
+    if not use_input_stats:
+        args = (x, weight, bias, running_mean, running_var, False, momentum, eps)
+        return batch_norm(*args, cudnn_enabled)
+    if running_mean is not None or running_var is not None:
+        positions = list(range(2, x.dim()))
+        with torch.no_grad():
+            mean = x.mean(positions, keepdim=True)
+            _update(running_mean, mean.mean([0, *positions]), momentum)
+            count = math.prod(x.shape[2:])
+            var = (x - mean).square().sum(positions) / max(count - 1, 1)
+            _update(running_var, var.mean(0), momentum)
+    if bias is not None and bias.requires_grad and torch.is_grad_enabled():
+        # A group norm's formula has the sums for the bias apart; one device runs a batch norm.
+        tracked = [t for t in (x, weight) if t is not None and t.requires_grad]
+        bias = _apply_grad_depends(bias, *tracked) if tracked else bias
+    return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
+
+
+def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
+    """Torch's fused kernel where the normalised dims are whole, else a mean over the shards."""
+    num = len(normalized_shape)
+    if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
+        return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
+    if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
+        aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
+    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
+    if eps is None:  # as torch: of the dtype that it computes in
+        eps = torch.finfo(wide.dtype).eps
+    mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
+    normal = wide * torch.rsqrt(mean + eps)
+    return (normal if weight is None else normal * weight).to(x.dtype)
+
+
+def _fits(x: Any, normalized_shape: Any, weight: Any) -> bool:
+    """Whether there is nothing for torch to check, which takes longer than the norm itself."""
+    shape = tuple(normalized_shape)
+    if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        return False
+    return weight is None or (tuple(weight.shape) == shape and weight.dtype == x.dtype)
+
+
+def _shards_last(x: DTensor, num: int) -> bool:
+    return any(isinstance(p, Shard) and p.dim >= x.dim() - num for p in x.placements)
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("batch_norm", batch_norm),
+    ("native_batch_norm", native_batch_norm),
+    ("_native_batch_norm_legit", native_batch_norm),
+    ("_batch_norm_with_update", batch_norm_with_update),
+    ("instance_norm", instance_norm),
+    ("rms_norm", rms_norm),
+)
+
+
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of `v * (g / norms)`, where `norms` are those of the slices of `v` along `dim`."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return (g / norms) * (grad - v * (along / norms)), along
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten._weight_norm_interface_backward.default: _weight_norm_backward,
+}

@@ -1,0 +1,268 @@
+"""Softmax over a whole dim, and the losses built on it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from shardwise._torch.schema import decompositions
+from shardwise.core.placements import REPLICATE, SUM, Shard
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.notation import rule
+from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+from shardwise.dtensor.tensor import run
+from shardwise.errors import UnsupportedError
+from shardwise.ops.operands import read_from
+
+aten = torch.ops.aten
+
+
+def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Minus the log-probability of each target, 0 where it is ignored. Classes stand last."""
+    if not target.dim():
+        return nll(log_probs.unsqueeze(0), target.unsqueeze(0), ignore_index).squeeze(0)
+    # The kernel of one device: it looks at the targets, and raises what one device raises.
+    rows, ids = log_probs.flatten(0, -2), target.flatten()
+    # Called as the op that it is: the compiler's shape function of F.nll_loss loses the reduction.
+    losses, _ = aten.nll_loss_forward.default(rows, ids, None, 0, ignore_index)
+    return losses.view(target.shape)
+
+
+def nll_grad(
+    grad: torch.Tensor, target: torch.Tensor, ignore_index: int, num_classes: int
+) -> torch.Tensor:
+    """The gradient of `nll` for the log-probabilities."""
+    kept = target != ignore_index
+    grad = torch.where(kept, -grad, 0.0).unsqueeze(-1)
+    index = torch.where(kept, target, 0).unsqueeze(-1)
+    zeros = grad.new_zeros((*target.shape, num_classes))
+    if num_classes == 0:
+        return zeros  # every target was ignored
+    return zeros.scatter(-1, index, grad)
+
+
+def bce(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    """The binary cross entropy of each element; the kernel refuses what is no probability."""
+    return aten.binary_cross_entropy.default(x, target, None, 0)
+
+
+def nll_loss_choices(call: Call) -> Iterator[Choice]:
+    """Torch's own kernel. Without a reduction the batch may be sharded; a mean needs all of it."""
+    yield call.replicated()
+    if call.argument("reduction") == 0 and call.inputs[0].ndim == 2:
+        others = (REPLICATE,) * (len(call.inputs) - 2)
+        for sizes in call.splits([(0, 0), (1, 0)]):
+            shard = Shard(0, sizes)
+            yield Choice((shard, shard, *others), (shard, REPLICATE))
+    if call.argument("reduction") == 2 and call.inputs[0].ndim == 2:
+        others = (REPLICATE,) * (len(call.inputs) - 2)
+        for sizes in call.splits([(0, 0), (1, 0)]):
+            shard = Shard(0, sizes)
+            yield Choice((shard, shard, *others), (SUM, SUM))
+
+
+RULES: Table = table(
+    ((aten.nll_loss_forward.default,), Rule(nll_loss_choices, "n [c], n -> n, ")),
+    rule(aten._softmax.default, aten._log_softmax.default, like="... [n] -> ... [n]", n="dim"),
+    rule(
+        aten._softmax_backward_data.default,
+        aten._log_softmax_backward_data.default,
+        like="... [n], ... [n] -> ... [n]",
+        linear=((0,),),
+        n="dim",
+    ),
+    rule(nll, like="... [c], ... -> ...", linear=((0,),)),
+    rule(bce, like="..., ... -> ..."),
+    rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = {
+    aten.nll_loss_forward.default: slice(1, 2),
+    nll: slice(1, 2),
+    bce: slice(0, 2),
+}
+
+
+# Cross entropy, above autograd: see Note [Above autograd].
+#
+# It is taken apart into ops that each have a rule, so that a sharded batch stays sharded.
+
+
+_NONE, _MEAN = 0, 1
+
+
+class NLL(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
+        ctx.save_for_backward(log_probs, target)
+        ctx.options = (ignore_index, log_probs.shape[-1])
+        return run(nll, log_probs, target, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        log_probs, target = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward
+            found = NLLGrad.apply(grad, target, *ctx.options)
+            return read_from(found, log_probs), None, None
+        return run(nll_grad, grad, target, *ctx.options), None, None
+
+
+class NLLGrad(UntracedFunction):
+    """Linear in the gradient; what comes back is read at the targets, as the loss is."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, target: Any, ignore_index: int, num_classes: int) -> Any:
+        ctx.save_for_backward(target)
+        ctx.ignore_index = ignore_index
+        return run(nll_grad, grad, target, ignore_index, num_classes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (target,) = ctx.saved_tensors
+        return NLL.apply(grad, target, ctx.ignore_index), None, None, None
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy out of ops that each have a rule, so that a sharded batch stays sharded."""
+    options = (reduction, ignore_index, label_smoothing)
+    _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
+    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
+    log_probs = classes_last.log_softmax(-1)
+    if target.is_floating_point():
+        soft = target.movedim(1, -1) if target.dim() > 1 else target
+        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
+    else:
+        losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
+    return _reduced(losses, count, reduction)
+
+
+def nll_loss(
+    log_probs: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """Cross entropy without its softmax."""
+    _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
+    if torch.is_autocast_enabled(log_probs.device.type):  # as what torch makes of it is
+        log_probs, weight = _as_float(log_probs), _as_float(weight)
+    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
+    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+
+
+def _as_float(x: Any) -> Any:
+    return x if x is None or x.dtype == torch.float64 else x.float()
+
+
+def _reduced(losses: Any, count: Any, reduction: int) -> Any:
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / count if reduction == _MEAN else total
+
+
+def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
+    """The loss of each sample for probabilities as target, and what a mean divides by."""
+    if smoothing:
+        target = target * (1 - smoothing) + _share(smoothing, log_probs)
+    terms = log_probs * target
+    if weight is not None:
+        terms = terms * weight
+    losses = -terms.sum(-1)
+    return losses, losses.numel()
+
+
+def _losses(
+    log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
+) -> tuple[Any, Any]:
+    """The loss of each sample for classes as target, and what a mean divides by."""
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "A loss of classes is not differentiable with respect to argument 'weight', as on one "
+            "device: weight.detach() it, or give probabilities as the target of cross_entropy."
+        )
+    losses = NLL.apply(log_probs, target, ignore_index)
+    kept = target != ignore_index
+    count = kept.sum()
+    if weight is not None:
+        own = losses * 0  # where there are no classes, every target was ignored
+        if log_probs.shape[-1]:
+            own = torch.where(kept, _rows(weight, torch.where(kept, target, 0)), 0.0)
+        losses, count = losses * own, own.sum()
+    if smoothing:
+        spread = log_probs if weight is None else log_probs * weight
+        smooth = torch.where(kept, -spread.sum(-1), 0.0)
+        losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
+    return losses, count
+
+
+def _rows(weight: Any, target: Any) -> Any:
+    """The weight of each target; a single one would be read as a number, which no graph holds."""
+    return weight[target] if target.dim() else weight[target.unsqueeze(0)].squeeze(0)
+
+
+def _share(smoothing: float, log_probs: Any) -> float:
+    """What smoothing gives to each class."""
+    return smoothing / max(log_probs.shape[-1], 1)
+
+
+def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
+    """Where the arguments do not fit, torch says so, on tensors without data."""
+    shape = tuple(scores.shape)
+    classes = shape[min(1, len(shape) - 1)] if shape else None
+    each = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
+    fits = tuple(target.shape) == (shape if target.is_floating_point() else each)
+    fits = fits and (weight is None or tuple(weight.shape) == (classes,))
+    if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
+        return
+    hollow = [
+        t if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
+        for t in (scores, target, weight)
+    ]
+    op(*hollow, *options)
+
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("cross_entropy_loss", cross_entropy),
+    ("nll_loss_nd", nll_loss),
+)
+
+
+def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of a mean, which torch's parts divide by the number of elements."""
+    return decompositions()[op](grad, x, *rest) if x.numel() else x * grad
+
+
+def _binary_cross_entropy(
+    x: Any, target: Any, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """By the kernel of one device, which torch's parts of it are not: it looks at the values."""
+    losses = type(x).__torch_dispatch__(bce, None, (x, target))
+    losses = losses if weight is None else losses * weight
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
+
+
+#: What torch does not take apart itself, or not for all sizes.
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.binary_cross_entropy.default: _binary_cross_entropy,
+    **{
+        op: functools.partial(_of_nothing_too, op)
+        for op in (
+            aten.mse_loss_backward.default,
+            aten.smooth_l1_loss_backward.default,
+            aten.huber_loss_backward.default,
+        )
+    },
+}

@@ -1,0 +1,266 @@
+"""One recurrent layer (LSTM, GRU, plain), forward and backward: the batch may be sharded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.core.once import differentiated_once
+from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dtensor.autograd import direct_apply
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.lookup.ids import has_values
+from shardwise.ops.parts import UnlessEmpty
+
+#: How many states each kind carries from step to step.
+NUM_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
+
+
+def recurrent(
+    kind: str, has_biases: bool, bidirectional: bool, batch_first: bool, x: Any, *rest: Any
+) -> tuple[Any, ...]:
+    """The outputs of all steps and the last states. `rest`: the first states, then weights."""
+    num = NUM_STATES[kind]
+    states, weights = list(rest[:num]), list(rest[num:])
+    op = getattr(torch, kind)
+    start = states if kind == "lstm" else states[0]
+    return op(x, start, weights, has_biases, 1, 0.0, False, bidirectional, batch_first)
+
+
+def recurrent_grads(
+    kind: str,
+    has_biases: bool,
+    bidirectional: bool,
+    batch_first: bool,
+    *operands: Any,
+) -> tuple[Any, ...]:
+    """The gradients of input, first states and weights.
+
+    `operands` has the gradients of the outputs, then what `recurrent` takes, which runs again:
+    what its kernels keep for their own backward differs from device to device.
+    """
+    num = 1 + NUM_STATES[kind]
+    grads, inputs = operands[:num], operands[num:]
+    if inputs[0].is_meta:
+        return tuple(map(torch.empty_like, inputs))
+    with torch.enable_grad():
+        leaves = [t.detach().requires_grad_() for t in inputs]
+        outputs = recurrent(kind, has_biases, bidirectional, batch_first, *leaves)
+        found = torch.autograd.grad(outputs, leaves, grads)
+    # The kernels lay gradients out as they like; without data they were promised like the inputs.
+    return tuple(
+        g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)
+        for g, x in zip(found, inputs, strict=True)
+    )
+
+
+def _cut(sizes: tuple[int, ...] | None, batch_first: bool, num: int) -> tuple[Placement, ...]:
+    """Steps and states with their batch sharded."""
+    return Shard(0 if batch_first else 1, sizes), *[Shard(1, sizes)] * num
+
+
+def recurrent_choices(call: Call) -> Iterator[Choice]:
+    kind, batch_first = call.args[0], call.args[3]
+    num = NUM_STATES[kind]
+    weights = [REPLICATE] * (len(call.inputs) - 1 - num)
+    local = LocalCall(UnlessEmpty(recurrent), per_rank=True)
+    yield call.replicated()
+    for sizes in call.splits(_batch_places(0, batch_first, num)):
+        cut = _cut(sizes, batch_first, num)
+        yield Choice((*cut, *weights), cut, local)
+
+
+def recurrent_grad_choices(call: Call) -> Iterator[Choice]:
+    kind, batch_first = call.args[0], call.args[3]
+    num = NUM_STATES[kind]
+    num_weights = len(call.inputs) - 2 * (1 + num)
+    local = LocalCall(gradients_of_part, per_rank=True)
+    yield call.replicated()
+    places = _batch_places(0, batch_first, num) + _batch_places(1 + num, batch_first, num)
+    for sizes in call.splits(places):
+        cut = _cut(sizes, batch_first, num)
+        weights = [REPLICATE] * num_weights
+        yield Choice((*cut, *cut, *weights), (*cut, *[SUM] * num_weights), local)
+    for reduce_op in ("sum", "avg"):
+        term = Partial(reduce_op)
+        others = [REPLICATE] * (len(call.inputs) - 1 - num)
+        yield Choice((*[term] * (1 + num), *others), (term,) * len(call.outputs))
+
+
+def _batch_places(first: int, batch_first: bool, num: int) -> list[tuple[int, int]]:
+    return [(first, 0 if batch_first else 1), *((first + 1 + i, 1) for i in range(num))]
+
+
+def gradients_of_part(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tuple[Any, ...]:
+    """A rank without examples has no gradient to add."""
+    num = 1 + NUM_STATES[args[0]]
+    inputs = args[4 + num :]
+    if inputs[0].numel():
+        return recurrent_grads(*args)
+    return tuple(map(torch.zeros_like, inputs))
+
+
+RULES: Table = table(
+    ((recurrent,), Rule(recurrent_choices, "[t] b [i], [l] b [h], [w] -> [t] b [h], [l] b [h]")),
+    (
+        (recurrent_grads,),
+        Rule(recurrent_grad_choices, "[t] b [h], [l] b [h], ... -> [t] b [i], [l] b [h], [w]"),
+    ),
+)
+
+
+# LSTM, GRU and plain recurrent nets, above autograd: see Note [Above autograd].
+#
+# Torch takes a recurrent net apart into its steps, or hands it whole to a kernel that knows plain
+# tensors only. Here a layer is one op: the batch may be sharded, the weights are gathered.
+# MERGED
+
+
+class Layer(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, options: tuple[Any, ...], *operands: Any) -> Any:
+        ctx.options = options
+        ctx.save_for_backward(*operands)
+        return tuple(run(recurrent, *options, *operands))
+
+    @staticmethod
+    @differentiated_once("a recurrent layer")
+    def backward(ctx: Any, *grads: Any) -> Any:
+        like = ctx.saved_tensors[0]
+        grads = tuple(distributed(grad, like) for grad in grads)  # of a state nobody used: zeros
+        return None, *run(recurrent_grads, *ctx.options, *grads, *ctx.saved_tensors)
+
+
+_apply = direct_apply(Layer)
+
+
+def _layers(
+    kind: str,
+    x: Any,
+    states: list[Any],
+    weights: list[Any],
+    has_biases: bool,
+    num_layers: int,
+    dropout: float,
+    train: bool,
+    bidirectional: bool,
+    batch_first: bool,
+) -> tuple[Any, ...]:
+    """One layer after the other; the states of all layers are stacked along dim 0."""
+    options = (kind, has_biases, bidirectional, batch_first)
+    each, directions = len(weights) // num_layers, 2 if bidirectional else 1
+    states = [distributed(state, x) for state in states]
+    last: list[list[Any]] = [[] for _ in states]
+    for layer in range(num_layers):
+        own = [s.narrow(0, layer * directions, directions) for s in states]
+        x, *found = _run(options, x, *own, *weights[layer * each : (layer + 1) * each])
+        for kept, state in zip(last, found, strict=True):
+            kept.append(state)
+        if dropout and train and layer + 1 < num_layers:
+            x = F.dropout(x, dropout, True)
+    return x, *(kept[0] if num_layers == 1 else torch.cat(kept) for kept in last)
+
+
+def _run(options: tuple[Any, ...], *operands: Any) -> Any:
+    if torch.is_grad_enabled() and any(t.requires_grad for t in operands):
+        return _apply(options, *operands)
+    return run(recurrent, *options, *operands)
+
+
+def distributed(state: Any, x: Any) -> Any:
+    """Zeros that a module or autograd makes are the same on every rank."""
+    if isinstance(state, DTensor) or not isinstance(x, DTensor):
+        return state
+    if not has_values(state) or bool(state.any()):
+        return state  # the call says that it is plain
+    return DTensor.from_local(state, x.device_mesh, [REPLICATE] * x._layout.grid.num_axes)
+
+
+def lstm(x: Any, hx: list[Any], params: list[Any], *options: Any) -> tuple[Any, ...]:
+    return _layers("lstm", x, list(hx), list(params), *options)
+
+
+def gru(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
+    return _layers("gru", x, [hx], list(params), *options)
+
+
+def rnn_tanh(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
+    return _layers("rnn_tanh", x, [hx], list(params), *options)
+
+
+def rnn_relu(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ...]:
+    return _layers("rnn_relu", x, [hx], list(params), *options)
+
+
+_BY_NAME = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
+KERNELS: tuple[tuple[str, Any], ...] = tuple(
+    (f"{name}.input", _BY_NAME[name]) for name in NUM_STATES
+)
+
+
+# One step of a recurrent net, above autograd: see Note [Above autograd].
+#
+# Torch adds the gates into views of one another, which needs all of them on one rank. Here they
+# are made anew: a batch that is sharded stays where it lies, and so may the weights.
+
+#: How many gates, one after the other, the rows of each kind's weights hold.
+_NUM_GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
+
+
+def _state(kind: str, x: Any, state: Any, w_ih: Any, w_hh: Any) -> Any:
+    """The state of the last step, in place of plain zeros; sizes that fit, or torch's own error."""
+    if x.dim() == 2 and state.dim() == 2:
+        hidden = w_hh.shape[1]
+        fits = (
+            tuple(w_hh.shape) == (_NUM_GATES[kind] * hidden, hidden)
+            and tuple(w_ih.shape) == (_NUM_GATES[kind] * hidden, x.shape[1])
+            and tuple(state.shape) == (x.shape[0], hidden)
+        )
+        if fits:
+            return distributed(state, next(t for t in (x, w_ih, w_hh) if isinstance(t, DTensor)))
+    hollow = [torch.empty(t.shape, device="meta") for t in (x, state, w_ih, w_hh)]
+    hollow_state = [hollow[1]] * 2 if kind == "lstm_cell" else hollow[1]
+    getattr(torch, kind)(hollow[0], hollow_state, *hollow[2:])
+    return state
+
+
+def lstm_cell(
+    x: Any, hx: list[Any], w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None
+) -> tuple[Any, Any]:
+    h, c = (_state("lstm_cell", x, state, w_ih, w_hh) for state in hx)
+    gates = F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)
+    enter, keep, new, leave = gates.chunk(4, 1)
+    c = keep.sigmoid() * c + enter.sigmoid() * new.tanh()
+    return leave.sigmoid() * c.tanh(), c
+
+
+def gru_cell(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    h = _state("gru_cell", x, hx, w_ih, w_hh)
+    of_x = F.linear(x, w_ih, b_ih).chunk(3, 1)
+    of_h = F.linear(h, w_hh, b_hh).chunk(3, 1)
+    reset, keep = (of_x[0] + of_h[0]).sigmoid(), (of_x[1] + of_h[1]).sigmoid()
+    new = (of_x[2] + of_h[2] * reset).tanh()
+    return (h - new) * keep + new
+
+
+def rnn_tanh_cell(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    h = _state("rnn_tanh_cell", x, hx, w_ih, w_hh)
+    return (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).tanh()
+
+
+def rnn_relu_cell(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh: Any = None) -> Any:
+    h = _state("rnn_relu_cell", x, hx, w_ih, w_hh)
+    return (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).relu()
+
+
+KERNELS += (
+    ("lstm_cell", lstm_cell),
+    ("gru_cell", gru_cell),
+    ("rnn_tanh_cell", rnn_tanh_cell),
+    ("rnn_relu_cell", rnn_relu_cell),
+)

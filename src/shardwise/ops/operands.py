@@ -1,0 +1,88 @@
+"""The operands of a kernel above autograd where not all of them are DTensors."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE
+from shardwise.core.untraced import UntracedFunction
+from shardwise.core.world import world_caches
+from shardwise.dtensor.plain_operands import check_plain
+from shardwise.dtensor.tensor import DTensor
+
+
+def all_distributed(op: Any, operands: Sequence[Any]) -> list[Any]:
+    """`operands` with replicated tensors in place of plain ones, differentiable.
+
+    Raises for a plain tensor of which nobody said that it is the same on every rank.
+    """
+    mesh = next(x for x in operands if isinstance(x, DTensor)).device_mesh
+    found = []
+    for position, x in enumerate(operands):
+        if isinstance(x, torch.Tensor) and not isinstance(x, DTensor):
+            check_plain(op, x, position)
+            x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
+        found.append(x)
+    return found
+
+
+def are_distributed(*operands: Any) -> bool:
+    return all(x is None or isinstance(x, DTensor) for x in operands)
+
+
+def merged(x: Any, num: int) -> Any:
+    """`x` as torch keeps it for backward when it makes one dim of its first `num` dims.
+
+    Where they do not follow each other in memory that is a copy, and `x` may be written to later.
+    """
+    layout = x._layout
+    return x if layout.symbolic or _follow_each_other(layout, num) else x.contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def _follow_each_other(layout: Layout, num: int) -> bool:
+    """Whether the first `num` dims can be one dim of the same memory."""
+    if 0 in layout.shape:
+        return True
+    expected: Any = None
+    for stride, size in zip(layout.stride[:num][::-1], layout.shape[:num][::-1], strict=True):
+        if size == 1:
+            continue
+        if expected is not None and stride != expected:
+            return False
+        expected = stride * size
+    return True
+
+
+world_caches.append(_follow_each_other.cache_clear)
+
+
+# Gradients that do not change with the tensor they are of; see Note [Above autograd].
+#
+# Torch's formulas for some of them read the tensor. So on one device such a gradient requires
+# grad, and what is differentiated again is zero; without that, backward() of it would be an error
+# here.
+
+
+class Constant(UntracedFunction):
+    """A gradient, as something that was computed from `x`, of its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, x: Any) -> Any:
+        return grad.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        return grad, torch.zeros_like(grad)
+
+
+def read_from(grad: Any, x: Any) -> Any:
+    """`grad`, which requires grad where `x` does; only where it is differentiated again."""
+    if torch.is_grad_enabled() and x.requires_grad:
+        return Constant.apply(grad, x)
+    return grad

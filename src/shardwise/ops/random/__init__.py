@@ -1,0 +1,1 @@
+"""Ops that draw: a sharded result holds its shard of what one device would draw."""

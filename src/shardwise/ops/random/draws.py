@@ -1,0 +1,367 @@
+"""Random draws: a sharded result holds its part of what one device would draw.
+
+Note [Drawn once for all ranks]
+A draw changes the generator, so the local functions here are called once for all ranks present
+(`LocalCall.together`): a process of the real world fills its own part, a simulated world fills the
+parts of all ranks from one pass over the numbers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+
+from shardwise.comm.agreement import raise_together
+from shardwise.core.layout import Layout
+from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, differing_axes, table
+from shardwise.dtensor.autograd import direct_apply
+from shardwise.dtensor.tensor import DTensor, run
+from shardwise.lookup.ids import has_values
+from shardwise.ops.math.pointwise import elementwise
+from shardwise.random.draws import assembled, draw_of, draw_parts, model_of, new_parts, sliced
+from shardwise.random.fill import Draw
+from shardwise.simulation.ranks import once_for_all, rank_values
+
+aten = torch.ops.aten
+
+
+# -- draws that look at no tensor ------------------------------------------------------------
+
+_random_from: Any = getattr(aten.random_, "from")
+
+#: The op that writes what these return, and what comes before their own arguments.
+_WRITERS: dict[Any, tuple[Any, tuple[Any, ...]]] = {
+    aten.normal_functional.default: (aten.normal_.default, ()),
+    aten.bernoulli.p: (aten.bernoulli_.float, ()),
+    aten.rand_like.default: (aten.uniform_.default, ()),
+    aten.randn_like.default: (aten.normal_.default, ()),
+    aten.randint_like.default: (_random_from, (0,)),
+    aten.randint_like.low_dtype: (_random_from, ()),
+    aten.uniform.default: (aten.uniform_.default, ()),
+    aten.exponential.default: (aten.exponential_.default, ()),
+    aten.geometric.default: (aten.geometric_.default, ()),
+    aten.cauchy.default: (aten.cauchy_.default, ()),
+    aten.log_normal.default: (aten.log_normal_.default, ()),
+    aten.random.default: (aten.random_.default, ()),
+    getattr(aten.random, "from"): (_random_from, ()),
+    aten.random.to: (aten.random_.to, ()),
+}
+for _packet, _overload, _like in (
+    (aten.rand_like, "generator", "default"),
+    (aten.randn_like, "generator", "default"),
+    (aten.randint_like, "generator", "default"),
+    (aten.randint_like, "low_generator_dtype", "low_dtype"),
+):
+    if hasattr(_packet, _overload):  # since torch 2.12
+        _WRITERS[getattr(_packet, _overload)] = _WRITERS[getattr(_packet, _like)]
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """Fills the result, which is the first argument itself or new."""
+
+    op: Any
+
+    def __call__(
+        self, layouts: Sequence[Layout], x: torch.Tensor, *args: Any, **options: Any
+    ) -> torch.Tensor:
+        layout = layouts[-1]
+        device = torch.device(options.get("device") or x.device)
+        generator = options.get("generator")
+        writer, before = _WRITERS.get(self.op, (None, ()))
+        if not has_values(x):
+            drawing = {} if generator is None else {"generator": generator}
+            parts = sliced(self.op(model_of(layout, device), *args, **drawing), layout)
+            return parts if writer is not None else x.copy_(parts)
+        held = x if writer is None else new_parts(layout, device)
+        draw_parts(layout, held, draw_of(writer or self.op, (*before, *args), generator))
+        return held
+
+
+def _placed_alike(call: Call) -> Iterator[Choice]:
+    """Every operand has the shape of the result, and lies like it."""
+    yield call.replicated()
+    for dim in range(call.outputs[0].ndim):
+        for sizes in call.splits([(i, dim) for i in range(len(call.inputs))]):
+            shard = Shard(dim, sizes)
+            yield Choice((shard,) * len(call.inputs), (shard,) * len(call.outputs))
+
+
+def fill_choices(call: Call) -> Iterator[Choice]:
+    """The values of the first argument do not matter; a Partial one may be written to."""
+    local = LocalCall(Fill(call.op), together=True)
+    for choice in _placed_alike(call):
+        yield replace(choice, local=local)
+    before = call.placed[0] if call.placed else REPLICATE
+    # Draws may be negative, norms are not.
+    if isinstance(before, Partial) and not isinstance(before, NormPartial):
+        yield Choice((before,), (REPLICATE,), local)
+        yield Choice((before,), (before,), local)
+
+
+# -- draws whose values depend on a tensor, element by element --------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Bernoulli:
+    """Ones with the probabilities that the last tensor holds."""
+
+    op: Any
+
+    def __call__(
+        self,
+        layouts: Sequence[Layout],
+        x: torch.Tensor,
+        p: torch.Tensor | None = None,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        if not has_values(x):
+            chances = assembled(layouts[-1], x if p is None else p)
+            drawing = {} if generator is None else {"generator": generator}
+            drawn = aten.bernoulli.Tensor(model_of(layouts[-1], x.device), chances, **drawing)
+            parts = sliced(drawn, layouts[-1])
+            return x.copy_(parts) if self.op._schema.is_mutable else parts
+        held = x if self.op._schema.is_mutable else new_parts(layouts[-1], x.device)
+        op = aten.bernoulli_.Tensor
+        draw = Draw(lambda tensor, given: op(tensor, given, generator=generator), op, generator)
+        draw_parts(layouts[-1], held, draw, x if p is None else p)
+        return held
+
+
+def bernoulli_choices(call: Call) -> Iterator[Choice]:
+    for choice in _placed_alike(call):
+        yield replace(choice, local=LocalCall(Bernoulli(call.op), together=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """Normal values with a mean and a deviation per element."""
+
+    def __call__(
+        self,
+        layouts: Sequence[Layout],
+        mean: Any,
+        std: Any = 1.0,
+        generator: torch.Generator | None = None,
+    ) -> torch.Tensor:
+        layout = layouts[-1]
+        tensor = mean if isinstance(mean, torch.Tensor) else std
+        dtype = layout.dtype
+        if isinstance(std, torch.Tensor):
+            _check_deviations(layouts[-2], std)
+        if not has_values(tensor):
+            model = model_of(layout, tensor.device)
+            drawn = sliced(aten.normal_functional.default(model, generator=generator), layout)
+        else:
+            drawn = new_parts(layout, tensor.device)
+            draw_parts(layout, drawn, draw_of(aten.normal_.default, (), generator))
+        if not isinstance(mean, torch.Tensor):
+            mean = torch.full((), mean, dtype=dtype, device=tensor.device)
+        return drawn.mul(std).to(dtype).add(mean).to(dtype)
+
+
+def _check_deviations(layout: Layout, std: torch.Tensor) -> None:
+    """A negative one is refused as on one device, before any rank draws."""
+    if has_values(std) and std.is_cpu:
+        refuse = functools.partial(_refuse_negative, layout, std)
+        raise_together(layout.grid, differing_axes([layout]), refuse)
+
+
+def _refuse_negative(layout: Layout, std: torch.Tensor) -> None:
+    for _, part in rank_values(layout.grid, std):
+        if part.numel() and float(part.min()) < 0:
+            raise RuntimeError("normal expects all elements of std >= 0.0")
+
+
+def normal_choices(call: Call) -> Iterator[Choice]:
+    for choice in elementwise().choices(call):
+        yield replace(choice, local=LocalCall(Normal(), together=True))
+
+
+# -- dropout ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Dropout:
+    """The result and the mask. Each device type has its own way to draw the mask."""
+
+    def __call__(
+        self, layouts: Sequence[Layout], x: torch.Tensor, p: float, train: bool | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout, dtype = layouts[-1], layouts[0].dtype
+        if train is False:
+            # Not the op: on a rank that owns nothing it returns a mask of another dtype.
+            return x.clone(), torch.ones_like(x, dtype=torch.bool)
+        if not has_values(x):
+            ones = torch.ones_like(model_of(layout, x.device, dtype))
+            mask = sliced(aten.native_dropout.default(ones, p, True)[1], layout)
+        else:
+            mask = new_parts(layout, x.device)
+            draw_parts(layout, mask, Draw(_mask_writer(p, dtype), name="dropout"))
+        return x.mul(mask).mul(0.0 if p == 1 else 1 / (1 - p)), mask
+
+
+def _mask_writer(p: float, dtype: torch.dtype) -> Any:
+    def write(mask: torch.Tensor, _: Any) -> None:
+        if mask.device.type == "cpu":
+            mask.bernoulli_(1 - p)
+        else:
+            # The fused kernel takes several values per thread, how many depends on the dtype.
+            ones = torch.ones_like(mask, dtype=dtype)
+            mask.copy_(aten.native_dropout.default(ones, p, True)[1])
+
+    return write
+
+
+def dropout_choices(call: Call) -> Iterator[Choice]:
+    local = LocalCall(Dropout(), together=True)
+    for choice in _placed_alike(call):
+        yield replace(choice, local=local)
+    for reduce_op in ("sum", "avg"):
+        yield Choice((Partial(reduce_op),), (Partial(reduce_op), REPLICATE), local)
+
+
+# -- draws that take as many numbers as the values ask for ------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OnceForAll:
+    """The op on whole tensors, once: all ranks get the result."""
+
+    op: Any
+
+    def __call__(self, layouts: Sequence[Layout], *args: Any, **options: Any) -> Any:
+        return once_for_all(layouts[0].grid, self.op, *args, **options)
+
+
+def rrelu_slopes(
+    x: torch.Tensor, lower: float, upper: float, generator: torch.Generator | None = None
+) -> torch.Tensor:
+    """What `rrelu` multiplies each value by; drawn only for those that are not positive."""
+    slopes = torch.empty_like(x)
+    if not x.is_meta:
+        aten.rrelu_with_noise.default(x, slopes, lower, upper, True, generator)
+    return slopes
+
+
+def whole_choices(call: Call) -> Iterator[Choice]:
+    yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), together=True))
+
+
+RULES: Table = table(
+    (
+        (aten.normal_.default, aten.bernoulli_.float, *_WRITERS),
+        Rule(fill_choices, "... -> ..."),
+    ),
+    ((aten.bernoulli.default, aten.bernoulli.Tensor), Rule(bernoulli_choices, "..., ... -> ...")),
+    (
+        (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
+        Rule(normal_choices, "..., ... -> ..."),
+    ),
+    ((aten.native_dropout.default,), Rule(dropout_choices, "... -> ..., ...")),
+    (
+        (
+            aten.poisson.default,
+            aten._standard_gamma.default,
+            aten._sample_dirichlet.default,
+            aten.binomial.default,
+            aten.multinomial.default,
+            rrelu_slopes,
+        ),
+        Rule(whole_choices, "[...] -> [...]"),
+    ),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
+)
+
+
+# `normal` with a tensor of means or deviations, above autograd: see Note [Above autograd].
+#
+# Torch's formula for the gradient makes a plain tensor of zeros, which lies nowhere.
+
+
+class Drawn(UntracedFunction):
+    """Normal values: nothing that is differentiated depends on the mean and the deviation."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
+        ctx.shapes = [x.shape if isinstance(x, torch.Tensor) else None for x in (mean, std)]
+        return _draw(op, mean, std, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        zeros = torch.zeros_like(grad)
+        for_both = (None if shape is None else zeros.sum_to_size(shape) for shape in ctx.shapes)
+        return None, *for_both, None
+
+
+_apply_drawn = direct_apply(Drawn)
+
+
+def _draw(op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
+    return DTensor.__torch_dispatch__(op, None, (mean, std), options)
+
+
+def _kernel(op: Any) -> Any:
+    def normal(mean: Any, std: Any = 1.0, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (mean, std)):
+            return _apply_drawn(op, mean, std, options)
+        return _draw(op, mean, std, options)
+
+    return normal
+
+
+KERNELS: tuple[tuple[str, Any], ...] = tuple(
+    (f"normal.{overload}", _kernel(getattr(aten.normal, overload)))
+    for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")
+)
+
+
+# Leaky ReLU with drawn slopes, above autograd: see Note [Above autograd].
+#
+# Not torch's own: that one writes the slopes to a second tensor besides its result.
+# MERGED
+
+
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    if slopes is None:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    return x.contiguous() * slopes  # as one device leaves it
+
+
+def rrelu_(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+
+
+def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+    if not lower <= upper:
+        torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
+    # One device goes through the entries in order, not through memory.
+    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
+
+
+KERNELS += (("rrelu", rrelu), ("rrelu_", rrelu_))

@@ -1,0 +1,1 @@
+"""Views, joins, indexing: ops that move values and compute none."""

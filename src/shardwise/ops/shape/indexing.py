@@ -1,0 +1,380 @@
+"""Picking and writing entries by index.
+
+A dim that is not indexed is sharded alike everywhere. The indices may be sharded where the tensor
+that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for
+what another rank owns and the results add up, and a write keeps what falls to the rank's own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.sizes import Size, equal, equal_shapes
+from shardwise.dispatch.notation import Group, linear_choices
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, TensorMeta, table
+from shardwise.dispatch.schema import functional_twin
+from shardwise.ops.shape.owned_index import (
+    Advanced,
+    OwnedGather,
+    OwnedIndex,
+    OwnedIndexPut,
+    OwnedWrite,
+    owned_put,
+    owned_take,
+)
+
+aten = torch.ops.aten
+
+
+def _adds(meta: TensorMeta) -> bool:
+    """Whether zeros may stand in for what another rank owns: numbers add up, flags do not."""
+    return meta.dtype is not torch.bool
+
+
+# -- x[i, :, j] ------------------------------------------------------------------------------
+
+
+def _spot(call: Call) -> Advanced:
+    indices = call.args[1]
+    dims = tuple(d for d, index in enumerate(indices) if index is not None)
+    return Advanced(dims, max(meta.ndim for meta in _index_metas(call)))
+
+
+def _index_metas(call: Call) -> tuple[TensorMeta, ...]:
+    return call.inputs[1 : 1 + sum(index is not None for index in call.args[1])]
+
+
+def _along(metas: Sequence[TensorMeta], num_batch: int, batch: int) -> list[int | None]:
+    """The dim of each index that is dim `batch` of all of them; None where it is stretched."""
+    found: list[int | None] = []
+    whole = max(m.shape[batch - num_batch] for m in metas if m.ndim >= num_batch - batch)
+    for meta in metas:
+        dim = meta.ndim - num_batch + batch
+        found.append(dim if dim >= 0 and equal(meta.shape[dim], whole) else None)
+    return found
+
+
+def _placed(dims: Sequence[int | None], sizes: tuple[int, ...] | None) -> tuple[Placement, ...]:
+    return tuple(REPLICATE if d is None else Shard(d, sizes) for d in dims)
+
+
+def index_choices(call: Call) -> Iterator[Choice]:
+    """The tensor, then the index tensors -> one entry per index."""
+    spot, metas = _spot(call), _index_metas(call)
+    whole = (REPLICATE,) * len(metas)
+    yield call.replicated()
+    for dim in range(call.inputs[0].ndim):
+        if dim not in spot.dims:
+            out = spot.result_dim(dim)
+            for sizes in call.splits([(0, dim)]):
+                yield Choice((Shard(dim, sizes), *whole), (Shard(out, sizes),))
+    for batch in range(spot.num_batch):
+        dims = _along(metas, spot.num_batch, batch)
+        places = [(1 + i, d) for i, d in enumerate(dims) if d is not None]
+        for sizes in call.splits(places):
+            yield Choice((REPLICATE, *_placed(dims, sizes)), (Shard(spot.at + batch, sizes),))
+    yield from linear_choices(call, ((0,),))
+    if _adds(call.inputs[0]):
+        local = LocalCall(OwnedIndex(spot), per_rank=True)
+        for dim in spot.dims:
+            for sizes in call.splits([(0, dim)]):
+                yield Choice((Shard(dim, sizes), *whole), (SUM,), local)
+
+
+def _is_mask(call: Call) -> bool:
+    return any(meta.dtype in (torch.bool, torch.uint8) for meta in _index_metas(call))
+
+
+def index_put_choices(call: Call) -> Iterator[Choice]:
+    """The tensor, the index tensors, and the values, which are broadcast -> the tensor."""
+    yield call.replicated()
+    values = len(call.inputs) - 1
+    yield from linear_choices(call, ((0, values),))
+    if _is_mask(call):
+        yield from _mask_put_choices(call)
+        return
+    spot, metas = _spot(call), _index_metas(call)
+    whole = (REPLICATE,) * len(metas)
+    ndim = call.inputs[0].ndim - len(spot.dims) + spot.num_batch
+    for dim in range(call.inputs[0].ndim):
+        if dim not in spot.dims:
+            at = _value_dim(
+                call.inputs[values], spot.result_dim(dim), ndim, call.inputs[0].shape[dim]
+            )
+            places = [(0, dim)] + ([(values, at)] if at is not None else [])
+            for sizes in call.splits(places):
+                cut = Shard(dim, sizes)
+                yield Choice((cut, *whole, *_placed([at], sizes)), (cut,))
+    if call.argument("accumulate"):
+        yield from _added_choices(call, spot, metas, values, ndim)
+    local = LocalCall(OwnedIndexPut(spot), per_rank=True)
+    for dim in spot.dims:
+        for sizes in call.splits([(0, dim)]):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, *whole, REPLICATE), (cut,), local)
+
+
+def _value_dim(values: TensorMeta, out_dim: int, ndim: int, size: Size) -> int | None:
+    """The dim of the values that stands at dim `out_dim` of all; None where it is stretched."""
+    dim = out_dim - (ndim - values.ndim)
+    return dim if dim >= 0 and equal(values.shape[dim], size) else None
+
+
+def _added_choices(
+    call: Call, spot: Advanced, metas: Sequence[TensorMeta], values: int, ndim: int
+) -> Iterator[Choice]:
+    """Each rank adds the values of its indices: the sums are terms of the result."""
+    for batch in range(spot.num_batch):
+        dims = _along(metas, spot.num_batch, batch)
+        places = [(1 + i, d) for i, d in enumerate(dims) if d is not None]
+        size = call.inputs[places[0][0]].shape[places[0][1]]
+        at = _value_dim(call.inputs[values], spot.at + batch, ndim, size)
+        places += [(values, at)] if at is not None else []
+        for sizes in call.splits(places):
+            yield Choice((SUM, *_placed(dims, sizes), *_placed([at], sizes)), (SUM,))
+
+
+def _mask_put_choices(call: Call) -> Iterator[Choice]:
+    """One value for all entries that a mask names: as elementwise as `masked_fill`."""
+    metas = _index_metas(call)
+    local = LocalCall(OwnedIndexPut(None), per_rank=True)
+    if len(metas) != 1 or call.args[1][0] is None:
+        return
+    for dim in range(metas[0].ndim):
+        for sizes in call.splits([(0, dim)]):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+    if not all(equal(s, 1) for s in call.inputs[-1].shape):
+        return
+    # A local call of its own: on another axis, the one above would find a part of the mask.
+    local = LocalCall(functional_twin(call.op) or call.op)
+    for dim in range(call.inputs[0].ndim):
+        inside = dim < metas[0].ndim
+        for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, cut if inside else REPLICATE, REPLICATE), (cut,), local)
+
+
+# -- along one dim ---------------------------------------------------------------------------
+
+
+def named_dim(call: Call) -> int:
+    """The dim that the argument `dim` names, from the front."""
+    ndim = call.inputs[0].ndim
+    return call.argument("dim") % ndim if ndim else 0
+
+
+def gather_choices(call: Call) -> Iterator[Choice]:
+    """The tensor and an index of as many dims -> one entry per index."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
+    x, index = call.inputs
+    if not x.ndim or not index.ndim:
+        return
+    at = named_dim(call)
+    for dim in range(x.ndim):
+        if dim == at:
+            for sizes in call.splits([(1, dim)]):
+                yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
+        elif equal(x.shape[dim], index.shape[dim]):
+            for sizes in call.splits([(0, dim), (1, dim)]):
+                yield Choice((Shard(dim, sizes),) * 2, (Shard(dim, sizes),))
+    if _adds(x):
+        local = LocalCall(OwnedGather(call.op, at), per_rank=True)
+        for sizes in call.splits([(0, at)]):
+            yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
+
+
+def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator[Choice]:
+    """The tensor, an index, and perhaps a source -> the tensor. `sums`: sources are added."""
+    yield call.replicated()
+    yield from linear_choices(call, linear)
+    x, num = call.inputs[0], len(call.inputs)
+    if any(meta.ndim != x.ndim or not meta.ndim for meta in call.inputs):
+        return
+    at = named_dim(call)
+    for dim in range(x.ndim):
+        if dim != at and all(equal(meta.shape[dim], x.shape[dim]) for meta in call.inputs):
+            for sizes in call.splits([(i, dim) for i in range(num)]):
+                yield Choice((Shard(dim, sizes),) * num, (Shard(dim, sizes),))
+    if sums and equal(call.inputs[1].shape[at], call.inputs[2].shape[at]):
+        for sizes in call.splits([(1, at), (2, at)]):
+            cut = Shard(at, sizes)
+            yield Choice((SUM, cut, cut), (SUM,))
+    for dim in range(x.ndim):
+        yield from _owned_write_choices(call, at, dim)
+
+
+def _owned_write_choices(call: Call, at: int, cut_dim: int) -> Iterator[Choice]:
+    """The tensor is cut along `cut_dim`, which may be the dim `at` that is indexed."""
+    local = LocalCall(OwnedWrite(functional_twin(call.op) or call.op, at), per_rank=True)
+    others = (REPLICATE,) * (len(call.inputs) - 1)
+    # Index and source would be cut otherwise than the tensor where another axis cuts them too.
+    alone = () if cut_dim == at else ((0, cut_dim),)
+    for sizes in call.splits([(0, cut_dim)]):
+        cut = Shard(cut_dim, sizes)
+        yield Choice((cut, *others), (cut,), local, alone=alone)
+
+
+def scatter_src_choices(call: Call) -> Iterator[Choice]:
+    yield from scatter_choices(call, ((0, 2),), sums=False)
+
+
+def scatter_value_choices(call: Call) -> Iterator[Choice]:
+    yield from scatter_choices(call, (), sums=False)
+
+
+def scatter_add_choices(call: Call) -> Iterator[Choice]:
+    yield from scatter_choices(call, ((0, 2),), sums=True)
+
+
+def scatter_reduce_choices(call: Call) -> Iterator[Choice]:
+    sums = call.argument("reduce") == "sum" and call.argument("include_self")
+    yield from scatter_choices(call, ((0, 2),) if sums else (), sums=sums)
+
+
+def index_select_choices(call: Call) -> Iterator[Choice]:
+    """The tensor and a list of rows -> those rows."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
+    x, index = call.inputs
+    if not x.ndim or not index.ndim:
+        return
+    at = named_dim(call)
+    for dim in range(x.ndim):
+        if dim != at:
+            for sizes in call.splits([(0, dim)]):
+                yield Choice((Shard(dim, sizes), REPLICATE), (Shard(dim, sizes),))
+    for sizes in call.splits([(1, 0)]):
+        yield Choice((REPLICATE, Shard(0, sizes)), (Shard(at, sizes),))
+    if _adds(x):
+        local = LocalCall(OwnedGather(call.op, at), per_rank=True)
+        for sizes in call.splits([(0, at)]):
+            yield Choice((Shard(at, sizes), REPLICATE), (SUM,), local)
+
+
+def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator[Choice]:
+    """The tensor, a list of rows, and perhaps a source with a row each -> the tensor."""
+    yield call.replicated()
+    yield from linear_choices(call, linear)
+    x, sources = call.inputs[0], [m for m in call.inputs[2:] if m.ndim]
+    if not x.ndim or not call.inputs[1].ndim or any(m.ndim != x.ndim for m in sources):
+        return
+    at = named_dim(call)
+    for dim in range(x.ndim):
+        if dim != at:
+            places = [(0, dim)] + [(2, dim)] * len(sources)
+            for sizes in call.splits(places):
+                cut = Shard(dim, sizes)
+                others = tuple(cut if m.ndim else REPLICATE for m in call.inputs[2:])
+                yield Choice((cut, REPLICATE, *others), (cut,))
+    if sums:
+        for sizes in call.splits([(1, 0), (2, at)]):
+            yield Choice((SUM, Shard(0, sizes), Shard(at, sizes)), (SUM,))
+    yield from _owned_write_choices(call, at, at)
+
+
+def index_add_choices(call: Call) -> Iterator[Choice]:
+    yield from index_write_choices(call, ((0, 2),), sums=True)
+
+
+def index_copy_choices(call: Call) -> Iterator[Choice]:
+    yield from index_write_choices(call, ((0, 2),), sums=False)
+
+
+def index_fill_choices(call: Call) -> Iterator[Choice]:
+    yield from index_write_choices(call, (), sums=False)
+
+
+# -- the flattened tensor --------------------------------------------------------------------
+
+
+def take_choices(call: Call) -> Iterator[Choice]:
+    yield call.replicated()
+    for dim in range(call.inputs[1].ndim):
+        for sizes in call.splits([(1, dim)]):
+            yield Choice((REPLICATE, Shard(dim, sizes)), (Shard(dim, sizes),))
+    yield from linear_choices(call, ((0,),))
+    if _adds(call.inputs[0]):
+        local = LocalCall(owned_take, per_rank=True)
+        for dim in range(call.inputs[0].ndim):
+            for sizes in call.splits([(0, dim)]):
+                yield Choice((Shard(dim, sizes), REPLICATE), (SUM,), local)
+
+
+def put_choices(call: Call) -> Iterator[Choice]:
+    yield call.replicated()
+    yield from linear_choices(call, ((0, 2),))
+    x, index, source = call.inputs
+    if call.argument("accumulate") and equal_shapes(index.shape, source.shape):
+        for dim in range(index.ndim):
+            for sizes in call.splits([(1, dim), (2, dim)]):
+                cut = Shard(dim, sizes)
+                yield Choice((SUM, cut, cut), (SUM,))
+    local = LocalCall(owned_put, per_rank=True)
+    for dim in range(x.ndim):
+        for sizes in call.splits([(0, dim)]):
+            cut = Shard(dim, sizes)
+            yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+
+
+def whole_choices(call: Call) -> Iterator[Choice]:
+    """Where each entry may depend on all of them: everything whole."""
+    yield call.replicated()
+
+
+RULES: Table = table(
+    ((aten.index.Tensor, aten._unsafe_index.Tensor), Rule(index_choices, "x[i, j] -> n ...")),
+    (
+        (aten.index_put.default, aten._unsafe_index_put.default),
+        Rule(index_put_choices, "x[i, j] = ..."),
+    ),
+    ((aten.gather.default,), Rule(gather_choices, "... n, ... m -> ... m")),
+    ((aten.scatter.src,), Rule(scatter_src_choices, "... n, ... m, ... m -> ... n")),
+    (
+        (aten.scatter.value, aten.scatter.reduce, aten.scatter.value_reduce),
+        Rule(scatter_value_choices, "... n, ... m -> ... n"),
+    ),
+    ((aten.scatter_add.default,), Rule(scatter_add_choices, "... n, ... m, ... m -> ... n")),
+    ((aten.scatter_reduce.two,), Rule(scatter_reduce_choices, "... n, ... m, ... m -> ... n")),
+    ((aten.index_select.default,), Rule(index_select_choices, "... n, m -> ... m")),
+    ((aten.index_add.default,), Rule(index_add_choices, "... n, m, ... m -> ... n")),
+    ((aten.index_copy.default,), Rule(index_copy_choices, "... n, m, ... m -> ... n")),
+    (
+        (aten.index_fill.int_Scalar, aten.index_fill.int_Tensor, aten.index_reduce.default),
+        Rule(index_fill_choices, "... n, m -> ... n"),
+    ),
+    ((aten.take.default,), Rule(take_choices, "..., m -> m")),
+    ((aten.put.default,), Rule(put_choices, "..., m, m -> ...")),
+    ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = {
+    **dict.fromkeys(
+        (
+            aten.gather.default,
+            aten.scatter.src,
+            aten.scatter.value,
+            aten.scatter.reduce,
+            aten.scatter.value_reduce,
+            aten.scatter_add.default,
+            aten.scatter_reduce.two,
+            aten.index_select.default,
+            aten.index_add.default,
+            aten.index_copy.default,
+            aten.index_reduce.default,
+            aten.index_fill.int_Scalar,
+            aten.index_fill.int_Tensor,
+            aten.take.default,
+            aten.put.default,
+        ),
+        slice(1, 2),
+    ),
+    aten.index.Tensor: slice(1, None),
+    aten.index_put.default: slice(1, -1),
+}

@@ -1,0 +1,358 @@
+"""Views and shape changes: which dim of the input is which dim of the output.
+
+A view is described by a list of `Link`s. A linked pair of dims can be sharded together; all other
+dims must be whole.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from shardwise._torch.schema import decompositions
+from shardwise.core.layout import shard_with
+from shardwise.core.placements import Partial, Shard
+from shardwise.core.sizes import Size, divides, equal, lengths, smaller, surely_equal
+from shardwise.dispatch.notation import averages_too, linear_choices
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """Dim `source` of the input becomes dim `target` of the output.
+
+    The two cover the same elements in the same order, each entry of `source` standing for
+    `source_run` of them and each entry of `target` for `target_run`. Equal runs: the same dim.
+    """
+
+    source: int
+    target: int
+    source_run: Size = 1
+    target_run: Size = 1
+
+    @property
+    def same_dim(self) -> bool:
+        return self.source_run is self.target_run or equal(self.source_run, self.target_run)
+
+
+def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    yield call.replicated()
+    for link in links:
+        if link.same_dim:
+            for sizes in call.splits([(0, link.source)]):
+                yield Choice((Shard(link.source, sizes),), (Shard(link.target, sizes),))
+        else:
+            yield from _run_choices(call, links, link)
+    yield from linear_choices(call, ((0,),))
+
+
+def reordered_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    """`link_choices` of an op that only says where entries stand: every reduction passes it."""
+    yield from link_choices(call, links)
+    placed = call.placed[0] if call.placed else None
+    if isinstance(placed, Partial) and placed.reduce_op not in averages_too(call.inputs[0]):
+        yield Choice((placed,), (placed,) * len(call.outputs))
+
+
+def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choice]:
+    """Pieces that hold whole entries of both dims of a link."""
+    place = (0, link.source)
+    size_in, size_out = call.inputs[0].shape[link.source], call.outputs[0].shape[link.target]
+    parts = call.axis_size
+    known = type(size_in) is int and type(size_out) is int
+    if not known and not _is_needed(call, links):
+        return
+    if divides(parts, size_in) and divides(parts, size_out):
+        # The nested splits of several axes must divide too, on both sides.
+        yield Choice((Shard(link.source),), (Shard(link.target),), even=(place,))
+    if not known:
+        return
+    for sizes in call.splits([place]):
+        pieces = [n * link.source_run for n in lengths(size_in, parts, sizes)]
+        if all(n % link.target_run == 0 for n in pieces):
+            cut = tuple(n // link.target_run for n in pieces)
+            target = shard_with(link.target, cut, size_out, parts)
+            yield Choice((Shard(link.source, sizes),), (target,), alone=(place,))
+
+
+def _is_needed(call: Call, links: Sequence[Link]) -> bool:
+    """Whether a symbolic size is asked what divides it: each answer has a graph of its own.
+
+    Not where the input passes as it lies.
+    """
+    if not call.placed or any(isinstance(p, Shard) for p in call.wanted):
+        return True
+    placed = call.placed[0]
+    return isinstance(placed, Shard) and not any(
+        link.source == placed.dim and link.same_dim for link in links
+    )
+
+
+def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
+    """The links of a view: in each run of dims that are merged or split, the outermost ones.
+
+    >>> view_links((4, 6), (24,))
+    [Link(source=0, target=0, source_run=6, target_run=1)]
+    """
+    links: list[Link] = []
+    i = j = 0
+    while i < len(before) and j < len(after):
+        first_i, first_j = i, j
+        left, right = before[i], after[j]
+        i, j = i + 1, j + 1
+        while not equal(left, right):
+            if i < len(before) and (j == len(after) or smaller(left, right)):
+                left, i = left * before[i], i + 1
+            elif j < len(after):
+                right, j = right * after[j], j + 1
+            else:
+                return links
+        link = _outermost(before[first_i:i], after[first_j:j], first_i, first_j)
+        if link is not None:
+            links.append(link)
+    return links
+
+
+def _outermost(
+    before: Sequence[Size], after: Sequence[Size], first_i: int, first_j: int
+) -> Link | None:
+    """The outermost dims of a run, past dims of size 1, and what one entry of them holds."""
+    skip_i = _leading_ones(before)
+    skip_j = _leading_ones(after)
+    if skip_i == len(before) or skip_j == len(after):
+        return None
+    return Link(
+        first_i + skip_i,
+        first_j + skip_j,
+        _product(before[skip_i + 1 :]),
+        _product(after[skip_j + 1 :]),
+    )
+
+
+def _leading_ones(sizes: Sequence[Size]) -> int:
+    return next((n for n, s in enumerate(sizes) if type(s) is not int or s != 1), len(sizes))
+
+
+def _product(sizes: Sequence[Size]) -> Size:
+    result: Size = 1
+    for size in sizes:
+        result = result * size
+    return result
+
+
+def _viewed(call: Call) -> list[Link]:
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    if any(type(s) is int and s == 0 for s in before):
+        # Nothing says which dims an empty view merges: only dims that stay in place are linked.
+        same = zip(before, after, strict=False)
+        return (
+            [Link(d, d) for d, (a, b) in enumerate(same) if equal(a, b)]
+            if len(before) == len(after)
+            else []
+        )
+    return view_links(before, after)
+
+
+def _permuted(order: Callable[[Call], Sequence[int]]) -> Callable[[Call], list[Link]]:
+    return lambda call: [Link(source, target) for target, source in enumerate(order(call))]
+
+
+def _permute_order(call: Call) -> list[int]:
+    ndim = call.inputs[0].ndim
+    return [d % ndim for d in call.argument("dims")]
+
+
+def _transpose_order(call: Call) -> list[int]:
+    ndim = call.inputs[0].ndim
+    order = list(range(ndim))
+    if ndim:
+        a, b = call.argument("dim0") % ndim, call.argument("dim1") % ndim
+        order[a], order[b] = order[b], order[a]
+    return order
+
+
+def _reversed_order(call: Call) -> list[int]:
+    return list(reversed(range(call.inputs[0].ndim)))
+
+
+def _inserted(call: Call) -> list[Link]:
+    at = call.argument("dim") % call.outputs[0].ndim
+    return [Link(d, d + (d >= at)) for d in range(call.inputs[0].ndim)]
+
+
+@dataclass(frozen=True, slots=True)
+class Squeeze:
+    """Drops exactly the dims that the whole tensor drops."""
+
+    dims: tuple[int, ...]
+
+    def __call__(self, x: torch.Tensor, *_: Any) -> torch.Tensor:
+        return aten.squeeze.dims(x, self.dims)
+
+
+def _squeeze_choices(call: Call) -> Iterator[Choice]:
+    """The dims to drop are named on every rank: a shard may have size 1 where the whole has not."""
+    ndim, shape = call.inputs[0].ndim, call.inputs[0].shape
+    names = {arg.name for arg in call.op._schema.arguments}
+    given = call.argument("dim") if "dim" in names else range(ndim)
+    chosen = {d % ndim for d in ([given] if isinstance(given, int) else given)} if ndim else set()
+    dropped = [d for d in sorted(chosen) if equal(shape[d], 1)]
+    kept = [d for d in range(ndim) if d not in dropped]
+    local = LocalCall(Squeeze(tuple(dropped)))
+    for choice in reordered_choices(call, [Link(s, t) for t, s in enumerate(kept)]):
+        yield replace(choice, local=local)
+
+
+def _expanded(call: Call) -> list[Link]:
+    """Dims that are stretched from size 1 are whole; the others keep their size."""
+    before, after = call.inputs[0].shape, call.outputs[0].shape
+    new = len(after) - len(before)
+    return [Link(d, d + new) for d, size in enumerate(before) if equal(size, after[d + new])]
+
+
+def _selected(call: Call) -> list[Link]:
+    at = call.argument("dim") % call.inputs[0].ndim
+    return [Link(d, d - (d > at)) for d in range(call.inputs[0].ndim) if d != at]
+
+
+@dataclass(frozen=True, slots=True)
+class DimSlice:
+    """A slice of a dim of known size: `start`, `step`, and how many entries it takes."""
+
+    dim: int
+    start: int
+    step: int
+    count: int
+
+    def within(self, offset: int, length: int) -> tuple[int, int]:
+        """`(first, count)` of the entries that lie in `[offset, offset + length)`, from offset."""
+        skipped = max(0, -((self.start - offset) // self.step)) if offset > self.start else 0
+        first = self.start + skipped * self.step - offset
+        inside = max(0, -((first - length) // self.step)) if first < length else 0
+        return first, max(0, min(inside, self.count - skipped))
+
+    def lengths(self, pieces: Sequence[int]) -> tuple[int, ...]:
+        """How many entries each of the pieces of the dim keeps."""
+        offsets = itertools.accumulate(pieces, initial=0)
+        return tuple(self.within(o, n)[1] for o, n in zip(offsets, pieces, strict=False))
+
+    def of(self, x: torch.Tensor, offset: int) -> torch.Tensor:
+        """The view of a piece that starts at `offset`."""
+        first, count = self.within(offset, x.shape[self.dim])
+        if count == 0:
+            return aten.slice.Tensor(x, self.dim, 0, 0)
+        stop = first + (count - 1) * self.step + 1
+        return aten.slice.Tensor(x, self.dim, first, stop, self.step)
+
+
+def slice_cut(call: Call, dim: int, size: Any, count: Any) -> DimSlice | None:
+    """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes.
+
+    A symbol among its bounds becomes a number, with a graph for each, only where the dim is cut.
+    """
+    if type(size) is not int or type(count) is not int:
+        return None
+    bounds = slice(call.argument("start"), call.argument("end"), call.argument("step"))
+    placed = (*call.placed, *call.wanted)
+    if not any(p.is_shard(dim) for p in placed) and _is_symbolic(bounds):
+        return None
+    start, _, step = bounds.indices(size)
+    return DimSlice(dim, start, step, count)
+
+
+def _is_symbolic(bounds: slice) -> bool:
+    return any(
+        isinstance(bound, torch.SymInt) for bound in (bounds.start, bounds.stop, bounds.step)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSlice:
+    """The part of a slice that lies in this rank's piece: a view of it."""
+
+    cut: DimSlice
+
+    def __call__(self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any) -> Any:
+        return self.cut.of(x, layouts[0].box(coordinate)[0][self.cut.dim])
+
+
+def _whole_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
+    return aten.alias.default(x)
+
+
+#: A slice that takes all there is, such as torch.compile makes of `:`: each rank keeps its piece.
+_WHOLE_VIEW = LocalCall(_whole_view)
+
+
+def _slice_choices(call: Call) -> Iterator[Choice]:
+    """Each rank keeps what the slice takes of its piece, so that a slice never communicates."""
+    at = call.argument("dim") % call.inputs[0].ndim
+    size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
+    if surely_equal(size, count):
+        for choice in reordered_choices(call, unchanged(call)):
+            yield replace(choice, local=_WHOLE_VIEW)
+        return
+    yield from reordered_choices(call, [Link(d, d) for d in range(call.inputs[0].ndim) if d != at])
+    cut = slice_cut(call, at, size, count)
+    if cut is None:
+        return
+    local = LocalCall(OwnedSlice(cut), per_rank=True)
+    for sizes in call.splits([(0, at)]):
+        kept = cut.lengths(lengths(size, call.axis_size, sizes))
+        target = shard_with(at, kept, count, call.axis_size)
+        yield Choice((Shard(at, sizes),), (target,), local, alone=((0, at),))
+
+
+def unchanged(call: Call) -> list[Link]:
+    return [Link(d, d) for d in range(call.inputs[0].ndim)]
+
+
+def view(
+    *ops: Any,
+    links: Callable[[Call], Sequence[Link]],
+    text: str,
+    shape: str | None = None,
+    choices: Callable[[Call, Sequence[Link]], Iterator[Choice]] = reordered_choices,
+) -> tuple[tuple[Any, ...], Rule]:
+    """An entry of a table. `shape` names the argument that holds the output's shape."""
+    return ops, Rule(lambda call: choices(call, links(call)), text, {shape: 0} if shape else {})
+
+
+RULES: Table = table(
+    view(
+        aten.view.default,
+        aten._unsafe_view.default,
+        links=_viewed,
+        text="(a b) -> a b",
+        shape="size",
+    ),
+    view(aten.t.default, aten.numpy_T.default, links=_permuted(_reversed_order), text="a b -> b a"),
+    view(aten.transpose.int, links=_permuted(_transpose_order), text="a b -> b a"),
+    view(aten.permute.default, links=_permuted(_permute_order), text="a b c -> c a b"),
+    view(aten.unsqueeze.default, links=_inserted, text="... -> ... 1"),
+    (
+        (aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims),
+        Rule(_squeeze_choices, "... 1 -> ..."),
+    ),
+    view(aten.expand.default, links=_expanded, text="... 1 -> ... n", shape="size"),
+    view(aten.select.int, links=_selected, text="... [n] -> ..."),
+    ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
+    view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
+)
+
+
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
+    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
+        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.repeat.default: _repeat}

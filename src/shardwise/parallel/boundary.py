@@ -1,0 +1,208 @@
+"""Spot: where in a model, and along which mesh axis, a style works.
+
+Note [Axes of a parallel module]
+A style speaks of one mesh axis, the tensor axis. On a mesh of several axes that is the one named
+"tp", else the last. The others are data axes: parameters are replicated over them, and a plain
+tensor that enters is the rank's own part of the batch, `Shard(0)` over each of them. A DTensor that
+enters keeps its placements there.
+
+Note [Each rank's own loss]
+Plain tensors that differ over the data axes belong to a rank and to its loss; a DTensor's gradient
+is global. Between the two stands the mean of the ranks' losses, as with torch's DDP: the gradient
+of a plain output is divided by the number of ranks along the data axes when it enters the DTensor
+world, and that of a plain input multiplied when it leaves it. A loss that is itself a DTensor is
+the global one, and nothing is scaled.
+
+Where gradients are differentiated again, the gradient of a plain input is n times the global one,
+and belongs to its rank: what a second derivative sends back to it is divided by n on its way in,
+which the factor n undoes. So `Scale` multiplies a gradient, and what comes back to that passes as
+it is.
+
+Note [Branches overlap]
+What a style sends is awaited when it is first read: a collective runs on while a branch that does
+not need its result is computed, forward and backward. A result that leaves as a plain tensor is
+`comm.pending.Pending` until then, and so is a gradient that goes back to a plain input. The
+gradient that a leaf keeps is awaited at once: it is there to be looked at. In a simulated world
+collectives are over when they return, and in compiled code the compiler decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.comm.pending import Pending, later
+from shardwise.core.mesh import Grid, grid_of
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.sizes import lengths
+from shardwise.core.untraced import UntracedFunction
+from shardwise.dtensor import autograd
+from shardwise.dtensor.compile import is_traced
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+
+TENSOR_AXIS = "tp"
+
+
+def tensor_axis(mesh: DeviceMesh) -> int:
+    """The axis that styles shard along; see Note [Axes of a parallel module]."""
+    names = mesh.mesh_dim_names
+    return names.index(TENSOR_AXIS) if names and TENSOR_AXIS in names else mesh.ndim - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Spot:
+    """A mesh, its tensor axis, and the path of the module that is worked on.
+
+    A pickled one keeps the mesh by value, and finds its like again in the world of then.
+    """
+
+    mesh: DeviceMesh
+    axis: int
+    path: str = ""
+
+    def __deepcopy__(self, memo: Any) -> Spot:
+        return self  # a mesh stands for processes, which are not copied
+
+    def __reduce__(self) -> Any:
+        return _spot_on, (grid_of(self.mesh), self.axis, self.path)
+
+    @property
+    def where(self) -> str:
+        return f"Module {self.path!r}" if self.path else "The root module"
+
+    @property
+    def num_losses(self) -> int:
+        """How many ranks along the data axes have a loss of their own."""
+        return self.mesh.size() // self.mesh.size(self.axis)
+
+    def parameter_placements(self, placement: Placement) -> list[Placement]:
+        """`placement` over the tensor axis, replicated over the others."""
+        placements: list[Placement] = [REPLICATE] * self.mesh.ndim
+        placements[self.axis] = placement
+        return placements
+
+    def batch_placements(self, placement: Placement) -> list[Placement]:
+        """`placement` over the tensor axis, the batch split over the others."""
+        placements: list[Placement] = [Shard(0)] * self.mesh.ndim
+        placements[self.axis] = placement
+        return placements
+
+    def sized(self, placement: Placement, size: int) -> Placement:
+        """A split of a dim whose global size is known: ranks may then hold uneven parts."""
+        if not isinstance(placement, Shard) or placement.sizes is not None:
+            return placement
+        return Shard(placement.dim, lengths(size, self.mesh.size(self.axis), None))
+
+    def enter(
+        self, x: Any, given: Placement, wanted: Placement, name: str = "the input"
+    ) -> DTensor:
+        """`x` as a DTensor that lies as `wanted`. A plain `x` is taken to lie as `given`."""
+        if not isinstance(x, DTensor):
+            if not isinstance(x, torch.Tensor):
+                raise ArgumentError(
+                    f"{self.where}: {name} has a layout, {given}, but is not a tensor: found "
+                    f"{type(x).__name__}. Give it the layout None to pass it on as it is."
+                )
+            self._refuse_transformed(x, name)
+            x = self._from_local(x, given, name)
+            if wanted == given:
+                return x
+        return self.move(x, wanted, name)
+
+    def _from_local(self, x: torch.Tensor, given: Placement, name: str) -> DTensor:
+        try:
+            made = DTensor.from_local(
+                x, self.mesh, self.batch_placements(given), async_op=not x.is_leaf
+            )
+        except ShardwiseError as error:
+            raise LayoutError(
+                f"{self.where}: {name} is a plain tensor and each rank's part of {given}, but does "
+                f"not fit it. {error}"
+            ) from error
+        # Before the gradient's collective, not after it, where it would wait for it.
+        return self._scaled(made, self.num_losses)
+
+    def move(self, x: DTensor, wanted: Placement, name: str = "the output") -> DTensor:
+        """`x` with another placement over the tensor axis, differentiable."""
+        placements = list(x.placements)
+        if placements[self.axis] == wanted:
+            return x
+        placements[self.axis] = wanted
+        try:
+            return x.redistribute(placements=placements, async_op=True)
+        except ShardwiseError as error:
+            raise LayoutError(
+                f"{self.where}: {name} cannot be brought to {wanted}. {error}"
+            ) from error
+
+    def leave(self, x: Any, wanted: Placement, local: bool, name: str = "the output") -> Any:
+        """`x` moved to `wanted`, as a plain tensor when `local`."""
+        if not isinstance(x, DTensor):
+            if isinstance(x, torch.Tensor):
+                self._refuse_transformed(x, name)
+            raise ArgumentError(
+                f"{self.where}: {name} should be a DTensor, found {type(x).__name__}: "
+                "a plain tensor met only plain tensors inside the module."
+            )
+        if not local:
+            return self.move(x, wanted, name)
+        return _later(self.move(self._scaled(x, 1 / self.num_losses), wanted, name))
+
+    def to_local(self, x: DTensor) -> torch.Tensor:
+        """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
+        return _later(self._scaled(x, 1 / self.num_losses))
+
+    def _refuse_transformed(self, x: torch.Tensor, name: str) -> None:
+        if not is_traced():
+            autograd.refuse_transformed(x, f"{self.where}, {name}")
+
+    def _scaled(self, x: DTensor, factor: float) -> DTensor:
+        """`x`, whose gradient comes in from the plain world, or goes out to it."""
+        return Scale.apply(x, 1.0, float(factor)) if factor != 1 and x.requires_grad else x
+
+
+def _spot_on(grid: Grid, axis: int, path: str) -> Spot:
+    return Spot(grid.mesh, axis, path)
+
+
+def _later(x: DTensor) -> torch.Tensor:
+    """`x.to_local()`, which may be on its way; see Note [Branches overlap]."""
+    # Compiled code decides itself how late to wait, and does not look inside a DTensor.
+    if is_traced() or type(x._local) is not Pending:
+        return x.to_local()
+    if torch.is_grad_enabled() and x.requires_grad:
+        return autograd.to_local(x, autograd.gradient_layout(x._layout), True)
+    return later(x._local)
+
+
+class Scale(UntracedFunction):
+    """The tensor times one number, its gradient times another.
+
+    Not the derivative of a product: one number is for tensors, the other for gradients, and they
+    change places in each derivative. See Note [Each rank's own loss].
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, of_gradient: float) -> torch.Tensor:
+        ctx.factors = of_gradient, factor
+        return x.view_as(x) if factor == 1 else x * factor
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return Scale.apply(grad, *ctx.factors), None, None
+
+
+def one_per_tensor(layouts: Any, argument: str) -> tuple[Placement | None, ...]:
+    """Layouts as users give them, one placement or a sequence, as a tuple."""
+    given = (layouts,) if layouts is None or isinstance(layouts, Placement) else layouts
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        raise ArgumentError(f"{argument} takes placements, found {layouts!r}.")
+    for layout in given:
+        if layout is not None and not isinstance(layout, Placement):
+            raise ArgumentError(f"{argument} takes placements or None, found {layout!r}.")
+    return tuple(given)

@@ -1,0 +1,174 @@
+"""Styles as data: words, as Hugging Face's `tp_plan` uses them, and tables of options."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from shardwise.core.encode import decode_placement, encode_placement
+from shardwise.core.placements import Placement, Replicate
+from shardwise.errors import ArgumentError, ShardwiseError
+from shardwise.parallel.experts import ExpertParallel
+from shardwise.parallel.hugging_face import WITHOUT_COUNTERPART
+from shardwise.parallel.prepare import (
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+)
+from shardwise.parallel.style import ParallelStyle
+from shardwise.parallel.styles import (
+    ColwiseParallel,
+    ReplicateParallel,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from shardwise.plans.files import Entry
+
+#: What each word makes: those of `tp_plan` that mean the same here, and "experts", our own. See
+#: `hugging_face` for the others.
+WORDS: dict[str, Callable[[], ParallelStyle]] = {
+    "colwise": ColwiseParallel,
+    "rowwise": RowwiseParallel,
+    "colwise_rep": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_rep": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "colwise_gather_output": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "rowwise_split_input": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_rowwise": lambda: RowwiseParallel(input_layouts=Replicate()),
+    "embedding_colwise": lambda: ColwiseParallel(output_layouts=Replicate()),
+    "sequence_parallel": SequenceParallel,
+    # A norm of each head, between a colwise and a rowwise layer: (..., heads, head width).
+    "replicated_with_grad_allreduce": lambda: SequenceParallel(
+        sequence_dim=-2, use_local_output=True
+    ),
+    "replicate": ReplicateParallel,
+    "experts": ExpertParallel,
+}
+
+STYLES: dict[str, type[ParallelStyle]] = {
+    style.__name__: style
+    for style in (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        ReplicateParallel,
+        ExpertParallel,
+        PrepareModuleInput,
+        PrepareModuleOutput,
+        PrepareModuleInputOutput,
+    )
+}
+
+_NOTHING = "None"
+
+
+def style_of(entry: Any, pattern: str) -> ParallelStyle:
+    """A plan's entry as a style."""
+    if isinstance(entry, ParallelStyle):
+        return entry
+    if isinstance(entry, str):
+        return _named(entry, pattern)()
+    if isinstance(entry, Mapping):
+        return _with_options(dict(entry), pattern)
+    raise ArgumentError(
+        f"The plan gives {pattern!r} a {type(entry).__name__}; it takes a ParallelStyle, a table "
+        f"with a style, or one of the words {', '.join(WORDS)}."
+    )
+
+
+def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
+    make = (WORDS.get(name) or STYLES.get(name)) if isinstance(name, str) else None
+    if make is None and isinstance(name, str) and name in WITHOUT_COUNTERPART:
+        raise ArgumentError(
+            f"The plan says {name!r} for {pattern!r}, a word of Hugging Face's that has no "
+            f"counterpart here. {WITHOUT_COUNTERPART[name]}"
+        )
+    if make is None:
+        raise ArgumentError(
+            f"The plan says {name!r} for {pattern!r}, which is no word for a style here. The "
+            f"words are {', '.join(WORDS)}; the styles {', '.join(STYLES)}."
+        )
+    return make
+
+
+def _with_options(entry: dict[str, Any], pattern: str) -> ParallelStyle:
+    name = entry.pop("style", None)
+    made: Any = _named(name, pattern)
+    if name in WORDS:
+        made = type(made())
+    known = inspect.signature(made).parameters
+    for option in entry:
+        if option not in known:
+            raise ArgumentError(
+                f"The plan gives {pattern!r} the option {option!r}; {made.__name__} takes "
+                f"{', '.join(known)}."
+            )
+    try:
+        base = {} if name in STYLES else _options(_named(name, pattern)())
+        options = {option: _from_text(option, value) for option, value in entry.items()}
+        return made(**(base | options))
+    except ShardwiseError as error:
+        error.add_note(f"In the plan's entry for {pattern!r}.")
+        raise
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"The plan's entry for {pattern!r} does not fit {made.__name__}: {str(error)[:200]}."
+        ) from error
+
+
+def entry_of(style: ParallelStyle | Entry, pattern: str) -> Entry:
+    """A style as a plan file holds it: a word where there is one."""
+    style = style_of(style, pattern)
+    entry = _entry(style, pattern)
+    return next((word for word, make in WORDS.items() if _entry(make(), "") == entry), entry)
+
+
+def described(style: ParallelStyle) -> str:
+    """A style as text that is the same in every process."""
+    try:
+        return str(_entry(style, ""))
+    except ArgumentError:  # one of the user's own
+        return type(style).__name__
+
+
+def _entry(style: ParallelStyle, pattern: str) -> dict[str, Any]:
+    name = type(style).__name__
+    if STYLES.get(name) is not type(style):
+        raise ArgumentError(
+            f"{pattern!r} has the style {name}, which is your own: a file cannot hold it."
+        )
+    options = {option: _to_text(value) for option, value in _options(style).items()}
+    return {"style": name, **options}
+
+
+def _options(style: ParallelStyle) -> dict[str, Any]:
+    """The options that differ from the defaults."""
+    parameters = inspect.signature(type(style)).parameters
+    found = {name: getattr(style, name) for name in parameters}
+    return {
+        name: value
+        for name, value in found.items()
+        if value != parameters[name].default and not (value == {} and "kwarg" in name)
+    }
+
+
+def _to_text(value: Any) -> Any:
+    if isinstance(value, Placement):
+        return encode_placement(value)
+    if isinstance(value, tuple):
+        return [_to_text(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _to_text(item) for name, item in value.items()}
+    return _NOTHING if value is None else value
+
+
+def _from_text(option: str, value: Any) -> Any:
+    if not option.endswith("layouts") or isinstance(value, Placement):
+        return value
+    if isinstance(value, Mapping):
+        return {name: _from_text(option, item) for name, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return tuple(_from_text(option, item) for item in value)
+    if not isinstance(value, str):
+        raise ArgumentError(f"{option} takes placements as text, found {value!r}.")
+    return None if value == _NOTHING else decode_placement(value)

@@ -1,0 +1,217 @@
+"""ColwiseParallel and RowwiseParallel: a weight matrix or a table, split along one of its dims."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.parallel.boundary import Spot
+from shardwise.parallel.style import (
+    ParallelStyle,
+    append_output_hook,
+    first_input,
+    only_output,
+    prepend_input_hook,
+)
+
+
+def is_transposed_linear(module: nn.Module) -> bool:
+    """Whether a module is Hugging Face's `Conv1D`: a Linear whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+class _MatrixStyle(ParallelStyle):
+    """A style for `nn.Linear`, `nn.Embedding` and Hugging Face's `Conv1D`."""
+
+    decides = ("parameters", "input", "output")
+
+    def __init__(
+        self,
+        *,
+        input_layouts: Placement | None = None,
+        output_layouts: Placement | None = None,
+        use_local_output: bool = True,
+    ) -> None:
+        for name, layout in (("input_layouts", input_layouts), ("output_layouts", output_layouts)):
+            if layout is not None and not isinstance(layout, Placement):
+                raise ArgumentError(
+                    f"{type(self).__name__}({name}=...) takes one placement, found {layout!r}."
+                )
+        self.input_layouts = input_layouts
+        self.output_layouts = output_layouts
+        self.use_local_output = use_local_output
+
+    def check(self, module: nn.Module) -> None:
+        if not isinstance(module, (nn.Linear, nn.Embedding)) and not is_transposed_linear(module):
+            raise UnsupportedError(
+                f"{self.where} is a {type(module).__name__}; {type(self).__name__} is for "
+                "nn.Linear and nn.Embedding. Name the layers inside it in the plan, or write a "
+                "ParallelStyle of your own."
+            )
+        if isinstance(module, nn.Embedding) and module.max_norm is not None:
+            raise UnsupportedError(
+                f"{self.where} has max_norm={module.max_norm}: rows are scaled when they are "
+                "looked up, which a sharded table does not do. Make it without max_norm."
+            )
+        super().check(module)
+
+    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
+        """How a plain input lies by default, and where the input has to be."""
+        raise NotImplementedError
+
+    def _default_output(self) -> Placement:
+        raise NotImplementedError
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+        self.place_parameters(module, spot)
+        default, wanted = self._entrance(module)
+        given = self.input_layouts or default
+        if isinstance(module, nn.Linear):
+            given = _sized_features(spot, given, module.in_features)
+        elif is_transposed_linear(module):
+            given = _sized_features(spot, given, module.get_parameter("weight").shape[0])
+        prepend_input_hook(module, first_input(spot, given, wanted))
+        output = self.output_layouts or self._default_output()
+        append_output_hook(module, only_output(spot, output, self.use_local_output))
+        return module
+
+
+def _sized_features(spot: Spot, given: Placement, num_features: int) -> Placement:
+    """A split of the last dim, uneven where the number of features does not divide."""
+    return spot.sized(given, num_features) if given == Shard(-1) else given
+
+
+class ColwiseParallel(_MatrixStyle):
+    """Split what a layer puts out: the rows of a Linear's weight, the columns of a table.
+
+    The input is whole on every rank, and by default each rank keeps its part of the output's last
+    dim. A plain input lies as `input_layouts` says and is brought to `Replicate()`; the output is
+    brought to `output_layouts` (`Shard(-1)`), and is a plain tensor unless `use_local_output` is
+    False.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ColwiseParallel, parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     layer = parallelize_module(
+    ...         torch.nn.Linear(3, 4), mesh, ColwiseParallel(use_local_output=False)
+    ...     )
+    ...     y = layer(torch.ones(5, 3))
+    >>> layer.weight.placements, y.placements
+    ((Shard(0),), (Shard(1),))
+    """
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        if isinstance(module, nn.Embedding):
+            return {"weight": Shard(1)}
+        return {"weight": Shard(1 if is_transposed_linear(module) else 0), "bias": Shard(0)}
+
+    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
+        return REPLICATE, REPLICATE
+
+    def _default_output(self) -> Placement:
+        return Shard(-1)
+
+
+class RowwiseParallel(_MatrixStyle):
+    """Split what a layer takes in: the columns of a Linear's weight, the rows of a table.
+
+    Each rank computes a term of the output, and the terms are added: by an all-reduce to the
+    default `output_layouts` of `Replicate()`, by a reduce-scatter to `Shard(...)`. A plain input is
+    taken to be each rank's part of the last dim (`Shard(-1)`) for a Linear, and whole for an
+    Embedding, unless `input_layouts` says otherwise.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import RowwiseParallel, parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     table = parallelize_module(torch.nn.Embedding(6, 4), mesh, RowwiseParallel())
+    ...     rows = table(torch.tensor([0, 5]))
+    >>> table.weight.placements, rows.shape
+    ((Shard(0),), torch.Size([2, 4]))
+    """
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        if isinstance(module, nn.Embedding):
+            return {"weight": Shard(0)}
+        return {"weight": Shard(0 if is_transposed_linear(module) else 1), "bias": REPLICATE}
+
+    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
+        if isinstance(module, nn.Embedding):
+            return REPLICATE, REPLICATE
+        return Shard(-1), Shard(-1)
+
+    def _default_output(self) -> Placement:
+        return REPLICATE
+
+
+# SequenceParallel and ReplicateParallel: whole parameters, activations split or whole.
+
+
+class _WholeParameters(ParallelStyle):
+    """Whole parameters; input and output lie as `activations` says."""
+
+    decides = ("parameters", "input", "output")
+    activations: Placement
+    use_local_output: bool
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {name: REPLICATE for name, _ in module.named_parameters()}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        spot = self.spot(device_mesh)
+        self.place_parameters(module, spot)
+        lie = self.activations
+        prepend_input_hook(module, first_input(spot, lie, lie))
+        append_output_hook(module, only_output(spot, lie, self.use_local_output))
+        return module
+
+
+class SequenceParallel(_WholeParameters):
+    """Whole parameters, activations split along the sequence: for norms and dropout.
+
+    A plain input is each rank's part of `sequence_dim`; a DTensor is brought there. The output
+    stays a DTensor unless `use_local_output` is True. Gradients of the parameters are Partial until
+    they are used; `shardwise.reduce_gradients` reduces them together.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import SequenceParallel, parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     norm = parallelize_module(torch.nn.LayerNorm(4), mesh, SequenceParallel())
+    ...     y = norm(torch.ones(3, 5, 4))       # five positions on each rank
+    >>> tuple(y.shape), y.placements
+    ((3, 10, 4), (Shard(1),))
+    """
+
+    def __init__(self, *, sequence_dim: int = 1, use_local_output: bool = False) -> None:
+        self.sequence_dim = sequence_dim
+        self.sequence_sharding = self.activations = Shard(sequence_dim)
+        self.use_local_output = use_local_output
+
+
+class ReplicateParallel(_WholeParameters):
+    """Whole parameters, whole activations: every rank does the same, as a DTensor program.
+
+    For a module whose parameters have to be DTensors because an optimizer or a clip takes all
+    parameters together.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ReplicateParallel, parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     norm = parallelize_module(torch.nn.LayerNorm(4), mesh, ReplicateParallel())
+    ...     y = norm(torch.ones(3, 4))
+    >>> norm.weight.placements, type(y).__name__
+    ((Replicate(),), 'LocalTensor')
+    """
+
+    activations = REPLICATE
+
+    def __init__(self, *, use_local_output: bool = True) -> None:
+        self.use_local_output = use_local_output

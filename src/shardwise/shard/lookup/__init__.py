@@ -1,0 +1,1 @@
+"""Lookups and linear layers where each rank brings a batch of its own to a ShardedTensor."""

@@ -1,0 +1,127 @@
+"""Asking the owners of rows: each rank says what it wants of each other one.
+
+First go counts, with what else all ranks must know before they go on; then the numbers of rows, to
+their owners alone. The first number of a piece is sent as its complement, which is negative: so an
+owner sees where pieces begin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwise.comm import collectives
+from shardwise.comm.agreement import Faults, Meeting
+from shardwise.comm.id_exchange import Counts, on_host
+from shardwise.comm.watch import because
+from shardwise.core.mesh import Grid
+from shardwise.shard.lookup import bags
+from shardwise.shard.lookup.lookup_args import Lookup
+from shardwise.shard.lookup.routes import ToOwners
+from shardwise.shard.tiling import row_owners, wire_dtype
+from shardwise.simulation.ranks import each_rank
+
+
+@dataclass(frozen=True, slots=True)
+class Ids:
+    """One rank's ids, which are none where the batch has a fault or an id is no row."""
+
+    usable: torch.Tensor
+    fault: str | None
+    low: int
+    high: int
+
+
+def checked(ids: torch.Tensor, fault: str | None, num_rows: int) -> Ids:
+    low, high = bags.range_of(ids, fault)
+    bad = fault is not None or low < 0 or high >= num_rows
+    nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
+    return Ids(nothing if bad else ids.reshape(-1).long(), fault, low, high)
+
+
+@dataclass(frozen=True, slots=True)
+class Wish:
+    """What one rank wants: rows in pieces, of which each owner answers every one with a row."""
+
+    ids: Ids
+    #: The numbers of rows, by owner, and which of them begin a piece.
+    rows: torch.Tensor
+    first: torch.Tensor
+    #: For each of them the entry of the batch that it stands for.
+    order: torch.Tensor
+    #: By owner: how many rows and how many pieces.
+    num_rows: torch.Tensor
+    num_pieces: torch.Tensor
+    #: What stays with the rank.
+    keep: tuple[torch.Tensor, ...]
+    #: The most rows in a piece, at most; and whether an id was left out as it is padding.
+    longest: int = 1
+    padded: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What each rank was asked for, and the way back."""
+
+    route: ToOwners
+    #: Rows of this rank's block, piece by piece, and where each piece begins.
+    rows: torch.Tensor
+    starts: torch.Tensor
+    #: Where each piece begins that this rank asked for.
+    own_starts: torch.Tensor
+    #: What is true of some rank.
+    longest: int
+    padded: bool
+    trains: bool
+
+
+def ask(
+    lookup: Lookup, wish: Callable[..., Wish], *tensors: torch.Tensor
+) -> tuple[Asked, tuple[torch.Tensor, ...]]:
+    """Ask for what `wish` makes of each rank's own tensors; also what it keeps."""
+    grid = lookup.grid
+    trains = torch.is_grad_enabled() and lookup.weight.requires_grad
+    faults = Faults(grid, lookup.what, f"{lookup.what}: ")
+
+    def tell(place: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        own = wish(*mine)
+        ids, counts = own.ids, torch.stack([own.num_rows, own.num_pieces], 1)
+        status = faults.status(place, ids.fault)
+        told = counts.new_tensor([status, ids.low, ids.high, own.longest, own.padded, trains])
+        starts = own.first.nonzero().squeeze(1)
+        numbers = torch.where(own.first, ~own.rows, own.rows).to(wire_dtype(lookup.num_rows))
+        return counts, told, numbers, own.order, ids.usable, starts, *own.keep
+
+    counts, told, numbers, order, entries, own_starts, *keep = each_rank(grid, tell, *tensors)
+    with because(lookup.what, implicit=False):
+        arrived, said = Meeting(grid, 0, counts, told).finish()
+        statuses, lows, highs, longest, padded, training = said.t().tolist()
+        faults.check(statuses)
+        lookup.check_range(lows, highs)
+        # How many rows and how many pieces, of each owner and for each rank.
+        (sent, wanted), (got, given) = _columns(grid, counts), _columns(grid, arrived)
+        route = ToOwners(grid, order, entries, sent, got, wanted, given)
+        asked = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
+    rows, starts = _decoded(lookup, asked)
+    found = Asked(route, rows, starts, own_starts, max(longest), any(padded), any(training))
+    return found, tuple(keep)
+
+
+def _columns(grid: Grid, counts: torch.Tensor) -> list[Counts]:
+    columns = each_rank(grid, lambda _, mine: mine.unbind(1), counts, axes=())
+    return [on_host(grid, column) for column in columns]
+
+
+def _decoded(lookup: Lookup, asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows of each rank's block, and where pieces begin among them."""
+    bounds = row_owners(lookup.weight._tiling).bounds
+
+    def decode(place: Any, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        first = numbers < 0
+        rows = torch.where(first, ~numbers, numbers).long() - bounds[place[0]]
+        return rows, first.nonzero().squeeze(1)
+
+    return each_rank(lookup.grid, decode, asked)

@@ -1,0 +1,69 @@
+"""What each rank computes by itself between two collectives, with its gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shardwise.core.mesh import Grid
+from shardwise.core.once import differentiated_once
+from shardwise.core.untraced import UntracedFunction
+from shardwise.simulation.parts import is_per_rank, sized
+from shardwise.simulation.ranks import each_rank, one_for_all
+
+
+class Stage:
+    """A function that each rank runs by itself, under torch's own autograd.
+
+    It returns a tensor that has a gradient, and perhaps more that have none.
+    """
+
+    def __init__(self, needs: Sequence[bool]) -> None:
+        self.needs = needs
+        self.graphs: dict[int, tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def run(
+        self, rank: int, fn: Callable[..., tuple[torch.Tensor, ...]], leaves: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
+        own = [x.detach().requires_grad_(n) for x, n in zip(leaves, self.needs, strict=True)]
+        with torch.set_grad_enabled(any(self.needs)):
+            result, *more = fn(*own)
+        self.graphs[rank] = (own, result)
+        return result.detach(), *more
+
+    def backward(self, grid: Grid, grad: torch.Tensor) -> list[torch.Tensor]:
+        """The gradient of every leaf; zeros where none is needed or none comes."""
+
+        def here(place: Any, mine: torch.Tensor) -> list[torch.Tensor]:
+            leaves, result = self.graphs[grid.ranks[place[0]]]
+            wanted = [x for x, need in zip(leaves, self.needs, strict=True) if need]
+            found: Any = [None] * len(wanted)
+            if result.requires_grad:
+                found = torch.autograd.grad(
+                    result, wanted, mine, allow_unused=True, retain_graph=True
+                )
+            grads = iter(found)
+            given = [next(grads) if need else None for need in self.needs]
+            return [
+                torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True)
+            ]
+
+        return list(each_rank(grid, here, grad))
+
+
+class Flat(UntracedFunction):
+    """`apply(x, grid, *last)`: `x` as rows of shape `last`, rank by rank, whatever its shape."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, grid: Grid, *last: int) -> torch.Tensor:
+        ctx.x, ctx.grid, ctx.num_last = x.detach(), grid, len(last)
+        return sized(each_rank(grid, lambda _, mine: mine.reshape(-1, *last), ctx.x))
+
+    @staticmethod
+    @differentiated_once("a sharded module")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        found = each_rank(ctx.grid, lambda _, g, x: g.reshape(x.shape), grad, ctx.x)
+        own = sized(found) if is_per_rank(ctx.x) else one_for_all(found)
+        return own, None, *[None] * ctx.num_last

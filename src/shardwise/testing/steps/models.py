@@ -1,0 +1,398 @@
+"""Small models of the kinds that fall between front doors: each returns the loss of a batch.
+
+Plain modules that know nothing of shards. The mean over the examples is the loss, so a batch in
+equal parts has the mean of the parts' losses.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from shardwise.embedding import SGD, Adagrad, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
+from shardwise.embedding.optimizers import FusedOptimizer
+from shardwise.testing import models
+
+VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
+
+
+class Trained(nn.Module):
+    """What all share: layers that a step may not reach, and a body that may be computed twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Whether backward computes the body again instead of keeping its activations.
+        self.recompute = False
+        #: Whether `spare` is used; changed between steps.
+        self.reaches_spare = False
+        self.spare: nn.Module | None = None
+
+    def through(self, body: nn.Module, *inputs: Tensor) -> Any:
+        if self.recompute:
+            return checkpoint(body, *inputs, use_reentrant=False)
+        return body(*inputs)
+
+    def with_spare(self, x: Tensor) -> Tensor:
+        """`x`, changed by the spare layer where that is used."""
+        return x + self.spare(x) if self.reaches_spare and self.spare is not None else x
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int = WIDTH, hidden: int = HIDDEN) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(width, hidden), nn.Linear(hidden, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Norms(Trained):
+    """Norms, a vector and a number that scale, and a head: no plan names them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body, self.head = nn.LayerNorm(WIDTH), MLP(), nn.Linear(WIDTH, 3)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.gain = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.with_spare(x)
+        x = x + self.through(self.body, self.norm(x)) * self.scale
+        return F.mse_loss(self.head(torch.tanh(x)) * self.gain, target)
+
+
+class Tied(Trained):
+    """A language model whose head is its embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.norm, self.body = (
+            nn.Embedding(VOCABULARY, WIDTH),
+            nn.RMSNorm(WIDTH),
+            MLP(),
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.with_spare(self.tokens(ids))
+        x = x + self.through(self.body, self.norm(x))
+        return F.cross_entropy(self.head(x).flatten(0, 1), target.flatten())
+
+
+class Predictions(nn.Module):
+    """BERT's head: the decoder's weight is the embedding, and its bias has a second owner."""
+
+    def __init__(self, weight: Any) -> None:
+        super().__init__()
+        self.transform, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+        self.decoder = nn.Linear(WIDTH, VOCABULARY)
+        self.decoder.weight = weight
+        self.bias = nn.Parameter(torch.linspace(-0.2, 0.2, VOCABULARY))
+        self.decoder.bias = self.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.decoder(self.norm(F.gelu(self.transform(x))))
+
+
+class Bert(Trained):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body = nn.Embedding(VOCABULARY, WIDTH), MLP()
+        self.predictions = Predictions(self.tokens.weight)
+
+    def forward(self, ids: Tensor, target: Tensor) -> Tensor:
+        x = self.with_spare(self.tokens(ids))
+        logits = self.predictions(x + self.through(self.body, x))
+        return F.cross_entropy(logits.flatten(0, 1), target.flatten())
+
+
+class Adapted(nn.Module):
+    """A frozen layer and a product of two narrow ones beside it."""
+
+    def __init__(self, in_features: int, out_features: int, rank: int = 2) -> None:
+        super().__init__()
+        self.base = nn.Linear(in_features, out_features).requires_grad_(False)
+        self.a = nn.Linear(in_features, rank, bias=False)
+        self.b = nn.Linear(rank, out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + 0.5 * self.b(self.a(x))
+
+
+class AdaptedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = Adapted(WIDTH, HIDDEN), Adapted(HIDDEN, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
+
+
+class Adapters(Trained):
+    """Adapters on a frozen base, whose norm is trained too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.body = nn.LayerNorm(WIDTH), AdaptedMLP()
+        self.head = nn.Linear(WIDTH, 3).requires_grad_(False)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.with_spare(x)
+        return F.mse_loss(self.head(x + self.through(self.body, self.norm(x))), target)
+
+
+class Experts(nn.Module):
+    def __init__(self, num_experts: int = 6) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.matrices = nn.Parameter(torch.randn(num_experts, WIDTH, WIDTH) / 3)
+        self.shift = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, tokens: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        each = torch.einsum("tkoi,ti->tko", self.matrices[experts], tokens) + self.shift
+        return (torch.tanh(each) * weights.unsqueeze(-1)).sum(1)
+
+
+class Mixture(Trained):
+    """A router and the experts that it chooses among."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 6)
+        self.body, self.head = Experts(), nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.norm(self.with_spare(x))
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        return F.mse_loss(self.head(x + self.through(self.body, x, chosen, weights)), target)
+
+
+class Tables(Trained):
+    """A collection of tables and a dense part; the tables update themselves where `optimizer`."""
+
+    FEATURES = ("user", "item", "day")
+    ROWS = (13, 9, 5)
+
+    def __init__(self, optimizer: FusedOptimizer | None = None, sparse: bool = True) -> None:
+        super().__init__()
+        named = zip(self.FEATURES, self.ROWS, strict=True)
+        self.tables = EmbeddingBagCollection(
+            [Table(name, rows, 4) for name, rows in named],
+            output="tensor",
+            optimizer=optimizer,
+            sparse=sparse,
+            dtype=torch.get_default_dtype(),
+        )
+        self.norm, self.body = nn.LayerNorm(12), MLP(12, 8)
+        self.head = nn.Linear(12 + WIDTH, 1)
+
+    def forward(self, ids: Jagged, x: Tensor, target: Tensor) -> Tensor:
+        pooled = self.norm(self.tables(ids))
+        pooled = pooled + self.through(self.body, pooled)
+        return F.mse_loss(self.head(torch.cat([pooled, self.with_spare(x)], 1)).squeeze(1), target)
+
+
+class TorchBags(Trained):
+    """Torch's own tables, with gradients of rows alone or whole ones."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.user = nn.Embedding(13, WIDTH, sparse=sparse)
+        self.items = nn.EmbeddingBag(9, WIDTH, mode="mean", sparse=sparse)
+        self.body, self.head = MLP(), nn.Linear(WIDTH, 1)
+
+    def forward(self, user: Tensor, items: Tensor, target: Tensor) -> Tensor:
+        x = self.with_spare(self.user(user) * self.items(items))
+        return F.mse_loss(self.head(x + self.through(self.body, x)).squeeze(1), target)
+
+
+class Statistics(Trained):
+    """Batch norm, whose statistics are those of each rank's own part, and a buffer that stays."""
+
+    anchor: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        # No bias: the norm takes it away again, and what is left of its gradient is rounding.
+        self.first, self.norm = nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8)
+        self.body, self.head = MLP(8, 12), nn.Linear(8, 3)
+        self.register_buffer("anchor", torch.linspace(-1, 1, 8))
+
+    def forward(self, x: Tensor, target: Tensor) -> Tensor:
+        x = self.norm(self.first(self.with_spare(x))) + self.anchor
+        return F.mse_loss(self.head(x + self.through(self.body, x)), target)
+
+
+class LossOf(Trained):
+    """One of `shardwise.testing.models`, which have their loss as a method."""
+
+    def __init__(self, body: nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, *batch: Tensor) -> Tensor:
+        return self.body.loss(*batch)  # type: ignore[operator]
+
+
+class SmallGPT(LossOf):
+    def __init__(self) -> None:
+        super().__init__(models.GPT(width=8, num_heads=2, hidden=10, num_blocks=1, max_length=4))
+
+
+class SmallRecommender(LossOf):
+    def __init__(self) -> None:
+        super().__init__(models.ClickModel(rows=(11, 7), width=4))
+
+
+# The models of the prover as data: how each is made, fed, planned, and what it cannot do.
+# MERGED
+
+Batch = tuple[object, ...]
+ANY_OPTIMIZER = ("sgd", "momentum", "adamw", "adagrad")
+MLP_PLAN = {"body.up": "colwise", "body.down": "rowwise"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One model.
+
+    `plan` is for `parallelize_module`, `cut` names the weights that `shard_module` shards,
+    `without` the options that one device cannot do either, or that have no single answer.
+    """
+
+    make: Callable[[], Trained]
+    batch: Callable[[nn.Module, int], Batch]
+    plan: Mapping[str, str] = field(default_factory=dict)
+    cut: tuple[str, ...] = ()
+    collection: bool = False
+    fused: bool = False
+    whole_module: bool = True
+    own_statistics: bool = False
+    optimizers: tuple[str, ...] = ANY_OPTIMIZER
+    without: frozenset[str] = frozenset()
+
+
+def _numbers(_: nn.Module, size: int) -> Batch:
+    return torch.randn(size, WIDTH), torch.randn(size, 3)
+
+
+def _tokens(_: nn.Module, size: int) -> Batch:
+    return torch.randint(VOCABULARY, (size, 3)), torch.randint(VOCABULARY, (size, 3))
+
+
+def _bags(_: nn.Module, size: int) -> Batch:
+    user, items = torch.randint(13, (size,)), torch.randint(9, (size, 2))
+    return user, items, torch.randn(size)
+
+
+def _jagged(module: nn.Module, size: int) -> Batch:
+    assert isinstance(module, Tables), "a batch of bags is for tables"
+    lengths = torch.randint(0, 3, (len(module.FEATURES), size))
+    counts = lengths.sum(1).tolist()
+    ids = [torch.randint(rows, (n,)) for rows, n in zip(module.ROWS, counts, strict=True)]
+    batch = Jagged(module.FEATURES, torch.cat(ids), lengths=lengths.flatten())
+    return batch, torch.randn(size, WIDTH), torch.randn(size)
+
+
+def _own(module: nn.Module, size: int) -> Batch:
+    return module.body.batch(size)  # type: ignore[union-attr, operator]
+
+
+#: What needs a gradient of the inputs, and inputs that have one.
+NO_PENALTY = frozenset({"penalty"})
+#: Torch has no norm, and no zeros, of a gradient of rows alone.
+SPARSE = NO_PENALTY | {"clip", "zeros"}
+#: An update in backward leaves nothing to clip or to put off.
+FUSED = NO_PENALTY | {"no_sync", "zeros"}
+#: Buffers that differ between ranks have no common value to save.
+OWN_STATISTICS = frozenset({"save"})
+#: Rounding decides which experts are chosen.
+ROUTED = frozenset({"autocast"})
+#: The models of `testing.models` have no such layers.
+SPARE = frozenset({"unused", "sometimes", "recompute"})
+
+KINDS: dict[str, Kind] = {
+    "norms": Kind(Norms, _numbers, MLP_PLAN),
+    "tied": Kind(
+        Tied, _tokens, MLP_PLAN | {"tokens": "rowwise"}, cut=("tokens.weight",), without=NO_PENALTY
+    ),
+    "tied_head": Kind(
+        Tied, _tokens, MLP_PLAN | {"head": "colwise_rep"}, whole_module=False, without=NO_PENALTY
+    ),
+    "bert": Kind(Bert, _tokens, MLP_PLAN | {"tokens": "rowwise"}, without=NO_PENALTY),
+    "bert_decoder": Kind(
+        Bert,
+        _tokens,
+        {"predictions.decoder": "colwise_rep"},
+        whole_module=False,
+        without=NO_PENALTY,
+    ),
+    "adapters": Kind(
+        Adapters,
+        _numbers,
+        {
+            "body.up.base": "colwise",
+            "body.up.b": "colwise",
+            "body.down.base": "rowwise",
+            "body.down.a": "rowwise",
+        },
+    ),
+    "experts": Kind(Mixture, _numbers, {"body": "experts"}, without=NO_PENALTY | ROUTED),
+    "statistics": Kind(
+        Statistics, _numbers, MLP_PLAN, own_statistics=True, without=NO_PENALTY | OWN_STATISTICS
+    ),
+    "fused_sgd": Kind(
+        lambda: Tables(SGD(lr=0.3)), _jagged, collection=True, fused=True, without=FUSED
+    ),
+    "fused_adagrad": Kind(
+        lambda: Tables(Adagrad(lr=0.1)), _jagged, collection=True, fused=True, without=FUSED
+    ),
+    "fused_rows": Kind(
+        lambda: Tables(RowWiseAdagrad(lr=0.1)), _jagged, collection=True, fused=True, without=FUSED
+    ),
+    "tables": Kind(
+        lambda: Tables(sparse=False), _jagged, MLP_PLAN, collection=True, without=NO_PENALTY
+    ),
+    "sparse_tables": Kind(
+        Tables, _jagged, collection=True, optimizers=("sgd", "adagrad"), without=SPARSE
+    ),
+    "bags": Kind(
+        lambda: TorchBags(False),
+        _bags,
+        MLP_PLAN | {"user": "rowwise"},
+        cut=("user.weight", "items.weight"),
+        without=NO_PENALTY,
+    ),
+    "sparse_bags": Kind(
+        lambda: TorchBags(True),
+        _bags,
+        MLP_PLAN,
+        cut=("user.weight", "items.weight"),
+        optimizers=("sgd", "adagrad"),
+        without=SPARSE,
+    ),
+    "gpt": Kind(
+        SmallGPT,
+        _own,
+        {
+            "body.blocks.*.up": "colwise",
+            "body.blocks.*.gate": "colwise",
+            "body.blocks.*.down": "rowwise",
+        },
+        without=NO_PENALTY | SPARE,
+    ),
+    "recommender": Kind(
+        SmallRecommender,
+        _own,
+        {"body.bottom.0": "colwise", "body.bottom.2": "rowwise"},
+        cut=("body.tables.0.weight", "body.tables.1.weight"),
+        without=NO_PENALTY | SPARE,
+    ),
+}

@@ -1,0 +1,68 @@
+"""The shapes of results, where torch's own shape function is not right in every version."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import shardwise
+from shardwise.core.layout import make_layout
+from shardwise.core.mesh import grid_of
+from shardwise.core.placements import REPLICATE
+from shardwise.dispatch.infer import infer_outputs
+
+aten = torch.ops.aten
+
+
+@pytest.mark.parametrize("keepdim", [False, True])
+@pytest.mark.parametrize("dim", [-2, [-2], [-3, -2], [1], None])
+@pytest.mark.parametrize("order", [1, 2, 3])
+def test_a_norm_over_dims_of_size_one_has_the_shape_of_one_device(
+    order: int, dim: int | list[int] | None, keepdim: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.ones(1, 1, 3)
+    want = torch.linalg.vector_norm(x, order, dim, keepdim).shape
+    # As in torch 2.11, whose shape function takes dims as they are given.
+    monkeypatch.setattr(torch._prims_common, "canonicalize_dims", lambda ndim, dims, *_: dims)
+    dims = [dim] if isinstance(dim, int) else dim
+    op = torch.ops.aten.linalg_vector_norm.default
+    (meta,), _ = infer_outputs(op, (x, order, dims, keepdim), {}, symbolic=False)
+    assert meta.shape == want
+
+
+def test_a_norm_over_a_dim_that_is_not_there_raises() -> None:
+    op = torch.ops.aten.linalg_vector_norm.default
+    with pytest.raises(IndexError):
+        infer_outputs(op, (torch.ones(1, 3), 2, [-3]), {}, symbolic=False)
+
+
+SHAPES = [(4, 6), (6,), (4, 1), (), (0, 3)]
+DTYPES = [torch.float32, torch.int64, torch.bool, torch.bfloat16, torch.complex64]
+
+
+@pytest.mark.parametrize("dtypes", [*itertools.product(DTYPES, DTYPES)], ids=str)
+@pytest.mark.parametrize(
+    "op", [aten.add.Tensor, aten.add_.Tensor, aten.div.Tensor, aten.eq.Tensor], ids=str
+)
+def test_a_pointwise_result_is_that_of_one_device(
+    op: torch._ops.OpOverload, dtypes: tuple[torch.dtype, ...]
+) -> None:
+    with shardwise.simulate(1):
+        grid = grid_of(shardwise.init_device_mesh("cpu", (1,)))
+        for shapes in itertools.product(SHAPES, SHAPES):
+            pairs = zip(shapes, dtypes, strict=True)
+            operands = [torch.ones(shape, dtype=dtype) for shape, dtype in pairs]
+            layouts = [
+                make_layout(grid, (REPLICATE,), tuple(x.shape), x.stride(), x.dtype)
+                for x in operands
+            ]
+            try:
+                want = op(*operands)
+            except RuntimeError:
+                continue
+            (meta,), _ = infer_outputs(op, layouts, {}, symbolic=False)
+            found = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
+            assert (found.shape, found.dtype) == (want.shape, want.dtype)
+            assert found.stride() == want.stride() or not want.numel()
