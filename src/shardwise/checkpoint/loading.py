@@ -99,16 +99,16 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
         if digest != digests[0]:
             raise CheckpointError(f"Ranks 0 and {rank} see different checkpoints at {path}.")
     with Reader(index[0]) as reader:
-        wishes: list[ReadRequest] = []
+        requests: list[ReadRequest] = []
 
         def check() -> list[None]:
-            wishes.extend(matching.wishes(crew))
-            reader.check(wishes)
+            requests.extend(matching.requests(crew))
+            reader.check(requests)
             return [None] * len(crew.present)
 
         def fill() -> list[None]:
             with torch.no_grad():
-                reader.fill(wishes)
+                reader.fill(requests)
             return [None] * len(crew.present)
 
         crew.together(check)
@@ -135,9 +135,9 @@ class _Matching:
                 f"The state does not fit the checkpoint in {self.index.folder}:\n{shown}{more}"
             )
 
-    def wishes(self, crew: Crew) -> list[ReadRequest]:
+    def requests(self, crew: Crew) -> list[ReadRequest]:
         """The blocks that the ranks present need, each memory once."""
-        wishes: list[ReadRequest] = []
+        requests: list[ReadRequest] = []
         seen: set[tuple[Any, ...]] = set()
         for name, target in self._targets:
             saved = self.index.tensor(name)
@@ -154,8 +154,8 @@ class _Matching:
                 if piece.rank not in crew.present or not memory.numel() or key in seen:
                     continue
                 seen.add(key)
-                wishes.append(ReadRequest(name, saved, piece.box, memory))
-        return wishes
+                requests.append(ReadRequest(name, saved, piece.box, memory))
+        return requests
 
     # -- walking -----------------------------------------------------------------------------
 

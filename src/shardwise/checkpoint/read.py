@@ -54,14 +54,14 @@ class Reader:
             os.close(number)
         self._files.clear()
 
-    def check(self, wishes: Sequence[ReadRequest]) -> None:
-        """Raise unless every byte that the wishes need is there and fits its checksum."""
+    def check(self, requests: Sequence[ReadRequest]) -> None:
+        """Raise unless every byte that the requests need is there and fits its checksum."""
         blocks: dict[SavedPiece, set[int]] = {}
         names: dict[SavedPiece, str] = {}
-        for wish in wishes:
-            for piece, part in _parts(wish):
-                entry = self._entry(piece, wish)
-                names[piece] = wish.name
+        for request in requests:
+            for piece, part in _parts(request):
+                entry = self._entry(piece, request)
+                names[piece] = request.name
                 touched = blocks.setdefault(piece, set())
                 for start, length, _ in stretches(part, piece.box, entry.dtype.itemsize):
                     touched.update(range(start // BLOCK_BYTES, -(-(start + length) // BLOCK_BYTES)))
@@ -69,27 +69,27 @@ class Reader:
             if piece.sums is not None:
                 self._check_blocks(piece, sorted(touched), names[piece])
 
-    def fill(self, wishes: Sequence[ReadRequest]) -> None:
-        """Copy what is wished for into its memory."""
-        for wish in wishes:
-            for piece, part in _parts(wish):
-                entry = self._entry(piece, wish)
+    def fill(self, requests: Sequence[ReadRequest]) -> None:
+        """Copy what is asked for into its memory."""
+        for request in requests:
+            for piece, part in _parts(request):
+                entry = self._entry(piece, request)
                 for start, length, box in stretches(part, piece.box, entry.dtype.itemsize):
-                    self._copy(wish, piece, entry, part, start, length, box)
+                    self._copy(request, piece, entry, part, start, length, box)
 
     # -- files -------------------------------------------------------------------------------
 
     def path(self, file: str) -> Path:
         return self.index.folder / file
 
-    def _entry(self, piece: SavedPiece, wish: ReadRequest) -> TensorEntry:
+    def _entry(self, piece: SavedPiece, request: ReadRequest) -> TensorEntry:
         if piece.file not in self._entries:
             self._entries[piece.file] = self._open(piece.file)
         entry = self._entries[piece.file].get(piece.key)
-        if entry is None or (entry.dtype, entry.shape) != (wish.saved.dtype, piece.box.sizes):
+        if entry is None or (entry.dtype, entry.shape) != (request.saved.dtype, piece.box.sizes):
             raise CheckpointError(
                 f"{self.path(piece.file)} is damaged: it has no {piece.key!r} of shape "
-                f"{piece.box.sizes} and {wish.saved.dtype}, which is a piece of {wish.name}."
+                f"{piece.box.sizes} and {request.saved.dtype}, which is a piece of {request.name}."
             )
         return entry
 
@@ -137,7 +137,7 @@ class Reader:
 
     def _copy(
         self,
-        wish: ReadRequest,
+        request: ReadRequest,
         piece: SavedPiece,
         entry: TensorEntry,
         part: Box,
@@ -147,7 +147,7 @@ class Reader:
     ) -> None:
         wanted = box.intersect(part)
         assert wanted is not None, "a stretch holds some of what it is read for"
-        spot = wish.target[wanted.within(wish.box).slices]
+        spot = request.target[wanted.within(request.box).slices]
         position = entry.start + start
         direct = wanted == box and spot.dtype == entry.dtype and spot.is_contiguous()
         if direct and spot.device.type == "cpu":
@@ -159,10 +159,10 @@ class Reader:
         spot.copy_(read[wanted.within(box).slices])
 
 
-def _parts(wish: ReadRequest) -> Iterator[tuple[SavedPiece, Box]]:
-    """The saved pieces that a wish touches, and the block that it takes from each."""
-    for piece in wish.saved.pieces:
-        part = piece.box.intersect(wish.box) if wish.box.volume else None
+def _parts(request: ReadRequest) -> Iterator[tuple[SavedPiece, Box]]:
+    """The saved pieces that a request touches, and the block that it takes from each."""
+    for piece in request.saved.pieces:
+        part = piece.box.intersect(request.box) if request.box.volume else None
         if part is not None:
             yield piece, part
 

@@ -100,9 +100,9 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
             for piece in tensor.pieces:
                 one = SavedTensor(tensor.dtype, tensor.shape, (piece,))
                 # A check looks at boxes only; no memory is needed.
-                wish = ReadRequest(name, one, piece.box, torch.empty(0))
+                request = ReadRequest(name, one, piece.box, torch.empty(0))
                 try:
-                    reader.check([wish])
+                    reader.check([request])
                 except CheckpointError as error:
                     faults[str(error)] = None
         return Verdict(reader.num_bytes, tuple(faults))

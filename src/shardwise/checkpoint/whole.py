@@ -136,9 +136,9 @@ def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
     saved = reader.index.tensors[name]
     for box in _slabs(Box.whole(saved.shape), saved.dtype.itemsize):
         rows = torch.empty(box.sizes, dtype=saved.dtype)
-        wish = [ReadRequest(name, saved, box, rows)]
-        reader.check(wish)
-        reader.fill(wish)
+        request = [ReadRequest(name, saved, box, rows)]
+        reader.check(request)
+        reader.fill(request)
         yield bytes_of(rows)
 
 

@@ -217,11 +217,11 @@ def outputs_of(
 
 def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on tensors without data in place of layouts and tensors."""
-    hollow_args, hollow_kwargs = hollowed(args, kwargs)
+    fake_args, fake_kwargs = faked(args, kwargs)
     try:
-        return _SHAPES.get(fn, fn)(*hollow_args, **hollow_kwargs)
+        return _SHAPES.get(fn, fn)(*fake_args, **fake_kwargs)
     except Exception as error:
-        found = as_on_one_device(fn, hollow_args, hollow_kwargs, error)
+        found = as_on_one_device(fn, fake_args, fake_kwargs, error)
         if found is error and isinstance(error, AssertionError):
             found = RuntimeError(str(error))  # no kernel raises what shape functions assert
         if found is error:
@@ -313,15 +313,15 @@ def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exceptio
     return None
 
 
-def hollowed(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def faked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
     """Arguments with tensors without data in place of layouts and tensors."""
     kwargs = dict(kwargs)
     if kwargs.get("device") is not None:
         kwargs["device"] = torch.device("meta")  # a real one would ask for memory
-    return tree_map(_hollow, list(args)), tree_map(_hollow, kwargs)
+    return tree_map(_fake, list(args)), tree_map(_fake, kwargs)
 
 
-def _hollow(leaf: Any) -> Any:
+def _fake(leaf: Any) -> Any:
     if isinstance(leaf, Layout):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Tensor):

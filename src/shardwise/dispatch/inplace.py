@@ -27,15 +27,15 @@ aten = torch.ops.aten
 
 
 def entry_of_call(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], preferred: Layout | None = None
 ) -> Entry:
     """`make_entry`, with writes to Partial tensors."""
     written = written_inputs(op)
     target = args[written[0]] if len(written) == 1 and written[0] < len(args) else None
     if not isinstance(target, Layout) or not is_partial(target):
-        return make_entry(op, args, kwargs, wish)
+        return make_entry(op, args, kwargs, preferred)
     try:
-        entry = make_entry(op, args, kwargs, wish)
+        entry = make_entry(op, args, kwargs, preferred)
     except UnsupportedError:
         if target.snapshot:  # a write to a copy is lost, however it is done
             raise

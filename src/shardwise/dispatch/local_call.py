@@ -15,7 +15,7 @@ from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.dispatch.catalog import copies_view
-from shardwise.dispatch.infer import hollowed
+from shardwise.dispatch.infer import faked
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dispatch.refused import refused_alike
 from shardwise.dispatch.rule import TensorMeta
@@ -139,7 +139,7 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
     function would read sizes, which may differ.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
-    if plan.local is not None and plan.local.together:
+    if plan.local is not None and plan.local.collective:
         return _together(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
@@ -247,10 +247,10 @@ def fastest(
         return _COMPOSITE[op]
     with outside_modes(), torch.no_grad():
         for binding in _bindings(op):
-            hollow_args, hollow_kwargs = hollowed(args, kwargs)
+            fake_args, fake_kwargs = faked(args, kwargs)
             try:
-                with _Only(op, hollow_args, hollow_kwargs, made):
-                    binding(*hollow_args, **hollow_kwargs)
+                with _Only(op, fake_args, fake_kwargs, made):
+                    binding(*fake_args, **fake_kwargs)
             except (_OtherOp, TypeError, RuntimeError, NotImplementedError):
                 continue
             return binding

@@ -20,7 +20,7 @@ import torch
 from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
-from shardwise.dispatch.infer import check_target_dtypes, hollowed
+from shardwise.dispatch.infer import check_target_dtypes, faked
 from shardwise.dispatch.schema import in_order, positional, with_arguments
 from shardwise.errors import LayoutError, UnsupportedError
 
@@ -96,11 +96,11 @@ def run_by_keyword(
             "new tensor. Call it without out=... where torch has such a form."
         )
     targets = [(name, t) for name in names for t in _listed(kwargs[name])]
-    hollow = _call_hollow(op, args, kwargs, as_layouts)
+    fake = _call_hollow(op, args, kwargs, as_layouts)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if functional is None:
         assert made is not None, "refused above"
-        _check_shapes(op, args, targets, [hollow[name] for name in names], as_layouts)
+        _check_shapes(op, args, targets, [fake[name] for name in names], as_layouts)
         return made(targets[0][1], args, rest.get("generator"))
     result = functional(*args, **rest)
     results = _listed(result)
@@ -143,25 +143,25 @@ def _call_hollow(
     # A tensor that is read and written is one tensor: some ops refuse that.
     made: dict[int, torch.Tensor] = {}
 
-    def hollow(leaf: Any) -> Any:
+    def fake(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in made:
-            ((made[id(leaf)],), _) = hollowed([as_layouts(leaf)], {})
+            ((made[id(leaf)],), _) = faked([as_layouts(leaf)], {})
         return made[id(leaf)] if isinstance(leaf, torch.Tensor) else leaf
 
-    hollow_args = tree_map(hollow, list(args))
-    hollow_kwargs: dict[str, Any] = tree_map(hollow, dict(kwargs))
-    if hollow_kwargs.get("device") is not None:
-        hollow_kwargs["device"] = torch.device("meta")
-    if "generator" in hollow_kwargs:
-        hollow_kwargs["generator"] = None
+    fake_args = tree_map(fake, list(args))
+    fake_kwargs: dict[str, Any] = tree_map(fake, dict(kwargs))
+    if fake_kwargs.get("device") is not None:
+        fake_kwargs["device"] = torch.device("meta")
+    if "generator" in fake_kwargs:
+        fake_kwargs["generator"] = None
     if torch.Tag.dynamic_output_shape in op.tags:
-        return hollow_kwargs  # only the values can tell
+        return fake_kwargs  # only the values can tell
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that a target is resized: it is refused
         # Some ops have a shape function only where they return new tensors.
         with contextlib.suppress(NotImplementedError):
-            op(*hollow_args, **hollow_kwargs)
-    return hollow_kwargs
+            op(*fake_args, **fake_kwargs)
+    return fake_kwargs
 
 
 def _check_shapes(

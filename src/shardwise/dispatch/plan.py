@@ -126,7 +126,7 @@ Path = tuple[int, ...]
 
 
 def make_entry(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], wish: Layout | None = None
+    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], preferred: Layout | None = None
 ) -> Entry:
     """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
     spelled, op = op, plain_op(op)
@@ -145,7 +145,7 @@ def make_entry(
     for number in fixed:
         check_writable(op, layouts[number])
         _check_own_entries(op, layouts[number])
-    decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, wish=wish)
+    decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, preferred=preferred)
     # What is compared to decide is no part of a graph, and need not be something it can hold.
     plan = unrecorded(decide) if symbolic else decide()
     entry = Entry(plan)

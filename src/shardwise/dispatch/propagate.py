@@ -19,7 +19,7 @@ from shardwise.core.mesh import Grid
 from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.core.sizes import divides
 from shardwise.dispatch.catalog import is_view
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Sent
+from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.search import cost_s, find_steps, least_s
 from shardwise.redistribute.steps import Step
@@ -39,7 +39,7 @@ class CallPlan:
     #: `(name of an argument, number of an output)`: the argument is that output's local shape.
     local_shape: tuple[tuple[str, int], ...]
     #: The collectives that the local function runs, each with its axis.
-    sent: tuple[tuple[int, Sent], ...] = ()
+    sent: tuple[tuple[int, CollectiveCost], ...] = ()
 
     @property
     def sent_s(self) -> float:
@@ -60,7 +60,7 @@ class Combination:
     def output(self, number: int) -> tuple[Placement, ...]:
         return tuple(c.outputs[number] for c in self.choices)
 
-    def sent(self) -> tuple[tuple[int, Sent], ...]:
+    def sent(self) -> tuple[tuple[int, CollectiveCost], ...]:
         return tuple((axis, sent) for axis, c in enumerate(self.choices) for sent in c.sent)
 
 
@@ -70,23 +70,23 @@ def propagate(
     layouts: Sequence[Layout],
     *,
     fixed: Sequence[int] = (),
-    wish: Layout | None = None,
+    preferred: Layout | None = None,
 ) -> CallPlan:
     """The cheapest plan of `call` for inputs that lie in `layouts`.
 
-    Inputs named in `fixed` must not move (the op writes to them). With `wish`, the first output
-    must lie as it does, except that it may stay Partial where `wish` is replicated.
+    Inputs named in `fixed` must not move (the op writes to them). With `preferred`, the first
+    output must lie as it does, except that it may stay Partial where `preferred` is replicated.
     """
     grid = layouts[0].grid
     best: tuple[tuple[float, int, int, int], Combination] | None = None
-    combinations = list(enumerate(_combinations(rule, call, layouts, grid, wish)))
+    combinations = list(enumerate(_combinations(rule, call, layouts, grid, preferred)))
     # What might be cheap comes first, and spares the search for what cannot be cheaper.
     current = [tuple(map(plain, layout.placements)) for layout in layouts]
     combinations.sort(key=lambda each: _least_s(each[1], current))
     for number, combination in combinations:
         if any(not _stays(combination, i, layouts[i]) for i in fixed):
             continue
-        if wish is not None and not _meets(combination, wish):
+        if preferred is not None and not _meets(combination, preferred):
             continue
         pending = _pending_s(combination) + _sent_s(combination.sent(), grid)
         if best is not None and pending + _least_s(combination, current) > best[0][0]:
@@ -113,26 +113,26 @@ def every_plan(
 ) -> Iterator[CallPlan]:
     """The plan of each combination of choices, the cheap and the dear ones: for checking rules.
 
-    `starts` are the layouts in which the inputs may lie, each with a wish. A plan that several of
+    `starts` are the layouts in which the inputs may lie, each with a preferred output. A plan that several of
     them lead to comes once, and without the steps that would lead there.
     """
     asked: dict[Any, list[Choice]] = {}
     # Equal choices become one object, so that a combination is known by theirs.
     known: dict[Choice, Choice] = {}
     done: set[Any] = set()
-    for layouts, wish in starts:
+    for layouts, preferred in starts:
         grid = layouts[0].grid
         per_axis = []
-        for seen in _along_axes(call, layouts, grid, wish):
+        for seen in _along_axes(call, layouts, grid, preferred):
             key = (seen.axis_size, seen.placed, seen.wanted)
             if key not in asked:
                 asked[key] = [known.setdefault(c, c) for c in rule.choices(seen)]
             per_axis.append(asked[key])
         for choices in itertools.product(*per_axis):
-            for order in _orders(layouts, wish):
+            for order in _orders(layouts, preferred):
                 combination = Combination(choices, order)
                 met = (*map(id, choices), order)
-                if met in done or not (wish is None or _meets(combination, wish)):
+                if met in done or not (preferred is None or _meets(combination, preferred)):
                     continue
                 done.add(met)
                 if _compatible(choices, call, grid) and _means_something(combination, call):
@@ -170,10 +170,10 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
 
 
 def _combinations(
-    rule: Rule, call: Call, layouts: Sequence[Layout], grid: Grid, wish: Layout | None
+    rule: Rule, call: Call, layouts: Sequence[Layout], grid: Grid, preferred: Layout | None
 ) -> Iterator[Combination]:
-    per_axis = [list(rule.choices(seen)) for seen in _along_axes(call, layouts, grid, wish)]
-    orders = _orders(layouts, wish)
+    per_axis = [list(rule.choices(seen)) for seen in _along_axes(call, layouts, grid, preferred)]
+    orders = _orders(layouts, preferred)
     for choices in itertools.product(*per_axis):
         if _compatible(choices, call, grid):
             for order in orders:
@@ -183,7 +183,7 @@ def _combinations(
 
 
 def _along_axes(
-    call: Call, layouts: Sequence[Layout], grid: Grid, wish: Layout | None
+    call: Call, layouts: Sequence[Layout], grid: Grid, preferred: Layout | None
 ) -> Iterator[Call]:
     """The call as the rule sees it along each axis."""
     for axis, size in enumerate(grid.shape):
@@ -191,13 +191,13 @@ def _along_axes(
             call,
             axis_size=size,
             placed=tuple(plain(layout.placements[axis]) for layout in layouts),
-            wanted=(wish.placements[axis],) if wish is not None else (),
+            wanted=(preferred.placements[axis],) if preferred is not None else (),
         )
 
 
-def _orders(layouts: Sequence[Layout], wish: Layout | None) -> list[tuple[int, ...]]:
-    wished = [wish.order] if wish is not None else []
-    return list(dict.fromkeys([*wished, *(layout.order for layout in layouts)]))
+def _orders(layouts: Sequence[Layout], preferred: Layout | None) -> list[tuple[int, ...]]:
+    preferred_orders = [preferred.order] if preferred is not None else []
+    return list(dict.fromkeys([*preferred_orders, *(layout.order for layout in layouts)]))
 
 
 def _compatible(choices: Sequence[Choice], call: Call, grid: Grid) -> bool:
@@ -263,12 +263,12 @@ def _stays(combination: Combination, number: int, layout: Layout) -> bool:
     return not outputs or outputs[0] == placements
 
 
-def _meets(combination: Combination, wish: Layout) -> bool:
+def _meets(combination: Combination, preferred: Layout) -> bool:
     placements = combination.output(0)
-    for found, asked in zip(placements, wish.placements, strict=True):
+    for found, asked in zip(placements, preferred.placements, strict=True):
         if found != asked and not (asked.is_replicate() and found.is_partial()):
             return False
-    return canonical_order(placements, combination.order) == wish.order
+    return canonical_order(placements, combination.order) == preferred.order
 
 
 def _pending_s(combination: Combination) -> float:
@@ -284,7 +284,7 @@ def _pending_s(combination: Combination) -> float:
     return pending * LATENCY_S / 2
 
 
-def _sent_s(sent: Sequence[tuple[int, Sent]], grid: Grid) -> float:
+def _sent_s(sent: Sequence[tuple[int, CollectiveCost]], grid: Grid) -> float:
     return sum(collective_s(each.kind, grid.shape[axis], each.num_bytes) for axis, each in sent)
 
 

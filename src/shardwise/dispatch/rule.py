@@ -31,7 +31,7 @@ class LocalCall:
     """What runs on each rank when it is not the op itself.
 
     With `per_rank`, `fn` is called as `fn(coordinate, layouts, *args, **kwargs)` with the layouts
-    of all inputs and then of all outputs. With `together` it is called once for all ranks present,
+    of all inputs and then of all outputs. With `collective` it is called once for all ranks,
     as `fn(layouts, *args, **kwargs)`, and may run collectives; its choices say which, in `sent`.
     Otherwise it is called with the op's own arguments. `copies` says that it returns a copy where
     the op would return a view.
@@ -39,7 +39,7 @@ class LocalCall:
 
     fn: Callable[..., Any]
     per_rank: bool = False
-    together: bool = False
+    collective: bool = False
     copies: bool = False
 
 
@@ -65,7 +65,7 @@ def empty_safe(op: Any) -> LocalCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class CollectiveCost:
     """A collective that a local function runs along the axis of its choice.
 
     `kind` is one of `comm.cost`; `num_bytes` is about what its larger side holds on each rank.
@@ -89,7 +89,7 @@ class Choice:
     local: LocalCall | None = None
     even: tuple[tuple[int, int], ...] = ()
     alone: tuple[tuple[int, int], ...] = ()
-    sent: tuple[Sent, ...] = ()
+    sent: tuple[CollectiveCost, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ class Call:
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
     #: Along the axis at hand: its size, the placement of each input, and of each output where the
-    #: caller has a wish (a gradient should lie like its parameter).
+    #: caller prefers one (a gradient should lie like its parameter).
     axis_size: int = 1
     placed: tuple[Placement, ...] = ()
     wanted: tuple[Placement, ...] = ()

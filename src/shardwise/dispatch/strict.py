@@ -7,7 +7,7 @@ from typing import Any
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial, short
-from shardwise.dispatch.rule import Sent
+from shardwise.dispatch.rule import CollectiveCost
 from shardwise.errors import RedistributionError
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step, local_bytes
@@ -38,7 +38,9 @@ def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
         )
 
 
-def forbid_sent(op: Any, inputs: Sequence[Layout], sent: Sequence[tuple[int, Sent]]) -> None:
+def forbid_sent(
+    op: Any, inputs: Sequence[Layout], sent: Sequence[tuple[int, CollectiveCost]]
+) -> None:
     """Raise for a local function that exchanges data: a lookup of sharded ids in sharded rows."""
     grid = inputs[0].grid
     talking = "; ".join(

@@ -22,7 +22,7 @@ from shardwise.dispatch.catalog import (
     written_twin,
 )
 from shardwise.dispatch.foreach import FUSED_STEPS, foreach_entry, takes_lists
-from shardwise.dispatch.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, hollowed
+from shardwise.dispatch.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, faked
 from shardwise.dispatch.inplace import (
     check_overlaps,
     compares_memory,
@@ -170,7 +170,7 @@ class Miss:
     kwargs: dict[str, Any]
     key: list[Any]
     operands: list[Any]
-    wish: Layout | None
+    preferred: Layout | None
 
     def plan_and_run(self) -> Any:
         """Plan the call, remember the plan, and run it for the first time."""
@@ -197,7 +197,7 @@ class Miss:
         if changes_shape(op):
             return _view_in_place(op, args, kwargs)
         if not takes_lists(op) and (on_one := numbers_as_plain(args)) is not None:
-            return self.kind.__torch_dispatch__(op, None, tuple(on_one), kwargs, self.wish)
+            return self.kind.__torch_dispatch__(op, None, tuple(on_one), kwargs, self.preferred)
         twin = written_twin(op)
         if twin is not None and (find_rule(op) is None or is_write_back(key)):
             return _write_back(op, twin, args, kwargs)
@@ -207,7 +207,7 @@ class Miss:
             if (parts := _parts(op)) is not None:
                 return _in_parts(op, parts, args, kwargs)
             try:
-                entry = entry_of_call(op, layouts, kwargs, self.wish)
+                entry = entry_of_call(op, layouts, kwargs, self.preferred)
             except ResizedError:
                 raise
             except UnsupportedError:
@@ -332,8 +332,8 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
             raise  # about what the caller gave: a kernel mixes nothing
         cause = error
     except Exception as error:
-        hollow = hollowed([as_layouts(a) for a in args], kwargs)
-        found = as_on_one_device(op, *hollow, error)
+        fake = faked([as_layouts(a) for a in args], kwargs)
+        found = as_on_one_device(op, *fake, error)
         if found is error:
             raise
         raise found from error

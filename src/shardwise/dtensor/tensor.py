@@ -151,10 +151,10 @@ class DTensor(Wrapped):
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-        wish: Layout | None = None,
+        preferred: Layout | None = None,
     ) -> Any:
         # By id: an OpOverload hashes in Python. Its entry keeps it alive, so no id comes twice.
-        key: list[Any] = [id(func), wish]
+        key: list[Any] = [id(func), preferred]
         operands: list[Any] = []
         try:
             for arg in args:
@@ -187,7 +187,7 @@ class DTensor(Wrapped):
         except TypeError:  # a symbolic int has no hash
             entry = None
         if entry is None:
-            miss = Miss(DTensor, func, args, kwargs or {}, key, operands, wish)
+            miss = Miss(DTensor, func, args, kwargs or {}, key, operands, preferred)
             return miss.plan_and_run()
         entry.hits += 1
         if entry.move is not None:
@@ -604,9 +604,9 @@ def _unpickle(
     return restored.requires_grad_(requires_grad)
 
 
-def run(op: Any, *args: Any, wish: Layout | None = None) -> Any:
-    """Run an op below autograd; with `wish`, towards an output that lies as `wish` does.
+def run(op: Any, *args: Any, preferred: Layout | None = None) -> Any:
+    """Run an op below autograd; with `preferred`, towards an output that lies as `preferred` does.
 
-    The output may stay Partial where `wish` is replicated.
+    The output may stay Partial where `preferred` is replicated.
     """
-    return DTensor.__torch_dispatch__(op, None, args, None, wish)
+    return DTensor.__torch_dispatch__(op, None, args, None, preferred)

@@ -82,13 +82,13 @@ def keep_order() -> None:
 
 
 def install(
-    library: torch.library.Library, name: str, fn: Callable[..., Any], hollow: Callable[..., Any]
+    library: torch.library.Library, name: str, fn: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """Let an op of this package run `fn`, and `hollow` where there are shapes alone."""
+    """Let an op of this package run `fn`, and `fake` where there are shapes alone."""
     library.impl(name, fn, "CompositeExplicitAutograd")
     watch.kernels[getattr(torch.ops.shardwise, name)] = fn
     mark_ordered(f"shardwise::{name}", library)
-    torch.library.register_fake(f"shardwise::{name}", hollow, lib=library)
+    torch.library.register_fake(f"shardwise::{name}", fake, lib=library)
     stays_in_order(getattr(torch.ops.shardwise, name).default)
 
 

@@ -31,7 +31,7 @@ from shardwise.embedding.compile import (
     num_bags_in_graph,
 )
 from shardwise.embedding.exchange.lookup import Engine, run_lookup
-from shardwise.embedding.exchange.prefetch import Ahead, Queue, look_ahead
+from shardwise.embedding.exchange.prefetch import PrefetchedBatch, Queue, look_ahead
 from shardwise.embedding.exchange.routing import Route
 from shardwise.embedding.exchange.scratch import Scratch
 from shardwise.embedding.in_backward import InBackward
@@ -299,7 +299,7 @@ class _Collection(nn.Module):
 
     # -- a batch -----------------------------------------------------------------------------
 
-    def prefetch(self, batch: Any) -> Ahead:
+    def prefetch(self, batch: Any) -> PrefetchedBatch:
         """Send a batch on its way; give the result to the collection instead of it.
 
         Nobody is waited for. The ids go out while rows or gradients of the collection's next
@@ -310,7 +310,7 @@ class _Collection(nn.Module):
         self._engine.queue.add(ahead)
         return ahead
 
-    def _look_ahead(self, batch: Any) -> Ahead:
+    def _look_ahead(self, batch: Any) -> PrefetchedBatch:
         engine = self._engine
         trouble = self._trouble()
         return look_ahead(
@@ -335,8 +335,8 @@ class _Collection(nn.Module):
         """Whether the features form one tensor."""
         return False
 
-    def _run(self, batch: Any) -> tuple[Ahead, tuple[torch.Tensor, ...]]:
-        ahead = batch if isinstance(batch, Ahead) else self._look_ahead(batch)
+    def _run(self, batch: Any) -> tuple[PrefetchedBatch, tuple[torch.Tensor, ...]]:
+        ahead = batch if isinstance(batch, PrefetchedBatch) else self._look_ahead(batch)
         if ahead.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
         ahead.check()
@@ -370,7 +370,7 @@ class _Collection(nn.Module):
 
 def is_read_by_compiler(batch: Any) -> bool:
     """Whether torch.compile goes through the program, with a batch that it can give to an op."""
-    return torch.compiler.is_compiling() and not isinstance(batch, Ahead)
+    return torch.compiler.is_compiling() and not isinstance(batch, PrefetchedBatch)
 
 
 for _method in (_Collection.prefetch, _Collection._run):

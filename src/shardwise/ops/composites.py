@@ -18,7 +18,7 @@ from shardwise.comm.watch import implicit_replication
 from shardwise.core.layout import dense_stride, make_layout
 from shardwise.core.placements import REPLICATE
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.infer import hollowed
+from shardwise.dispatch.infer import faked
 from shardwise.dispatch.out_args import run_by_keyword
 from shardwise.dispatch.wrapped import as_layouts, reduced_layout
 from shardwise.dtensor.plain_operands import check_plain
@@ -76,8 +76,8 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
             "start must be an 0-dim integral Tensor, found one of shape "
             f"{tuple(start.shape)} and {start.dtype}."
         )
-    (hollow,), _ = hollowed([x._layout], {})
-    hollow.narrow(dim, 0, length)  # torch's checks of the others
+    (fake,), _ = faked([x._layout], {})
+    fake.narrow(dim, 0, length)  # torch's checks of the others
     if has_values(getattr(start, "_local", start)):
         return x.narrow(dim, int(start), length)
     first = torch.where(start < 0, start + x.shape[dim], start)
@@ -107,8 +107,8 @@ def pad_sequence(
     padding_side: str = "right",
 ) -> Any:
     """Sequences of different lengths in one tensor, each padded to the longest."""
-    hollow, _ = hollowed([[x._layout for x in sequences]], {})
-    aten.pad_sequence.default(hollow[0], batch_first, padding_value, padding_side)  # torch's checks
+    fake, _ = faked([[x._layout for x in sequences]], {})
+    aten.pad_sequence.default(fake[0], batch_first, padding_value, padding_side)  # torch's checks
     longest = max(x.shape[0] for x in sequences)
     padded = []
     for x in sequences:
@@ -149,8 +149,8 @@ def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
 
 def fill_diagonal_(x: Any, fill_value: Any, wrap: bool = False) -> Any:
     """Write to the entries whose indices are all the same; torch would write to memory."""
-    (hollow,), _ = hollowed([x._layout], {})
-    hollow.fill_diagonal_(fill_value, wrap)  # torch's checks
+    (fake,), _ = faked([x._layout], {})
+    fake.fill_diagonal_(fill_value, wrap)  # torch's checks
     if x.dim() != 2 or (wrap and x.shape[0] > x.shape[1] + 1):
         raise UnsupportedError(
             f"aten.fill_diagonal_.default does not have a sharding strategy registered for "
@@ -172,8 +172,8 @@ def stft(
 ) -> Any:
     """The spectrum of each window of a signal: windows are a view, where torch reads memory."""
     options = (normalized, onesided, return_complex, align_to_window)
-    hollow, _ = hollowed([t if t is None else t._layout for t in (x, window)], {})
-    aten.stft.default(hollow[0], n_fft, hop_length, win_length, hollow[1], *options)
+    fake, _ = faked([t if t is None else t._layout for t in (x, window)], {})
+    aten.stft.default(fake[0], n_fft, hop_length, win_length, fake[1], *options)
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     if window is None and width < n_fft:
@@ -219,8 +219,8 @@ def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None =
             f"gaps or repeats: {layout!r} has the strides {tuple(layout.stride)}, and what lies "
             "between its entries is not known. Call contiguous() first, or index the tensor."
         )
-    (hollow,), _ = hollowed([layout], {})
-    aten.as_strided.default(hollow, size, stride, storage_offset)  # torch says what does not fit
+    (fake,), _ = faked([layout], {})
+    aten.as_strided.default(fake, size, stride, storage_offset)  # torch says what does not fit
     places = torch.arange(x.numel()).as_strided(size, stride, storage_offset or 0).contiguous()
     with implicit_replication():
         return Picked.apply(x.permute(order).reshape(-1), places.to(x.device))
@@ -258,8 +258,8 @@ class PutBack(UntracedFunction):
 def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
     """The mean of each window; where channels stand last, torch would set strides by hand."""
     pool = getattr(aten, f"adaptive_avg_pool{num_dims}d").default
-    (hollow,), _ = hollowed([x._layout], {})
-    pool(hollow, output_size)  # torch's checks
+    (fake,), _ = faked([x._layout], {})
+    pool(fake, output_size)  # torch's checks
     if all(size == 1 for size in output_size):
         return x.mean([-1 - d for d in range(num_dims)], keepdim=True)
     return getattr(aten, f"_adaptive_avg_pool{num_dims}d").default(x, output_size)

@@ -1,4 +1,4 @@
-"""Spot: where in a model, and along which mesh axis, a style works.
+"""ModuleBoundary: where in a model, and along which mesh axis, a style works.
 
 Note [Axes of a parallel module]
 A style speaks of one mesh axis, the tensor axis. On a mesh of several axes that is the one named
@@ -55,7 +55,7 @@ def tensor_axis(mesh: DeviceMesh) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Spot:
+class ModuleBoundary:
     """A mesh, its tensor axis, and the path of the module that is worked on.
 
     A pickled one keeps the mesh by value, and finds its like again in the world of then.
@@ -65,11 +65,11 @@ class Spot:
     axis: int
     path: str = ""
 
-    def __deepcopy__(self, memo: Any) -> Spot:
+    def __deepcopy__(self, memo: Any) -> ModuleBoundary:
         return self  # a mesh stands for processes, which are not copied
 
     def __reduce__(self) -> Any:
-        return _spot_on, (grid_of(self.mesh), self.axis, self.path)
+        return _boundary_on, (grid_of(self.mesh), self.axis, self.path)
 
     @property
     def where(self) -> str:
@@ -166,8 +166,8 @@ class Spot:
         return Scale.apply(x, 1.0, float(factor)) if factor != 1 and x.requires_grad else x
 
 
-def _spot_on(grid: Grid, axis: int, path: str) -> Spot:
-    return Spot(grid.mesh, axis, path)
+def _boundary_on(grid: Grid, axis: int, path: str) -> ModuleBoundary:
+    return ModuleBoundary(grid.mesh, axis, path)
 
 
 def _later(x: DTensor) -> torch.Tensor:

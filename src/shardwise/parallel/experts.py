@@ -24,7 +24,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
-from shardwise.parallel.boundary import Spot
+from shardwise.parallel.boundary import ModuleBoundary
 from shardwise.parallel.style import ParallelStyle, owner_of
 from shardwise.simulation.plain_ranks import on_plain_ranks
 
@@ -90,10 +90,10 @@ class ExpertParallel(ParallelStyle):
         }
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
+        boundary = self.boundary(device_mesh)
         stacked = tuple(self.parameter_placements(module).items())
-        self.place_parameters(module, spot)
-        owned = _Owned(spot, stacked, self.output_layouts or REPLICATE, self.use_local_output)
+        self.place_parameters(module, boundary)
+        owned = _Owned(boundary, stacked, self.output_layouts or REPLICATE, self.use_local_output)
         # With the module as an argument, so that a copy of the module calls the copy.
         module.forward = functools.partial(owned.run, module)
         return module
@@ -103,21 +103,21 @@ class ExpertParallel(ParallelStyle):
 class _Owned:
     """How a module runs with the experts of one rank; see Note [Experts]."""
 
-    spot: Spot
+    boundary: ModuleBoundary
     parameters: tuple[tuple[str, Placement], ...]
     output: Placement
     local: bool
 
     def run(self, module: nn.Module, tokens: Any, experts: Any, weights: Any) -> Any:
         self._check(tokens, experts, weights)
-        spot = self.spot
-        x = spot.enter(tokens, REPLICATE, REPLICATE, "tokens")
-        chosen = spot.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
-        shares = spot.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
+        boundary = self.boundary
+        x = boundary.enter(tokens, REPLICATE, REPLICATE, "tokens")
+        chosen = boundary.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
+        shares = boundary.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
         held = [self._held(module, name) for name, _ in self.parameters]
         layout = x._layout
         term = [*x.placements]
-        term[spot.axis] = Partial()
+        term[boundary.axis] = Partial()
         inputs = [
             x.to_local(grad_placements=term),
             chosen.to_local(),
@@ -131,14 +131,14 @@ class _Owned:
         made = DTensor.from_local(
             out, layout.grid.mesh, term, shape=layout.shape, stride=layout.stride
         )
-        return spot.leave(made, self.output, self.local)
+        return boundary.leave(made, self.output, self.local)
 
     def _check(self, *inputs: Any) -> None:
         shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
         tokens, experts, weights = shapes
         if len(tokens) != 2 or len(experts) != 2 or experts != weights or experts[0] != tokens[0]:
             raise LayoutError(
-                f"{self.spot.where}: ExpertParallel takes tokens of shape (num_tokens, width), and "
+                f"{self.boundary.where}: ExpertParallel takes tokens of shape (num_tokens, width), and "
                 "the experts of each token and their weights, both (num_tokens, num_chosen); found "
                 f"{', '.join(map(str, shapes))}."
             )

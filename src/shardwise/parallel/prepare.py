@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.placements import Placement
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.parallel.boundary import Spot, one_per_tensor
+from shardwise.parallel.boundary import ModuleBoundary, one_per_tensor
 from shardwise.parallel.style import ParallelStyle, append_output_hook, prepend_input_hook
 
 Layouts = Placement | tuple[Placement | None, ...]
@@ -61,35 +61,37 @@ class PrepareModuleInput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        prepend_input_hook(module, functools.partial(self._inputs, spot))
+        boundary = self.boundary(device_mesh)
+        prepend_input_hook(module, functools.partial(self._inputs, boundary))
         return module
 
-    def _inputs(self, spot: Spot, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._positional(spot, args), self._keywords(spot, kwargs)
+    def _inputs(
+        self, boundary: ModuleBoundary, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        return self._positional(boundary, args), self._keywords(boundary, kwargs)
 
-    def _positional(self, spot: Spot, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def _positional(self, boundary: ModuleBoundary, args: tuple[Any, ...]) -> tuple[Any, ...]:
         if self.input_layouts is None or self.desired_input_layouts is None:
             return args
         if len(args) != len(self.input_layouts):
             raise LayoutError(
-                f"{spot.where} was called with {len(args)} positional inputs, but input_layouts "
-                f"has {len(self.input_layouts)}: {self.input_layouts}. Give one layout for each, "
+                f"{boundary.where} was called with {len(args)} positional inputs, but "
+                f"input_layouts has {len(self.input_layouts)}: {self.input_layouts}. Give one layout for each, "
                 "None for those to leave alone, and input_kwarg_layouts for keywords."
             )
         layouts = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
-            _moved(spot, x, given, wanted, f"input {number}", self.use_local_output)
+            _moved(boundary, x, given, wanted, f"input {number}", self.use_local_output)
             for number, (x, given, wanted) in enumerate(layouts)
         )
 
-    def _keywords(self, spot: Spot, kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _keywords(self, boundary: ModuleBoundary, kwargs: dict[str, Any]) -> dict[str, Any]:
         changed = dict(kwargs)
         for name, given in self.input_kwarg_layouts.items():
             if name in kwargs and kwargs[name] is not None:
                 x, wanted = kwargs[name], self.desired_input_kwarg_layouts[name]
                 label = f"input {name!r}"
-                changed[name] = _moved(spot, x, given, wanted, label, self.use_local_output)
+                changed[name] = _moved(boundary, x, given, wanted, label, self.use_local_output)
         return changed
 
 
@@ -131,22 +133,22 @@ class PrepareModuleOutput(ParallelStyle):
         self.use_local_output = use_local_output
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        append_output_hook(module, functools.partial(self._outputs, spot))
+        boundary = self.boundary(device_mesh)
+        append_output_hook(module, functools.partial(self._outputs, boundary))
         return module
 
-    def _outputs(self, spot: Spot, output: Any) -> Any:
+    def _outputs(self, boundary: ModuleBoundary, output: Any) -> Any:
         several = isinstance(output, (tuple, list))
         outputs = list(output) if several else [output]
         if len(outputs) != len(self.output_layouts):
             raise LayoutError(
-                f"{spot.where} returned {len(outputs)} outputs, but output_layouts has "
+                f"{boundary.where} returned {len(outputs)} outputs, but output_layouts has "
                 f"{len(self.output_layouts)}: {self.output_layouts}. Give one layout for each, "
                 "None for those to leave alone."
             )
         layouts = zip(outputs, self.output_layouts, self.desired_output_layouts, strict=True)
         moved = [
-            _moved(spot, x, given, wanted, f"output {number}", self.use_local_output)
+            _moved(boundary, x, given, wanted, f"output {number}", self.use_local_output)
             for number, (x, given, wanted) in enumerate(layouts)
         ]
         return _like(output, moved) if several else moved[0]
@@ -229,13 +231,18 @@ def _pairs(given: Any, wanted: Any, given_name: str, wanted_name: str) -> tuple[
 
 
 def _moved(
-    spot: Spot, x: Any, given: Placement | None, wanted: Placement | None, name: str, local: bool
+    boundary: ModuleBoundary,
+    x: Any,
+    given: Placement | None,
+    wanted: Placement | None,
+    name: str,
+    local: bool,
 ) -> Any:
     """One tensor at a module's border where it is wanted; a plain one if it is to be `local`."""
     if given is None or wanted is None:
         return x
-    moved = spot.enter(x, given, wanted, name)
-    return spot.to_local(moved) if local else moved
+    moved = boundary.enter(x, given, wanted, name)
+    return boundary.to_local(moved) if local else moved
 
 
 def _like(output: Any, items: list[Any]) -> Any:

@@ -15,7 +15,7 @@ from shardwise.core.placements import Placement, short
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
-from shardwise.parallel.boundary import Spot, tensor_axis
+from shardwise.parallel.boundary import ModuleBoundary, tensor_axis
 from shardwise.training.contract import note_tensor_axis
 
 #: Where a module keeps what styles have done to it: `{what: name of the style}`.
@@ -93,12 +93,12 @@ class ParallelStyle(abc.ABC):
 
     def check_distributed(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
         """Raise where a parameter is distributed already, and otherwise than the style would."""
-        spot = self.spot(device_mesh)
+        boundary = self.boundary(device_mesh)
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
             parameter = owner._parameters.get(key)
             if isinstance(parameter, DTensor):
-                self._tied(name, parameter, spot.parameter_placements(placement))
+                self._tied(name, parameter, boundary.parameter_placements(placement))
 
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
         """Each parameter of the module, by name, and how the tensor axis will hold it."""
@@ -114,26 +114,26 @@ class ParallelStyle(abc.ABC):
     def where(self) -> str:
         return f"Module {self.path!r}" if self.path else "The root module"
 
-    def spot(self, device_mesh: DeviceMesh) -> Spot:
-        return Spot(device_mesh, tensor_axis(device_mesh), self.path)
+    def boundary(self, device_mesh: DeviceMesh) -> ModuleBoundary:
+        return ModuleBoundary(device_mesh, tensor_axis(device_mesh), self.path)
 
-    def place_parameters(self, module: nn.Module, spot: Spot) -> None:
+    def place_parameters(self, module: nn.Module, boundary: ModuleBoundary) -> None:
         """Replace the parameters that the style places by DTensors."""
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
             parameter = owner._parameters[key]
             if parameter is not None:
-                owner._parameters[key] = self._placed(name, parameter, placement, spot)
+                owner._parameters[key] = self._placed(name, parameter, placement, boundary)
 
     def _placed(
-        self, name: str, parameter: nn.Parameter, placement: Placement, spot: Spot
+        self, name: str, parameter: nn.Parameter, placement: Placement, boundary: ModuleBoundary
     ) -> nn.Parameter:
-        wanted = spot.parameter_placements(placement)
+        wanted = boundary.parameter_placements(placement)
         if isinstance(parameter, DTensor):
             return self._tied(name, parameter, wanted)
         try:
             placed = distribute_tensor(
-                parameter.detach(), spot.mesh, wanted, src_data_rank=self.src_data_rank
+                parameter.detach(), boundary.mesh, wanted, src_data_rank=self.src_data_rank
             )
         except ShardwiseError as error:
             raise LayoutError(f"{self.where}: parameter {name!r}. {error}") from error
@@ -201,26 +201,30 @@ def _finish(hook: Hook, _: nn.Module, args: Any, output: Any) -> Any:
     return hook(output)
 
 
-def first_input(spot: Spot, given: Placement, wanted: Placement) -> Hook:
+def first_input(boundary: ModuleBoundary, given: Placement, wanted: Placement) -> Hook:
     """A hook that brings a module's one input, by position or by keyword, to `wanted`."""
-    return functools.partial(_enter_first, spot, given, wanted)
+    return functools.partial(_enter_first, boundary, given, wanted)
 
 
 def _enter_first(
-    spot: Spot, given: Placement, wanted: Placement, args: tuple[Any, ...], kwargs: dict[str, Any]
+    boundary: ModuleBoundary,
+    given: Placement,
+    wanted: Placement,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> Any:
     if args:
-        return (spot.enter(args[0], given, wanted), *args[1:]), kwargs
+        return (boundary.enter(args[0], given, wanted), *args[1:]), kwargs
     if kwargs:
         name = next(iter(kwargs))
-        return args, {**kwargs, name: spot.enter(kwargs[name], given, wanted, name)}
-    raise LayoutError(f"{spot.where} was called without an input; its style expects one.")
+        return args, {**kwargs, name: boundary.enter(kwargs[name], given, wanted, name)}
+    raise LayoutError(f"{boundary.where} was called without an input; its style expects one.")
 
 
-def only_output(spot: Spot, wanted: Placement, local: bool) -> Hook:
+def only_output(boundary: ModuleBoundary, wanted: Placement, local: bool) -> Hook:
     """A hook that brings a module's one output to `wanted`."""
-    return functools.partial(_leave_only, spot, wanted, local)
+    return functools.partial(_leave_only, boundary, wanted, local)
 
 
-def _leave_only(spot: Spot, wanted: Placement, local: bool, output: Any) -> Any:
-    return spot.leave(output, wanted, local)
+def _leave_only(boundary: ModuleBoundary, wanted: Placement, local: bool, output: Any) -> Any:
+    return boundary.leave(output, wanted, local)

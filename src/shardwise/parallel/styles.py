@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.errors import ArgumentError, UnsupportedError
-from shardwise.parallel.boundary import Spot
+from shardwise.parallel.boundary import ModuleBoundary
 from shardwise.parallel.style import (
     ParallelStyle,
     append_output_hook,
@@ -67,23 +67,23 @@ class _MatrixStyle(ParallelStyle):
         raise NotImplementedError
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        self.place_parameters(module, spot)
+        boundary = self.boundary(device_mesh)
+        self.place_parameters(module, boundary)
         default, wanted = self._entrance(module)
         given = self.input_layouts or default
         if isinstance(module, nn.Linear):
-            given = _sized_features(spot, given, module.in_features)
+            given = _sized_features(boundary, given, module.in_features)
         elif is_transposed_linear(module):
-            given = _sized_features(spot, given, module.get_parameter("weight").shape[0])
-        prepend_input_hook(module, first_input(spot, given, wanted))
+            given = _sized_features(boundary, given, module.get_parameter("weight").shape[0])
+        prepend_input_hook(module, first_input(boundary, given, wanted))
         output = self.output_layouts or self._default_output()
-        append_output_hook(module, only_output(spot, output, self.use_local_output))
+        append_output_hook(module, only_output(boundary, output, self.use_local_output))
         return module
 
 
-def _sized_features(spot: Spot, given: Placement, num_features: int) -> Placement:
+def _sized_features(boundary: ModuleBoundary, given: Placement, num_features: int) -> Placement:
     """A split of the last dim, uneven where the number of features does not divide."""
-    return spot.sized(given, num_features) if given == Shard(-1) else given
+    return boundary.sized(given, num_features) if given == Shard(-1) else given
 
 
 class ColwiseParallel(_MatrixStyle):
@@ -164,11 +164,11 @@ class _WholeParameters(ParallelStyle):
         return {name: REPLICATE for name, _ in module.named_parameters()}
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        spot = self.spot(device_mesh)
-        self.place_parameters(module, spot)
+        boundary = self.boundary(device_mesh)
+        self.place_parameters(module, boundary)
         lie = self.activations
-        prepend_input_hook(module, first_input(spot, lie, lie))
-        append_output_hook(module, only_output(spot, lie, self.use_local_output))
+        prepend_input_hook(module, first_input(boundary, lie, lie))
+        append_output_hook(module, only_output(boundary, lie, self.use_local_output))
         return module
 
 

@@ -42,8 +42,8 @@ from shardwise.shard.spec import (
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import device_type_of, home_grid, make_tiling
 from shardwise.shard.unbacked import (
-    SpecToCome,
-    TilingToCome,
+    UnbackedSpec,
+    UnbackedTiling,
     has_one_block,
     local_of,
     new_extent,
@@ -159,7 +159,7 @@ class _Sharded(UntracedFunction):
         grid = known.ranks
         first, *_ = part_per_rank(grid, extent)
         local = one_tensor(grid, part_per_rank(grid, block.detach()), sized=False)
-        tiling = TilingToCome(SpecToCome(known.spec, grid), (first.shape[0], *row), first)
+        tiling = UnbackedTiling(UnbackedSpec(known.spec, grid), (first.shape[0], *row), first)
         ctx.made = over(ShardedTensor, local, tiling, known.plan)
         return ctx.made
 

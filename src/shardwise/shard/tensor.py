@@ -57,12 +57,12 @@ class ShardedContext:
 
     flat: FlatContext
     #: Or what is known of it; see Note [Tilings to come].
-    tiling: Tiling | unbacked.SpecToCome
+    tiling: Tiling | unbacked.UnbackedSpec
     grad_reduction: str
 
     def as_tangent(self, x: DTensor) -> ShardedTensor:
         """A gradient as the graph expects it."""
-        if isinstance(self.tiling, unbacked.SpecToCome):
+        if isinstance(self.tiling, unbacked.UnbackedSpec):
             return unbacked.as_tangent(x, ShardedTensor, self)
         lying = sharded_like(x, self.tiling, ShardedTensor)
         local: Any = lying._local
@@ -131,7 +131,7 @@ class ShardedTensor(DTensor):
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-        wish: Layout | None = None,
+        preferred: Layout | None = None,
     ) -> Any:
         return dispatch(ShardedTensor, func, args, kwargs or {})
 
@@ -157,7 +157,7 @@ class ShardedTensor(DTensor):
         inner: dict[str, torch.Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> ShardedTensor:
         tiling, flat = context.tiling, context.flat
-        if type(tiling) is unbacked.SpecToCome:
+        if type(tiling) is unbacked.UnbackedSpec:
             return unbacked.unflattened(ShardedTensor, inner, context, outer_size)
         if tiling.natural:
             local, layout = flat.restored(inner, tiling.shape, tuple(outer_stride))

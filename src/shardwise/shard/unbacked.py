@@ -67,7 +67,7 @@ def is_elementwise(op: Any) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class SpecToCome:
+class UnbackedSpec:
     """What is known of a tiling to come: the part that is the same for all sizes."""
 
     spec: ShardingSpec
@@ -75,10 +75,10 @@ class SpecToCome:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class TilingToCome:
+class UnbackedTiling:
     """See Note [Tilings to come]. Whatever else a tiling has is an error."""
 
-    known: SpecToCome
+    known: UnbackedSpec
     shape: tuple[Size, ...]
     extent: torch.Tensor
 
@@ -109,7 +109,7 @@ def check_has_come(x: Any, asked: str) -> None:
         raise _not_yet(asked, x._tiling)
 
 
-def _not_yet(asked: Any, tiling: TilingToCome) -> UnsupportedError:
+def _not_yet(asked: Any, tiling: UnbackedTiling) -> UnsupportedError:
     return UnsupportedError(
         f"{asked} in compiled code, of an output that is laid out as {tiling.spec}: how it is cut "
         "depends on what other ranks put out. It takes elementwise ops, sums and means; do the "
@@ -134,13 +134,13 @@ def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any)
     *parts, extent = inner.values()
     local = from_parts(parts, roster)
     if type(extent) is not torch.Tensor:
-        return over(kind, local, TilingToCome(known, tuple(shape), extent), context)
+        return over(kind, local, UnbackedTiling(known, tuple(shape), extent), context)
     tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
     return kind.over(held_blocks(tiling, local), tiling, like=context)
 
 
 def over(
-    kind: type[ShardedTensor], local: torch.Tensor, tiling: TilingToCome, like: Any
+    kind: type[ShardedTensor], local: torch.Tensor, tiling: UnbackedTiling, like: Any
 ) -> ShardedTensor:
     """A tensor with a tiling to come out of the ranks' blocks; `like` has its grad_reduction."""
     # The part of a tiling that it asks for is there.
@@ -153,7 +153,7 @@ def new_extent(like: torch.Tensor, length: Size) -> torch.Tensor:
 
 def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor:
     """A gradient from a program, as the graph expects one of a tensor with a tiling to come."""
-    known: SpecToCome = context.tiling
+    known: UnbackedSpec = context.tiling
     tiling = make_tiling(known.spec, tuple(x.shape), known.grid)
     if type(x) is DTensor and all(p.is_replicate() for p in x.placements):
         held = cut_whole(x._local, tiling)
@@ -163,7 +163,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
     if context.flat.roster is not None:
         blocks = blocks.held_like(context.flat.roster)
     extent = new_extent(blocks, tiling.shape[0])
-    return over(kind, blocks, TilingToCome(known, tiling.shape, extent), context)
+    return over(kind, blocks, UnbackedTiling(known, tiling.shape, extent), context)
 
 
 # -- ops, while tracing --------------------------------------------------------------------------
@@ -190,12 +190,12 @@ def dispatch(
 
 
 def has_tiling_to_come(x: Any) -> bool:
-    return type(getattr(x, "_tiling", None)) is TilingToCome
+    return type(getattr(x, "_tiling", None)) is UnbackedTiling
 
 
 def local_of(x: Any, like: Any, asked: Any) -> torch.Tensor:
     """The blocks of an operand that lies as `like` does, or the one value that it consists of."""
-    tiling: TilingToCome = like._tiling
+    tiling: UnbackedTiling = like._tiling
     if has_tiling_to_come(x) and x._tiling.known == tiling.known:
         return x._local
     if not x.dim() and not isinstance(x, DTensor):

@@ -21,10 +21,10 @@ from shardwise.embedding.exchange.gradients import (
     without_tables,
 )
 from shardwise.embedding.exchange.output import put_together, take_apart
-from shardwise.embedding.exchange.prefetch import Ahead, Queue
+from shardwise.embedding.exchange.prefetch import PrefetchedBatch, Queue
 from shardwise.embedding.exchange.routing import Route
 from shardwise.embedding.exchange.scratch import Scratch
-from shardwise.embedding.exchange.step import Visit, exchange_rows, gradients_per_stack, look_up
+from shardwise.embedding.exchange.step import RankStep, exchange_rows, gradients_per_stack, look_up
 from shardwise.embedding.exchange.weight_gradients import weight_gradients, weights_train
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.stacks import Stacks
@@ -59,7 +59,7 @@ class Updated:
 
 
 def run_lookup(
-    engine: Engine, ahead: Ahead, parameters: list[torch.Tensor], *, joined: bool
+    engine: Engine, ahead: PrefetchedBatch, parameters: list[torch.Tensor], *, joined: bool
 ) -> tuple[torch.Tensor, ...]:
     """One tensor per feature, or one of all features side by side."""
     if engine.optimizer is None:
@@ -72,7 +72,9 @@ def run_lookup(
     )
 
 
-def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], tuple[Any, ...]]:
+def _forward(
+    engine: Engine, ahead: PrefetchedBatch, joined: bool
+) -> tuple[list[RankStep], tuple[Any, ...]]:
     route, grid = engine.route, engine.grid
     visits = ahead.arrive()
     answers, homes = [], []
@@ -95,7 +97,7 @@ def _forward(engine: Engine, ahead: Ahead, joined: bool) -> tuple[list[Visit], t
 
 
 def _backward(
-    engine: Engine, visits: list[Visit], grads: tuple[torch.Tensor | None, ...], joined: bool
+    engine: Engine, visits: list[RankStep], grads: tuple[torch.Tensor | None, ...], joined: bool
 ) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]], torch.Tensor | None]:
     """Per rank present: what each sharded stack was asked and the gradients of its answers; the
     rows of copied stacks, summed over ranks; and the gradient of the ids' weights."""
@@ -142,7 +144,7 @@ class _Lookup(UntracedFunction):
     def forward(
         ctx: Any,
         engine: Engine,
-        ahead: Ahead,
+        ahead: PrefetchedBatch,
         joined: bool,
         weights: torch.Tensor | None,
         *parameters: torch.Tensor,
@@ -177,7 +179,7 @@ class _FusedLookup(UntracedFunction):
     def forward(
         ctx: Any,
         engine: Engine,
-        ahead: Ahead,
+        ahead: PrefetchedBatch,
         joined: bool,
         updated: Updated,
         weights: torch.Tensor | None,

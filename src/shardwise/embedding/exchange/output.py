@@ -10,13 +10,13 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.embedding.exchange.routing import Leg, Route
+from shardwise.embedding.exchange.routing import FeatureRoute, Route
 from shardwise.embedding.exchange.scratch import Scratch
-from shardwise.embedding.exchange.step import Visit, home_views, leg_views
+from shardwise.embedding.exchange.step import RankStep, home_views, leg_views
 
 
 def put_together(
-    route: Route, visit: Visit, flat: torch.Tensor, home: dict[int, torch.Tensor], joined: bool
+    route: Route, visit: RankStep, flat: torch.Tensor, home: dict[int, torch.Tensor], joined: bool
 ) -> list[torch.Tensor]:
     """One tensor per feature, or one with all of them side by side, from the rows that came."""
     targets = _Targets(route, visit, flat.dtype, flat.device, joined)
@@ -34,7 +34,7 @@ class _Targets:
     """Where the rows of each feature go."""
 
     def __init__(
-        self, route: Route, visit: Visit, dtype: torch.dtype, device: torch.device, joined: bool
+        self, route: Route, visit: RankStep, dtype: torch.dtype, device: torch.device, joined: bool
     ) -> None:
         self.route, self.visit, self.dtype, self.device = route, visit, dtype, device
         self.dims = _dims(route)
@@ -56,7 +56,7 @@ class _Targets:
             self.found[feature] = torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.found[feature]
 
-    def put(self, leg: Leg, rows: torch.Tensor, positions: torch.Tensor | None) -> None:
+    def put(self, leg: FeatureRoute, rows: torch.Tensor, positions: torch.Tensor | None) -> None:
         feature, (start, end) = leg.feature, leg.tile.columns
         dim = self.route.tiling.tables[leg.table].embedding_dim
         if not leg.split and end - start == dim and feature not in self.found:
@@ -89,7 +89,7 @@ class _Targets:
 
 def take_apart(
     route: Route,
-    visit: Visit,
+    visit: RankStep,
     grads: Sequence[torch.Tensor | None],
     scale: float,
     joined: bool,
@@ -129,7 +129,7 @@ def take_apart(
 def _scaled_into(
     rows: torch.Tensor,
     grad: torch.Tensor | None,
-    leg: Leg,
+    leg: FeatureRoute,
     positions: torch.Tensor | None,
     scale: float,
 ) -> None:
@@ -146,7 +146,7 @@ def _scaled_into(
         torch.mul(part, scale, out=rows)
 
 
-def _flat_size(route: Route, visit: Visit) -> int:
+def _flat_size(route: Route, visit: RankStep) -> int:
     total = 0
     for rank, legs in enumerate(route.legs):
         for place, leg in enumerate(legs):
@@ -159,7 +159,7 @@ def _flat_size(route: Route, visit: Visit) -> int:
     return total
 
 
-def _mean_factors(route: Route, visit: Visit) -> list[tuple[int, torch.Tensor]]:
+def _mean_factors(route: Route, visit: RankStep) -> list[tuple[int, torch.Tensor]]:
     """For features whose bags are averaged, one over the length of each bag, as a column."""
     found: list[tuple[int, torch.Tensor]] = []
     if not route.pooled:

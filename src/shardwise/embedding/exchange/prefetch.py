@@ -1,4 +1,4 @@
-"""Ahead: a batch whose ids are on their way before they are needed.
+"""PrefetchedBatch: a batch whose ids are on their way before they are needed.
 
 Note [Two exchanges without waiting]
 How many ids a rank gets has to be known before they can be sent, so counts are exchanged first, and
@@ -32,7 +32,7 @@ from shardwise.embedding.exchange.routing import (
     pack,
     unpack,
 )
-from shardwise.embedding.exchange.step import Visit
+from shardwise.embedding.exchange.step import RankStep
 from shardwise.embedding.jagged import Jagged
 from shardwise.errors import ArgumentError, ShardwiseError
 from shardwise.lookup.exchange import finished, ranks_present, start_exchange
@@ -40,7 +40,7 @@ from shardwise.simulation.parts import is_per_rank, parts_of
 from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 
-class Ahead:
+class PrefetchedBatch:
     """A batch on its way; made by `prefetch`, given to the collection instead of the batch.
 
     What is wrong with it, on any rank, is raised on every rank when it is used.
@@ -64,7 +64,7 @@ class Ahead:
         self._error: Exception | None = None
         self._meeting: Meeting | None = None
         self._exchange: torch.Tensor | None = None
-        self._visits: list[Visit] | None = None
+        self._visits: list[RankStep] | None = None
         if grid is not None and route.num_ranks > 1:
             self._faults = Faults(grid, "what is wrong with a batch")
             self._meeting = self._meet(grid, packed)
@@ -118,14 +118,14 @@ class Ahead:
             return [column[0] for column in columns]
         return [one_tensor(self.grid, column) for column in columns]
 
-    def arrive(self) -> list[Visit]:
+    def arrive(self) -> list[RankStep]:
         """Wait for the ids that this rank is asked for."""
         self.check()
         if self._visits is None:
             self._visits = self._arrived()
         return self._visits
 
-    def _arrived(self) -> list[Visit]:
+    def _arrived(self) -> list[RankStep]:
         messages = [p.message for p in self._packed]
         if self._exchange is not None:
             assert self.grid is not None, "an exchange without a mesh"
@@ -137,7 +137,7 @@ class Ahead:
             asked = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
             home = asked_at_home(self.route, rank, bags)
             packed.message = message[:0]  # it has been sent
-            visits.append(Visit(rank, bags, packed, notes, asked, home))
+            visits.append(RankStep(rank, bags, packed, notes, asked, home))
         return visits
 
 
@@ -145,9 +145,9 @@ class Queue:
     """Batches whose counts are on their way and whose ids are not; in the order of the program."""
 
     def __init__(self) -> None:
-        self._batches: list[Ahead] = []
+        self._batches: list[PrefetchedBatch] = []
 
-    def add(self, ahead: Ahead) -> None:
+    def add(self, ahead: PrefetchedBatch) -> None:
         if ahead.route.travels:
             self._batches.append(ahead)
 
@@ -163,7 +163,7 @@ class Queue:
 
 def look_ahead(
     route: Route, grid: Grid | None, batch: Any, trouble: str | None, *, side_by_side: bool
-) -> Ahead:
+) -> PrefetchedBatch:
     """Check a batch on every rank, and begin the exchange of counts.
 
     `trouble` is what is wrong with the collection itself, on this rank: all of them will know.
@@ -182,7 +182,7 @@ def look_ahead(
         bags_of(route.tiling.tables, each, weights_train=train, side_by_side=side_by_side)
         for each in _jagged_per_rank(grid, jagged)
     ]
-    return Ahead(route, grid, found, weights)
+    return PrefetchedBatch(route, grid, found, weights)
 
 
 _ONE_BATCH = (
@@ -197,9 +197,9 @@ def _differs(batch: Jagged) -> bool:
     return any(len(parts_of(each)) > 1 for each in given)
 
 
-def _complain(route: Route, grid: Grid | None, complaint: Fault) -> Ahead:
+def _complain(route: Route, grid: Grid | None, complaint: Fault) -> PrefetchedBatch:
     present = [0] if grid is None else ranks_present(grid)
-    return Ahead(route, grid, [complaint] * len(present), None)
+    return PrefetchedBatch(route, grid, [complaint] * len(present), None)
 
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:

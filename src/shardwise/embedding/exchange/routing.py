@@ -28,7 +28,7 @@ from shardwise.lookup.order import counted, divided, repeated, stable_order
 
 
 @dataclass(frozen=True, slots=True)
-class Leg:
+class FeatureRoute:
     """One feature's way to one tile of its table."""
 
     feature: int
@@ -50,22 +50,22 @@ class Route:
             not cut.by_columns and not cut.replicated and len(tiles) > 1
             for cut, tiles in zip(tiling.cuts, tiling.tiles, strict=True)
         ]
-        legs: list[list[Leg]] = [[] for _ in range(self.num_ranks)]
-        home: list[list[Leg]] = [[] for _ in range(self.num_ranks)]
+        legs: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
+        home: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
         for feature, table in enumerate(feature_tables):
             for tile in tiling.tiles[table]:
                 target = home if tiling.cuts[table].replicated else legs
-                target[tile.rank].append(Leg(feature, table, tile, split[table]))
+                target[tile.rank].append(FeatureRoute(feature, table, tile, split[table]))
         order = [sorted(each, key=lambda leg: leg.tile.stack) for each in legs]
         #: Per rank, the legs that lead there from every rank, by stack and feature.
-        self.legs: tuple[tuple[Leg, ...], ...] = tuple(map(tuple, order))
+        self.legs: tuple[tuple[FeatureRoute, ...], ...] = tuple(map(tuple, order))
         #: Per rank, the first one that is sent the same: it has other columns of the same tables.
         self.like: tuple[int, ...] = tuple(
             next(i for i, other in enumerate(order) if i == rank or _same_message(other, mine))
             for rank, mine in enumerate(order)
         )
         #: Per rank, the legs to tables that it holds a copy of.
-        self.home: tuple[tuple[Leg, ...], ...] = tuple(map(tuple, home))
+        self.home: tuple[tuple[FeatureRoute, ...], ...] = tuple(map(tuple, home))
         self.split_features = [f for f, t in enumerate(feature_tables) if split[t]]
         self.feature_tables = feature_tables
         self.max_stacks = max(map(len, tiling.stacks))
@@ -89,7 +89,7 @@ class Route:
         return block, [tile.rank for tile in tiles]
 
 
-def _same_message(first: Sequence[Leg], second: Sequence[Leg]) -> bool:
+def _same_message(first: Sequence[FeatureRoute], second: Sequence[FeatureRoute]) -> bool:
     return len(first) == len(second) and not any(
         one.split
         or one.feature != two.feature
@@ -136,20 +136,20 @@ class _Outgoing:
         self.bags = bags
         self._split = _split_by_owner(route, bags) if route.split_features else None
 
-    def split_of(self, leg: Leg) -> _Split | None:
+    def split_of(self, leg: FeatureRoute) -> _Split | None:
         if not leg.split:
             return None
         assert self._split is not None, "a leg to a part of the rows without split features"
         return self._split
 
-    def num_ids(self, leg: Leg) -> int:
+    def num_ids(self, leg: FeatureRoute) -> int:
         split = self.split_of(leg)
         if split is None:
             return self.bags.num_ids(leg.feature)
         span = split.spans[leg.tile.rank, leg.feature]
         return span.stop - span.start
 
-    def write_lengths(self, leg: Leg, target: torch.Tensor) -> int:
+    def write_lengths(self, leg: FeatureRoute, target: torch.Tensor) -> int:
         """Write to the beginning of `target`; how much was written."""
         num, split = self.bags.num_bags[leg.feature], self.split_of(leg)
         if split is None:
@@ -160,7 +160,7 @@ class _Outgoing:
             target[:num] = split.lengths[leg.tile.rank, start : start + num]
         return num
 
-    def write_ids(self, leg: Leg, target: torch.Tensor) -> int:
+    def write_ids(self, leg: FeatureRoute, target: torch.Tensor) -> int:
         num, split = self.num_ids(leg), self.split_of(leg)
         if split is None:
             ids = self.bags.ids_of(leg.feature)
@@ -169,7 +169,7 @@ class _Outgoing:
         torch.add(ids, leg.tile.base - leg.tile.rows[0], out=target[:num])
         return num
 
-    def write_weights(self, leg: Leg, target: torch.Tensor) -> int:
+    def write_weights(self, leg: FeatureRoute, target: torch.Tensor) -> int:
         """As the bits of single precision."""
         num, split = self.num_ids(leg), self.split_of(leg)
         if split is None:
@@ -367,7 +367,7 @@ def unpack(
     }
 
 
-def _run(leg: Leg, num_bags: int) -> Run:
+def _run(leg: FeatureRoute, num_bags: int) -> Run:
     return Run(num_bags, leg.tile.base, leg.tile.num_rows)
 
 

@@ -15,7 +15,7 @@ from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.embedding.backends.backend import Backend, Query, look_up_stacks
 from shardwise.embedding.batch import FeatureBags
-from shardwise.embedding.exchange.routing import Leg, Packed, Route, StackRequest
+from shardwise.embedding.exchange.routing import FeatureRoute, Packed, Route, StackRequest
 from shardwise.embedding.exchange.scratch import Scratch
 from shardwise.lookup.exchange import finished, start_exchange
 
@@ -26,7 +26,7 @@ GIVEN_BACK_BYTES = 32 << 20
 
 
 @dataclass(slots=True)
-class Visit:
+class RankStep:
     """One rank's side of a step."""
 
     rank: int
@@ -44,7 +44,7 @@ class Visit:
 def exchange_rows(
     route: Route,
     grid: Grid | None,
-    visits: Sequence[Visit],
+    visits: Sequence[RankStep],
     buffers: Sequence[torch.Tensor],
     *,
     back: bool,
@@ -65,7 +65,7 @@ def exchange_rows(
     return finished(grid, exchange)
 
 
-def _num_given(route: Route, visit: Visit) -> list[int]:
+def _num_given(route: Route, visit: RankStep) -> list[int]:
     """How many numbers this rank answers each rank with."""
     stacks = route.tiling.stacks[visit.rank]
     totals = [0] * route.num_ranks
@@ -75,7 +75,7 @@ def _num_given(route: Route, visit: Visit) -> list[int]:
     return totals
 
 
-def _num_wanted(route: Route, visit: Visit) -> list[int]:
+def _num_wanted(route: Route, visit: RankStep) -> list[int]:
     """How many numbers each rank answers this one with."""
     return [
         sum(_rows_of(route, visit, rank, place) * leg.tile.width for place, leg in enumerate(legs))
@@ -83,7 +83,7 @@ def _num_wanted(route: Route, visit: Visit) -> list[int]:
     ]
 
 
-def _rows_of(route: Route, visit: Visit, rank: int, place: int) -> int:
+def _rows_of(route: Route, visit: RankStep, rank: int, place: int) -> int:
     """How many rows come back for a leg."""
     if route.pooled:
         return visit.bags.num_bags[route.legs[rank][place].feature]
@@ -92,7 +92,7 @@ def _rows_of(route: Route, visit: Visit, rank: int, place: int) -> int:
 
 def look_up(
     route: Route,
-    visit: Visit,
+    visit: RankStep,
     weights: Sequence[torch.Tensor],
     dtype: torch.dtype,
     backend: Backend,
@@ -141,7 +141,7 @@ def _look_up_into(
 
 
 def _look_up(
-    visit: Visit, stacks: Iterable[int], weights: Sequence[torch.Tensor], backend: Backend
+    visit: RankStep, stacks: Iterable[int], weights: Sequence[torch.Tensor], backend: Backend
 ) -> dict[int, torch.Tensor]:
     stacks = list(stacks)
     found = look_up_stacks(backend, [weights[k] for k in stacks], [visit.query(k) for k in stacks])
@@ -149,7 +149,7 @@ def _look_up(
 
 
 def gradients_per_stack(
-    route: Route, visit: Visit, received: torch.Tensor
+    route: Route, visit: RankStep, received: torch.Tensor
 ) -> dict[int, torch.Tensor]:
     """The gradients of the rows that a rank answered with, by stack, from what came back flat."""
     stacks = route.tiling.stacks[visit.rank]
@@ -167,8 +167,8 @@ def gradients_per_stack(
 
 
 def leg_views(
-    route: Route, visit: Visit, flat: torch.Tensor
-) -> Iterator[tuple[Leg, torch.Tensor, torch.Tensor | None]]:
+    route: Route, visit: RankStep, flat: torch.Tensor
+) -> Iterator[tuple[FeatureRoute, torch.Tensor, torch.Tensor | None]]:
     """The rows of each leg in a flat buffer, and where in the feature they go, if not in order."""
     at = 0
     for rank, legs in enumerate(route.legs):
@@ -181,8 +181,8 @@ def leg_views(
 
 
 def home_views(
-    route: Route, visit: Visit, rows: dict[int, torch.Tensor]
-) -> Iterator[tuple[Leg, torch.Tensor]]:
+    route: Route, visit: RankStep, rows: dict[int, torch.Tensor]
+) -> Iterator[tuple[FeatureRoute, torch.Tensor]]:
     """The rows of each leg to a table that the rank holds a copy of."""
     at = dict.fromkeys(rows, 0)
     for leg in sorted(route.home[visit.rank], key=lambda leg: leg.tile.stack):

@@ -15,8 +15,8 @@ from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.embedding.backends.backend import Backend, Query
 from shardwise.embedding.backends.by_row import products_of_rows
-from shardwise.embedding.exchange.routing import Leg, Route
-from shardwise.embedding.exchange.step import Visit
+from shardwise.embedding.exchange.routing import FeatureRoute, Route
+from shardwise.embedding.exchange.step import RankStep
 from shardwise.lookup.exchange import finished, start_exchange
 
 _WANTED = 2
@@ -24,19 +24,19 @@ _WANTED = 2
 Lookups = dict[int, tuple[Query, torch.Tensor]]
 
 
-def weights_train(visits: Sequence[Visit]) -> bool:
+def weights_train(visits: Sequence[RankStep]) -> bool:
     """Whether any rank wants the gradient of its weights: the same on all of them."""
     return any(_wanted_by(visit, place) for visit in visits for place in range(len(visit.notes)))
 
 
-def _wanted_by(visit: Visit, place: int) -> bool:
+def _wanted_by(visit: RankStep, place: int) -> bool:
     return int(visit.notes[place, -1]) == _WANTED
 
 
 def weight_gradients(
     route: Route,
     grid: Grid | None,
-    visits: Sequence[Visit],
+    visits: Sequence[RankStep],
     tables: Sequence[Sequence[torch.Tensor]],
     asked: Sequence[Lookups],
     at_home: Sequence[Lookups],
@@ -66,7 +66,7 @@ def _along(
     return {k: own(tables[k], query, grad) for k, (query, grad) in lookups.items()}
 
 
-def _num_answered(visit: Visit, num_ranks: int) -> list[int]:
+def _num_answered(visit: RankStep, num_ranks: int) -> list[int]:
     """How many numbers this rank sends to each rank."""
     return [
         sum(asked.num_ids[place] for asked in visit.asked.values())
@@ -76,13 +76,13 @@ def _num_answered(visit: Visit, num_ranks: int) -> list[int]:
     ]
 
 
-def _num_wanted(visit: Visit) -> list[int]:
+def _num_wanted(visit: RankStep) -> list[int]:
     """How many numbers each rank sends to this one."""
     wanted = visit.bags.weights_train
     return [sum(counts) if wanted else 0 for counts in visit.packed.ids_per_leg]
 
 
-def _answers(route: Route, visit: Visit, along: dict[int, torch.Tensor]) -> torch.Tensor:
+def _answers(route: Route, visit: RankStep, along: dict[int, torch.Tensor]) -> torch.Tensor:
     """By asking rank, and then by stack, as the ids came."""
     parts = {k: found.split(visit.asked[k].num_ids) for k, found in along.items()}
     pieces = [
@@ -97,7 +97,7 @@ def _answers(route: Route, visit: Visit, along: dict[int, torch.Tensor]) -> torc
 
 
 def _put_back(
-    route: Route, visit: Visit, flat: torch.Tensor, home: dict[int, torch.Tensor]
+    route: Route, visit: RankStep, flat: torch.Tensor, home: dict[int, torch.Tensor]
 ) -> torch.Tensor:
     bags = visit.bags
     dtype = flat.dtype if bags.weights is None else bags.weights.dtype
@@ -121,8 +121,8 @@ def _put_back(
 
 
 def _home_parts(
-    route: Route, visit: Visit, home: dict[int, torch.Tensor]
-) -> Iterator[tuple[Leg, torch.Tensor]]:
+    route: Route, visit: RankStep, home: dict[int, torch.Tensor]
+) -> Iterator[tuple[FeatureRoute, torch.Tensor]]:
     at = dict.fromkeys(home, 0)
     for leg in route.home[visit.rank]:
         k, num = leg.tile.stack, visit.bags.num_ids(leg.feature)

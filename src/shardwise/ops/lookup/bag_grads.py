@@ -185,7 +185,7 @@ def _traced_grads(
     return picked_rows(keep, row.reshape(-1), values, by_freq)
 
 
-POOLED_GRAD = LocalCall(_pooled_grad, together=True)
+POOLED_GRAD = LocalCall(_pooled_grad, collective=True)
 
 
 def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
@@ -278,7 +278,7 @@ def _along_rows(
     return along.masked_fill(skipped, 0)
 
 
-SAMPLE_GRAD = LocalCall(_sample_grad, together=True)
+SAMPLE_GRAD = LocalCall(_sample_grad, collective=True)
 
 
 def _sample_grad_choices(call: Call) -> Iterator[Choice]:

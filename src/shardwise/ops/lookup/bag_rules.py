@@ -18,7 +18,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import check_ids, has_values, owned
 from shardwise.ops.lookup import fused_bags
 from shardwise.ops.lookup.bag_shape import (
@@ -66,16 +66,16 @@ def are_ids_sharded(call: Call) -> bool:
     return bool(call.placed) and call.placed[1].is_shard() and call.inputs[1].ndim == 2
 
 
-def sent(call: Call, *reductions: str) -> tuple[Sent, ...]:
+def sent(call: Call, *reductions: str) -> tuple[CollectiveCost, ...]:
     """Ids, and their weights, to everyone; then the results."""
     gathered = [
-        Sent("all_gather", num_bytes(meta.shape, meta.dtype))
+        CollectiveCost("all_gather", num_bytes(meta.shape, meta.dtype))
         for meta in call.inputs[1:]
         if meta.ndim == 2
     ]
     out = call.outputs[0]
     results = num_bytes(out.shape, out.dtype)
-    return (*gathered, *(Sent(kind, results) for kind in reductions))
+    return (*gathered, *(CollectiveCost(kind, results) for kind in reductions))
 
 
 def num_bytes(shape: Sequence[Any], dtype: torch.dtype) -> float:
@@ -183,7 +183,7 @@ def _masked_sums(
 
 # -- the rule --------------------------------------------------------------------------------
 
-POOLED = LocalCall(_pooled, together=True)
+POOLED = LocalCall(_pooled, collective=True)
 
 
 def _pooled_choices(call: Call) -> Iterator[Choice]:

@@ -114,7 +114,7 @@ class Pooled(UntracedFunction):
         found = along = None
         if for_weight:
             options = (layout.shape[0], mode, padding_idx, by_freq, sparse)
-            found = run(pooled_grad, grad, ids, offsets, weights, *options, wish=layout)
+            found = run(pooled_grad, grad, ids, offsets, weights, *options, preferred=layout)
             found = RowSparse.of(*found) if sparse else found
         if for_weights:
             along = run(sample_grad, grad, weight, ids, offsets, padding_idx)
@@ -133,7 +133,7 @@ class Largest(UntracedFunction):
     @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
         (won,) = ctx.saved_tensors
-        found = run(largest_grad, grad, won, ctx.layout.shape[0], wish=ctx.layout)
+        found = run(largest_grad, grad, won, ctx.layout.shape[0], preferred=ctx.layout)
         return found, None, None, None
 
 

@@ -18,7 +18,7 @@ from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.core.sizes import piece
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import UnsupportedError
@@ -144,8 +144,8 @@ def _gathered(
     return execute(rows, find_steps(terms, out)), None
 
 
-EXCHANGED = LocalCall(_exchanged, together=True)
-GATHERED = LocalCall(_gathered, together=True)
+EXCHANGED = LocalCall(_exchanged, collective=True)
+GATHERED = LocalCall(_gathered, collective=True)
 
 
 def _routed_choices(call: Call) -> Iterator[Choice]:
@@ -175,7 +175,7 @@ def _routed_choices(call: Call) -> Iterator[Choice]:
                         yield choice
 
 
-def _sent(call: Call) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
+def _sent(call: Call) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
     """What gathering sends along the axis, and what exchanging sends."""
     weight, ids = call.inputs
     total = math.prod(s if type(s) is int else 1024 for s in ids.shape)
@@ -183,11 +183,11 @@ def _sent(call: Call) -> tuple[tuple[Sent, ...], tuple[Sent, ...]]:
     id_bytes, row_bytes = total * _ID_BYTES, total * columns * weight.dtype.itemsize
     num = max(call.axis_size, 1)
     return (
-        (Sent("all_gather", id_bytes), Sent("reduce_scatter", row_bytes)),
+        (CollectiveCost("all_gather", id_bytes), CollectiveCost("reduce_scatter", row_bytes)),
         (
-            Sent("all_to_all", 3 * _ID_BYTES * num),
-            Sent("all_to_all", id_bytes / num),
-            Sent("all_to_all", row_bytes / num),
+            CollectiveCost("all_to_all", 3 * _ID_BYTES * num),
+            CollectiveCost("all_to_all", id_bytes / num),
+            CollectiveCost("all_to_all", row_bytes / num),
         ),
     )
 
@@ -266,7 +266,7 @@ def _gathered_grad(
     return fn((*there, table), grad, ids, num_rows, padding_idx, False)
 
 
-RETURNED = LocalCall(_returned, together=True)
+RETURNED = LocalCall(_returned, collective=True)
 
 
 def _returned_choices(call: Call) -> Iterator[Choice]:
@@ -280,7 +280,9 @@ def _returned_choices(call: Call) -> Iterator[Choice]:
     for dim in range(ids.ndim):
         for sizes in call.splits([(1, dim)]):
             batch = Shard(dim, sizes)
-            yield Choice((batch, batch), (wanted,), RETURNED, sent=(Sent("all_to_all", row_bytes),))
+            yield Choice(
+                (batch, batch), (wanted,), RETURNED, sent=(CollectiveCost("all_to_all", row_bytes),)
+            )
 
 
 RULES: Table = table(
@@ -310,13 +312,13 @@ class EmbeddingLookup(UntracedFunction):
         elif routing is not None:
             parcel = Parcel(routing)
             found = run(
-                returned_grad, grad, ids, num_rows, padding_idx, sparse, parcel, wish=layout
+                returned_grad, grad, ids, num_rows, padding_idx, sparse, parcel, preferred=layout
             )
             parcel.routing = None
         elif sparse:
-            found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
+            found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         else:
-            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, wish=layout)
+            found = run(_table_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         return RowSparse.of(*found) if sparse else found, None, None
 
 
@@ -336,7 +338,7 @@ class LookupGrad(UntracedFunction):
     ) -> Any:
         ctx.save_for_backward(ids)
         ctx.options = (padding_idx, by_freq)
-        return run(_table_grad, grad, ids, layout.shape[0], padding_idx, by_freq, wish=layout)
+        return run(_table_grad, grad, ids, layout.shape[0], padding_idx, by_freq, preferred=layout)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:

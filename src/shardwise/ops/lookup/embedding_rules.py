@@ -129,7 +129,7 @@ def owned_lookup(
     return torch.embedding(weight, row).masked_fill_(foreign.unsqueeze(-1), 0)
 
 
-LOOKUP = LocalCall(lookup, together=True)
+LOOKUP = LocalCall(lookup, collective=True)
 
 
 def lookup_choices(call: Call) -> Iterator[Choice]:
@@ -270,7 +270,7 @@ def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator
         yield Choice(choice.inputs, choice.outputs, local)
 
 
-TABLE_GRAD = LocalCall(table_grad, together=True)
+TABLE_GRAD = LocalCall(table_grad, collective=True)
 
 
 def _table_grad_choices(call: Call) -> Iterator[Choice]:
@@ -326,7 +326,7 @@ def _masked_renorm(
     return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
 
 
-RENORM = LocalCall(renorm, together=True)
+RENORM = LocalCall(renorm, collective=True)
 
 
 def _renorm_choices(call: Call) -> Iterator[Choice]:

@@ -17,7 +17,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Sent, Table, table
+from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import check_ids, local_rows
 from shardwise.ops.lookup import fused_bags
 from shardwise.ops.lookup.bag_grads import columns_and_rows
@@ -150,7 +150,7 @@ def _agreed(
     return best, place
 
 
-LARGEST = LocalCall(_largest, together=True)
+LARGEST = LocalCall(_largest, collective=True)
 
 
 def _largest_choices(call: Call) -> Iterator[Choice]:
@@ -160,14 +160,16 @@ def _largest_choices(call: Call) -> Iterator[Choice]:
 def _every_largest_choice(call: Call) -> Iterator[Choice]:
     """Operands: the table, the ids, and the offsets where there are any."""
 
-    def choice(first: Placement, batch: Placement, out: Placement, *moved: Sent) -> Choice:
+    def choice(
+        first: Placement, batch: Placement, out: Placement, *moved: CollectiveCost
+    ) -> Choice:
         return Choice(batch_placements(call, (first,), batch), (out, out), LARGEST, sent=moved)
 
     yield choice(REPLICATE, REPLICATE, REPLICATE)
     out = call.outputs[0]
     results = [
-        Sent("all_reduce", num_bytes(out.shape, out.dtype)),
-        Sent("all_reduce", num_bytes(out.shape, torch.int64)),
+        CollectiveCost("all_reduce", num_bytes(out.shape, out.dtype)),
+        CollectiveCost("all_reduce", num_bytes(out.shape, torch.int64)),
     ]
     for sizes in call.splits([(0, 0)]):
         if not are_ids_sharded(call):
@@ -207,7 +209,7 @@ def _largest_grad(
     return each_rank(table.grid, here, grad, won, axes=table.axes_of(0))
 
 
-LARGEST_GRAD = LocalCall(_largest_grad, together=True)
+LARGEST_GRAD = LocalCall(_largest_grad, collective=True)
 
 
 def _largest_grad_choices(call: Call) -> Iterator[Choice]:

@@ -101,7 +101,7 @@ def _traced_values(
     return picked_rows(keep, rows, values, by_freq)
 
 
-SPARSE_GRAD = LocalCall(_sparse_grad, together=True)
+SPARSE_GRAD = LocalCall(_sparse_grad, collective=True)
 
 
 def _choices(call: Call) -> Iterator[Choice]:

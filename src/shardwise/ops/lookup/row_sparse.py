@@ -215,7 +215,7 @@ class RowSparse(DTensor):
         types: Any,
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-        wish: Layout | None = None,
+        preferred: Layout | None = None,
     ) -> Any:
         handler = _HANDLERS.get(func)
         result = NotImplemented if handler is None else handler(*args, **(kwargs or {}))

@@ -293,8 +293,8 @@ def _einsum_dtype(
 
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
     if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
-        hollow = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
-        aten.bilinear.default(*hollow)  # torch's checks: it does not take all that are empty
+        fake = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
+        aten.bilinear.default(*fake)  # torch's checks: it does not take all that are empty
     out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
     return out if bias is None else out + bias
 

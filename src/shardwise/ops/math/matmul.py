@@ -199,7 +199,7 @@ class BatchedMatmul(UntracedFunction):
         if for_right:
             alike = ctx.right_layout.ndim == ctx.num_dims
             op = matmul_right_grad if alike else linear_weight_grad
-            grad_right = run(op, left, grad, wish=gradient_layout(ctx.right_layout))
+            grad_right = run(op, left, grad, preferred=gradient_layout(ctx.right_layout))
         return grad_left, grad_right
 
 
@@ -273,11 +273,11 @@ class Linear(UntracedFunction):
                 grad_x = run(linear_input_grad, grad, weight)
         if for_weight:
             layout = weight._layout if for_x else ctx.weight_layout
-            wish = gradient_layout_of[layout.symbolic](layout)
+            preferred = gradient_layout_of[layout.symbolic](layout)
             if again and (grad.requires_grad or x.requires_grad):
-                grad_weight = LinearWeightGrad.apply(grad, x, wish)
+                grad_weight = LinearWeightGrad.apply(grad, x, preferred)
             else:
-                grad_weight = run(linear_weight_grad, grad, x, wish=wish)
+                grad_weight = run(linear_weight_grad, grad, x, preferred=preferred)
         if for_bias:
             if again:
                 grad_bias = grad.sum(list(range(grad.dim() - 1))) if grad.dim() > 1 else grad
@@ -288,9 +288,9 @@ class Linear(UntracedFunction):
 
 class LinearWeightGrad(UntracedFunction):
     @staticmethod
-    def forward(ctx: Any, grad: Any, x: Any, wish: Layout) -> Any:
+    def forward(ctx: Any, grad: Any, x: Any, preferred: Layout) -> Any:
         ctx.save_for_backward(grad, x)
-        return run(linear_weight_grad, grad, x, wish=wish)
+        return run(linear_weight_grad, grad, x, preferred=preferred)
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Any) -> Any:

@@ -443,7 +443,7 @@ def native_batch_norm(
     if torch.is_grad_enabled():
         _refuse_gradients(running_mean, running_var)
     if training:
-        aten.native_batch_norm.default(*map(_hollow, operands), True, momentum, eps)
+        aten.native_batch_norm.default(*map(_fake, operands), True, momentum, eps)
         out, mean, var = _apply(x, weight, bias, None, None, True, eps)
         _update(running_mean, mean, momentum)
         _update(running_var, _unbiased(var, _count(x)), momentum)
@@ -464,7 +464,7 @@ def _refuse_gradients(*statistics: Any) -> None:
         )
 
 
-def _hollow(x: Any) -> Any:
+def _fake(x: Any) -> Any:
     """Torch checks the shapes, on tensors without data."""
     if x is None:
         return None
@@ -555,7 +555,7 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
     if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
     if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
-        aten.rms_norm.default(_hollow(x), normalized_shape, _hollow(weight), eps)
+        aten.rms_norm.default(_fake(x), normalized_shape, _fake(weight), eps)
     wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     if eps is None:  # as torch: of the dtype that it computes in
         eps = torch.finfo(wide.dtype).eps

@@ -227,11 +227,11 @@ def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -
     fits = fits and (weight is None or tuple(weight.shape) == (classes,))
     if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
         return
-    hollow = [
+    fake = [
         t if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
         for t in (scores, target, weight)
     ]
-    op(*hollow, *options)
+    op(*fake, *options)
 
 
 KERNELS: tuple[tuple[str, Any], ...] = (

@@ -223,9 +223,9 @@ def _state(kind: str, x: Any, state: Any, w_ih: Any, w_hh: Any) -> Any:
         )
         if fits:
             return distributed(state, next(t for t in (x, w_ih, w_hh) if isinstance(t, DTensor)))
-    hollow = [torch.empty(t.shape, device="meta") for t in (x, state, w_ih, w_hh)]
-    hollow_state = [hollow[1]] * 2 if kind == "lstm_cell" else hollow[1]
-    getattr(torch, kind)(hollow[0], hollow_state, *hollow[2:])
+    fake = [torch.empty(t.shape, device="meta") for t in (x, state, w_ih, w_hh)]
+    fake_state = [fake[1]] * 2 if kind == "lstm_cell" else fake[1]
+    getattr(torch, kind)(fake[0], fake_state, *fake[2:])
     return state
 
 

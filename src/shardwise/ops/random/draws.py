@@ -2,8 +2,8 @@
 
 Note [Drawn once for all ranks]
 A draw changes the generator, so the local functions here are called once for all ranks present
-(`LocalCall.together`): a process of the real world fills its own part, a simulated world fills the
-parts of all ranks from one pass over the numbers.
+(`LocalCall.collective`): a process fills its own shard, a simulated world fills the shards of all
+ranks from one pass over the numbers.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _placed_alike(call: Call) -> Iterator[Choice]:
 
 def fill_choices(call: Call) -> Iterator[Choice]:
     """The values of the first argument do not matter; a Partial one may be written to."""
-    local = LocalCall(Fill(call.op), together=True)
+    local = LocalCall(Fill(call.op), collective=True)
     for choice in _placed_alike(call):
         yield replace(choice, local=local)
     before = call.placed[0] if call.placed else REPLICATE
@@ -137,7 +137,7 @@ class Bernoulli:
 
 def bernoulli_choices(call: Call) -> Iterator[Choice]:
     for choice in _placed_alike(call):
-        yield replace(choice, local=LocalCall(Bernoulli(call.op), together=True))
+        yield replace(choice, local=LocalCall(Bernoulli(call.op), collective=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ def _refuse_negative(layout: Layout, std: torch.Tensor) -> None:
 
 def normal_choices(call: Call) -> Iterator[Choice]:
     for choice in elementwise().choices(call):
-        yield replace(choice, local=LocalCall(Normal(), together=True))
+        yield replace(choice, local=LocalCall(Normal(), collective=True))
 
 
 # -- dropout ---------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _mask_writer(p: float, dtype: torch.dtype) -> Any:
 
 
 def dropout_choices(call: Call) -> Iterator[Choice]:
-    local = LocalCall(Dropout(), together=True)
+    local = LocalCall(Dropout(), collective=True)
     for choice in _placed_alike(call):
         yield replace(choice, local=local)
     for reduce_op in ("sum", "avg"):
@@ -252,7 +252,7 @@ def rrelu_slopes(
 
 
 def whole_choices(call: Call) -> Iterator[Choice]:
-    yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), together=True))
+    yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), collective=True))
 
 
 RULES: Table = table(

@@ -23,44 +23,44 @@ from shardwise.shard.lookup.pooling import (
     SpreadRows,
     renorm_rows,
 )
-from shardwise.shard.lookup.row_requests import Asked, Wish, ask, checked
+from shardwise.shard.lookup.row_requests import RowReply, RowRequest, ask, checked
 from shardwise.shard.lookup.stage import Flat
 from shardwise.shard.tiling import row_owners
 from shardwise.simulation.ranks import each_rank
 
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
-    def wish(mine: torch.Tensor) -> Wish:
+    def request(mine: torch.Tensor) -> RowRequest:
         return _each_row_once(lookup, mine, bags.fault_of_ids(mine))
 
-    asked, (inverse,) = ask(lookup, wish, ids)
-    _shorten(lookup, asked)
+    reply, (inverse,) = ask(lookup, request, ids)
+    _shorten(lookup, reply)
     local = RowsAsked(lookup.padding_idx, lookup.sparse)
     finish = SpreadRows(RowPerId(lookup.by_frequency))
-    exchange = _exchange(lookup, asked, local=local, finish=finish)
-    return OwnBatch.apply(lookup.weight, exchange, (asked.rows,), (inverse, ids))
+    exchange = _exchange(lookup, reply, local=local, finish=finish)
+    return OwnBatch.apply(lookup.weight, exchange, (reply.rows,), (inverse, ids))
 
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     if lookup.by_frequency:
         return _pooled_at_home(lookup, batch)
 
-    def wish(*mine: torch.Tensor) -> Wish:
+    def request(*mine: torch.Tensor) -> RowRequest:
         return _bags_in_pieces(lookup, batch.of_rank(mine))
 
-    asked, own = ask(lookup, wish, *batch.tensors)
-    _shorten(lookup, asked)
-    there = (asked.rows, asked.starts)
+    reply, own = ask(lookup, request, *batch.tensors)
+    _shorten(lookup, reply)
+    there = (reply.rows, reply.starts)
     if batch.mode == "max":
-        local = StrongestRows(asked.longest if asked.trains else None)
-        exchange = _exchange(lookup, asked, local=local, finish=MaximumOfPieces(asked.trains))
-        own = (*own, asked.own_starts, asked.route.order)
+        local = StrongestRows(reply.longest if reply.trains else None)
+        exchange = _exchange(lookup, reply, local=local, finish=MaximumOfPieces(reply.trains))
+        own = (*own, reply.own_starts, reply.route.order)
         return OwnBatch.apply(lookup.weight, exchange, there, own)
     weights = [] if batch.weights is None else [Flat.apply(batch.weights, lookup.grid)]
     finish = AddPieces(mean=batch.mode == "mean")
     exchange = _exchange(
         lookup,
-        asked,
+        reply,
         local=PoolPieces(lookup.sparse),
         finish=finish,
         travels=(True,) * len(weights),
@@ -69,29 +69,29 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
 
 
 def _pooled_at_home(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
-    def wish(*mine: torch.Tensor) -> Wish:
+    def request(*mine: torch.Tensor) -> RowRequest:
         own = batch.of_rank(mine)
         return _each_row_once(lookup, own.ids, own.fault, own.ids, own.lengths)
 
-    asked, own = ask(lookup, wish, *batch.tensors)
-    _shorten(lookup, asked)
+    reply, own = ask(lookup, request, *batch.tensors)
+    _shorten(lookup, reply)
     weights = [] if batch.weights is None else [batch.weights]
     exchange = _exchange(
         lookup,
-        asked,
+        reply,
         local=RowsAsked(None, lookup.sparse),
         finish=SpreadRows(PoolByFrequency(batch.mode, lookup.padding_idx)),
         travels=(False,) * len(weights),
     )
-    return OwnBatch.apply(lookup.weight, exchange, (asked.rows,), own, *weights)
+    return OwnBatch.apply(lookup.weight, exchange, (reply.rows,), own, *weights)
 
 
-def _exchange(lookup: Lookup, asked: Asked, travels: Any = (), **functions: Any) -> Exchange:
+def _exchange(lookup: Lookup, reply: RowReply, travels: Any = (), **functions: Any) -> Exchange:
     return Exchange(
         lookup.what,
         lookup.weight._tiling,
         lookup.blocks,
-        asked.route,
+        reply.route,
         travels=travels,
         sparse=lookup.sparse,
         grad_reduction=lookup.weight.grad_reduction,
@@ -104,17 +104,17 @@ def _exchange(lookup: Lookup, asked: Asked, travels: Any = (), **functions: Any)
 
 def _each_row_once(
     lookup: Lookup, given: torch.Tensor, fault: str | None, *keep: torch.Tensor
-) -> Wish:
+) -> RowRequest:
     """Every row is a piece; the place of each id among them is kept too."""
     owners = row_owners(lookup.weight._tiling)
     ids = checked(given, fault, lookup.num_rows)
     rows, inverse, counts = by_owner(owners.numbered(ids.usable), list(owners.bounds))
     first = torch.ones_like(rows, dtype=torch.bool)
     order = torch.arange(rows.numel(), device=rows.device)
-    return Wish(ids, rows, first, order, counts, counts, (inverse, *keep))
+    return RowRequest(ids, rows, first, order, counts, counts, (inverse, *keep))
 
 
-def _bags_in_pieces(lookup: Lookup, own: OwnBags) -> Wish:
+def _bags_in_pieces(lookup: Lookup, own: OwnBags) -> RowRequest:
     """The rows of one bag that are with one owner are a piece.
 
     What is kept is the bag of each piece, and how many ids count in each bag.
@@ -135,7 +135,7 @@ def _bags_in_pieces(lookup: Lookup, own: OwnBags) -> Wish:
     rows, bag, owner = rows[order], bag[order], owner[order]
     first = _changes(owner * lengths.numel() + bag)
     num_ranks = len(owners.bounds) - 1
-    return Wish(
+    return RowRequest(
         ids,
         rows,
         first,
@@ -153,12 +153,12 @@ def _changes(x: torch.Tensor) -> torch.Tensor:
     return torch.cat([x.new_ones(x[:1].shape, dtype=torch.bool), x[1:] != x[:-1]])
 
 
-def _shorten(lookup: Lookup, asked: Asked) -> None:
+def _shorten(lookup: Lookup, reply: RowReply) -> None:
     """Shorten the rows that somebody looks up to `max_norm`, the padding row included."""
     if lookup.max_norm is None:
         return
-    rows, padding = asked.rows, lookup.padding_idx
-    if padding is not None and asked.padded:
+    rows, padding = reply.rows, lookup.padding_idx
+    if padding is not None and reply.padded:
         stretches, ranks = lookup.blocks.stretches, lookup.grid.ranks
 
         def with_padding(place: Any, rows: torch.Tensor) -> torch.Tensor:

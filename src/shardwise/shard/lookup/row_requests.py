@@ -43,7 +43,7 @@ def checked(ids: torch.Tensor, fault: str | None, num_rows: int) -> Ids:
 
 
 @dataclass(frozen=True, slots=True)
-class Wish:
+class RowRequest:
     """What one rank wants: rows in pieces, of which each owner answers every one with a row."""
 
     ids: Ids
@@ -63,7 +63,7 @@ class Wish:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class RowReply:
     """What each rank was asked for, and the way back."""
 
     route: ToOwners
@@ -79,15 +79,15 @@ class Asked:
 
 
 def ask(
-    lookup: Lookup, wish: Callable[..., Wish], *tensors: torch.Tensor
-) -> tuple[Asked, tuple[torch.Tensor, ...]]:
-    """Ask for what `wish` makes of each rank's own tensors; also what it keeps."""
+    lookup: Lookup, request: Callable[..., RowRequest], *tensors: torch.Tensor
+) -> tuple[RowReply, tuple[torch.Tensor, ...]]:
+    """Ask for what `request` makes of each rank's own tensors; also what it keeps."""
     grid = lookup.grid
     trains = torch.is_grad_enabled() and lookup.weight.requires_grad
     faults = Faults(grid, lookup.what, f"{lookup.what}: ")
 
     def tell(place: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        own = wish(*mine)
+        own = request(*mine)
         ids, counts = own.ids, torch.stack([own.num_rows, own.num_pieces], 1)
         status = faults.status(place, ids.fault)
         told = counts.new_tensor([status, ids.low, ids.high, own.longest, own.padded, trains])
@@ -104,9 +104,9 @@ def ask(
         # How many rows and how many pieces, of each owner and for each rank.
         (sent, wanted), (got, given) = _columns(grid, counts), _columns(grid, arrived)
         route = ToOwners(grid, order, entries, sent, got, wanted, given)
-        asked = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
-    rows, starts = _decoded(lookup, asked)
-    found = Asked(route, rows, starts, own_starts, max(longest), any(padded), any(training))
+        reply = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
+    rows, starts = _decoded(lookup, reply)
+    found = RowReply(route, rows, starts, own_starts, max(longest), any(padded), any(training))
     return found, tuple(keep)
 
 
@@ -115,7 +115,7 @@ def _columns(grid: Grid, counts: torch.Tensor) -> list[Counts]:
     return [on_host(grid, column) for column in columns]
 
 
-def _decoded(lookup: Lookup, asked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _decoded(lookup: Lookup, reply: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows of each rank's block, and where pieces begin among them."""
     bounds = row_owners(lookup.weight._tiling).bounds
 
@@ -124,4 +124,4 @@ def _decoded(lookup: Lookup, asked: torch.Tensor) -> tuple[torch.Tensor, torch.T
         rows = torch.where(first, ~numbers, numbers).long() - bounds[place[0]]
         return rows, first.nonzero().squeeze(1)
 
-    return each_rank(lookup.grid, decode, asked)
+    return each_rank(lookup.grid, decode, reply)
