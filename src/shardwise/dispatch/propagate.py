@@ -113,8 +113,8 @@ def every_plan(
 ) -> Iterator[CallPlan]:
     """The plan of each combination of choices, the cheap and the dear ones: for checking rules.
 
-    `starts` are the layouts in which the inputs may lie, each with a preferred output. A plan that several of
-    them lead to comes once, and without the steps that would lead there.
+    `starts` are the layouts in which the inputs may lie, each with a preferred output. A plan that
+    several of them lead to comes once, and without the steps that would lead there.
     """
     asked: dict[Any, list[Choice]] = {}
     # Equal choices become one object, so that a combination is known by theirs.

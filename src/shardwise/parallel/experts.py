@@ -138,9 +138,9 @@ class _Owned:
         tokens, experts, weights = shapes
         if len(tokens) != 2 or len(experts) != 2 or experts != weights or experts[0] != tokens[0]:
             raise LayoutError(
-                f"{self.boundary.where}: ExpertParallel takes tokens of shape (num_tokens, width), and "
-                "the experts of each token and their weights, both (num_tokens, num_chosen); found "
-                f"{', '.join(map(str, shapes))}."
+                f"{self.boundary.where}: ExpertParallel takes tokens of shape (num_tokens, width), "
+                "and the experts of each token and their weights, both (num_tokens, num_chosen); "
+                f"found {', '.join(map(str, shapes))}."
             )
 
     def _held(self, module: nn.Module, name: str) -> torch.Tensor:

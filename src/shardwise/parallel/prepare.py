@@ -76,8 +76,9 @@ class PrepareModuleInput(ParallelStyle):
         if len(args) != len(self.input_layouts):
             raise LayoutError(
                 f"{boundary.where} was called with {len(args)} positional inputs, but "
-                f"input_layouts has {len(self.input_layouts)}: {self.input_layouts}. Give one layout for each, "
-                "None for those to leave alone, and input_kwarg_layouts for keywords."
+                f"input_layouts has {len(self.input_layouts)}: {self.input_layouts}. Give one "
+                "layout for each, None for those to leave alone, and input_kwarg_layouts for "
+                "keywords."
             )
         layouts = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
