@@ -24,6 +24,7 @@ from shardwise._torch.autograd import current_node
 from shardwise._torch.frames import maker
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
+from shardwise.core.sizes import surely_equal
 from shardwise.core.untraced import untraced
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.wrapped import Wrapped
@@ -247,7 +248,8 @@ def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> No
     """Let a planned `cat` wrap the plain gradients of the operands that it skips."""
     if op is not torch.ops.aten.cat.default:
         return
-    skipped = [i for i, layout in enumerate(layouts[0]) if tuple(layout.shape) == (0,)]
+    one_dim = [(i, layout.shape[0]) for i, layout in enumerate(layouts[0]) if layout.ndim == 1]
+    skipped = [i for i, size in one_dim if surely_equal(size, 0)]
     move = entry.move
 
     def hooked(operands: list[Any], args: Sequence[Any]) -> None:
