@@ -124,16 +124,16 @@ RUNS = {
     "convolutions, data x channels": Run(
         "ConvNet", mesh=(2, 2), plan=over(R, LAYERED), batch=(S0, R)
     ),
-    "recommender, data": Run("Recommender", batch=(S0,), batch_size=7),
-    "recommender, rows": Run("Recommender", plan=TABLES, batch=(S0,)),
+    "recommender, data": Run("ClickModel", batch=(S0,), batch_size=7),
+    "recommender, rows": Run("ClickModel", plan=TABLES, batch=(S0,)),
     "recommender, columns": Run(
-        "Recommender", plan={"tables.*.weight": [S1]}, batch=(S0,), batch_size=7
+        "ClickModel", plan={"tables.*.weight": [S1]}, batch=(S0,), batch_size=7
     ),
     "recommender, data x rows": Run(
-        "Recommender", mesh=(2, 2), plan=over(R, TABLES), batch=(S0, R)
+        "ClickModel", mesh=(2, 2), plan=over(R, TABLES), batch=(S0, R)
     ),
     "recommender, tables on one rank": Run(
-        "Recommender",
+        "ClickModel",
         plan={
             "tables.0.weight": [Shard(0, (0, 11, 0, 0))],
             "tables.1.weight": [Shard(0, (7, 0, 0, 0))],

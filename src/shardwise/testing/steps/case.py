@@ -106,7 +106,7 @@ class Door:
 class StepCase:
     """
     >>> text = "norms | dp=2,tp=2 | tp; dp(dp) | clip, late | sgd | 0"
-    >>> case = Case.parse(text)
+    >>> case = StepCase.parse(text)
     >>> case.data_axes, case.num_parts, str(case) == text
     (('dp',), 2, True)
     """
