@@ -35,7 +35,7 @@ clean:
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
-# The stamps are newer than pyproject.toml exactly when the environment matches it.
+# A stamp newer than pyproject.toml means that the environment matches it.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e .
 	touch $@

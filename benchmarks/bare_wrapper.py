@@ -1,7 +1,7 @@
-"""The least that a tensor subclass can be: it holds one tensor, and ops work on that.
+"""A minimal tensor subclass: a wrapper around one tensor, without layout, rules or hooks.
 
-No layout, no rules, no hooks: what compiled code costs with these is torch's own handling of
-subclasses, below which no distributed tensor gets.
+Its cost in compiled code is torch's own handling of subclasses: the lower bound for any distributed
+tensor.
 """
 
 from __future__ import annotations

@@ -2,10 +2,9 @@
 
     python -m benchmarks.checkpoint [--size 2e9] [--ranks 4] [--repeats 3] [--folder /tmp]
 
-One run: both save the same sharded state in turn and load it in turn, each repeat in a folder of
-its own. Seconds are those of the slowest rank on the wall clock, files synced, and the CPU time of
-all ranks, which other work on the machine disturbs less. Memory is what a rank holds at its peak
-beyond what it held before.
+Both systems save the same sharded state in turn and load it in turn, each repeat in its own folder.
+Reported are the wall time of the slowest rank (files synced), the CPU time of all ranks, which is
+less sensitive to other work on the machine, and a rank's peak memory above its use before.
 """
 
 from __future__ import annotations

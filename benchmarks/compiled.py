@@ -3,11 +3,11 @@
     python -m benchmarks.compiled [--repeats 15] [--json out.json]
 
 All sides are compiled by inductor with `fullgraph=True` and run forward and backward, in one
-process, on one mesh of 4 ranks whose process group sends nothing. Compute is small, so what is left
-is overhead. Plain torch starts the same collectives, written by hand: they are part of the work.
-Where nothing is sent, a subclass that does nothing else is timed too: what it costs is torch's own.
-The time to compile is that of the first call, caches off. The sides are timed with `dynamic=False`:
-they share a code object, and torch would take the local sizes of one side for new sizes of another.
+process, on one mesh of 4 ranks with a fake process group. The tensors are small, so the times are
+mostly overhead. Plain torch starts the same collectives, written by hand. Where nothing is sent, a
+bare wrapper class is timed too: its cost is torch's own. The compile time is that of the first
+call, caches off. The sides are timed with `dynamic=False`: they share a code object, and torch
+would take the local sizes of one side for new sizes of another.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ CASES: dict[str, Any] = {
     "embedding by columns, 512 ids of 8192": functools.partial(_by_columns, batch=512, rows=8192),
     "embedding by rows, 64 ids of 1024": _by_rows,
 }
-#: Where a bare wrapper has no part: it knows no collectives.
+#: Cases without a bare wrapper, which has no collectives.
 SENDING = (_mlp, _by_rows)
 
 
@@ -147,7 +147,7 @@ def main() -> None:
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     results = []
     for name, make in CASES.items():
-        _step(make, None, mesh)  # what is loaded once
+        _step(make, None, mesh)  # one-time imports
         sides = [side for side in SIDES if side != "bare" or make not in SENDING]
         compile_s: dict[str, list[float]] = {side: [] for side in sides}
         for _ in range(3):

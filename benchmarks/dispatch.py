@@ -2,9 +2,9 @@
 
     python -m benchmarks.dispatch [--filter linear] [--repeats 15] [--json out.json]
 
-The tensors are small, so what is left is overhead. Both systems share one mesh of 4 ranks in a real
-world (nothing is simulated) whose process group sends nothing: collectives cost their launch only.
-Both get the same local values in the same placements.
+The tensors are small, so the times are mostly overhead. Both systems share one mesh of 4 ranks with
+a fake process group (no simulated world): collectives cost their launch only. Both get the same
+local values in the same placements.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def embeddings(cases: Cases) -> Iterator[Case]:
         ("row-wise", shard(0), replicated),
         ("column-wise", shard(1), shard(1)),
     ):
-        # After sum() a replicated gradient arrives. torch then leaves the whole table's replicated
-        # too and moves it when it is used; shardwise's lies like the table at once. So that case
-        # is timed with the update.
+        # After sum() a replicated gradient arrives. torch then leaves the whole table's gradient
+        # replicated and moves it when it is used; shardwise shards it like the table at once. So
+        # that case is timed with the update.
         yield cases.each(f"embedding, {name}, fwd+bwd", _train_lookup(cases, placed, like_output))
         yield cases.each(f"embedding, {name}, sum, fwd+bwd+update", _train_lookup(cases, placed))
 

@@ -5,9 +5,9 @@
 Gloo processes on this machine, one thread each. The sides of a case take turns, so that a slow
 phase of the machine hits all of them, and ratios are medians of the turns' own ratios. CPU seconds
 are summed over ranks (all threads of the processes); bytes are what the processes' sockets sent, as
-the kernel counts them; memory is the peak of a rank above what it had before its tables were made.
-The floor reads the rows, sends the bytes and adds to the rows, with all else done beforehand.
-torchrec's rows need `torchrec` and `fbgemm-gpu-cpu`; they are left out where these are missing.
+the kernel counts them; memory is a rank's peak above its use before the tables were made. The floor
+reads the rows, sends the bytes and adds to the rows, with all else done beforehand. torchrec's rows
+need `torchrec` and `fbgemm-gpu-cpu`, and are left out without them.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Turn:
 def cases(wanted: Sequence[str]) -> list[list[Side]]:
     """Groups of sides that take turns with each other."""
     rival = ["torchrec"] if importlib.util.find_spec("torchrec") else []
-    # Where fbgemm is installed, the default takes its kernel for row-wise Adagrad.
+    # Where fbgemm is installed, the default uses its kernel for row-wise Adagrad.
     plain = ["shardwise, torch kernels"] if importlib.util.find_spec("fbgemm_gpu") else []
     found: dict[str, list[Side]] = {}
     for kind in ("table_wise", "column_wise", "row_wise"):

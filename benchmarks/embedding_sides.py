@@ -65,7 +65,7 @@ def ours(sizes: Sizes, kind: str, optimizer: str, backend: str = "auto") -> Step
     tables = [Table(f"t{i}", sizes.rows, sizes.dim) for i in range(sizes.tables)]
     fused = {
         "sgd": SGD(LR),
-        # As torchrec does it; the numbers of one device take an all-reduce more.
+        # As torchrec does it; one device's numbers would take another all-reduce.
         "row-wise adagrad": RowWiseAdagrad(LR, eps=EPS, across_columns=False),
         "row-wise adagrad, exact": RowWiseAdagrad(LR, eps=EPS),
     }.get(optimizer)

@@ -1,9 +1,9 @@
-"""Where the time of one eager `add` goes: the floor that any wrapper stands on, and what we add.
+"""Where the time of one eager `add` goes: the cost of any wrapper class, and what DTensor adds.
 
     python -m benchmarks.floor [--repeats 25]
 
-Each row is a whole call, so that differences between rows say what a stage costs: the local op; a
-wrapper class that does nothing but unwrap, call and wrap; DTensor's hit path; and parts of that.
+Each row is a whole call, so differences between rows are the cost of a stage: the local op; a
+wrapper class that only unwraps, calls and wraps; DTensor's hit path; and parts of that.
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@
 
 Forward, and the whole training step (forward, backward, update), with uniform and with power-law
 ids; medians of device events, all in one run. Bytes are those of the rows, the ids and the output.
-Batches of 256 stand beside one launch, measured alike: between two events with the host in between.
-One table as a DTensor stands beside the same table without, and a batch with a bag of 100,000 ids
-beside one without. Without a GPU it says so.
+Batches of 256 are compared with one empty launch, host time included; one table as a DTensor with
+the same plain table; and a batch that has a bag of 100,000 ids with one that has not. Exits with a
+message if there is no GPU.
 """
 
 from __future__ import annotations

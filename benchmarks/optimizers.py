@@ -2,10 +2,10 @@
 
     python -m benchmarks.optimizers [--sizes 16 100 1000] [--repeats 15] [--json out.json]
 
-The tensors are small, so what is left is overhead. Parameters are sharded by rows, sharded by
-columns and replicated in turn, on a mesh of 4 ranks whose process group sends nothing. Both systems
-get the same values in the same placements; gradients lie like their parameters. The last cases clip
-the gradients by their norm, which takes one all-reduce.
+The tensors are small, so the times are mostly overhead. Parameters are sharded by rows, sharded by
+columns and replicated in turn, on a mesh of 4 ranks with a fake process group. Both systems get the
+same values in the same placements; gradients have the layouts of their parameters. The last cases
+clip the gradients by their norm, which takes one all-reduce.
 """
 
 from __future__ import annotations

@@ -2,13 +2,12 @@
 
     python -m benchmarks.parallel_block [--filter sequence] [--repeats 15] [--json out.json]
 
-Both systems share one mesh of 4 ranks in a real world whose process group sends nothing, so that
-what is timed is the work of one rank: its part of the arithmetic, and the overhead. The column
-"local" is that arithmetic on plain tensors. Both get the same plan: styles of the same names with
-the same layouts, over copies of one module.
+Both systems share one mesh of 4 ranks with a fake process group, so the times are those of one
+rank: its arithmetic and the overhead. The column "local" is that arithmetic on plain tensors. Both
+get the same plan: styles of the same names with the same layouts, on copies of one module.
 
-Bytes are counted by one counter for both sides, as a ring sends them. The run fails when shardwise
-sends more than torch.
+One counter counts the bytes of both sides, as a ring sends them. The run fails if shardwise sends
+more than torch.
 """
 
 from __future__ import annotations
@@ -164,7 +163,7 @@ def steps(mesh: DeviceMesh, plan: str, size: Size) -> dict[str, Callable[[], Non
     return made
 
 
-#: What a rank sends in a ring, for each byte that it puts in.
+#: Bytes that a rank sends in a ring, per byte of its input.
 RING = {
     "all_reduce": 2 * (NUM_RANKS - 1) / NUM_RANKS,
     "all_gather_into_tensor": NUM_RANKS - 1,
@@ -174,7 +173,7 @@ RING = {
 
 
 def bytes_sent(step: Callable[[], None]) -> int:
-    step()  # the counter does not see through the fake tensors with which torch plans a first call
+    step()  # on a first call the counter would see the fake tensors of torch's planning
     with CommDebugMode() as comm:
         step()
     return round(sum(RING[event.kind] * event.num_bytes for event in comm.events))

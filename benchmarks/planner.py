@@ -2,10 +2,10 @@
 
     python -m benchmarks.planner --peer-python /path/to/python-with-torchrec [--keep FOLDER]
 
-torchrec plans each of thirty tasks in a process of its own and writes down its search space with
-its own estimates; the same options and costs are then given to this planner, which has a tenth of
-torchrec's CPU seconds (0.1 at least). Without --peer-python that part is left out, and said so.
-CPU seconds are of one thread; what a peer wrote into --keep is used again.
+torchrec plans each of thirty tasks in its own process and writes its search space with its own cost
+estimates to a file. This planner gets the same options and costs, and a tenth of torchrec's CPU
+seconds (at least 0.1). Without --peer-python that part is skipped with a message. CPU seconds are
+of one thread; torchrec's results in --keep are reused.
 """
 
 from __future__ import annotations

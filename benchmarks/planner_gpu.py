@@ -6,7 +6,7 @@ Lookups and updates are measured with a collection on the GPU (seconds between d
 included) and fitted. Then twenty plans of 26 tables on 8 ranks are drawn, each rank's set of tables
 is run alone, and the order of the slowest ranks is compared with the predicted one. What one GPU
 cannot measure, the networks, is taken from data sheets, and the file says so. Needs torch, triton
-and numpy. `--device cpu --quick` runs the same code without a GPU, for a check of the script.
+and numpy. `--device cpu --quick` tests the script without a GPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""torchrec's planner on one task, in a process of its own: `python planner_peer.py NUMBER FILE`.
+"""torchrec's planner on one task, in its own process: `python planner_peer.py NUMBER FILE`.
 
-Writes the search space with torchrec's own costs, the plan that it found, and its CPU seconds.
+Writes torchrec's search space with its costs, the plan that it found, and its CPU seconds.
 """
 
 from __future__ import annotations

@@ -4,10 +4,9 @@
 
 The machine is calibrated first (unless --constants names a file). Then the planned step, all tables
 row-wise, column-wise, table-wise, and further drawn plans run in turn; a step's time is the CPU
-seconds of its slowest rank, since processes that share cores wait for each other, and the least of
-all rounds counts. Printed are the predicted and measured times and their rank correlation. With
---peer-python, torchrec runs the same tables and batches with the plan of its own planner, in
-processes of its own.
+seconds of its slowest rank, since processes that share cores wait for each other; the minimum of
+all rounds counts. It prints the predicted and measured times and their rank correlation. With
+--peer-python, torchrec runs the same tables and batches with its own plan, in its own processes.
 """
 
 from __future__ import annotations
@@ -147,7 +146,7 @@ def main(arguments: list[str] | None = None) -> None:
             per_rank = launch(run_ours, RANKS, entries, collective_timeout_s=300)
             measured[name] += [max(times) for times in zip(*per_rank, strict=True)]
     print(f"{'plan':<20} {'predicted ms':>12} {'measured ms':>12}")
-    # Whoever shares the machine only adds to a time.
+    # Other work on the machine can only make a step slower.
     least = {name: min(times) for name, times in measured.items()}
     for name in sorted(plans, key=least.__getitem__):
         print(f"{name:<20} {1e3 * predicted[name]:12.2f} {1e3 * least[name]:12.2f}")

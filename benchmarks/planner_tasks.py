@@ -1,6 +1,6 @@
 """The tasks of the planner's benchmark: sets of tables, numbers of ranks, memory per rank.
 
-Plain Python, so that the process of the peer reads the same ones.
+Plain Python, so that torchrec's process can import it too.
 """
 
 from __future__ import annotations

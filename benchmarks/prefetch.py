@@ -2,10 +2,10 @@
 
     python -m benchmarks.prefetch
 
-Gloo processes on this machine, one thread each, which train tables below a dense part. The ways
-take turns. Two things are timed: what `prefetch` takes, which checks and packs a batch, and what a
-step then waits until the ids are there, which takes two exchanges if nothing hides them. Medians
-over steps, of the mean over ranks.
+Gloo processes on this machine, one thread each, train tables and a dense part; the variants take
+turns. Two times are measured: `prefetch` itself, which checks and packs a batch, and how long a
+step then waits for the ids, which take two exchanges if nothing hides them. Medians over steps of
+the mean over ranks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
 WAYS = ("not at all", "after the forward pass", "before the forward pass")
 WARM_UP = 1
 
-#: Per way, of each turn the seconds that `prefetch` took, and those that were waited.
+#: Per variant and turn: the seconds that `prefetch` took, and the seconds of waiting.
 Times = dict[str, list[tuple[float, float]]]
 
 

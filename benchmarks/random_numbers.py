@@ -2,8 +2,8 @@
 
     .venv/bin/python -m benchmarks.random_numbers
 
-Beside shardwise in both of its ways: the same draw on one device, torch's DTensor (whose values are
-not those of one device), and a plain draw of the local part, which is the least that it can cost.
+shardwise in both modes is compared with the same draw on one device, torch's DTensor (whose values
+are not those of one device), and a plain draw of the local shard, the lower bound.
 """
 
 from __future__ import annotations

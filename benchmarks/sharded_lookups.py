@@ -2,9 +2,9 @@
 
     python -m benchmarks.sharded_lookups --world 2 --out lookups.json
 
-Real gloo processes, one thread each. A step is forward and backward of an EmbeddingBag; torch's
-and ours alternate, and the CPU seconds of all processes are added up for each. The gradients of
-both are first compared with those of one device.
+Gloo processes, one thread each. A step is forward and backward of an EmbeddingBag; torch's and ours
+alternate, and CPU seconds are summed over processes. The gradients of both are first compared with
+those of one device.
 """
 
 from __future__ import annotations

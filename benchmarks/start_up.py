@@ -1,9 +1,8 @@
-"""What it costs to begin, on top of `import torch`: the import, the first distributed tensor, and
-all that comes before the first result, from the import to an `add`.
+"""Start-up time on top of `import torch`: the import, the first tensor, and the first result.
 
     python -m benchmarks.start_up [--repeats 7] [--json out.json]
 
-Every sample is a fresh process. Byte code is kept between them, as that of an installed package is.
+Every sample is a fresh process. They share cached byte code, as with an installed package.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _SIMULATED = {
 world = system.simulate(4)
 world.__enter__()
 """,
-    # Torch's has no such world: a group of 4 that sends nothing, of which this is rank 0.
+    # torch has no simulated world: this is rank 0 of a fake group of 4.
     "theirs": """
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore

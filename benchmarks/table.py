@@ -3,9 +3,9 @@
     python -m benchmarks.table --world 2 4
 
 Both systems run the same step in the same gloo processes, in turn: a lookup in a 100k x 64 table
-with a batch of ids that is sharded over the ranks, a loss, backward, and a gradient that lies like
-the table. CPU seconds are of the whole process (gloo's threads included); bytes are what a rank
-puts into collectives, as each system's ops hand them to torch.distributed.
+with a batch of ids that is sharded over the ranks, a loss, backward, and a gradient in the layout
+of the table. CPU seconds are of the whole process (gloo's threads included); bytes are a rank's
+input to collectives, as each system's ops pass it to torch.distributed.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _compare(rank: int, world: int, name: str, placed: str, repeats: int) -> Non
             start = time.process_time()
             step()
             spent[side].append(time.process_time() - start)
-    # A step takes as much of the machine as all ranks' CPU seconds together.
+    # The cost of a step is the CPU seconds of all ranks together.
     both = torch.tensor([spent["theirs"], spent["ours"]], dtype=torch.float64)
     sent = torch.tensor([num_bytes["theirs"], num_bytes["ours"]], dtype=torch.float64)
     dist.all_reduce(both)
@@ -113,7 +113,7 @@ class _Sent(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(kind.__name__ in ("DTensor", "AsyncCollectiveTensor") for kind in types):
-            return NotImplemented  # what they hold comes by later
+            return NotImplemented  # their inner tensors arrive later
         if func.namespace == "_c10d_functional" and "wait" not in func.__name__:
             self.num_bytes += args[0].numel() * args[0].element_size()
         return func(*args, **(kwargs or {}))

@@ -1,8 +1,8 @@
 """Timing of callables that are compared: interleaved slices, medians, a table and JSON.
 
-The machine is shared, so its speed drifts. Every repeat times each callable in turn for a slice of
-some milliseconds, so that a slow phase hits all of them alike, and the ratio is the median of the
-repeats' own ratios. The clock is that of the thread: time that other processes get does not count.
+A shared machine's speed drifts. Every repeat times each callable in turn for a slice of a few
+milliseconds, so that a slow phase hits all of them alike, and the ratio is the median of the
+repeats' ratios. The clock counts the thread's CPU time, not that of other processes.
 """
 
 from __future__ import annotations

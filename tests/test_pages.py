@@ -1,8 +1,10 @@
-"""What pages and notes name is there: files, modules and their names, and the notes themselves."""
+"""What pages and notes name exists: files, folders, modules and their names, and the notes."""
 
 import importlib
 import re
 from pathlib import Path
+
+from test_layers import LAYER
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -40,10 +42,29 @@ def test_pages_name_files_that_are_there():
     named = [
         (page.name, name)
         for page in PAGES
-        for name in re.findall(r"`([\w./-]+\.(?:py|md|toml|sh))`", page.read_text())
+        for name in re.findall(r"`([\w./-]+(?:\.(?:py|md|toml|sh)|/))`", page.read_text())
     ]
     assert len(named) > 50
-    assert [pair for pair in named if pair[1] not in known] == []
+    assert [pair for pair in named if pair[1].rstrip("/") not in known] == []
+
+
+def test_the_architecture_page_has_the_layers_and_names_of_the_package():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", text, flags=re.MULTILINE)
+    table = [(int(layer), name) for layer, cell in rows for name in re.findall(r"\w+", cell)]
+    assert sorted(table) == sorted((layer, name) for name, layer in LAYER.items())
+
+    package = "\n".join(path.read_text() for path in SOURCES)
+    files = re.findall(r"^\W*(?:\w+: )?([\w/]+/\w+\.py) ", text, flags=re.MULTILINE)
+    assert len(files) > 5
+    assert [name for name in files if not (ROOT / "src" / "shardwise" / name).exists()] == []
+    names = set(re.findall(r"`(\w+)`", text)) | set(re.findall(r"\.py +(\w+)\b", text))
+    assert len(names) > 50
+    assert [n for n in names if not re.search(rf"\b{n}\b", package) and not is_folder(n)] == []
+
+
+def is_folder(name):
+    return (ROOT / "src" / "shardwise" / name).is_dir()
 
 
 def test_pages_name_what_can_be_imported():
