@@ -175,7 +175,7 @@ def name_of_groups(grid: Grid, axis: int) -> str:
     return grid.mesh.get_group(axis).group_name
 
 
-def play_scatter(
+def simulated_scatter(
     x: Any, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
 ) -> LocalTensor:
     """What `collectives.scatter` gives each rank."""
