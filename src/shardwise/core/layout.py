@@ -260,6 +260,12 @@ def normalize(
     return tuple(_with_checked_sizes(p, axis, shape, grid) for axis, p in enumerate(in_range))
 
 
+def differing_axes(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which ranks hold different values of one of the tensors."""
+    axes = range(layouts[0].grid.num_axes) if layouts else ()
+    return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
+
+
 def check_partials(placements: Sequence[Placement]) -> None:
     """Several Partials of one tensor must commute: a sum of maxima is not a maximum of sums."""
     if not partials_commute(placements):

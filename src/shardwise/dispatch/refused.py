@@ -16,8 +16,7 @@ import torch
 from shardwise._torch.schema import OpOverload
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because
-from shardwise.core.layout import Layout
-from shardwise.dispatch.rule import differing_axes
+from shardwise.core.layout import Layout, differing_axes
 from shardwise.dispatch.schema import functional_twin
 from shardwise.lookup.ids import has_values
 

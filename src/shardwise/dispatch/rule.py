@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.sizes import Size
 
@@ -182,9 +181,3 @@ def merge(*tables: Table) -> Table:
             raise ValueError(f"these ops have rules in two families: {sorted(map(str, twice))}")
         result.update(each)
     return result
-
-
-def differing_axes(layouts: Sequence[Layout]) -> list[int]:
-    """The axes along which ranks hold different values of one of the tensors."""
-    axes = range(layouts[0].grid.num_axes) if layouts else ()
-    return [a for a in axes if any(not x.placements[a].is_replicate() for x in layouts)]

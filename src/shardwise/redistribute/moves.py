@@ -28,7 +28,7 @@ from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.core.sizes import Size, lengths, overlaps, shard_range, splits_evenly
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
-from shardwise.simulation.ranks import each_rank, each_ranks_counts, rank_call
+from shardwise.simulation.ranks import counts_per_rank, each_rank, rank_call
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
@@ -233,8 +233,8 @@ def _resplit(step: Step) -> Move:
     dim, dtype = _dim(source, axis), source.dtype
     origin = (0,) * grid.num_axes  # no other axis shards this dim: all ranks have these lengths
     table = overlaps(_lengths(source, axis, origin), _lengths(target, axis, origin))
-    num_sent = each_ranks_counts(grid, lambda mine: table[mine[axis]])
-    num_received = each_ranks_counts(grid, lambda mine: [row[mine[axis]] for row in table])
+    num_sent = counts_per_rank(grid, lambda mine: table[mine[axis]])
+    num_received = counts_per_rank(grid, lambda mine: [row[mine[axis]] for row in table])
 
     def rows(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         t = t.movedim(dim, 0).unsqueeze(-1).contiguous()  # the last dim may become bytes
