@@ -326,7 +326,7 @@ def _backward(
     if kept is None:
         raise ShardwiseError(
             f"Backward of {call.op.what} in compiled code does not find what forward kept for it: "
-            "that lives as long as the tensors that torch saved, and those were copied (by a hook "
+            "that lives as long as the tensors that torch saved, which were copied (by a hook "
             "for saved tensors, such as save_on_cpu in pinned memory). Run it outside such hooks."
         )
     left = iter(grads)

@@ -30,7 +30,7 @@ def prepare(steps: Sequence[Step]) -> Run:
     return _chain(_runs(steps))
 
 
-def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
+def prepare_async(steps: Sequence[Step]) -> tuple[Run, Run]:
     """`execute` in two: up to the start of the last collective, and the rest."""
     last = max(number for number, step in enumerate(steps) if step.communicates)
     move = PREPARE[steps[last].kind](steps[last])

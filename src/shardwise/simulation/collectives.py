@@ -136,8 +136,8 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
         )
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        pieces = [part.split(list(input_splits)) for part in parts]
-        return [torch.cat(column) for column in zip(*pieces, strict=True)]
+        chunks = [part.split(list(input_splits)) for part in parts]
+        return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
     return run_groups(x, group, exchange)
 
@@ -146,8 +146,8 @@ def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> Loc
     """Each rank has its own input splits; what it receives follows from the others'."""
     result: dict[int, torch.Tensor] = {}
     for line in _lines(x._roster.world, group):
-        pieces = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
-        joined = map(torch.cat, zip(*pieces, strict=True))
+        chunks = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
+        joined = map(torch.cat, zip(*chunks, strict=True))
         result.update(zip(line, joined, strict=True))
     ranks = [rank for rank in x.ranks if rank in result]
     return from_ranks(x._roster.world, x.ranks, [result[rank] for rank in ranks], x._sized)

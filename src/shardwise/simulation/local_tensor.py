@@ -40,7 +40,7 @@ collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
 class LocalTensor(torch.Tensor):
-    """The values of one tensor on every rank that this process plays.
+    """The values of one tensor on every rank of a simulated world.
 
     >>> import shardwise
     >>> with shardwise.simulate(2):

@@ -126,8 +126,8 @@ class SimulatedGroup(_Group):
             )
 
         def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            pieces = [part.chunk(len(parts)) for part in parts]
-            return [torch.cat(column) for column in zip(*pieces, strict=True)]
+            chunks = [part.chunk(len(parts)) for part in parts]
+            return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
         write(output, self._run("alltoall_base_", as_local(x), exchange))
         return FakeWork()

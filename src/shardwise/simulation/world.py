@@ -59,11 +59,11 @@ class simulate:
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
-        def played(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
                 return fn(*args, **kwargs)
 
-        return played
+        return run
 
 
 @contextlib.contextmanager
