@@ -4,7 +4,7 @@
     ├── LayoutError        (ValueError)           a placement, mesh or shape that does not fit
     ├── ArgumentError      (TypeError)            a value of the wrong kind
     ├── BatchError         (ValueError)           a batch that does not fit the tables it is for
-    ├── IdRangeError       (IndexError)           an id that is no row of its table
+    ├── IdRangeError       (IndexError)           an id outside its table
     ├── MixedTensorsError  (NotImplementedError)  a DTensor met a plain tensor
     ├── LeafError          (RuntimeError)         a tensor with a history where a leaf is needed
     ├── UnsupportedError   (NotImplementedError)  an op or a combination without a rule
@@ -42,18 +42,18 @@ class BatchError(ShardwiseError, ValueError):
 
 
 class IdRangeError(ShardwiseError, IndexError):
-    """An id is no row of its table."""
+    """An id is outside its table."""
 
 
 class MixedTensorsError(ShardwiseError, NotImplementedError):
-    """A DTensor and a plain tensor meet in one call, and nobody said how the plain one lies.
+    """A DTensor and a plain tensor meet in one call, and the plain one has no layout.
 
     Not a TypeError: Python's operators swallow those.
     """
 
 
 class LeafError(ShardwiseError, RuntimeError):
-    """A tensor has a history in autograd, where only a leaf can be taken."""
+    """A tensor has a history in autograd where a leaf is needed."""
 
 
 class UnsupportedError(ShardwiseError, NotImplementedError):
@@ -61,7 +61,7 @@ class UnsupportedError(ShardwiseError, NotImplementedError):
 
 
 class CollectiveError(ShardwiseError, RuntimeError):
-    """A collective failed: on this rank, or on another for which this one has waited."""
+    """A collective failed, on this rank or on another one that it waited for."""
 
 
 class WorldError(ShardwiseError, RuntimeError):
@@ -84,7 +84,7 @@ class RankMismatchError(ShardwiseError, RuntimeError):
 
 
 class RedistributionError(ShardwiseError, RuntimeError):
-    """Strict mode is on, and an op would have to communicate what nobody asked for."""
+    """In strict mode, an op needs communication that the program did not ask for."""
 
 
 class CheckpointError(ShardwiseError, RuntimeError):

@@ -1,4 +1,4 @@
-"""The public names: what `import shardwise` offers, each from the room that defines it."""
+"""The public names of `import shardwise`, each from the module that defines it."""
 
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 

@@ -1,10 +1,10 @@
-"""To and from torch's own DTensor, and checkpoints of torch.distributed.checkpoint.
+"""Conversion to and from torch's DTensor, and torch.distributed.checkpoint.
 
-Nothing of torch's DTensor is imported until one of these is called.
+torch's DTensor is imported when one of these is first called.
 
 Note [Trusted input]
-torch.distributed.checkpoint keeps its metadata in a pickle, and reading a pickle can run any code
-that is in it. Whoever loads such a checkpoint says so with `trusted=True`.
+torch.distributed.checkpoint keeps its metadata in a pickle, and loading a pickle can run arbitrary
+code. So loading such a checkpoint needs `trusted=True`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def to_torch(tensor: DTensor) -> Any:
     layout, local = tensor._layout, tensor.detach()._local  # type: ignore[attr-defined]
     if is_per_rank(local):
         raise UnsupportedError(
-            "A tensor of a simulated world holds the parts of all ranks, torch's DTensor one. "
+            "A tensor of a simulated world holds the shards of all ranks, torch's DTensor one. "
             "Convert in real processes, or convert full_tensor()."
         )
     made = TorchDTensor.from_local(
@@ -64,7 +64,7 @@ def to_torch(tensor: DTensor) -> Any:
 def from_torch(tensor: Any) -> DTensor:
     """The same tensor as a DTensor of shardwise; both share their memory.
 
-    Not where torch has put a conjugate off: that is computed.
+    A lazy conjugate or negative is computed, and shares nothing.
     """
     from torch.distributed.tensor import DTensor as TorchDTensor
 
@@ -96,7 +96,7 @@ def state_dict_from_torch(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def save_torch_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
-    """Write a state dict as torch.distributed.checkpoint does, for others to load. All ranks."""
+    """Write a state dict as a torch.distributed.checkpoint. Call it on all ranks."""
     checkpoint: Any = importlib.import_module("torch.distributed.checkpoint")
     with _without_the_warning_of_one_process():
         checkpoint.save(dict(state), checkpoint_id=str(path), no_dist=_alone())
@@ -105,9 +105,9 @@ def save_torch_checkpoint(state: Mapping[str, Any], path: str | os.PathLike[str]
 def load_torch_checkpoint(
     state: dict[str, Any], path: str | os.PathLike[str], *, trusted: bool = False
 ) -> None:
-    """Read a checkpoint of torch.distributed.checkpoint into a state dict, in place. All ranks.
+    """Load a torch.distributed.checkpoint into a state dict, in place. Call it on all ranks.
 
-    The tensors in `state` say how they lie here. See Note [Trusted input].
+    The tensors in `state` give the layouts to load into. See Note [Trusted input].
     """
     if not trusted:
         raise ArgumentError(
@@ -120,13 +120,13 @@ def load_torch_checkpoint(
 
 
 def _alone() -> bool:
-    """Whether this process holds all there is: it plays all ranks, or it is the only one."""
+    """Whether all ranks are in this process: it simulates them, or it is the only one."""
     return not dist.is_initialized() or len(current_world().present) == dist.get_world_size()
 
 
 @contextlib.contextmanager
 def _without_the_warning_of_one_process() -> Iterator[None]:
-    """torch warns whenever it is told that there are no other processes."""
+    """torch warns when `no_dist` is set."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
         yield
@@ -158,8 +158,8 @@ def _placements_to_torch(layout: Layout) -> list[Any]:
                 f"know: redistribute() to Shard({placement.dim}) first."
             )
         else:
-            # torch reads placements from the left; an axis that splits what later axes have split
-            # before it is strided by their number.
+            # torch applies placements from the left; an axis that splits what later axes have
+            # already split is strided by their product.
             order = layout.axes_of(placement.dim)
             before = order[: order.index(axis)]
             factor = math.prod(layout.grid.shape[a] for a in before if a > axis)
@@ -176,7 +176,7 @@ def _placements_from_torch(
     found: list[Placement] = []
     order = list(range(len(placements)))
     for axis, placement in enumerate(placements):
-        # Where torch's strided shard is a Shard itself depends on its version: asked first.
+        # Checked first: in some versions torch's strided shard is a Shard.
         if isinstance(placement, strided_shard()):
             found.append(Shard(placement.dim))
             later = _later_axes_before(placement, axis, placements, grid)
@@ -197,7 +197,7 @@ def _placements_from_torch(
 def _later_axes_before(
     placement: Any, axis: int, placements: Sequence[Any], grid: Grid
 ) -> list[int]:
-    """The axes to the right of a strided shard that have split its dim before it does."""
+    """The axes to the right of a strided shard that split its dim before it."""
     dim, factor = placement.dim, int(placement.split_factor)
     later = [
         a

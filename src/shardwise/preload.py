@@ -1,8 +1,8 @@
-"""What every process of a job would import anew, imported once by the server they are forked from.
+"""Imports for the server from which the processes of a job are forked, so that each has them.
 
-torch imports its compiler when the first optimizer is made, and more when the first tensor of a
-subclass is detached: seconds, in each rank. So both are done here, in a world of one that is gone
-again before the first process is forked; no thread and no process group is left of it.
+torch imports its compiler when the first optimizer is made, and more when the first subclass tensor
+is detached: seconds per rank. Both happen here, in a simulated world of one that ends before the
+first fork and leaves no thread and no process group.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.simulation.world import simulate
 
 
 def warm_up() -> DTensor:
-    """The first of everything, on one number."""
+    """The first optimizer and the first DTensor."""
     with simulate(1):
         number = distribute_tensor(torch.zeros(1), init_device_mesh("cpu", (1,)), [Replicate()])
         torch.optim.SGD([torch.nn.Parameter(number)], lr=1.0)

@@ -1,8 +1,8 @@
-"""Files with DTensors and sharded tensors load with `weights_only=True` after `import shardwise`.
+"""Lets files with DTensors and sharded tensors load with `weights_only=True`.
 
 `torch.load` calls only what is on torch's list of safe globals. `import shardwise` imports neither
-torch nor its own tensors, so the list gets functions that import them when a file needs them: now
-where torch is imported, otherwise as soon as it is.
+torch nor its own tensors, so it registers functions that import them when a file needs them: at
+once if torch is imported, otherwise as soon as it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def register() -> None:
-    """Put what files hold of our tensors, besides plain ones, on torch's list."""
+    """Add what unpickles our tensors to torch's list."""
     from torch.serialization import add_safe_globals
 
     from shardwise.core.placements import MaskPartial, NormPartial, Partial, Replicate, Shard
@@ -31,7 +31,7 @@ def register() -> None:
 
 
 def register_with_torch() -> None:
-    """`register`, without importing torch for it."""
+    """`register`, now or when torch is imported."""
     if "torch" in sys.modules:
         register()
     else:
@@ -51,7 +51,7 @@ def _sharded_tensor(*state: Any) -> Any:
 
 
 class _TorchImport(MetaPathFinder):
-    """Waits for the import of torch, which other finders do, and registers after it."""
+    """Calls `register` after other finders have imported torch."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -74,5 +74,5 @@ class _TorchImport(MetaPathFinder):
             sys.meta_path.remove(self)
             register()
 
-        # On this loader alone: to ask for torch's spec, as many do, imports nothing.
+        # On this loader only: find_spec("torch") alone imports nothing.
         loader.exec_module = exec_module

@@ -13,7 +13,7 @@ import shardwise
 from shardwise import Partial, Replicate, Shard
 from shardwise.core.layout import contiguous_stride, make_layout
 from shardwise.core.mesh import grid_of
-from shardwise.core.sizes import lengths, piece
+from shardwise.core.sizes import lengths, shard_range
 
 
 def layout_of(mesh, shape, placements, order=None, dtype=torch.float32):
@@ -62,7 +62,7 @@ def test_boxes_tile_the_tensor(mesh_of, case):
 def test_pieces_follow_each_other(size, parts):
     end = 0
     for index, length in enumerate(lengths(size, parts, None)):
-        assert piece(size, parts, index, None) == (end, length)
+        assert shard_range(size, parts, index, None) == (end, length)
         end += length
     assert end == size
 
@@ -123,7 +123,7 @@ def test_a_mesh_of_a_past_world_is_refused():
     with shardwise.simulate(4):
         mesh = shardwise.init_device_mesh("cpu", (4,))
         grid_of(mesh)
-    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="Make the mesh anew"):
+    with shardwise.simulate(4), pytest.raises(shardwise.WorldError, match="Make the mesh again"):
         grid_of(mesh)
 
 

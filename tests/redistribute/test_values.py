@@ -157,11 +157,11 @@ def test_every_pair_of_kinds_on_two_axes(square, before):
     try:
         x = lay(whole, square, before).requires_grad_()
     except shardwise.LayoutError:
-        return  # such a tensor has no one value
+        return  # such a tensor has no unique value
     for after in itertools.product(KINDS, repeat=2):
         ops = {p.reduce_op for p in after if p.is_partial()}
         if len(ops) > 1 and ops != {"sum", "avg"}:
-            with pytest.raises(shardwise.LayoutError, match="no one value"):
+            with pytest.raises(shardwise.LayoutError, match="no unique value"):
                 x.redistribute(placements=after)
             continue
         moved = x.redistribute(placements=after)

@@ -205,7 +205,7 @@ def test_a_copy_of_what_was_saved_is_refused(world):
     model = shard_module(nn.Embedding(9, 6), ShardingPlan({"weight": chunks(0, 0, 1, 2, 3)}))
     with torch.autograd.graph.saved_tensors_hooks(torch.clone, lambda x: x):
         out = compiled(model)[0](ids_of(5))
-    with pytest.raises(shardwise.ShardwiseError, match=r"a sharded module.*which was copied"):
+    with pytest.raises(shardwise.ShardwiseError, match=r"a sharded module.*which were copied"):
         out.sum().backward()
 
 

@@ -1,4 +1,4 @@
-"""What autograd does right now: which node runs, in which backward pass, under which transform."""
+"""The state of autograd: which node runs, in which backward pass, under which transform."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from shardwise._torch.compat import Names, Probe
 
 _names = Names()
-_NO_PHASE = "CommDebugMode does not know forward from backward"
 
 #: The node that runs on this thread; None outside backward.
 current_node: Callable[[], Any] = _names.find(
@@ -31,12 +30,12 @@ _engine: Any = _names.find(
     "torch.autograd.Variable._execution_engine",
     "data_parallel() and fully_shard() fail in backward",
 )
-#: Lets two tensors change places, whoever holds them.
+#: Swaps two tensors in place, for everyone who holds them.
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = _names.find(
     "torch._C._swap_tensor_impl", "t_() and its kin fail on DTensors"
 )
 _NO_TRANSFORMS = "tensors of torch.func are not recognised"
-#: Whether a tensor stands for many, as in the older vmap that autograd uses.
+#: Whether a tensor is batched by the older vmap that autograd uses.
 is_legacy_batch: Callable[[Any], bool] = _names.find(
     "torch._C._functorch.is_legacy_batchedtensor", _NO_TRANSFORMS, instead=lambda x: False
 )

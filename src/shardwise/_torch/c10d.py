@@ -1,4 +1,4 @@
-"""torch.distributed's own tables: the world, the groups by name, the mesh of a `with`."""
+"""torch.distributed's tables: the world, the groups by name, the stack of `with device_mesh:`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from shardwise._torch.compat import Missing, Names, Probe
 _names = Names()
 _NO_SIMULATION = "simulate() fails"
 
-#: A collective that has ended.
+#: The Work of a finished collective.
 FakeWork: Any = _names.find(
     "torch._C._distributed_c10d.FakeWork",
     "torch.distributed's own collectives fail in a simulated world",
 )
 HashStore: Any = _names.find("torch._C._distributed_c10d.HashStore", _NO_SIMULATION)
-#: Looked up when used: torch's tools for tests put another in its place.
+#: Looked up when used: torch's test tools replace it.
 _world: Callable[[], Any] = _names.later(
     "torch.distributed.distributed_c10d._world", _NO_SIMULATION
 )
@@ -41,9 +41,9 @@ _root_mesh: Any = _names.find(
 )
 #: A rank and its device, as torch writes it.
 RemoteDevice: Any = _names.find(
-    "torch.distributed.remote_device._remote_device", "sharding specs cannot be read"
+    "torch.distributed.remote_device._remote_device", "sharding specs cannot be parsed"
 )
-#: Of torch's own DTensor, which is imported by nobody but shardwise.interop.
+#: Of torch's own DTensor, which only shardwise.interop imports.
 strided_shard: Callable[[], Any] = _names.later(
     "torch.distributed.tensor.placement_types._StridedShard",
     "tensors cannot be exchanged with torch's DTensor",
@@ -72,10 +72,10 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 @contextlib.contextmanager
 def fresh_c10d() -> Iterator[None]:
-    """Set torch.distributed's state aside, and put it back afterwards.
+    """Set torch.distributed's state aside, and restore it afterwards.
 
     c10d keeps one world in module-level tables and the names of all groups in one registry, so
-    groups made inside are named after those outside, and only they are taken out again.
+    names of groups made inside continue those outside, and only they are removed again.
     """
     world = _world()
     for needed in (_update_default_pg, _unregister_group):
@@ -109,7 +109,7 @@ def fresh_c10d() -> Iterator[None]:
 
 
 def probe() -> Probe:
-    return _names.probe(_is_set_aside, "simulate() leaves torch.distributed other than it was")
+    return _names.probe(_is_set_aside, "simulate() does not restore torch.distributed")
 
 
 def _is_set_aside() -> bool:

@@ -1,8 +1,8 @@
-"""Taking private names from torch, each with what stops working where this torch lacks it.
+"""Looking up private names of torch, each with what stops working without it.
 
-A missing name is replaced by a stand-in that raises when it is used: `import shardwise` works, and
-so does all that does not need the name. Names are given as text, so that nothing of torch is
-touched but through here, and a test can take each name away.
+A missing name is replaced by a stand-in that raises when used: `import shardwise` works, and so
+does all that does not need the name. Names are strings, so that all lookups happen here, and a test
+can remove each name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ OLDEST, NEWEST = "2.11", "2.13"
 
 
 def resolve(name: str) -> Any:
-    """What a dotted name stands for; AttributeError or ImportError where there is no such thing."""
+    """The object of a dotted name; AttributeError or ImportError if there is none."""
     parts = name.split(".")
     found: Any = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], 2):
@@ -34,7 +34,7 @@ def resolve(name: str) -> Any:
 
 
 class Missing:
-    """Stands where a private name should; whoever uses it learns which, and what needs it."""
+    """Stands for a missing name; raises when used, with the name and what needs it."""
 
     def __init__(self, name: str, without: str) -> None:
         self.__dict__.update(_name=name, _without=without)
@@ -49,11 +49,11 @@ class Missing:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
-            raise AttributeError(name)  # Python asks for these by itself
+            raise AttributeError(name)  # Python looks these up by itself
         self._refuse()
 
     def __mro_entries__(self, bases: tuple[Any, ...]) -> tuple[type, ...]:
-        """A class that derives from the stand-in can be defined, but has no objects."""
+        """A class that derives from the stand-in can be defined, but not instantiated."""
 
         def __new__(cls: type, *args: Any, **kwargs: Any) -> NoReturn:
             self._refuse()
@@ -70,14 +70,14 @@ class Probe:
 
 
 class Names:
-    """The private names that one file of this room uses."""
+    """The private names that one file of this folder uses."""
 
     def __init__(self) -> None:
-        #: What is lost without each name, and whether something else does its work.
+        #: What is lost without each name, and whether it has a substitute.
         self.known: dict[str, tuple[str, bool]] = {}
 
     def find(self, name: str, without: str, **instead: Any) -> Any:
-        """What `name` stands for; `instead=` is taken in its place, else a stand-in that raises."""
+        """The object of `name`; if missing, `instead=`, or a stand-in that raises."""
         self._know(name, without, bool(instead))
         try:
             return resolve(name)
@@ -85,14 +85,14 @@ class Names:
             return instead.get("instead", Missing(name, without))
 
     def later(self, name: str, without: str, **instead: Any) -> Callable[[], Any]:
-        """As `find`, of a name that takes long to import: a function that does so when called."""
+        """As `find`, for a name that is slow to import: a function that looks it up when called."""
         self._know(name, without, bool(instead))
         return functools.partial(self.find, name, without, **instead)
 
     def make(
         self, names: str, of: str, without: str, build: Callable[..., Any], **instead: Any
     ) -> Any:
-        """As `find`: `build(*found)` of several names of `of`, separated by blanks."""
+        """As `find`: `build(*found)` of several names in `of`, separated by blanks."""
         found = []
         for name in names.split():
             self._know(f"{of}.{name}", without, bool(instead))

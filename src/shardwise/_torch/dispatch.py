@@ -1,4 +1,4 @@
-"""torch's dispatcher: wrapper tensors, dispatch keys, modes, and which op has which kernel."""
+"""torch's dispatcher: wrapper subclasses, dispatch keys, modes, and which op has which kernel."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _NO_DTENSOR = "no DTensor can be made"
 _NO_AUTOCAST = "local tensors cannot be kept from torch.autocast"
 _NO_MODES = "what DTensors compute internally cannot be kept from modes such as CommDebugMode"
 
-#: Makes a tensor without memory of its own, whose ops arrive at its `__torch_dispatch__`.
+#: Makes a tensor without memory, whose ops go to its `__torch_dispatch__`.
 make_wrapper: Any = _names.find("torch.Tensor._make_wrapper_subclass", _NO_DTENSOR)
-#: As a class's `__torch_function__`: the class takes no part in that protocol, at no cost.
+#: As a class's `__torch_function__`: opts the class out of that protocol, at no cost.
 no_torch_function: Any = _names.find("torch._C._disabled_torch_function_impl", _NO_DTENSOR)
 #: Contexts in which a protocol is off: `__torch_dispatch__` of subclasses, `__torch_function__` of
 #: subclasses and modes, that of subclasses alone.
@@ -36,7 +36,7 @@ is_function_mode_enabled: Callable[[], bool] = _names.find(
 )
 #: Whether an op, by name, has a kernel at all; whether it has one for a dispatch key, by name.
 has_kernel: Callable[[str], bool] = _names.find(
-    "torch._C._dispatch_has_kernel", "`shardwise rules` cannot say which ops are taken apart"
+    "torch._C._dispatch_has_kernel", "`shardwise rules` cannot say which ops are decomposed"
 )
 has_kernel_for_key: Callable[[str, str], bool] = _names.find(
     "torch._C._dispatch_has_kernel_for_dispatch_key", "calls of DTensors cannot be planned"
@@ -61,11 +61,7 @@ ABOVE_AUTOGRAD: Any = _names.make(
 NO_KEYS: Any = _names.make(
     "DispatchKeySet DispatchKey", "torch._C", _NO_DTENSOR, lambda keys, key: keys(key.Undefined)
 )
-#: The key under which an op has a shape function in Python, if it has one.
-META_KEY: Any = _names.make(
-    "DispatchKey", "torch._C", "calls of DTensors cannot be planned", lambda key: key.Meta
-)
-#: A context in which autocast is off; dear, so ask `is_autocast` first.
+#: A context in which autocast is off; expensive, so check `is_autocast` first.
 autocast_off: Callable[[], Any] = _names.make(
     "DispatchKeySet DispatchKey _ExcludeDispatchKeyGuard",
     "torch._C",
@@ -94,7 +90,7 @@ _with_keys: Any = _names.find("torch._C._ForceDispatchKeyGuard", _NO_AUTOGRAD)
 
 @contextlib.contextmanager
 def with_autograd(enabled: bool) -> Iterator[None]:
-    """Autograd as a program has it: compiled code runs below it."""
+    """Autograd as in eager code: compiled code runs below it."""
     excluded = _excluded()
     for key in (
         _keys.ADInplaceOrView,
@@ -134,7 +130,7 @@ active_modes: Callable[[], list[Any]] = _names.find(
 
 
 def probe() -> Probe:
-    return _names.probe(_dispatches, "ops on DTensors do not arrive at their planner")
+    return _names.probe(_dispatches, "ops on DTensors are not planned")
 
 
 def _dispatches() -> bool:

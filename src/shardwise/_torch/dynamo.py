@@ -1,4 +1,4 @@
-"""torch.compile's bytecode tracer: which frames it leaves alone, and when it starts anew."""
+"""torch.compile's bytecode tracer: which frames it skips, graph breaks, and its reset."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from shardwise._torch.compat import Names, Probe
 
 _names = Names()
 _reset: Callable[[], Any] = _names.later(
-    "torch._dynamo.reset", "the sweep over ops cannot compile each case anew"
+    "torch._dynamo.reset", "the sweep over ops cannot compile each case separately"
 )
 _FRAMES = "torch._C._dynamo.eval_frame"
 
 
 def _leave_untraced(set_strategy: Any, strategy: Any, action: Any) -> Callable[[Any], None]:
-    as_it_is = strategy(action.SKIP, action.SKIP)
-    return lambda code: set_strategy(code, as_it_is)
+    skip = strategy(action.SKIP, action.SKIP)
+    return lambda code: set_strategy(code, skip)
 
 
-#: Has a code object run as it is, with all that it calls, where a compiled region is interrupted.
+#: Has dynamo skip a code object and all that it calls, where a graph breaks.
 leave_untraced: Callable[[Any], None] = _names.make(
     "set_code_exec_strategy _FrameExecStrategy _FrameAction",
     _FRAMES,
@@ -30,16 +30,16 @@ leave_untraced: Callable[[Any], None] = _names.make(
 
 
 def break_graph(fn: Any, reason: str) -> None:
-    """Have compiled regions that call `fn` end before it and go on after it.
+    """Have compiled regions break their graph at calls of `fn`.
 
-    What `torch.compiler.disable` does, without its import of the whole compiler.
+    As `torch.compiler.disable` does, without importing the compiler.
     """
     fn._torchdynamo_disable = True
     fn._torchdynamo_disable_msg = reason
 
 
 def reset() -> None:
-    """Forget all that was compiled."""
+    """Drop all compiled code."""
     _reset()()
 
 

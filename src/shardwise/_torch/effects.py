@@ -1,4 +1,4 @@
-"""Ops of a compiled graph that keep the order of the program: they count as ops with effects."""
+"""Ops with effects, which a compiled graph keeps in program order."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _tracing: Any = _names.find("torch._guards.TracingContext", _WITHOUT)
 
 
 def mark_ordered(op: str, library: torch.library.Library) -> None:
-    """The compiler is to keep an op in order. Whoever traces one has to `require_effects` first."""
+    """Have the compiler keep an op in order. Call `require_effects` before tracing one."""
     if not isinstance(_register, Missing) and not isinstance(_ordered, Missing):
         _register(op, _ordered, lib=library)
 
@@ -29,18 +29,18 @@ def require_effects() -> None:
 
 
 def current_compilation() -> Any:
-    """The compilation that runs now, by which its traces know each other; None outside."""
+    """The compilation that runs now, the same object in all of its traces; None outside."""
     return _tracing.try_get()
 
 
 def let_decide(decides: Any) -> None:
-    """Let `bool(decides)` say whether torch may keep code of ops with effects on disk."""
+    """Let `bool(decides)` say whether torch may cache code of ops with effects on disk."""
     wrapper: Any = torch.ops.higher_order.with_effects
     wrapper._cacheable = decides
 
 
 def is_checkpointed() -> bool:
-    """Whether the compiler goes through a part that it is to compute again in backward."""
+    """Whether the compiler traces a part that backward recomputes."""
     if torch.fx.traceback.get_current_meta().get("recompute") is not None:
         return True
     return any(isinstance(mode, _checkpointed) for mode in active_modes())

@@ -1,10 +1,10 @@
-"""Who called: the only place that looks at Python's stack.
+"""The only module that inspects Python's stack.
 
 Three questions have no other answer. Which modules run now: hooks on all modules would be traced by
-torch.compile, and each CommDebugMode would compile the model anew. Whether the compiler or a
-program asks for the size of a tensor whose shards differ: only a program may be refused.
-Whether a plain tensor that meets a DTensor was made by one of torch's own functions: it looks like
-one that a program forgot to lay out.
+torch.compile, and each CommDebugMode would recompile the model. Whether the compiler or a program
+reads the size of a tensor whose shards differ: only a program gets an error. Whether a plain tensor
+that meets a DTensor was made by one of torch's own functions, or by a program that forgot its
+layout.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _frames_of_threads: Any = _names.find(
 
 # -- modules and lines -----------------------------------------------------------------------
 
-#: Packages whose lines nobody asks for: torch with what it compiles, this one, and what they call
-#: each other through. Code without a name was made by a program.
+#: Packages whose lines are not reported: torch and what it generates, this one, and what they call
+#: each other through. Code without a module name is generated.
 _INSIDE = frozenset({"torch", "shardwise", "contextlib", "functools", "typing_extensions", ""})
 _MODULE_FILE = nn.modules.module.__file__
 
@@ -42,7 +42,7 @@ _MODULE_FILE = nn.modules.module.__file__
 def running_modules() -> list[nn.Module]:
     """The modules whose forward runs now, innermost first.
 
-    Those that merely wait for a backward pass that they started are left out.
+    Without those that only wait for a backward pass that they started.
     """
     found = []
     frame: FrameType | None = _frame(1)
@@ -59,7 +59,7 @@ def running_modules() -> list[nn.Module]:
 
 
 def line_outside(thread: int | None = None) -> str | None:
-    """The line of the program that led here, or that a thread is at; None where there is none."""
+    """The program's line that led here, or that a thread is at; None if there is none."""
     frame: FrameType | None = _frame(1) if thread is None else _frames_of_threads().get(thread)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").partition(".")[0]
@@ -71,33 +71,33 @@ def line_outside(thread: int | None = None) -> str | None:
 
 # -- functions of torch ----------------------------------------------------------------------
 
-#: Where torch keeps the Python functions that take an op apart.
-_TAKEN_APART = ("torch._decomp.", "torch._refs")
+#: Where torch keeps its Python decompositions.
+_DECOMPOSITIONS = ("torch._decomp.", "torch._refs")
 
 
 def maker(makers: Mapping[tuple[str, str], bool]) -> tuple[list[Any], bool] | None:
-    """What a function of torch was given that may have made a tensor for the op that runs now.
+    """The arguments of the torch function that may have made a tensor for the op that runs now.
 
-    It is one of `makers`, by module and name, with whether it draws; or, if none of them runs, the
-    outermost function that takes an op apart. None where a program called the op itself.
+    The function is one of `makers`, by module and name, with whether it draws; or, if none of them
+    runs, the outermost decomposition. None where a program called the op itself.
     """
     frame: FrameType | None = _frame(1)
-    takes_apart: FrameType | None = None
+    decomposition: FrameType | None = None
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         draws = makers.get((module, frame.f_code.co_qualname))
         if draws is not None:
-            return _given(frame), draws
-        if module.startswith(_TAKEN_APART):
-            takes_apart = frame  # the outermost counts: it hands what it made to others
+            return _arguments(frame), draws
+        if module.startswith(_DECOMPOSITIONS):
+            decomposition = frame  # the outermost: it passes what it made to others
         if not module.startswith(("torch.", "shardwise.")):
             break
         frame = frame.f_back
-    return None if takes_apart is None else (_given(takes_apart), False)
+    return None if decomposition is None else (_arguments(decomposition), False)
 
 
-def _given(frame: FrameType) -> list[Any]:
-    """The arguments of a function that runs."""
+def _arguments(frame: FrameType) -> list[Any]:
+    """The arguments of a running function."""
     code = frame.f_code
     num_open = bool(code.co_flags & inspect.CO_VARARGS) + bool(
         code.co_flags & inspect.CO_VARKEYWORDS
@@ -115,8 +115,8 @@ def _places(*names: str) -> tuple[str, ...]:
     return tuple(_TORCH + name.replace("/", os.sep) for name in names)
 
 
-#: Not all of `_functorch`: vmap and its kin run in eager code, and compute with the sizes they get.
-_BOOKS = _places(
+#: Not all of `_functorch`: vmap and other transforms run in eager code, and compute with sizes.
+_COMPILER = _places(
     "_dynamo",
     "_functorch/_aot_autograd",
     "_functorch/aot_autograd.py",
@@ -126,7 +126,7 @@ _BOOKS = _places(
     "utils/_python_dispatch.py",
 )
 _FORMULAS = _places("_decomp", "_refs")
-#: Files that the compiler shares with programs, and the function of it that asks from there.
+#: Files used by the compiler and by programs, and the compiler's function in each.
 _SHARED = dict(
     zip(
         (*_places("_prims_common/__init__.py", "autograd/__init__.py"), "<string>"),
@@ -134,36 +134,36 @@ _SHARED = dict(
         strict=True,
     )
 )
-#: Where the compiler answers a program that it reads.
+#: Where the compiler reads a size for the program that it traces.
 _FOR_THE_PROGRAM = frozenset({"_method_size_stride", "method_attr_shape"})
-#: Where it looks for constants, to answer later without asking again; how far below that it asks.
+#: The function that looks for constants, and how many frames below it sizes are read.
 _LOOKS_FOR_CONSTANTS, _DEPTH = "specialize", 6
 
 
 class Asker(Enum):
-    """Who wants to know a size."""
+    """Who reads a size."""
 
     PROGRAM = auto()
-    #: The compiler, for its books.
+    #: The compiler, for its records.
     COMPILER = auto()
-    #: The compiler, which wants to know what will never change.
+    #: The compiler, looking for sizes that never change.
     FOR_CONSTANTS = auto()
-    #: One of torch's own formulas, written in Python.
+    #: One of torch's formulas in Python.
     FORMULA = auto()
 
 
 def asker(own_file: str) -> Asker:
-    """Who asks: the first caller outside of `own_file`."""
+    """Who reads a size: the first caller outside of `own_file`."""
     frame: Any = _frame(1)
     while frame.f_code.co_filename == own_file:
         frame = frame.f_back
     file, name = frame.f_code.co_filename, frame.f_code.co_name
     if file.startswith(_FORMULAS):
         return Asker.FORMULA
-    if not file.startswith(_BOOKS):
+    if not file.startswith(_COMPILER):
         above = frame.f_back.f_code.co_filename if frame.f_back is not None else ""
-        # A guard is evaluated once more, to say why it failed.
-        again = name == "<module>" and above.startswith(_BOOKS)
+        # A guard is evaluated again, to say why it failed.
+        again = name == "<module>" and above.startswith(_COMPILER)
         return Asker.COMPILER if again or _SHARED.get(file) == name else Asker.PROGRAM
     for _ in range(_DEPTH):
         if frame is not None and frame.f_code.co_name == _LOOKS_FOR_CONSTANTS:
@@ -183,7 +183,7 @@ class _Asks(nn.Module):
 
 def _sees() -> bool:
     module = _Asks()
-    # The files whose questions are the compiler's are where they were.
-    known = (*_BOOKS, *_FORMULAS, *(file for file in _SHARED if file != "<string>"))
+    # The compiler's files are where they were.
+    known = (*_COMPILER, *_FORMULAS, *(file for file in _SHARED if file != "<string>"))
     there = all(os.path.exists(file) for file in known)
     return there and module()[:1] == [module] and asker("") is Asker.PROGRAM

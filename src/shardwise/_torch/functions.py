@@ -15,20 +15,20 @@ _names = Names()
 neg_view: Callable[[torch.Tensor], torch.Tensor] = _names.find(
     "torch._neg_view", "tensors with the negative bit cannot be shards"
 )
-#: Which kernel of attention torch would take, as a number.
+#: Which attention kernel torch would choose, as a number.
 fused_sdp_choice: Callable[..., int] = _names.find(
     "torch._fused_sdp_choice", "causal attention on DTensors fails"
 )
-#: Stops a GPU's work where a condition does not hold, without waiting for it.
+#: Asserts a condition on the GPU without synchronising.
 assert_async: Callable[[torch.Tensor, str], None] = _names.find(
     "torch._assert_async", "ids on a GPU cannot be checked"
 )
 embedding_bag: Callable[..., Any] = _names.find(
     "torch._embedding_bag", "bags with mode='max' fail in sharded modules"
 )
-#: The arguments of `Tensor.to`, sorted out.
+#: Parses the arguments of `Tensor.to`.
 parse_to: Callable[..., Any] = _names.find("torch._C._nn._parse_to", "ShardedTensor.to() fails")
-#: The norms that keep statistics of batches.
+#: The base of norms with running statistics.
 BatchStatistics: Any = _names.find(
     "torch.nn.modules.batchnorm._NormBase", "`shardwise report` cannot train models"
 )
@@ -45,7 +45,7 @@ _post_hooks: Any = _names.find(
 
 
 def others_watch_steps(optimizer: Any) -> bool:
-    """Whether hooks on steps other than one for all optimizers, before and after, would run."""
+    """Whether step hooks besides our one global hook, before and after, would run."""
     if _pre_hooks is None or _post_hooks is None:
         return True
     return bool(

@@ -1,4 +1,4 @@
-"""Inductor's lowerings: what the code that it makes runs before what."""
+"""Inductor's lowerings: the order of ordered ops in generated code."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _last: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def is_imported() -> bool:
-    """Whether a program uses inductor; its import takes a second, and other backends need none."""
+    """Whether a program uses inductor: its import takes a second, and not all backends need it."""
     return _LOWERING in sys.modules
 
 
 def lower_in_order(op: Any) -> None:
-    """Inductor is to run kernels of `op` after those of such ops that came before."""
+    """Have inductor run kernels of `op` after those of earlier ordered ops."""
     _register()(op, type_promotion_kind=None)(_lowered(op))
 
 
@@ -42,7 +42,7 @@ def _lowered(op: Any) -> Any:
         made = graph.operations[start:]
         kernel = next(node for node in made if isinstance(node, kernel_type))
         before = _last.get(graph)
-        # Older ones have another kind of kernel for ops with effects.
+        # Older versions have another kind of kernel for ops with effects.
         star_deps = getattr(graph, "additional_star_deps", None)
         if before is not None and star_deps is not None:
             star_deps[kernel.get_operation_name()].add(before.get_name())

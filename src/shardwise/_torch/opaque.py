@@ -10,10 +10,9 @@ from shardwise._torch.compat import VERSION, Names, Probe
 _names = Names()
 _WITHOUT = "compiled code cannot make or pass placements and layouts"
 
-#: Older compilers read a mesh and a value otherwise.
+#: Older compilers treat meshes and values differently.
 IS_OLD_COMPILER = VERSION < "2.13"
-#: What a class of such values derives from. Older torch wants this metaclass, which slows every
-#: isinstance().
+#: The base class of such values. Older torch needs its metaclass, which slows every isinstance().
 if TYPE_CHECKING:
     ValueBase = object
 elif IS_OLD_COMPILER:
@@ -28,7 +27,7 @@ def _register(member: Any, register: Any) -> Callable[[type, Iterable[str]], Non
     )
 
 
-#: Lets compiled code make objects of a class, and read these of its attributes.
+#: Lets compiled code make objects of a class and read the named attributes.
 register_value: Callable[[type, Iterable[str]], None] = _names.make(
     "MemberType register_opaque_type",
     "torch._library.opaque_object",

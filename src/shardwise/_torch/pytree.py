@@ -1,4 +1,4 @@
-"""Nested arguments: torch's own walk over lists, tuples and dictionaries."""
+"""torch's pytree functions, for nested arguments."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ else:
 
 
 def probe() -> Probe:
-    return _names.probe(_walks, "nested arguments come out otherwise than they went in")
+    return _names.probe(_walks, "nested arguments do not round-trip")
 
 
 def _walks() -> bool:

@@ -1,4 +1,4 @@
-"""Ops as objects: their kinds, how torch takes them apart, and quicker ways to call them."""
+"""Ops as objects: their types, decompositions, and faster bindings."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ else:
         "torch._prims_common.suggest_memory_format", "convolutions of DTensors fail"
     )
 
-#: Torch's Python functions that take ops apart, by op; takes most of a second to import.
+#: Torch's Python decompositions, by op; takes most of a second to import.
 decompositions: Callable[[], dict[Any, Callable[..., Any]]] = _names.later(
-    "torch._decomp.decomposition_table", "ops without a rule that torch could take apart fail"
+    "torch._decomp.decomposition_table", "ops without a rule that torch could decompose fail"
 )
 
 _SLOWER = "local ops take longer"
@@ -41,7 +41,6 @@ BINDINGS = tuple(
     if (home := _names.find(f"torch._C.{name}", _SLOWER, instead=None)) is not None
 )
 
-
 _meta_key: Any = _names.make("DispatchKey", "torch._C", _NO_PLANS, lambda key: key.Meta)
 
 
@@ -51,7 +50,7 @@ def has_python_meta(op: OpOverload) -> bool:
 
 
 def is_composite(op: OpOverload) -> bool:
-    """Whether torch runs an op by running others, below Python."""
+    """Whether torch implements an op by other ops, below Python."""
     return has_kernel_for_key(op.name(), "CompositeImplicitAutograd")
 
 
@@ -64,9 +63,9 @@ def probe() -> Probe:
 def _is_known() -> bool:
     mm, linear, x = torch.ops.aten.mm.default, torch.ops.aten.linear.default, torch.empty(2, 3)
     kinds = isinstance(mm, OpOverload) and isinstance(torch.ops.aten.mm, OpOverloadPacket)
-    taken_apart = is_composite(linear) and not is_composite(mm)
+    composite = is_composite(linear) and not is_composite(mm)
     formats = is_contiguous_or_false(x) and suggest_memory_format(x) is torch.contiguous_format
     quick = any(hasattr(home, "mm") for home in BINDINGS)
     return (
-        kinds and taken_apart and formats and quick and torch.ops.aten.t.default in decompositions()
+        kinds and composite and formats and quick and torch.ops.aten.t.default in decompositions()
     )

@@ -1,4 +1,4 @@
-"""Sizes that are symbols, and the fake tensors that carry them."""
+"""Symbolic sizes, and fake tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,13 @@ from shardwise._torch.compat import Names, Probe
 
 _names = Names()
 
-#: The mode under which the given tensors, or what runs now, are fake; None where nothing is.
+#: The fake mode of the given tensors, or of what runs now; None if there is none.
 detect_fake_mode: Callable[..., Any] = _names.find(
     "torch._guards.detect_fake_mode", "DTensors with symbolic sizes cannot be traced"
 )
-#: States what a symbol can be, for the compiler to rely on.
+#: Asserts a fact about a symbol that the compiler may rely on.
 check_size: Callable[[Any], None] = _names.find(
     "torch._check", "rows of a table cannot be picked in compiled code"
-)
-_constrain_range: Callable[[], Any] = _names.later(
-    "torch.fx.experimental.symbolic_shapes._constrain_range_for_size",
-    "sharded modules with outputs of unknown size cannot be compiled",
 )
 _NO_FORMULAS = "sizes computed from symbols cannot be written into a graph"
 _sympy_interp: Callable[[], Any] = _names.later(
@@ -32,18 +28,13 @@ _reference: Callable[[], Any] = _names.later(
 )
 
 
-def constrain_size(size: Any) -> None:
-    """`size`, which only values tell, is one: 0 or more."""
-    _constrain_range()(size, min=0)
-
-
 def compute(expression: Any, symbols: dict[Any, Any]) -> Any:
-    """A sympy expression of a size, of numbers in place of its symbols."""
+    """A sympy expression of a size, evaluated with `symbols`."""
     return _sympy_interp()(_reference(), symbols, expression)
 
 
 def probe() -> Probe:
-    return _names.probe(_computes, "sizes that are symbols are computed otherwise")
+    return _names.probe(_computes, "symbolic sizes are computed wrongly")
 
 
 def _computes() -> bool:

@@ -1,13 +1,13 @@
 """Every rank raises the same error, or none does.
 
 Note [Agreement]
-A rank that raises alone leaves the others waiting in the next collective. So where ranks meet, each
-sends a *status*: 0, or the number of bytes that its error takes as text. It is one number in a
-message that is sent anyway: in a gather (`gather_numbers`, `agree`), an exchange of counts
-(`Meeting`) or a reduction (`raise_together`). Where some status is not 0, all ranks see that: they
-gather the texts and build one error, which names the ranks. While nothing fails, no more is sent.
+A rank that raises alone leaves the others waiting in the next collective. So each rank sends a
+*status*: 0, or the length in bytes of its error message. It is one number in a message that is sent
+anyway: a gather (`gather_numbers`, `agree`), an exchange of counts (`Meeting`) or a reduction
+(`raise_together`). If a status is not 0, all ranks see it, gather the texts and raise one error
+that names the ranks. While nothing fails, nothing more is sent.
 
-The numbers beside the status are what must be equal on all ranks, or what all of them judge alike.
+The numbers sent with the status must be equal on all ranks, or are checked by all ranks alike.
 Everything here runs for the ranks present: one in a process, all of them in a simulated world.
 """
 
@@ -33,7 +33,7 @@ from shardwise.simulation.parts import one_part
 from shardwise.simulation.ranks import each_rank, localize
 
 _T = TypeVar("_T")
-#: The errors that travel as what they are, by name. Others become the first of these that they are.
+#: The errors that keep their type, by name. Others become the first of these that they derive from.
 _ERRORS: dict[str, type[Exception]] = {
     kind.__name__: kind
     for kind in (
@@ -58,9 +58,9 @@ class Fault:
 
 
 def joint_error(lead: str, faults: Mapping[int, Fault], num_ranks: int) -> Exception:
-    """One error for all faults, by rank, of the first one's kind; begins with `lead`.
+    """One error for all faults, of the first one's type; the message begins with `lead`.
 
-    Ranks are named, unless all of them have the same to say.
+    Ranks are named, unless all of them have the same fault.
     """
     ranks: dict[str, list[int]] = {}
     for rank, fault in sorted(faults.items()):
@@ -76,7 +76,7 @@ def joint_error(lead: str, faults: Mapping[int, Fault], num_ranks: int) -> Excep
 
 
 def is_agreed(error: Exception) -> bool:
-    """Whether all ranks of the group raise because of this one: then they need not compare."""
+    """Whether all ranks of the group raise this error, so that it need not be compared again."""
     return getattr(error, "_agreed", False)
 
 
@@ -86,10 +86,10 @@ def _marked(error: Exception) -> Exception:
 
 
 class Faults:
-    """What is wrong on the ranks present, told by a status in a message that is sent anyway."""
+    """The faults of the ranks present, sent as a status in a message that is sent anyway."""
 
     def __init__(self, grid: Grid, what: str, lead: str = "") -> None:
-        """`what` causes the gathering of texts; `lead` begins the error."""
+        """`what` names the cause of the gather; `lead` begins the error message."""
         self._grid, self._what, self._lead = grid, what, lead
         self._texts: dict[Coordinate, bytes] = {}
 
@@ -104,9 +104,9 @@ class Faults:
         return len(self._texts[place])
 
     def error(self, statuses: Sequence[int], axes: Sequence[int] | None = None) -> Exception | None:
-        """The error of all ranks, where one of those that met has sent a status other than 0.
+        """The error that all ranks raise; None if all statuses are 0.
 
-        `statuses` are what they have sent, or its maximum. They met along `axes`, or all of them.
+        `statuses` are those of the ranks along `axes` (default: all axes), or their maximum.
         """
         longest = max(statuses)
         if not longest:
@@ -127,7 +127,7 @@ def _fault_in(row: bytes) -> tuple[int, Fault]:
     return int.from_bytes(row[:_RANK_BYTES], "little"), Fault(text, _ERRORS.get(name, RuntimeError))
 
 
-# -- where ranks meet ------------------------------------------------------------------------------
+# -- gathering ------------------------------------------------------------------------------------
 
 
 def gather(
@@ -140,7 +140,7 @@ def gather(
 ) -> torch.Tensor:
     """The numbers `row(coordinate, *its tensors)` of each rank along `axes`, or of all ranks.
 
-    They are as many on every rank, and come back as the rows of one plain tensor on the CPU.
+    Every rank gives equally many. Returns them as the rows of one plain tensor on the CPU.
     """
 
     def mine(place: Coordinate, *held: torch.Tensor) -> torch.Tensor:
@@ -159,9 +159,9 @@ def gather_numbers(
     tell: Callable[..., tuple[Sequence[int], str | None]],
     *tensors: torch.Tensor,
 ) -> list[tuple[int, ...]]:
-    """The numbers that `tell(*its tensors)` gives on each rank, by rank.
+    """The numbers that `tell(*its tensors)` returns on each rank, by rank.
 
-    It also says what is wrong there, if anything: every rank hears of it and raises.
+    It also returns what is wrong on its rank, or None; if something is, every rank raises.
     """
     faults = Faults(grid, what, f"{what}: ")
 
@@ -201,9 +201,9 @@ def _gather_bytes(
 
 
 class Meeting:
-    """Ranks along one axis send each other a row of numbers; begun at once, see `finish`.
+    """An all-to-all of rows of numbers along one axis, started at once; see `finish`.
 
-    Row i of `rows` goes to coordinate i, and `told` goes to all of them.
+    Row i of `rows` goes to coordinate i, and `told` to all coordinates.
     """
 
     def __init__(self, grid: Grid, axis: int, rows: torch.Tensor, told: torch.Tensor) -> None:
@@ -216,9 +216,9 @@ class Meeting:
         self._arriving = collectives.start_all_to_all(labels, grid, axis)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row that each coordinate has for this rank, and what each told all; on the CPU.
+        """The row from each coordinate for this rank, and each coordinate's `told`; on the CPU.
 
-        The second is a plain tensor: what ranks along other axes tell must be the same.
+        The second is a plain tensor: it must not differ along other axes.
         """
 
         def parted(_: Coordinate, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -232,8 +232,8 @@ class Meeting:
 def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
     """What `call` returns; where it raises on a rank, all ranks along `axes` raise that error.
 
-    For a call that may fail because of values which the ranks along `axes` do not share. It must
-    not communicate after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
+    For a call that may fail because of values that differ along `axes`. It must not communicate
+    after the point where it may fail. Costs one all-reduce of 8 bytes per axis.
     """
     own: Exception | None = None
     try:
@@ -256,14 +256,14 @@ def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _
     raise error from own
 
 
-# -- the same everywhere ---------------------------------------------------------------------------
+# -- comparing -------------------------------------------------------------------------------------
 
 
 def agree(grid: Grid, what: str, request: str, problem: Exception | None = None) -> None:
-    """Raise on every rank of the group unless all ask for the same and none has a problem.
+    """Raise on every rank of the group unless all have the same request and none has a problem.
 
-    `request` describes what this rank asks for, one line each; lines that differ are named. Ranks
-    that run different code are found the same way.
+    `request` describes what this rank asks for, line by line; the error names lines that differ.
+    Ranks that run different code are found the same way.
     """
     request = f"torch {VERSION}, shardwise code {source_digest()[:12]}\n{request}"
     wrong = f"{type(problem).__name__}: {problem}" if problem is not None else None
@@ -292,4 +292,4 @@ def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> str
                 f"The ranks disagree about {what}{order}. Rank {ranks[0]} has: {there}. Rank "
                 f"{rank} has: {here}. Give every rank the same."
             )
-    raise AssertionError("some rank asked for something else, or nothing would be compared")
+    raise AssertionError("requests differ, or this would not be called")

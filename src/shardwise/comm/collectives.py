@@ -1,7 +1,10 @@
-"""Comm: the one place that issues collectives.
+"""The only module that issues collectives.
 
 Each is a `torch.ops._c10d_functional` op on a tensor, in both worlds and under torch.compile, so
-that counters, compilers and LocalTensors all see the same call.
+that CommDebugMode, compilers and LocalTensors see the same call.
+
+Note [Started and finished]
+`start_x` starts a collective and does not wait; read its result after `finished`. `x` does both.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from shardwise.core.autocast import without_autocast
 from shardwise.core.mesh import Grid
 from shardwise.core.sizes import lengths
 from shardwise.errors import WorldError
-from shardwise.simulation.collectives import name_of_groups, play_scatter
+from shardwise.simulation.collectives import name_of_groups, simulated_scatter
 from shardwise.simulation.parts import is_per_rank, one_part, per_rank
 from shardwise.simulation.ranks import my_coordinate
 
 _ops = torch.ops._c10d_functional
-# Without the Python methods around them, which take a microsecond or two of their own.
+# `_op` skips the Python method around it, which takes a microsecond or two.
 _all_reduce = _ops.all_reduce.default._op
 _all_gather_into_tensor = _ops.all_gather_into_tensor.default._op
 _reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
@@ -32,9 +35,9 @@ _broadcast = _ops.broadcast.default._op
 def group_name(grid: Grid, axis: int) -> str:
     """The name of the process group along `axis`, as collective ops take it."""
     if not grid.world.alive:
-        # Not only when the name is unknown: the next world uses the same names again.
+        # Checked also where the name is known: the next world reuses the names.
         raise WorldError(
-            f"{grid!r} belongs to {grid.world}, which is not the world of now: its process group "
+            f"{grid!r} belongs to {grid.world}, which is not the current world: its group "
             "is gone or set aside. Tensors do not outlive their world: gather them before, or load "
             "them from a checkpoint after."
         )
@@ -45,12 +48,12 @@ def group_name(grid: Grid, axis: int) -> str:
         grid.world.axis_names[name] = grid.axis_name(axis)
         grid.group_names[axis] = name
     elif watch.on:
-        # Meshes of the same ranks share a group: what is told now is of the mesh that uses it now.
+        # Meshes of the same ranks share a group: watchers see the name of the axis used last.
         grid.world.axis_names[name] = grid.axis_name(axis)
     return name
 
 
-#: Dtypes that gloo does not reduce, and the one they are reduced in; the same in both worlds.
+#: Dtypes that gloo does not reduce, and the dtype used instead; the same in both worlds.
 _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.bool: torch.int32,  # wide enough for a sum over all ranks
     torch.int16: torch.int32,
@@ -62,15 +65,14 @@ _REDUCED_AS: dict[torch.dtype, torch.dtype] = {
     torch.float8_e5m2fnuz: torch.float32,
 }
 
-
-#: Dtypes that gloo or NCCL do not move: they travel as bytes.
+#: Dtypes that gloo or NCCL do not send: sent as bytes.
 _MOVED_AS_BYTES = frozenset(
     {*_REDUCED_AS, torch.uint64, torch.complex64, torch.complex128} - {torch.bool}
 )
 
 
 def is_moved_as_bytes(dtype: torch.dtype) -> bool:
-    """Whether `start_all_gather` and `start_all_to_all` give bytes for tensors of this dtype."""
+    """Whether `start_all_gather` and `start_all_to_all` return bytes for this dtype."""
     return dtype in _MOVED_AS_BYTES
 
 
@@ -80,12 +82,12 @@ def is_widened(dtype: torch.dtype) -> bool:
 
 
 def in_dtype(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What was reduced in a wider dtype, in its own again."""
+    """The result of a reduction in a wider dtype, converted back."""
     return x if x.dtype == dtype else x.to(dtype)
 
 
 def viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What travelled as bytes, as what it is. A rank may hold nothing where others do not."""
+    """A tensor that was sent as bytes, viewed as `dtype`. It may be empty on some ranks."""
     return x if x.dtype == dtype else per_rank(lambda part: _viewed(part, dtype), x)
 
 
@@ -95,11 +97,7 @@ def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.view(dtype)
 
 
-# Note [Started and finished]
-# `start_x` begins a collective, which runs on; its result may be read after `finished`. `x` alone
-# does both.
-
-#: The result of a collective that was started, once it is there.
+#: Wait for a collective that was started; its result. See Note [Started and finished].
 finished: Callable[[torch.Tensor], torch.Tensor] = _ops.wait_tensor.default._op
 
 
@@ -110,7 +108,7 @@ def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> 
 
 
 def as_bytes(x: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor, dense. Each rank may hold its own with other strides."""
+    """The bytes of a tensor, dense. Strides may differ between ranks."""
     return per_rank(_as_bytes, x)
 
 
@@ -149,12 +147,12 @@ def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.
 
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
-    """The ranks' tensors, all of one shape, joined along dim 0 in the order of the axis."""
+    """The ranks' tensors, all of one shape, concatenated along dim 0 in the order of the axis."""
     return viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    """Each rank's equal part of dim 0 of the reduction."""
+    """Each rank's chunk of dim 0 of the reduction; all of one size."""
     return in_dtype(finished(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
 
 
@@ -166,7 +164,7 @@ def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
 def all_to_all_uneven(
     x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
 ) -> torch.Tensor:
-    """Send `num_sent[i]` entries of dim 0 to coordinate i; join what arrives in that order.
+    """Send `num_sent[i]` entries of dim 0 to coordinate i; concatenate what arrives.
 
     In a simulated world a count that differs between ranks is a RankInt.
     """
@@ -176,7 +174,7 @@ def all_to_all_uneven(
 def start_all_to_all_uneven(
     x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
 ) -> torch.Tensor:
-    """As `all_to_all_uneven`, running on; its result may be read after `finished`."""
+    """Start `all_to_all_uneven`; see Note [Started and finished]."""
     name = group_name(grid, axis)
     return _all_to_all_single(x.contiguous(), num_received, num_sent, name)
 
@@ -194,30 +192,30 @@ def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tens
 def scatter(
     x: torch.Tensor, dim: int, sizes: tuple[int, ...] | None, source: int, grid: Grid, axis: int
 ) -> torch.Tensor:
-    """Each coordinate's piece of `dim` of the tensor that coordinate `source` holds.
+    """Each coordinate's shard along `dim` of the tensor that coordinate `source` holds.
 
-    No coordinate receives more than its piece. c10d scatters pieces of one length only, so this is
-    an all-to-all in which one rank sends; watchers are told of a scatter of the longest piece.
+    No coordinate receives more than its shard. c10d scatters equal sizes only, so this is an
+    all-to-all in which one rank sends; watchers see a scatter of the longest shard.
     """
     name = group_name(grid, axis)
     here = one_part(x)
     longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
     with watch.told("scatter_", longest, name):
         if is_per_rank(x):
-            return play_scatter(x, dim, sizes, source, name)
+            return simulated_scatter(x, dim, sizes, source, name)
         mine = my_coordinate(grid)[axis]
-        pieces = x.split(lengths(x.shape[dim], grid.shape[axis], sizes), dim)
-        return _send_pieces(pieces, source, mine, name)
+        shards = x.split(lengths(x.shape[dim], grid.shape[axis], sizes), dim)
+        return _send_shards(shards, source, mine, name)
 
 
-def _send_pieces(pieces: Sequence[torch.Tensor], source: int, mine: int, name: str) -> torch.Tensor:
-    """The piece of coordinate `mine`, in bytes: not every backend exchanges every dtype."""
-    like, nothing = pieces[mine], [0] * len(pieces)
+def _send_shards(shards: Sequence[torch.Tensor], source: int, mine: int, name: str) -> torch.Tensor:
+    """The shard of coordinate `mine`; sent as bytes, since backends do not take every dtype."""
+    like, nothing = shards[mine], [0] * len(shards)
     received = list(nothing)
     received[source] = like.numel() * like.element_size()
     if mine == source:
-        flat = torch.cat([piece.reshape(-1) for piece in pieces]).view(torch.uint8)
-        sent = [piece.numel() * piece.element_size() for piece in pieces]
+        flat = torch.cat([shard.reshape(-1) for shard in shards]).view(torch.uint8)
+        sent = [shard.numel() * shard.element_size() for shard in shards]
     else:
         flat, sent = torch.empty(0, dtype=torch.uint8, device=like.device), nothing
     arrived = finished(_all_to_all_single(flat, received, sent, name))

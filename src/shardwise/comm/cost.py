@@ -1,6 +1,6 @@
 """What a collective costs: latency plus bytes over bandwidth.
 
-Constants are the same on every rank and never measured: ranks that decided differently would hang.
+The constants are fixed, not measured: ranks that decided differently would hang.
 """
 
 from __future__ import annotations
@@ -8,8 +8,7 @@ from __future__ import annotations
 LATENCY_S = 20e-6
 BYTES_PER_S = 10e9
 
-#: The share of the tensor that crosses the wire per rank, for n ranks: of the larger of the
-#: tensor before and after, counted per rank.
+#: The fraction of the tensor that each of n ranks sends: of the larger of input and output.
 _TRAFFIC = {
     "all_gather": lambda n: (n - 1) / n,
     "reduce_scatter": lambda n: (n - 1) / n,
@@ -33,6 +32,6 @@ def exchange_s(num_bytes: float) -> float:
     return LATENCY_S + num_bytes / BYTES_PER_S
 
 
-#: A copy on the device: what a step without communication costs, so that fewer steps win.
 def local_s(num_bytes: float) -> float:
+    """Seconds for a step without communication, a copy on the device, so that fewer steps win."""
     return 1e-6 + num_bytes / (50 * BYTES_PER_S)

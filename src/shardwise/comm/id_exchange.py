@@ -1,8 +1,7 @@
-"""Ids travel to the ranks that own them, and rows travel back.
+"""Ids are sent to the ranks that own their rows, and rows are sent back.
 
-Each rank sorts its ids, so that those of one owner stand together and equal ids stand next to each
-other: every id is sent once, however often it was asked for. The owners answer in the order in
-which they were asked. Everything here runs on the tensors of all ranks present.
+Each rank sends the sorted unique ids, grouped by owner, so every id is sent once. The owners reply
+in the same order. Everything here runs on the tensors of all ranks present.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from shardwise.comm.agreement import Meeting
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.simulation.ranks import each_rank, numbers_per_rank, part_per_rank
 
-#: Counts on the host: ints, or in a simulated world numbers that know which rank has which.
+#: Counts on the host: ints, or RankInts in a simulated world.
 Counts = list[Any]
 
 
 class Routing:
-    """Who asked whom for what along one axis of a mesh."""
+    """Which ids were requested from which rank along one axis of a mesh."""
 
     __slots__ = ("asked", "axis", "grid", "inverse", "num_given", "num_wanted")
 
@@ -36,24 +35,24 @@ class Routing:
         num_given: Counts,
     ) -> None:
         self.grid, self.axis = grid, axis
-        #: For each of this rank's ids, its place among the different ones.
+        #: For each of this rank's ids, its index among the unique ones.
         self.inverse = inverse
-        #: The ids that this rank was asked for, by coordinate of the axis.
+        #: The ids requested from this rank, by coordinate of the axis.
         self.asked = asked
-        #: How many ids this rank wants of each coordinate, and how many each wants of it.
+        #: How many ids this rank requests from each coordinate, and each from this rank.
         self.num_wanted, self.num_given = num_wanted, num_given
 
     def answer(self, rows: torch.Tensor) -> torch.Tensor:
-        """From the rows of the ids that were asked for to one row for each of this rank's ids."""
+        """Send the rows of the requested ids; returns one row for each of this rank's ids."""
         arrived = collectives.all_to_all_uneven(
             rows, self.num_given, self.num_wanted, self.grid, self.axis
         )
         return each_rank(self.grid, _spread, arrived, self.inverse, axes=())
 
     def hand_in(self, values: torch.Tensor) -> torch.Tensor:
-        """From one row for each of this rank's ids to rows at the owners, in the order of `asked`.
+        """Send one row for each of this rank's ids to the owners, which get them as in `asked`.
 
-        Rows of equal ids are added up before they are sent.
+        Rows of equal ids are summed before they are sent.
         """
 
         def merged(_: Coordinate, values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
@@ -66,7 +65,7 @@ class Routing:
 
 
 def added_up(values: torch.Tensor, inverse: torch.Tensor) -> torch.Tensor:
-    """The sum of the rows of each number in `inverse`, which has no gaps."""
+    """The sum of the rows with each index in `inverse`, which has no gaps."""
     num = int(inverse.max()) + 1 if inverse.numel() else 0
     return values.new_zeros((num, *values.shape[1:])).index_add_(0, inverse, values)
 
@@ -78,7 +77,7 @@ def _spread(_: Coordinate, rows: torch.Tensor, inverse: torch.Tensor) -> torch.T
 def by_owner(
     ids: torch.Tensor, bounds: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The different ids in order, each id's place among them, and how many each owner has.
+    """The sorted unique ids, each id's index among them, and the count of each owner.
 
     >>> wanted, inverse, counts = by_owner(torch.tensor([7, 2, 7, 3]), [0, 4, 4, 9])
     >>> wanted.tolist(), inverse.tolist(), counts.tolist()
@@ -97,11 +96,11 @@ def route(
     note: torch.Tensor,
     read: Callable[[torch.Tensor], None],
 ) -> Routing:
-    """Tell every owner which of its rows this rank wants.
+    """Request rows from their owners.
 
     `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last.
-    `note` is a short integer tensor that rides on the exchange of counts; `read` is given those of
-    all coordinates, before any id is sent, and may raise, on all ranks alike.
+    `note` is a short integer tensor sent with the counts; `read` gets those of all coordinates
+    before any id is sent, and may raise, on all ranks alike.
     """
 
     def sort(_: Coordinate, ids: torch.Tensor) -> Any:
@@ -116,5 +115,5 @@ def route(
 
 
 def on_host(grid: Grid, counts: torch.Tensor) -> Counts:
-    """A short integer tensor as numbers; this waits for the device."""
+    """A short integer tensor as numbers; waits for the device."""
     return numbers_per_rank(grid, [part.tolist() for part in part_per_rank(grid, counts)])

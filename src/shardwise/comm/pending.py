@@ -1,10 +1,9 @@
-"""Pending: the result of a collective that still runs, behind the face of a tensor.
+"""Pending: the result of a collective that is still running, as a tensor.
 
-The first op on it awaits the collective and finishes what is left to do; from then on the tensor
-that holds it has the result itself. Nobody holds one that stands for a plain tensor, as where a
-parallel module hands out its result: it passes every op on to what has arrived. There is none in a
-simulated world, where a collective is over when it returns, nor in compiled code, where the
-compiler decides how late to wait.
+The first op on it waits for the collective and finishes the rest; then the DTensor that holds it
+gets the result itself. A Pending that no DTensor holds, such as the plain result of a parallel
+module, passes every op on to the result. A simulated world has none, since its collectives are
+synchronous, and neither has compiled code, where the compiler decides when to wait.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Pending(torch.Tensor):
-    """What `finish` will make of `started` once that has arrived."""
+    """The result of `finish(started)`, computed when it is first needed."""
 
     __slots__ = ("_finish", "_holder", "_result", "_started")
     _started: torch.Tensor
@@ -35,7 +34,7 @@ class Pending(torch.Tensor):
 
     @staticmethod
     def __new__(cls, started: torch.Tensor, finish: Run, like: torch.Tensor) -> Pending:
-        """`like` has the shape, strides and dtype of what comes out; see `finished_like`."""
+        """`like` has the shape, strides and dtype of the result; see `finished_like`."""
         self = make_wrapper(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=started.device
         )
@@ -44,18 +43,18 @@ class Pending(torch.Tensor):
         return self
 
     def held_by(self, holder: Any) -> None:
-        """`holder._local` is this tensor; it gets the result in its place."""
+        """`holder._local` is this tensor, and is replaced by the result."""
         self._holder = weakref.ref(holder)
 
     def share(self) -> Pending:
-        """The same result, for someone else to wait for; outside autograd."""
+        """Another Pending of the same result; outside autograd."""
         return Pending(self, _detached_result, self)
 
     def result(self) -> torch.Tensor:
-        """The tensor itself; waits for it the first time."""
+        """The result; waits for it the first time."""
         if self._result is None:
             self._result = self._finish(self._started)
-            # What was started and what finishes it hold memory that nobody needs any more.
+            # Frees the memory that they hold.
             del self._started, self._finish
             holder = self._holder() if self._holder is not None else None
             if holder is not None and holder._local is self:
@@ -84,7 +83,7 @@ class Pending(torch.Tensor):
         made.result()
         return made
 
-    # -- what reads memory without an op -----------------------------------------------------
+    # -- reading memory without an op ---------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:
         return self.detach().numpy(force=force)
@@ -109,7 +108,7 @@ class Pending(torch.Tensor):
 
 
 def finished_like(started: torch.Tensor, finish: Run) -> torch.Tensor:
-    """What `finish` will make of `started`, without data: sizes can be read without waiting."""
+    """`finish(started)` on the meta device: its sizes can be read without waiting."""
     return finish(torch.empty_like(started, device="meta"))
 
 
@@ -118,10 +117,10 @@ def _itself(result: torch.Tensor) -> torch.Tensor:
 
 
 def _detached_result(other: torch.Tensor) -> torch.Tensor:
-    assert isinstance(other, Pending), "only what is pending is shared"
+    assert isinstance(other, Pending), "only a Pending is shared"
     return other.result().detach()
 
 
 def later(local: torch.Tensor) -> torch.Tensor:
-    """The local tensor of a DTensor for use outside of it, still pending where it is."""
+    """A DTensor's local tensor for use outside it; a pending one stays pending."""
     return local.share() if type(local) is Pending else sized_copy(local, True)

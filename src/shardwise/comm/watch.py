@@ -1,7 +1,7 @@
 """The switches around a call: strictness, and who watches communication.
 
-Process-wide, since backward may run on other threads. Only a call that moves something looks at
-them, so a call that communicates nothing pays nothing.
+Process-wide, since backward may run on other threads. Only calls that move data look at them, so a
+call without communication pays nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from shardwise.simulation.events import listeners
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """Why a collective runs: the op that needed it, and whether anybody wrote it down."""
+    """Why a collective runs: the op that needed it, and whether the program asked for it."""
 
     op: str
     implicit: bool
 
 
 class Watch:
-    """`on` is the one flag to look at; the rest says what it is on for."""
+    """`on` is the flag to check; the other fields say what it is on for."""
 
     __slots__ = (
         "announced",
@@ -45,11 +45,11 @@ class Watch:
         #: The cause of the collectives that run now.
         self.cause: Cause | None = None
         self.listeners = listeners
-        #: Whether the collective ops that run now belong to one that listeners were told of.
+        #: Whether the collective ops that run now belong to one already reported to listeners.
         self.announced = False
-        #: Ops whose kernels communicate: a mode that looks at ops has to run those itself.
+        #: Ops whose kernels communicate: a dispatch mode has to run those kernels itself.
         self.kernels: dict[Any, Callable[..., Any]] = {}
-        #: Where planned calls are noted down for `explain`.
+        #: Planned calls, recorded for `explain`.
         self.notes: list[Any] | None = None
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.
         self.replicate_plain = 0
@@ -57,13 +57,13 @@ class Watch:
         self.gather_unknown = 0
 
     def tell(self, kind: str, sent: Any, group_name: str) -> None:
-        """A collective runs that no op stands for."""
+        """Report a collective that is not an op."""
         for listener in self.listeners:
             listener(kind, sent, group_name)
 
     @contextlib.contextmanager
     def told(self, kind: str, sent: Any, group_name: str) -> Iterator[None]:
-        """`tell`, once: the ops that run inside are no collectives of their own."""
+        """Report one collective; the collective ops that run inside belong to it."""
         self.tell(kind, sent, group_name)
         before, self.announced = self.announced, True
         try:
@@ -80,9 +80,9 @@ watch = Watch()
 
 @contextlib.contextmanager
 def because(op: Any, *, implicit: bool, always: bool = False) -> Iterator[None]:
-    """Collectives inside are caused by `op`, unless something around it caused them already.
+    """`op` is the cause of the collectives inside, unless an outer call is.
 
-    With `always` they are in any case.
+    With `always` it is in any case.
     """
     before = watch.cause
     if before is None or always:
@@ -101,7 +101,7 @@ def _name(op: Any) -> str:
 
 @contextlib.contextmanager
 def explicit_redistribution() -> Iterator[None]:
-    """Inside, communication that nobody wrote down raises, in forward and in backward.
+    """Inside, communication that the program did not ask for raises, in forward and backward.
 
     The error names the op, the layouts, the bytes and the `redistribute` call to write.
     """

@@ -1,8 +1,8 @@
 """Keeping torch.autocast away from local tensors.
 
-Autocast has done its work when a call arrives at a DTensor: what dtypes the results have is decided
-there, and planning relies on it. Torch ops that run on local tensors after that, in local functions
-and around collectives, must not be cast a second time.
+Autocast has run when a call arrives at a DTensor, and planning relies on the dtypes that it chose.
+Torch ops that run on local tensors after that, in local functions and around collectives, must not
+be cast a second time.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 def is_cast_before(op: OpOverload) -> bool:
-    """Whether autocast has an opinion about this op on every device.
+    """Whether autocast has a kernel for this op on every device.
 
-    Then it has been asked when the op arrives at a DTensor, and is off for what the op runs.
+    Then that has run before the op arrives at a DTensor, and autocast is off inside the op.
     """
     return all(has_kernel_for_key(op.name(), key) for key in ("AutocastCPU", "AutocastCUDA"))
 
@@ -33,7 +33,7 @@ def without_autocast(fn: _Fn) -> _Fn:
         if is_autocast():
             with autocast_off():
                 return fn(*args, **kwargs)
-        # Most calls are by position, and no keywords are cheaper than an empty dictionary of them.
+        # Most calls are positional, and passing no keywords is cheaper than an empty dict.
         return fn(*args, **kwargs) if kwargs else fn(*args)
 
     return run  # type: ignore[return-value]

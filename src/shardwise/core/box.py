@@ -10,9 +10,9 @@ from shardwise.core.sizes import Size
 
 
 class Box(NamedTuple):
-    """Where a rectangle of indices begins along each dim, and how far it goes.
+    """The offset and the size of a rectangle of indices along each dim.
 
-    Sizes may be symbolic in the box of a layout; then only its two fields are of use.
+    Sizes may be symbolic in the box of a layout; then only the two fields can be used.
     """
 
     offsets: tuple[Size, ...]
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         return tuple(slice(*span) for span in self.spans)
 
     def intersect(self, other: Box) -> Box | None:
-        """What two boxes share; None where that is nothing.
+        """The intersection of two boxes; None where it is empty.
 
         >>> Box((0, 0), (4, 4)).intersect(Box((3, 2), (4, 4)))
         Box(offsets=(3, 2), sizes=(1, 2))
@@ -58,12 +58,12 @@ class Box(NamedTuple):
         return all(a <= b and end <= stop for (a, stop), (b, end) in pairs)
 
     def within(self, outer: Box) -> Box:
-        """This box with offsets that count from where `outer` begins."""
+        """This box with offsets relative to `outer`."""
         starts = zip(self.offsets, outer.offsets, strict=True)
         return Box(tuple(a - b for a, b in starts), self.sizes)
 
     def along(self, dim: int, start: int, size: int) -> Box:
-        """The part of this box from `start` on along one dim, counted from its own beginning.
+        """This box narrowed along one dim; `start` is relative to the box.
 
         >>> Box((3, 2), (4, 4)).along(1, 1, 2)
         Box(offsets=(3, 3), sizes=(4, 2))
@@ -74,7 +74,7 @@ class Box(NamedTuple):
         return Box(tuple(offsets), tuple(sizes))
 
     def position_in(self, outer: Box) -> int:
-        """The first element of this box in the row-major memory of `outer`.
+        """The index of this box's first element in the row-major memory of `outer`.
 
         >>> Box((1, 1), (2, 2)).position_in(Box.whole((4, 4)))
         5
@@ -86,12 +86,12 @@ class Box(NamedTuple):
 
 
 def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
-    """The numbers of two boxes that share something; None where no two do.
+    """The indices of two boxes that overlap; None where no two do.
 
     >>> overlapping([Box((2,), (3,)), Box((0,), (2,)), Box((4,), (1,))])
     (0, 2)
     """
-    # Swept along dim 0: a box is compared only with those that have not ended where it begins.
+    # A sweep along dim 0: a box is compared only with those that reach past its start.
     filled = [number for number, box in enumerate(boxes) if box.volume]
     reaching: list[int] = []
     for number in sorted(filled, key=lambda i: boxes[i].offsets):
@@ -108,21 +108,21 @@ def overlapping(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def why_not_tiled(boxes: Sequence[Box], shape: Sequence[int]) -> str | None:
-    """Why the boxes do not fill a tensor of `shape` exactly once; None when they do.
+    """Why the boxes do not cover a tensor of `shape` exactly once; None when they do.
 
     >>> why_not_tiled([Box((0,), (2,)), Box((2,), (3,))], (5,))
     >>> why_not_tiled([Box((0,), (2,)), Box((1,), (4,))], (5,))
-    'pieces at (0,) and (1,) overlap'
+    'boxes at (0,) and (1,) overlap'
     """
     whole = Box.whole(shape)
     filled = [box for box in boxes if box.volume]
     for box in filled:
         if not whole.contains(box):
-            return f"the piece at {box.offsets} of shape {box.sizes} goes beyond {whole.sizes}"
+            return f"the box at {box.offsets} of shape {box.sizes} goes beyond {whole.sizes}"
     missing = whole.volume - sum(box.volume for box in filled)
     if missing > 0:
-        return f"{missing} of {whole.volume} elements are in no piece"
+        return f"{missing} of {whole.volume} elements are in no box"
     pair = overlapping(filled)
     if pair is not None:
-        return f"pieces at {filled[pair[0]].offsets} and {filled[pair[1]].offsets} overlap"
+        return f"boxes at {filled[pair[0]].offsets} and {filled[pair[1]].offsets} overlap"
     return None  # as many elements as the tensor has, none twice, none outside

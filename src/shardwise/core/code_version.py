@@ -1,4 +1,4 @@
-"""Which version of this package's code runs: older compiled code, or other ranks, may differ."""
+"""A digest of this package's code: compiled code in caches and other ranks may have another one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).resolve().parents[1]
 
 @functools.cache
 def source_digest() -> str:
-    """A digest of this package's files, names included."""
+    """A digest of the names and contents of this package's files."""
     digest = hashlib.sha256()
     for file in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{file.relative_to(PACKAGE)}\0".encode() + file.read_bytes())

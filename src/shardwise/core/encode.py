@@ -1,7 +1,7 @@
 """Placements and meshes as text and numbers, for plan files, compiled code and exported programs.
 
-A plan file holds a placement as text. The arguments of an op in a graph are numbers and texts:
-there placements are numbers, which the compiler can follow, and a mesh is text.
+Plan files hold a placement as text. An op in a graph takes numbers and strings: placements are
+encoded as numbers, which the compiler can trace, and a mesh as a string.
 """
 
 from __future__ import annotations
@@ -25,18 +25,20 @@ _REPLICATE, _SHARD, _PARTIAL = range(3)
 
 
 def encode_placement(placement: Placement) -> str:
-    """A placement as text; `decode_placement` reads it.
+    """A placement as text; the inverse of `decode_placement`.
 
     >>> encode_placement(Shard(1)), encode_placement(Replicate()), encode_placement(Partial())
     ('Shard(1)', 'Replicate()', 'Partial(sum)')
     """
     if type(placement) not in (Shard, Replicate, Partial):
-        raise ArgumentError(f"{placement!r} has no place in a plan: shard, replicate or sum.")
+        raise ArgumentError(
+            f"{placement!r} cannot be written to a plan: use Shard, Replicate or Partial."
+        )
     return repr(placement)
 
 
 def decode_placement(text: str) -> Placement:
-    """The placement that a text names.
+    """The placement that `text` encodes.
 
     >>> decode_placement("Shard(-1)")
     Shard(-1)
@@ -112,12 +114,12 @@ def decode_placements(numbers: Sequence[int] | None) -> list[Placement] | None:
 def encode_mesh(mesh: DeviceMesh) -> str:
     """`mesh` as text, for compiled code and for exported programs, which are saved.
 
-    It says nothing of the world: a program that is loaded works with a mesh of its own.
+    The world is not encoded: a loaded program uses a mesh of its own world.
     """
     return json.dumps(encode_grid(grid_of(mesh)))
 
 
-# The compiler runs it and keeps the answer, also for a mesh that nobody has seen before.
+# The compiler runs it and keeps the result as a constant, also for a mesh that is new to it.
 encode_mesh._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -127,7 +129,7 @@ def decode_mesh(text: str) -> DeviceMesh:
 
 
 def encode_grid(grid: Grid) -> Any:
-    """What JSON can hold of a grid."""
+    """A grid as JSON."""
     return grid.device_type, grid.shape, grid.ranks, grid.axis_names
 
 

@@ -1,13 +1,13 @@
-"""Layout: how a tensor lies over a mesh.
+"""Layout: how a tensor is laid out over a mesh.
 
 Note [Interned layouts]
 Equal layouts are one object, so a cache key that holds layouts hashes and compares by identity.
-Layouts whose shape is symbolic (inside torch.compile) are not interned: they never meet a cache.
+Layouts with symbolic shapes (inside torch.compile) are not interned and never enter a cache.
 
 Note [Snapshots]
-A view whose input had to move first is a copy, and what is written to it would be lost. Its layout
-is marked as a snapshot, and ops that write refuse it; ops that read one first ask whether what it
-was copied from has changed (Note [Snapshots follow] in dtensor.snapshots).
+A view whose input had to be redistributed is a copy, and a write to it would be lost. Its layout is
+marked as a snapshot: ops that write refuse it, and ops that read it first check whether its base
+has changed (Note [Snapshots follow] in dtensor.snapshots).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from shardwise.core.box import Box
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
-from shardwise.core.sizes import Size, lengths, noted, piece, settled
+from shardwise.core.sizes import Size, lengths, noted, settled, shard_range
 from shardwise.errors import ArgumentError, LayoutError
 
 Shape = tuple[Size, ...]
@@ -62,7 +62,7 @@ class Layout:
     memory_order: tuple[int, ...] | None
     #: The dims along which one entry stands for all, as `Tensor.expand` makes them.
     expanded: tuple[int, ...]
-    #: The block of this process; filled on first use, never in a simulated world.
+    #: The box of this process; filled on first use, never in a simulated world.
     here: Box | None
 
     @property
@@ -72,13 +72,13 @@ class Layout:
     def with_placements(
         self, placements: tuple[Placement, ...], order: tuple[int, ...] | None = None
     ) -> Layout:
-        """The same tensor placed otherwise. `placements` must fit it."""
+        """The same tensor with other placements, which must fit it."""
         return make_layout(
             self.grid, placements, self.shape, self.stride, self.dtype, order or self.order
         )
 
     def with_sizes(self, shape: Sequence[Size], stride: Sequence[Size]) -> Layout:
-        """The same tensor, its sizes spelled otherwise; the same object where they are not."""
+        """The same layout with other symbols for its sizes; itself where nothing changes."""
         if shape is self.shape and stride is self.stride:
             return self
         return make_layout(
@@ -97,7 +97,7 @@ class Layout:
         return self.order == tuple(range(len(self.order)))
 
     def other_order(self) -> str:
-        """What says the order next to the placements; nothing where it is the default."""
+        """The order as text after the placements; empty where it is the default."""
         return "" if self.in_default_order else f", order={self.order}"
 
     def axes_of(self, dim: int) -> tuple[int, ...]:
@@ -117,10 +117,10 @@ class Layout:
         shape = list(self.shape)
         for axis in self.order:
             placement = self.placements[axis]
-            # Not `type(...) is`, here and below: dynamo before 2.13 says no to that.
+            # Not `type(...) is`, here and below: dynamo before 2.13 answers that with False.
             if isinstance(placement, Shard):
                 dim = placement.dim
-                start, shape[dim] = piece(
+                start, shape[dim] = shard_range(
                     shape[dim], self.grid.shape[axis], coordinate[axis], placement.sizes
                 )
                 offset[dim] = offset[dim] + start
@@ -129,18 +129,20 @@ class Layout:
         return Box(tuple(offset), tuple(shape))
 
     def local_shape(self, coordinate: Coordinate) -> Shape:
-        """The shape of the block that `coordinate` holds."""
+        """The shape of the shard at `coordinate`."""
         return self.box(coordinate)[1]
 
     def outer_size(self, axis: int, dim: int, coordinate: Coordinate) -> Size:
-        """The size of `dim` that the axes outside `axis` leave to `coordinate`."""
+        """The size of `dim` at `coordinate` after the axes outside `axis` have split it."""
         size = self.shape[dim]
         for other in self.order:
             if other == axis:
                 break
             placement = self.placements[other]
             if isinstance(placement, Shard) and placement.dim == dim:
-                size = piece(size, self.grid.shape[other], coordinate[other], placement.sizes)[1]
+                size = shard_range(
+                    size, self.grid.shape[other], coordinate[other], placement.sizes
+                )[1]
         return size
 
     def __deepcopy__(self, memo: Any) -> Layout:
@@ -197,7 +199,7 @@ def _memory_order(stride: Sequence[int]) -> tuple[int, ...] | None:
 def canonical_order(
     placements: tuple[Placement, ...], order: tuple[int, ...] | None
 ) -> tuple[int, ...]:
-    """The order with everything removed that has no meaning: as near to 0, 1, 2 as it may be.
+    """The order with all that has no meaning removed: as close to 0, 1, 2 as possible.
 
     >>> canonical_order((Shard(0), Shard(0)), (1, 0))
     (1, 0)
@@ -209,7 +211,7 @@ def canonical_order(
     left = list(range(len(placements)))
     if order is None:
         return tuple(left)
-    # An axis waits for those outside it of the same dim; of those that do not wait, the first.
+    # A topological sort: axes of one dim keep their order, and the smallest free axis comes next.
     result: list[int] = []
     while left:
         axis = next(a for a in left if _outermost_left(placements, order, left, a))
@@ -221,7 +223,7 @@ def canonical_order(
 def _outermost_left(
     placements: tuple[Placement, ...], order: tuple[int, ...], left: Sequence[int], axis: int
 ) -> bool:
-    """Whether no axis that is left splits the dim of `axis` outside it."""
+    """Whether no remaining axis splits the dim of `axis` outside it."""
     shard = placements[axis]
     if not isinstance(shard, Shard):
         return True
@@ -234,7 +236,7 @@ def normalize(
     grid: Grid,
     order: tuple[int, ...] | None = None,
 ) -> tuple[Placement, ...]:
-    """Placements as layouts keep them: checked, dims from 0, sizes only where they matter."""
+    """Placements as layouts keep them: checked, without negative dims or redundant sizes."""
     if placements is None:
         return (Replicate(),) * grid.num_axes
     if isinstance(placements, Placement):
@@ -258,11 +260,17 @@ def normalize(
     return tuple(_with_checked_sizes(p, axis, shape, grid) for axis, p in enumerate(in_range))
 
 
+def differing_axes(layouts: Sequence[Layout]) -> tuple[int, ...]:
+    """The axes along which ranks hold different values of one of the tensors."""
+    axes = range(layouts[0].grid.num_axes) if layouts else ()
+    return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
+
+
 def check_partials(placements: Sequence[Placement]) -> None:
-    """Several Partials of one tensor must commute: a sum of maxima is no maximum of sums."""
+    """Several Partials of one tensor must commute: a sum of maxima is not a maximum of sums."""
     if not partials_commute(placements):
         raise LayoutError(
-            f"{short(placements)} has no one value: it depends on which axis is reduced first. "
+            f"{short(placements)} has no unique value: it depends on which axis is reduced first. "
             "Reduce one of them before."
         )
 
@@ -313,7 +321,7 @@ def shard_with(dim: int, sizes: tuple[int, ...], size: Size, parts: int) -> Shar
 
 
 def can_name(sizes: tuple[Size, ...], size: Size, parts: int) -> bool:
-    """Whether a Shard can say that `size` is cut so: it names no sizes that are symbols."""
+    """Whether a Shard can have these sizes: explicit ones cannot be symbols."""
     return all(type(n) is int for n in sizes) or sizes == lengths(size, parts, None)
 
 
@@ -326,7 +334,7 @@ def _check_nested_sizes(
         if isinstance(placement, Shard):
             if placement.sizes is not None and placement.dim in outer:
                 raise LayoutError(
-                    f"{placement!r} on axis {grid.axis_name(axis)!r} lies inside another split of "
+                    f"{placement!r} on axis {grid.axis_name(axis)!r} is inside another split of "
                     f"dim {placement.dim}: explicit sizes are for the outermost axis of a dim only."
                 )
             outer.add(placement.dim)
@@ -347,7 +355,7 @@ def contiguous_stride(shape: Sequence[Size]) -> Shape:
 
 
 def dense_stride(shape: Sequence[Size], outermost_first: Sequence[int]) -> Shape:
-    """The strides of a dense tensor whose dims lie in memory in this order.
+    """The strides of a dense tensor whose dims have this order in memory.
 
     >>> dense_stride((2, 3, 4), (0, 2, 1))
     (12, 1, 3)

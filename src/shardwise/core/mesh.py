@@ -1,4 +1,4 @@
-"""Grid: a device mesh as this library sees it, one object per mesh and world."""
+"""Grid: a device mesh in one world, interned."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Coordinate = tuple[int, ...]
 
 
 class Grid:
-    """The ranks of a mesh, its axes, and where each rank stands. Compared by identity.
+    """The ranks of a mesh, its axes, and the coordinate of each rank. Compared by identity.
 
     Two equal meshes of one world share a grid; equal meshes of two worlds never do.
     """
@@ -48,12 +48,12 @@ class Grid:
         self.ranks: tuple[int, ...] = ranks
         places = itertools.product(*map(range, self.shape))
         self.coordinates: dict[int, Coordinate] = dict(zip(self.ranks, places, strict=True))
-        #: Where this process stands; None in a simulated world and on ranks outside the mesh.
+        #: The coordinate of this process; None in a simulated world and on ranks outside the mesh.
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
-        #: How often tensors of the mesh were written to, and whether some of them share memory but
-        #: not torch's count of writes; the same on every rank. See Note [Snapshots follow].
+        #: How often tensors of the mesh were written to, and whether some share memory without
+        #: sharing torch's version counter; the same on every rank. See Note [Snapshots follow].
         self.num_writes = 0
         self.hides_writes = False
 
@@ -65,7 +65,7 @@ class Grid:
         return self.axis_names[axis] if self.axis_names else str(axis)
 
     def lines(self, axis: int) -> list[list[int]]:
-        """The groups of ranks that differ only in their place along `axis`."""
+        """The groups of ranks that differ only in their coordinate along `axis`."""
         # Plain Python: this may run first while torch.compile traces, where tensors have no values.
         groups: dict[Coordinate, list[int]] = {}
         for rank, place in self.coordinates.items():
@@ -85,7 +85,7 @@ class Grid:
         return f"mesh ({axes})"
 
 
-# By object, not by value: torch calls meshes of two worlds equal.
+# By identity: torch compares meshes of two worlds as equal.
 _seen: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
 
 
@@ -102,7 +102,7 @@ def grid_of(mesh: DeviceMesh) -> Grid:
             world = current_world()
             raise WorldError(
                 f"{seen[1]!r} belongs to {seen[1].world}, but the current one is {world}. "
-                "Make the mesh anew after torch.distributed is initialised."
+                "Make the mesh again after torch.distributed is initialised."
             )
         return seen[1]
     world = current_world()
@@ -127,7 +127,7 @@ def grid_like(
     ranks: tuple[int, ...],
     axis_names: tuple[str, ...] | None,
 ) -> Grid:
-    """The grid of the current world with these values; its mesh is made when there is none yet."""
+    """The grid of the current world with these values; makes its mesh if there is none yet."""
     world = current_world()
     grid: Grid | None = world.grids.get((device_type, axis_names, shape, ranks))
     if grid is not None:
@@ -150,16 +150,14 @@ def grid_like(
 
 
 def _shape_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    # torch keeps the ranks in a tensor, and torch.export would note that it is read.
+    # torch keeps the ranks in a tensor, and torch.export would record that it is read.
     with outside_modes():
         tensor: Any = mesh.mesh
         return tuple(tensor.shape), tuple(tensor.flatten().tolist())
 
 
-# The mesh of a surrounding `with device_mesh:`.
-
-
 def current_mesh() -> DeviceMesh:
+    """The mesh of the surrounding `with device_mesh:`."""
     stack = mesh_stack()
     if not stack:
         raise ArgumentError("No mesh was given, and there is no surrounding `with device_mesh:`.")

@@ -1,9 +1,8 @@
-"""Backward functions that are not differentiated again, and say so.
+"""Backward functions without a second derivative, which raise where one is needed.
 
-Torch's `once_differentiable` raises only where backward goes through all of a graph.
-`torch.autograd.grad` of some tensors leaves its error aside, and the term is missing in silence; so
-is what depends on saved tensors alone. Here the gradient keeps its history, up to the point where
-it would be needed.
+Torch's `once_differentiable` raises only where backward runs through the whole graph: under
+`torch.autograd.grad` of some tensors the term is silently missing, and so is one that depends on
+saved tensors alone. Here the gradient keeps its history, and raises where that is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from shardwise.errors import UnsupportedError
 
 
 def differentiated_once(what: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """For the `backward` of an autograd function; a second derivative of `what` raises."""
+    """Decorates the `backward` of an autograd function; a second derivative of `what` raises."""
 
     def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(backward)
@@ -56,6 +55,6 @@ class _NotAgain(UntracedFunction):
     def backward(ctx: Any, *_: Any) -> Any:
         raise UnsupportedError(
             f"The gradient of {ctx.what} is not differentiated again: it was made with "
-            "create_graph=True, and a second derivative goes through it. Take such a penalty of "
-            "tensors behind it, or detach() the gradient."
+            "create_graph=True, and a second derivative goes through it. Compute the penalty from "
+            "later tensors, or detach() the gradient."
         )

@@ -12,23 +12,21 @@ from typing import Any, Final, TypeVar
 from shardwise._torch.opaque import IS_OLD_COMPILER, ValueBase, register_value
 from shardwise.errors import ArgumentError, LayoutError
 
-# Values that torch.compile keeps as constants of a graph.
-
 _Class = TypeVar("_Class", bound=type)
 
 
 def graph_constant(cls: _Class) -> _Class:
-    """A frozen dataclass that may be made, read and passed on inside a compiled region."""
+    """Let compiled code make, read and pass a frozen dataclass, as a constant of its graph."""
     fields: tuple[str, ...] = cls.__match_args__  # type: ignore[attr-defined]
     methods = [name for base in cls.__mro__[:-1] for name in vars(base) if name.startswith("is_")]
     names = (*fields, *methods, "__repr__", *(("__eq__",) if IS_OLD_COMPILER else ()))
-    cls.__fx_repr__ = _spelling  # type: ignore[attr-defined]
+    cls.__fx_repr__ = _fx_repr  # type: ignore[attr-defined]
     register_value(cls, names)
     return cls
 
 
-def _spelling(self: Any) -> tuple[str, dict[str, type]]:
-    """How the code of a graph spells the value, and what the names in it stand for."""
+def _fx_repr(self: Any) -> tuple[str, dict[str, type]]:
+    """The value as code of a graph, and the names that the code uses."""
     cls = type(self)
     fields = ", ".join(f"{name}={getattr(self, name)!r}" for name in cls.__match_args__)
     return f"{cls.__name__}({fields})", {cls.__name__: cls}
@@ -40,7 +38,7 @@ REDUCE_OPS: Final = ("sum", "avg", "product", "max", "min")
 class Placement(ValueBase):
     """How the coordinates of one mesh axis hold a tensor."""
 
-    #: The compiler remembers a placement that a region makes by a weak reference.
+    #: The compiler keeps weak references to placements made in a compiled region.
     __slots__ = () if hasattr(ValueBase, "__weakref__") else ("__weakref__",)
 
     def is_shard(self, dim: int | None = None) -> bool:
@@ -56,9 +54,9 @@ class Placement(ValueBase):
 @graph_constant
 @dataclass(frozen=True, slots=True, repr=False)
 class Shard(Placement):
-    """Each coordinate holds one piece of `dim`.
+    """Each coordinate holds one shard of `dim`.
 
-    Without `sizes` the pieces are those of `torch.chunk`: as equal as possible, the last ones
+    Without `sizes` the shards are those of `torch.chunk`: as equal as possible, the last ones
     shorter or empty. With `sizes`, coordinate `i` holds `sizes[i]` entries; zero is allowed.
 
     >>> Shard(0)
@@ -135,8 +133,8 @@ class Partial(Placement):
 class MaskPartial(Partial):
     """The `Partial("sum")` of a lookup in a table whose rows are sharded.
 
-    It holds no mask: rows that another rank owns are zero already. It remembers which table it
-    came from (`logical_shape`, sharded along `logical_dim`), and is otherwise a sum.
+    It holds no mask: rows that another rank owns are zero already. It records the table
+    (`logical_shape`, sharded along `logical_dim`) and behaves as a sum.
     """
 
     logical_shape: tuple[int, ...] = ()
@@ -152,12 +150,12 @@ class MaskPartial(Partial):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class NormPartial(Partial):
-    """Each coordinate holds the norm of its part; the tensor is the norm of all of them.
+    """Each coordinate holds the norm of its shard; the tensor is the norm of these norms.
 
-    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`. No norm is negative;
-    what is written to it in place may be, and powers keep the sign of their base.
-    Norms of sharded tensors are such, and so are stacks and norms of these: only the last has to
-    be reduced.
+    It stands for `(sum over terms of term ** norm_type) ** (1 / norm_type)`. A norm is not
+    negative, but a value written in place may be: powers keep the sign of their base.
+    Norms of sharded tensors have this placement, and so have stacks and norms of those: only the
+    last is reduced.
     """
 
     reduce_op: str = "norm"
@@ -184,7 +182,7 @@ def plain(placement: Placement) -> Placement:
 
 
 def short(placements: Sequence[Placement]) -> str:
-    """A compact spelling for messages.
+    """Placements in short form, for messages.
 
     >>> short([Shard(0), Replicate(), Partial()])
     '[S(0), R, P(sum)]'

@@ -1,14 +1,14 @@
-"""The arithmetic of pieces: which part of a dim a coordinate owns.
+"""Sizes: how a dim is split over ranks, and comparisons of symbolic sizes.
 
 Sizes may be ints or torch's symbolic ints.
 
-Note [Pieces of symbols]
-A compiler reasons about every size of every tensor, and where one process plays all ranks, that is
-most of what it does. There it is asked whether a symbolic size divides, and whether only the last
-piece is shorter: it has a graph for each answer, and in it lengths are sums and quotients, equal
-where pieces are. Only where several ranks have less than a whole piece are they minima. Uneven ones
-add up to the size itself, not to a longer expression, which would enter all that is computed from
-the whole. A process that is one rank has few sizes; it asks nothing, and one graph serves them all.
+Note [Shards of symbolic sizes]
+The compiler reasons about every size of every tensor; in a simulated world, which has the shards of
+all ranks, that dominates its time. There it is asked whether a symbolic size divides, and whether
+only the last shard is shorter: it has a graph for each answer, in which lengths are sums and
+quotients, equal where shards are. Lengths are minima only where several shards are short. Uneven
+lengths add up to the size itself, not to a longer expression that would enter all that is computed
+from it. A real process has few sizes: it asks nothing, and one graph serves all of them.
 """
 
 from __future__ import annotations
@@ -22,17 +22,152 @@ import torch
 from shardwise._torch.symint import compute
 from shardwise.core.world import in_simulated_world
 
-# Arithmetic of symbolic sizes that a compiler's graph need not hold.
-
 _Result = TypeVar("_Result")
+#: An int or torch's SymInt; torch's stubs do not let the two mix in arithmetic.
+Size: TypeAlias = Any
+
+
+def splits_evenly(size: Size, parts: int) -> bool:
+    """Whether all shards have one length. See Note [Shards of symbolic sizes]."""
+    if type(size) is int:
+        return size % parts == 0
+    return parts == 1 or decided(lambda: size % parts == 0)
+
+
+def chunk_length(size: Size, parts: int) -> Size:
+    """The length of all but the last shards when `size` is split as `torch.chunk` does."""
+    if parts == 1:
+        return size
+    if type(size) is not int and splits_evenly(size, parts):
+        return size // parts
+    return (size + parts - 1) // parts
+
+
+def shard_range(
+    size: Size, parts: int, index: int, sizes: tuple[int, ...] | None
+) -> tuple[Size, Size]:
+    """`(start, length)` of shard `index` of `parts`.
+
+    >>> [shard_range(5, 4, i, None) for i in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    >>> shard_range(5, 2, 1, (1, 4))
+    (1, 4)
+    """
+    if sizes is not None:
+        return sum(sizes[:index]), sizes[index]
+    length = chunk_length(size, parts)
+    if type(length) is not int and (splits_evenly(size, parts) or _only_last_is_short(size, parts)):
+        start = index * length
+        short = index == parts - 1 and not splits_evenly(size, parts)
+        return start, size - start if short else length
+    # The first two starts and the outer two lengths need no minimum: simpler for the compiler.
+    if index == 0:
+        return 0, length
+    start = length if index == 1 else _minimum(index * length, size)
+    end = size if index == parts - 1 else _minimum((index + 1) * length, size)
+    return start, end - start
+
+
+def _only_last_is_short(size: Size, parts: int) -> bool:
+    return parts == 2 or decided(lambda: (parts - 1) * chunk_length(size, parts) <= size)
+
+
+def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size, ...]:
+    """The length of every shard.
+
+    >>> lengths(5, 4, None)
+    (2, 2, 1, 0)
+    """
+    return (
+        sizes
+        if sizes is not None
+        else tuple(shard_range(size, parts, i, None)[1] for i in range(parts))
+    )
+
+
+def overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
+    """The overlap of each shard of one split with each shard of another split of the same dim.
+
+    >>> overlaps((2, 3), (4, 1))
+    [[2, 0], [2, 1]]
+    """
+    ends_after = list(itertools.accumulate(after))
+    table, start = [], 0
+    for length in before:
+        end = start + length
+        spans = zip(after, ends_after, strict=True)
+        table.append([max(0, min(end, stop) - max(start, stop - n)) for n, stop in spans])
+        start = end
+    return table
+
+
+def settled(size: Size) -> Size:
+    """A symbolic size that a guard has fixed, as an int.
+
+    The compiler's graphs do not return symbols that are constants.
+    """
+    if type(size) is int:
+        return size
+    node = getattr(size, "node", None)
+    constant = None if node is None else node.maybe_as_int()
+    return size if constant is None else constant
+
+
+def surely_equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal whatever their symbols stand for; adds no guard."""
+    if type(a) is not torch.SymInt and type(b) is not torch.SymInt:
+        return bool(a == b)
+    if a is b:
+        return True
+    from torch.fx.experimental.symbolic_shapes import statically_known_true
+
+    return statically_known_true(a == b)
+
+
+def equal(a: Size, b: Size) -> bool:
+    """Whether two sizes are equal, with a guard; False where that depends on values.
+
+    So what a caller does on False must be right for equal sizes as well.
+    """
+    return (a == b) if type(a) is int and type(b) is int else _found(a == b)
+
+
+def equal_shapes(a: Sequence[Size], b: Sequence[Size]) -> bool:
+    """Whether all sizes are equal, as in `equal`."""
+    return len(a) == len(b) and all(equal(m, n) for m, n in zip(a, b, strict=True))
+
+
+def divides(parts: int, size: Size) -> bool:
+    """Whether `parts` divides `size`, as in `equal`."""
+    return size % parts == 0 if type(size) is int else _found(size % parts == 0)
+
+
+def smaller(a: Size, b: Size) -> bool:
+    """Whether `a` is less than `b`, as in `equal`."""
+    return (a < b) if type(a) is int and type(b) is int else _found(a < b)
+
+
+def _found(answer: Any) -> bool:
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(answer)
+
+
+def _minimum(a: Size, b: Size) -> Size:
+    if type(a) is int and type(b) is int:
+        return a if a < b else b
+    return torch.sym_min(a, b)
+
+
+# -- symbolic sizes while a compiler traces ------------------------------------------------------
 
 
 def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
-    """`fn(*args)`; what it computes with sizes does not enter a graph that is being traced.
+    """`fn(*args)`; its arithmetic of sizes is not recorded in a graph that is being traced.
 
-    When it makes a tensor, torch notes how it got a size, such as `s = 1 + (s - 1)` for the memory
-    of `s` entries, and the last note about `s` answers for every `s` that has none of its own: that
-    one would answer for itself. Sizes without notes are built from a graph's inputs when needed.
+    When `fn` makes a tensor, torch records how it computed a size, such as `s = 1 + (s - 1)` for
+    the memory of `s` entries, and uses the last record for every `s` without one: the graph would
+    refer to itself. Sizes without a record are built from the graph's inputs when needed.
     """
     from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
@@ -41,12 +176,11 @@ def unrecorded(fn: Callable[..., _Result], *args: Any) -> _Result:
 
 
 def decided(claim: Callable[[], Any]) -> bool:
-    """What the compiler says to a claim about symbolic sizes, which makes its graphs simpler.
+    """Whether a claim about symbolic sizes holds, which makes graphs simpler.
 
-    Where one process plays all ranks, it has a graph for each answer: there the sizes of all ranks
-    meet, and simple ones matter. Where it is one rank, one graph serves all sizes, and so does an
-    exported program. These, and sizes that depend on values, have the answer False where it is not
-    known to be True.
+    A simulated world guards on the answer and has a graph for each: it holds the sizes of all
+    ranks, so simple ones matter. In a real process, and in an exported program, one graph serves
+    all sizes: the answer is True only where it is known. So it is for sizes that depend on values.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false, statically_known_true
 
@@ -58,12 +192,11 @@ def decided(claim: Callable[[], Any]) -> bool:
 
 
 def noted(numbers: Sequence[Any]) -> Sequence[Any]:
-    """`numbers`, which a graph that is being traced can hold: the same object where it does.
+    """`numbers`, recorded in the graph that is being traced; the same object if nothing changes.
 
     torch builds some expressions of sizes when it needs them, but not powers, such as `s * s`, nor
-    products of three: those it must have seen. A size that it has not seen is looked up by its
-    symbol, each time anew; where it was computed with in the meantime, as above, that would lead
-    back to itself.
+    products of three: those must be recorded. A size without a record is looked up by its symbol
+    each time, which may lead back to itself (see `unrecorded`).
     """
     if all(type(n) is not torch.SymInt for n in numbers):
         return numbers
@@ -96,9 +229,9 @@ def _tracked(number: Any, tracer: Any) -> Any:
 
 
 def _under_another_name(number: torch.SymInt, tracer: Any) -> Any:
-    """The note about a size that only values tell: each trace has a symbol of its own for it.
+    """The proxy of a data-dependent size: each trace has a symbol of its own for it.
 
-    Torch then gives it the name of the first trace, and finds its notes under the other one.
+    Torch then gives it the name of the first trace, and keeps its proxy under the other one.
     """
     env, name = number.node.shape_env, number.node.expr
     found = (e.proxy for s, e in tracer.sympy_expr_tracker.items() if env.replace(s) == name)
@@ -112,153 +245,18 @@ def _computed(number: torch.SymInt, tracer: Any) -> Any:
         for symbol in expr.free_symbols
     }
     found = compute(expr, symbols)
-    # Sizes that went through floats, as those of scaled images, are not computed in Python.
+    # Sizes computed through floats, such as those of scaled images, are not computed in Python.
     return found if isinstance(found, (int, torch.SymInt)) else number
 
 
 def settle_ones(sizes: Sequence[Any]) -> None:
-    """Let the compiler decide now which of these sizes of a tensor are 1, and so no symbols.
+    """Let the compiler decide now which of these sizes are 1, and so are not symbols.
 
-    Of ints that a program brings, such as `(1, n, 1)` for a split, it may find out when it traces
-    the graph: too late, since by then it has noted which sizes of the outputs are symbols.
+    For ints that a program passes, such as `(1, n, 1)` for a split, it may find out while tracing
+    the graph: too late, since it has recorded by then which output sizes are symbols.
     """
     from torch.fx.experimental.symbolic_shapes import guard_or_false
 
     for size in sizes:
         if type(size) is torch.SymInt and size.node.is_symbolic():
             guard_or_false(size == 1)
-
-
-# MERGED
-
-#: An int or torch's SymInt; torch's stubs do not let the two mix in arithmetic.
-Size: TypeAlias = Any
-
-
-def splits_evenly(size: Size, parts: int) -> bool:
-    """Whether all pieces have one length. See Note [Pieces of symbols]."""
-    if type(size) is int:
-        return size % parts == 0
-    return parts == 1 or decided(lambda: size % parts == 0)
-
-
-def chunk_length(size: Size, parts: int) -> Size:
-    """The length of all but the last pieces when `size` is split as `torch.chunk` splits it."""
-    if parts == 1:
-        return size
-    if type(size) is not int and splits_evenly(size, parts):
-        return size // parts
-    return (size + parts - 1) // parts
-
-
-def piece(size: Size, parts: int, index: int, sizes: tuple[int, ...] | None) -> tuple[Size, Size]:
-    """`(start, length)` of piece `index` of `parts`.
-
-    >>> [piece(5, 4, i, None) for i in range(4)]
-    [(0, 2), (2, 2), (4, 1), (5, 0)]
-    >>> piece(5, 2, 1, (1, 4))
-    (1, 4)
-    """
-    if sizes is not None:
-        return sum(sizes[:index]), sizes[index]
-    length = chunk_length(size, parts)
-    if type(length) is not int and (splits_evenly(size, parts) or _only_last_is_short(size, parts)):
-        start = index * length
-        short = index == parts - 1 and not splits_evenly(size, parts)
-        return start, size - start if short else length
-    # The first two starts and the outer two lengths need no minimum, which a compiler of symbolic
-    # sizes would otherwise have to reason about.
-    if index == 0:
-        return 0, length
-    start = length if index == 1 else _minimum(index * length, size)
-    end = size if index == parts - 1 else _minimum((index + 1) * length, size)
-    return start, end - start
-
-
-def _only_last_is_short(size: Size, parts: int) -> bool:
-    return parts == 2 or decided(lambda: (parts - 1) * chunk_length(size, parts) <= size)
-
-
-def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size, ...]:
-    """The length of every piece.
-
-    >>> lengths(5, 4, None)
-    (2, 2, 1, 0)
-    """
-    return (
-        sizes if sizes is not None else tuple(piece(size, parts, i, None)[1] for i in range(parts))
-    )
-
-
-def shared(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:
-    """How much of each piece of one split lies in each piece of another split of the same dim.
-
-    >>> shared((2, 3), (4, 1))
-    [[2, 0], [2, 1]]
-    """
-    ends_after = list(itertools.accumulate(after))
-    table, start = [], 0
-    for length in before:
-        end = start + length
-        spans = zip(after, ends_after, strict=True)
-        table.append([max(0, min(end, stop) - max(start, stop - n)) for n, stop in spans])
-        start = end
-    return table
-
-
-def settled(size: Size) -> Size:
-    """A symbolic size that a guard has fixed, as the int that it is.
-
-    The compiler's graphs do not return symbols that are constants.
-    """
-    if type(size) is int:
-        return size
-    node = getattr(size, "node", None)
-    constant = None if node is None else node.maybe_as_int()
-    return size if constant is None else constant
-
-
-def surely_equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal whatever their symbols stand for: nothing is guarded."""
-    if type(a) is not torch.SymInt and type(b) is not torch.SymInt:
-        return bool(a == b)
-    if a is b:
-        return True
-    from torch.fx.experimental.symbolic_shapes import statically_known_true
-
-    return statically_known_true(a == b)
-
-
-def equal(a: Size, b: Size) -> bool:
-    """Whether two sizes are equal, which a guard notes; where only values can tell, no.
-
-    What follows from a "no" must hold for equal sizes as well.
-    """
-    return (a == b) if type(a) is int and type(b) is int else _found(a == b)
-
-
-def equal_shapes(a: Sequence[Size], b: Sequence[Size]) -> bool:
-    """Whether all sizes are equal, as in `equal`."""
-    return len(a) == len(b) and all(equal(m, n) for m, n in zip(a, b, strict=True))
-
-
-def divides(parts: int, size: Size) -> bool:
-    """Whether `parts` divides `size`, as in `equal`."""
-    return size % parts == 0 if type(size) is int else _found(size % parts == 0)
-
-
-def smaller(a: Size, b: Size) -> bool:
-    """Whether `a` is less than `b`, as in `equal`."""
-    return (a < b) if type(a) is int and type(b) is int else _found(a < b)
-
-
-def _found(answer: Any) -> bool:
-    from torch.fx.experimental.symbolic_shapes import guard_or_false
-
-    return guard_or_false(answer)
-
-
-def _minimum(a: Size, b: Size) -> Size:
-    if type(a) is int and type(b) is int:
-        return a if a < b else b
-    return torch.sym_min(a, b)

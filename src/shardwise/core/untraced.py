@@ -1,9 +1,8 @@
 """Keeping torch.compile's bytecode tracer out of this package.
 
-What runs inside a compiled graph is traced below Python, op by op. But where a graph breaks
-(torch's optimizers do that in `step`, and a call of `backward()` does), torch would look at every
-Python frame that runs in between and try to compile it by itself: `__torch_dispatch__`, hooks, what
-autograd calls, and all that those call.
+Inside a compiled graph this package is traced below Python, op by op. But where a graph breaks (in
+`step` of torch's optimizers, at `backward()`), dynamo would try to compile every Python frame that
+runs in between: `__torch_dispatch__`, hooks, what autograd calls, and all that those call.
 """
 
 from __future__ import annotations
@@ -20,13 +19,13 @@ _Fn = TypeVar("_Fn", bound=Callable[..., Any])
 
 
 def untraced(fn: _Fn) -> _Fn:
-    """`fn`, to be run as it is, with all that it calls; the same function, at no cost."""
+    """Have dynamo skip `fn` and all that it calls; returns `fn` itself, at no cost."""
     leave_untraced(fn.__code__)
     return fn
 
 
 class UntracedFunction(torch.autograd.Function):
-    """An autograd function that runs as it is where backward does, also inside a compiled region.
+    """An autograd function that dynamo does not trace, also where a compiled region breaks.
 
     A graph breaks at `loss.backward()`, and the engine calls Python from there.
     """
@@ -39,6 +38,6 @@ class UntracedFunction(torch.autograd.Function):
 
 
 def breaks_graph(fn: _Fn, because: str = "it makes a tensor, or sets what one is") -> _Fn:
-    """`fn`, untraced; a compiled region that calls it has one graph before and one after."""
+    """`fn`, untraced; a compiled region that calls it breaks its graph there."""
     break_graph(fn, f"{because}; call it outside, or without fullgraph=True")
     return untraced(fn)

@@ -1,10 +1,10 @@
-"""Worlds: which set of processes, real or played, a mesh and its tensors belong to.
+"""Worlds: the set of ranks, real or simulated, that a mesh and its tensors belong to.
 
 Note [Worlds come and go]
 A process may initialise torch.distributed, destroy it and initialise it again, and simulated
-worlds nest inside each other. Torch compares meshes of two worlds as equal, so nothing that is
-cached may be keyed by a mesh alone: every cached value hangs off a `Grid`, and a grid off a
-`World`. A new default process group is a new world.
+worlds nest. Torch compares meshes of two worlds as equal, so no cache may be keyed by a mesh alone:
+every cached value belongs to a `Grid`, and a grid to a `World`. A new default process group is a
+new world.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ class World:
         self.simulated = simulated
         self.size: int = group.size()
         self.rank: int = group.rank()
-        #: The ranks that this process stands for: its own, or all that it plays.
+        #: The ranks of this process: its own, or all of a simulated world.
         self.present = tuple(range(self.size)) if simulated else (self.rank,)
-        #: The grid of each mesh, by value; see core.grid.
+        #: The grid of each mesh, by value; see core.mesh.
         self.grids: dict[Any, Any] = {}
-        #: Per name of a process group, all groups of ranks that run its collectives side by side.
+        #: Per name of a process group, all groups of ranks that run its collectives in parallel.
         self.lines: dict[str, list[list[int]]] = {}
         #: Per name of a process group, the mesh axis that it runs along.
         self.axis_names: dict[str, str] = {}
@@ -106,7 +106,7 @@ def current_world() -> World:
 
 
 def simulated_world(asked: str) -> World:
-    """The current world, which must be simulated for what is `asked`."""
+    """The current world; raises unless it is simulated. `asked` names what needs that."""
     world = current_world()
     if not world.simulated:
         raise WorldError(f"{asked} needs a simulated world: open `with shardwise.simulate(n):`.")
@@ -114,9 +114,9 @@ def simulated_world(asked: str) -> World:
 
 
 def in_simulated_world() -> bool:
-    """Whether this process plays all ranks; compiled code is for one world, as its tensors are."""
+    """Whether this process simulates all ranks; compiled code belongs to one world."""
     return dist.is_available() and dist.is_initialized() and current_world().simulated
 
 
-# As torch.compiler.assume_constant_result does, which would import the compiler here and now.
+# As torch.compiler.assume_constant_result does, which would import the compiler.
 in_simulated_world._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""How an op finds its rule, and what its schema says about it."""
+"""The catalog of rules, rules that a program registers, and properties of an op's schema."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from shardwise.errors import ArgumentError, LayoutError
 #: The rules of all families in `ops`; `ops.catalog` fills it.
 CATALOG: Table = {}
 
-#: Asked in turn about an op that no table names, such as one that torch tags as elementwise.
+#: Called in turn for an op without an entry, such as one that torch tags as pointwise.
 DEFAULT_RULES: list[Callable[[Any], Rule | None]] = []
 
-#: Rules that a program added (rules.register); they come before those of the catalog.
+#: Rules that a program registered; they take precedence over the catalog.
 REGISTERED: Table = {}
 
-#: Emptied when a rule is added: what was planned without it may be planned otherwise now.
+#: Cleared when a rule is added: calls planned before may have another plan now.
 rule_caches: list[Callable[[], None]] = []
 
 
 @functools.lru_cache(maxsize=4096)
 def find_rule(op: Any) -> Rule | None:
-    """The rule of an op; one that writes in place or copies a view has that of its twin."""
+    """The rule of an op; an in-place op, or one that copies a view, has the rule of its twin."""
     rule = REGISTERED.get(op) or CATALOG.get(op)
     if rule is not None or not isinstance(op, OpOverload):
         return rule
@@ -53,8 +53,8 @@ def written_twin(op: Any) -> OpOverload | None:
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # the twin would draw other numbers
     twin = functional_twin(op)
-    # `copy_` is what writes back; the others do not read what they write to. A table is never
-    # gathered, not even to scale its rows down.
+    # `copy_` is what copies back; `set_` replaces the memory. A table is never gathered, not even
+    # to scale its rows down.
     aten = torch.ops.aten
     if twin is None or twin in (
         aten.copy.default,
@@ -87,7 +87,7 @@ def changes_shape(op: Any) -> bool:
 
 
 def has_unknown_shape(op: OpOverload, args: Sequence[Any]) -> bool:
-    """Whether the values of the operands decide the shape of the result.
+    """Whether the shape of the result is data-dependent.
 
     `args` has layouts in place of tensors.
     """
@@ -107,7 +107,7 @@ def is_view(op: Any) -> bool:
     )
 
 
-# Rules that a program adds for its own ops, or in place of those that are there.
+# -- registered rules ------------------------------------------------------------------------
 
 Choices = Callable[[Call], Iterable[Choice]]
 
@@ -125,9 +125,9 @@ def register_rule(
     """Give `op` a rule: a line of the notation, or a function from a `Call` to its `Choice`s.
 
     `linear`, `added`, `reduce_op` and letters bound to arguments belong to the notation; see
-    `shardwise.dispatch.notation`. Plans that were made before are forgotten. A rule is a matter of
-    each process: register it on every rank, before the op is used. `testing.check_rule` plays it
-    against the op on one device.
+    `shardwise.dispatch.notation`. Earlier plans are dropped. Rules are local to a process: register
+    them on every rank, before the op is used. `testing.check_rule` compares a rule with the op on
+    one device.
     """
     found = overload(op)
     if not replace and (found in CATALOG or found in REGISTERED):
@@ -184,7 +184,7 @@ def overload(op: Any) -> OpOverload:
     return op
 
 
-# -- the form that torch has -----------------------------------------------------------------
+# -- torch's form of a rule --------------------------------------------------------------------
 
 Shardings = Sequence[tuple[Sequence[Placement | None], Sequence[Placement | None]]]
 
@@ -194,8 +194,8 @@ def register_sharding(op: Any) -> Callable[[Callable[..., Shardings]], Callable[
 
     The function takes the op's arguments, with the global shape (`shape`, `ndim`, `stride`,
     `dtype`) in place of each tensor, and returns pairs: the placements of the outputs, then those
-    of the arguments, None where an argument is no tensor. Each is for one mesh axis. An op that has
-    a rule gets this one instead.
+    of the arguments, None where an argument is not a tensor. Each is for one mesh axis. The rule
+    replaces an existing one.
     """
     ops = [overload(o) for o in (op if isinstance(op, (list, tuple)) else [op])]
 

@@ -1,4 +1,4 @@
-"""Foreach ops in one local call, where every tensor meets only tensors that lie like it."""
+"""Foreach ops in one local call, where each tensor meets only tensors with its layout."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _REDUCTIONS = ("norm", "max", "powsum")
 def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
     """The entry of a foreach op that needs nothing moved; None for any other call.
 
-    `args` has layouts in place of tensors. Elementwise on parts of the same shape, nothing Partial:
-    the op on the lists of local tensors is right as it is.
+    `args` has layouts in place of tensors. On shards of the same shape, none Partial, the op itself
+    on the lists of local tensors is correct.
     """
     if not is_foreach(op) or any(op._schema.name.endswith(name) for name in _REDUCTIONS):
         return None
@@ -40,7 +40,7 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
         return None
     first = lists[0]
     if any(len(layout.grid.world.present) > 1 for layout in first):
-        return None  # ranks present share some of the tensors and not others: one by one
+        return None  # simulated ranks share some of the tensors and not others: one by one
     for other in lists[1:]:
         if len(other) != len(first) or not all(map(_alike, first, other)):
             return None
@@ -56,14 +56,14 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
 
 
 def is_foreach(op: Any) -> bool:
-    """Whether the op is one for a single tensor, done to each of a list."""
+    """Whether the op applies a single-tensor op to each of a list."""
     return isinstance(op, OpOverload) and op._schema.name.startswith(
         ("aten::_foreach_", "aten::_amp_foreach_")
     )
 
 
 def takes_lists(op: Any) -> bool:
-    """Whether the op takes lists whose tensors meet only those at the same place."""
+    """Whether the op takes lists whose tensors meet only those at the same index."""
     return is_foreach(op) or op in FUSED_STEPS
 
 

@@ -1,9 +1,9 @@
-"""The global shape, stride and dtype of an op's outputs: the op itself, run without data.
+"""The global shape, stride and dtype of an op's outputs: the op runs on fake tensors.
 
 Note [Kernels are asked]
 What torch's shape functions refuse, its kernels may refuse with another type of error, and kernels
-refuse what shape functions accept. Where that matters, the kernel itself is asked, with small
-tensors that all ranks make alike: `as_on_one_device`, `check_target_dtypes`.
+refuse what shape functions accept. Where that matters, the kernel itself runs on small tensors,
+equal on all ranks: `as_on_one_device`, `check_target_dtypes`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 
 
 def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
-    """With given statistics none are returned, whatever torch's shape function says."""
+    """With given statistics it returns none; torch's shape function is wrong."""
     if rest[4]:
         return torch.ops.aten.native_batch_norm.default(x, *rest)
     return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
@@ -43,13 +43,13 @@ def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def _new_normal(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Dense, however a deviation for each element lies in memory."""
+    """Dense, whatever the strides of the deviations."""
     made = op(*args, **kwargs)
     return torch.empty(made.shape, dtype=made.dtype, device=made.device)
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Channels stand last where those of an operand do; torch's shape function knows no kernels."""
+    """Channels-last if an operand is; torch's shape function does not know the kernels."""
     made = torch.ops.aten.convolution.default(x, weight, *rest)
     for channels_last in (torch.channels_last, torch.channels_last_3d):
         if channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
@@ -58,7 +58,7 @@ def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Ten
 
 
 def _power(x: torch.Tensor, exponent: Any) -> torch.Tensor:
-    """Of bools a bool, whatever torch's shape function says."""
+    """A bool for bools; torch's shape function is wrong."""
     if x.dtype is torch.bool and type(exponent) is bool:
         return torch.empty_like(x)
     return torch.ops.aten.pow.Tensor_Scalar(x, exponent)
@@ -73,14 +73,14 @@ def _power_(x: torch.Tensor, exponent: Any) -> torch.Tensor:
 def _vector_norm(
     x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
 ) -> torch.Tensor:
-    """Dims from the front: torch 2.11's shape function keeps one of size 1 counted from behind."""
+    """Without negative dims: torch 2.11's shape function keeps such a dim of size 1."""
     if dim is not None:
         dims = [dim] if isinstance(dim, int) else dim
         dim = [d + x.ndim if -x.ndim <= d < 0 else d for d in dims]
     return torch.ops.aten.linalg_vector_norm.default(x, ord, dim, keepdim, **kwargs)
 
 
-#: Ops whose shape function torch does not have, or does not have right.
+#: Ops whose shape function torch lacks or gets wrong.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
     torch.ops.aten.native_batch_norm.default: _batch_norm,
@@ -99,8 +99,7 @@ _SHAPES: dict[Any, Any] = {
     torch.ops.aten.pow_.Scalar: _power_,
 }
 
-#: Ops whose results are views of the operand, of which torch's autograd and their schemas know
-#: nothing.
+#: Ops whose results are views of the operand, unknown to autograd and to their schemas.
 UNSAFE_VIEWS = frozenset(
     {
         torch.ops.aten._unsafe_view.default,
@@ -121,15 +120,15 @@ def infer_outputs(
     """
     schema = getattr(op, "_schema", None)
     if schema is not None and not any(str(r.type) in _TENSORS for r in schema.returns):
-        return (), None  # a number: only the data can tell it
+        return (), None  # a number: data-dependent
     if not symbolic:
         meta = _elementwise(op, args, kwargs)
         if meta is not None:
             return (meta,), meta
     with _without_data(symbolic):
-        result = _call_hollow(op, args, kwargs)
+        result = _call_fake(op, args, kwargs)
         dense = {id(t) for t in tree_leaves(result) if symbolic and _is_dense(t)}
-        if _makes_anew(op):
+        if _returns_new(op):
             dense |= {id(t) for t in tree_leaves(result) if _is_expanded(t)}
     metas: list[TensorMeta] = []
     shape = tree_map(lambda leaf: _meta(leaf, metas, id(leaf) in dense), result)
@@ -137,12 +136,14 @@ def infer_outputs(
 
 
 def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorMeta | None:
-    """The result of a pointwise op on contiguous tensors; None where torch has to be asked.
+    """The result of a pointwise op on contiguous tensors; None where torch has to infer it.
 
     Torch's shape functions for these ops are written in Python, and the first call of one imports
     the compiler, which takes longer than everything else that a first call does.
     """
-    if not _asks_python(op) or any(isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()):
+    if not _infers_in_python(op) or any(
+        isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()
+    ):
         return None
     if any(isinstance(a, (torch.Tensor, list, tuple)) for a in args):
         return None
@@ -152,12 +153,12 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
     try:
         shape = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
         if any(t.shape != shape for t in tensors):
-            # Strides of dims of size one would depend on how each operand is broadcast.
+            # Strides of dims of size one depend on how each operand is broadcast.
             if any(size < 2 for size in shape):
                 return None
             if op._schema.is_mutable and tensors[0].shape != shape:
                 return None
-        # The dtype is that of the op itself on no values, or on one where a tensor has no dims.
+        # The dtype is that of the op on empty tensors, or on one value where a tensor has no dims.
         few = [_few_values(a) if isinstance(a, Layout) else a for a in args]
         with _without_data(symbolic=False):
             dtype = op(*few, **kwargs).dtype
@@ -166,8 +167,8 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
     return TensorMeta(shape, contiguous_stride(shape), dtype)
 
 
-def _asks_python(op: Any) -> bool:
-    """Whether it is pointwise, with a shape function in Python that we know nothing better than."""
+def _infers_in_python(op: Any) -> bool:
+    """Whether it is pointwise, with a shape function in Python and none in `_SHAPES`."""
     return (
         isinstance(op, OpOverload)
         and torch.Tag.pointwise in op.tags
@@ -183,10 +184,11 @@ def _few_values(layout: Layout) -> torch.Tensor:
     return torch.ones((0,) if layout.shape else (), dtype=layout.dtype)
 
 
-def _makes_anew(op: Any) -> bool:
-    """Whether each entry of a result is one of its own, whatever torch's shape function says.
+def _returns_new(op: Any) -> bool:
+    """Whether the result is a new tensor, never expanded.
 
-    In some versions that of `diagonal_scatter` keeps the strides of a tensor that is expanded.
+    In some versions the shape function of `diagonal_scatter` keeps the strides of an expanded
+    operand.
     """
     if not isinstance(op, OpOverload) or op in UNSAFE_VIEWS:
         return False
@@ -215,22 +217,24 @@ def outputs_of(
     return (meta,), meta
 
 
-def _call_hollow(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """`fn` on tensors without data in place of layouts and tensors."""
+def _call_fake(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`fn` on fake tensors in place of layouts and tensors."""
     fake_args, fake_kwargs = faked(args, kwargs)
     try:
         return _SHAPES.get(fn, fn)(*fake_args, **fake_kwargs)
     except Exception as error:
         found = as_on_one_device(fn, fake_args, fake_kwargs, error)
         if found is error and isinstance(error, AssertionError):
-            found = RuntimeError(str(error))  # no kernel raises what shape functions assert
+            found = RuntimeError(
+                str(error)
+            )  # kernels raise RuntimeError where shape functions assert
         if found is error:
             raise
         raise found from error
 
 
 class ResizedError(UnsupportedError):
-    """One device would make a tensor that is written to larger."""
+    """One device would resize a tensor that is written to."""
 
 
 #: With more entries than this in all its tensors, a kernel is not asked.
@@ -240,7 +244,7 @@ _SMALL = 2**16
 def as_on_one_device(
     fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception
 ) -> Exception:
-    """What the kernel raises for tensors like these, where it is of another type than `error`."""
+    """The kernel's error for tensors like these if it has another type, else `error`."""
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     if (
         isinstance(error, (NotImplementedError, ShardwiseError))
@@ -273,8 +277,8 @@ def check_target_dtypes(
 ) -> None:
     """Raise what the kernel raises for the dtypes of the tensors that `op` is to write to.
 
-    `names` are the keywords that hold them, `dtypes` those of the results. What the kernel raises
-    for tensors of these dtypes too, since small tensors do not suit it, says nothing.
+    `names` are the keywords that hold them, `dtypes` those of the results. An error that the kernel
+    raises for tensors of these dtypes too is ignored: it is about the small tensors.
     """
     leaves = tree_leaves((args, kwargs))
     if any(isinstance(leaf, (torch.SymInt, torch.SymFloat)) for leaf in leaves):
@@ -296,14 +300,14 @@ def check_target_dtypes(
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor like it, with sizes that cost nothing and values that most kernels take."""
+    """A small tensor like it, with values that most kernels take."""
     sizes = [size if type(size) is int and size < 8 else 8 for size in tensor.shape]
     make = torch.ones if tensor.is_floating_point() else torch.zeros
     return make(sizes, dtype=tensor.dtype, device=tensor.device)
 
 
 def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:
-    """What a call raises; no draw of it counts."""
+    """What a call raises; generators keep their state."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
@@ -314,10 +318,10 @@ def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exceptio
 
 
 def faked(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Arguments with tensors without data in place of layouts and tensors."""
+    """Arguments with fake tensors in place of layouts and tensors."""
     kwargs = dict(kwargs)
     if kwargs.get("device") is not None:
-        kwargs["device"] = torch.device("meta")  # a real one would ask for memory
+        kwargs["device"] = torch.device("meta")  # a real one would allocate
     return tree_map(_fake, list(args)), tree_map(_fake, kwargs)
 
 
@@ -327,19 +331,19 @@ def _fake(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor):
         return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="meta")
     if isinstance(leaf, torch.Generator):
-        return None  # some shape functions take none, and no shape depends on it
+        return None  # some shape functions accept no generator, and no shape depends on it
     return leaf
 
 
 def _is_dense(leaf: Any) -> bool:
-    """Whether it surely is: a size that values decide cannot be asked whether it is 0 or 1."""
+    """Whether it surely is: a data-dependent size cannot be compared with 0 or 1."""
     return isinstance(leaf, torch.Tensor) and is_contiguous_or_false(leaf)
 
 
 def _meta(leaf: Any, metas: list[TensorMeta], multiply: bool) -> Any:
-    """With `multiply`, strides are made of sizes here, under the eyes of the tracer.
+    """With `multiply`, strides are computed here, so that the tracer records them.
 
-    It cannot make out a square of a size that it did not see being multiplied.
+    It cannot derive the square of a size that it has not recorded.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf

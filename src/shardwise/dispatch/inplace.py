@@ -1,8 +1,8 @@
-"""Writes to tensors that are Partial.
+"""In-place ops: writes to Partial tensors, and to memory that the op also reads.
 
-A write must leave the tensor where it lies. An op that is linear in it works on the terms; any
-other works on the reduced value, which then becomes the one term that is not zero. Either way the
-tensor keeps knowing its reduction: clipping gradients and then stepping reduces them once.
+A write must not change the layout. An op that is linear in a Partial tensor works on the terms; any
+other works on the reduced value, which becomes the one term that is not zero. Either way the
+reduction stays cached: clipping gradients and then stepping reduces them once.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def entry_of_call(
         if target.snapshot:  # a write to a copy is lost, however it is done
             raise
         return _through_reduction(op, args, kwargs, written[0])
-    # What is drawn into the terms is not drawn again into the reduction, which is forgotten.
+    # A draw into the terms cannot be repeated for the cached reduction, which is dropped.
     draws = isinstance(op, OpOverload) and torch.Tag.nondeterministic_seeded in op.tags
     if not kwargs and not draws and entry.finish is not None:
         entry.finish = _reduction_follows(op, written[0])
@@ -48,7 +48,7 @@ def entry_of_call(
 
 
 def _reduction_follows(op: Any, position: int) -> Callable[..., Any]:
-    """The op has written to the terms; it does the same to the reduction that is remembered."""
+    """A `finish` that applies the op to the cached reduction as well."""
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         tensor = args[position]
@@ -94,35 +94,36 @@ def _through_reduction(
 
 
 def _distinct(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The entries of `local` without those that an expanded dim repeats: one write for each."""
+    """`local` without the repetitions of expanded dims: each entry is written once."""
     for dim in layout.expanded:
         local = aten.slice.Tensor(local, dim, 0, 1)
     return local
 
 
-# Writes to a tensor that read the same memory in another order: refused, as on one device.
+# -- overlapping memory ----------------------------------------------------------------------
 #
-# Torch's kernels compare memory, and find nothing where an operand has moved: what arrives is a
-# copy. So a call that writes and moves compares the tensors themselves.
+# One device refuses to write to memory that the op reads in another order. Torch's kernels compare
+# memory, which does not work where an operand was redistributed: it is a copy. So a call that
+# writes and moves compares the tensors themselves.
 
 
 def watch_overlaps(op: Any, entry: Entry) -> None:
-    """Let a planned call that writes and moves refuse operands that overlap what it writes to."""
+    """Have a planned call that writes and moves refuse operands that overlap its target."""
     if entry.move is not None and compares_memory(op):
         entry.move = _checked_first(op, entry.move)
 
 
 def compares_memory(op: Any) -> bool:
-    """Whether one device refuses this op operands that overlap the tensor it writes to."""
+    """Whether one device refuses operands of this op that overlap the tensor it writes to."""
     if not isinstance(op, OpOverload) or list(written_inputs(op)) != [0]:
         return False
     return op is aten.copy_.default or torch.Tag.pointwise in op.tags
 
 
 def check_overlaps(op: Any, args: Sequence[Any]) -> None:
-    """Raise where an operand is part of the first one's memory, or all of it in another order.
+    """Raise if an operand is part of the first one's memory, or all of it in another order.
 
-    Two parts of one tensor are not compared: where they begin is not known.
+    Two views of parts of one tensor are not compared: their offsets are not known.
     """
     target = args[0]
     for other in args[1:]:
@@ -158,7 +159,7 @@ def _overlap(one: Any, other: Any) -> bool:
 
 
 def _is_dense(x: Any) -> bool:
-    """Whether the entries fill their memory, in whatever order of dims."""
+    """Whether the entries fill their memory, in any order of dims."""
     expected = 1
     places = zip(x.stride(), x.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in places if size != 1):

@@ -1,4 +1,4 @@
-"""What a plan runs on the local operands: the op or the choice's function, mapped where need be."""
+"""What a plan runs on local operands: the op or a local function, mapped over ranks if needed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise._torch.dispatch import TorchDispatchMode, outside_modes
 from shardwise._torch.schema import BINDINGS, OpOverload, is_composite
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.mesh import Coordinate
 from shardwise.dispatch.catalog import copies_view
 from shardwise.dispatch.infer import faked
@@ -28,9 +28,9 @@ from shardwise.simulation.ranks import each_rank, rank_call
 aten = torch.ops.aten
 
 
-#: Ops whose kernels lay their results out otherwise than torch says without running them. Those of
-#: others are found out when a call runs for the first time.
-_LAID_OTHERWISE = frozenset(
+#: Ops whose kernels return other strides than their shape functions. Others are found when a call
+#: first runs.
+_OTHER_STRIDES = frozenset(
     {aten.linalg_eig.default, aten._linalg_svd.default, aten.nonzero_static.default}
 )
 
@@ -38,26 +38,26 @@ _LAID_OTHERWISE = frozenset(
 def local_call(
     op: Any, plan: CallPlan, binding: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """What runs on the local operands; its results lie in memory as the layouts say."""
+    """What runs on the local operands; its results have the memory order of the layouts."""
     call = _local_call(op, plan, binding)
     if _runs_other_ops(op, plan) and not _runs_itself_cast(op, plan):
         call = without_autocast(call)
     call = refused_alike(op, plan.inputs, call)
-    if op in _LAID_OTHERWISE:
-        return relaid(call, plan.outputs)
-    # What runs in place of an op that copies a view may be a view.
-    return apart(call) if plan.local is not None and copies_view(op) else call
+    if op in _OTHER_STRIDES:
+        return restrided(call, plan.outputs)
+    # The local function of an op that copies a view may return a view.
+    return unaliased(call) if plan.local is not None and copies_view(op) else call
 
 
-def lies_otherwise(result: Any, outputs: Sequence[Layout]) -> bool:
-    """Whether a result is not dense, or its dims are not in memory as its layout has them.
+def has_other_strides(result: Any, outputs: Sequence[Layout]) -> bool:
+    """Whether a result is not dense, or has another memory order than its layout.
 
-    What is traced is not asked: the graph keeps its strides.
+    Traced results are not checked: the graph keeps their strides.
     """
     found = [result] if isinstance(result, torch.Tensor) else result
     tensors = [x for x in found if isinstance(x, torch.Tensor)] if outputs else []
     if len(tensors) != len(outputs):
-        return False  # kernels may return what nobody asked for
+        return False  # kernels may return more than the op
     return any(
         type(part) is torch.Tensor
         and part.layout is torch.strided
@@ -75,20 +75,20 @@ def _same_strides(one: torch.Tensor, other: torch.Tensor) -> bool:
     )
 
 
-def relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
-    """`call`, with results that lie in memory as the layouts say."""
+def restrided(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[..., Any]:
+    """`call`, with results in the memory order of their layouts."""
 
-    def relay(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
+    def restride(layout: Layout, _: Coordinate, part: torch.Tensor) -> torch.Tensor:
         return in_memory_order(part, layout)
 
     grid = outputs[0].grid
-    relays = [functools.partial(relay, layout) for layout in outputs]
+    fixes = [functools.partial(restride, layout) for layout in outputs]
 
     def run(*operands: Any, **kwargs: Any) -> Any:
         result = call(*operands, **kwargs)
         if isinstance(result, torch.Tensor):
-            return each_rank(grid, relays[0], result, axes=())
-        remaining = iter(relays)
+            return each_rank(grid, fixes[0], result, axes=())
+        remaining = iter(fixes)
         return type(result)(
             each_rank(grid, next(remaining), part, axes=())
             if isinstance(part, torch.Tensor)
@@ -100,9 +100,9 @@ def relaid(call: Callable[..., Any], outputs: Sequence[Layout]) -> Callable[...,
 
 
 def is_memory_of(result: Any, operands: Sequence[Any]) -> bool:
-    """Whether a result is memory of an operand: a kernel may skip a copy where a part is small.
+    """Whether a result shares memory with an operand: a kernel may skip the copy of a small shard.
 
-    What is traced is not asked: a graph returns what it was told to return.
+    Traced results are not checked: a graph returns new memory.
     """
     held = {part.untyped_storage()._cdata for part in _plain_parts(operands)}
     found = [result] if isinstance(result, torch.Tensor) else result
@@ -119,8 +119,8 @@ def _plain_parts(values: Any) -> Iterator[torch.Tensor]:
             yield from _plain_parts(value)
 
 
-def apart(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, with results in memory of their own."""
+def unaliased(call: Callable[..., Any]) -> Callable[..., Any]:
+    """`call`, with results in new memory."""
 
     def run(*operands: Any, **kwargs: Any) -> Any:
         result = call(*operands, **kwargs)
@@ -133,19 +133,19 @@ def apart(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> Callable[..., Any]:
-    """What runs on the local operands, mapped over the ranks where they need to be apart.
+    """What runs on the local operands, mapped over the ranks where that is needed.
 
-    That is where the function or an argument differs between ranks, and where torch or a Python
-    function would read sizes, which may differ.
+    It is where the function or an argument differs between ranks, and where torch or a Python
+    function reads sizes, which may differ.
     """
     fn = plan.local.fn if plan.local is not None else (binding or op)
     if plan.local is not None and plan.local.collective:
-        return _together(fn, plan)
+        return _collective_call(fn, plan)
     grid = plan.inputs[0].grid
     per_rank = plan.local is not None and plan.local.per_rank
     if plan.local is not None and isinstance(binding, Positional):
-        fn = _spelled(binding, fn, per_rank)
-    if not (per_rank or plan.local_shape or _reads_sizes(op, plan)):
+        fn = _with_keywords(binding, fn, per_rank)
+    if not (per_rank or plan.local_shape or _runs_other_ops(op, plan)):
         return fn
     layouts = (*plan.inputs, *plan.outputs)
     positions = {a.name: i for i, a in enumerate(op._schema.arguments)} if plan.local_shape else {}
@@ -158,21 +158,12 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
             return fn
         return _with_shapes(fn, [(at, lo.local_shape(coordinate)) for at, lo in places])
 
-    return rank_call(grid, here, _axes_that_differ(layouts) if per_rank or places else ())
+    # Along other axes ranks share one tensor, and must share its view: it is written once.
+    return rank_call(grid, here, differing_axes(layouts) if per_rank or places else ())
 
 
-def _axes_that_differ(layouts: Sequence[Layout]) -> tuple[int, ...]:
-    """The axes along which a call's ranks do not all do the same.
-
-    Along the others they hold one tensor, and a view of it must stay one: what is written to it
-    would otherwise be written once for each of them.
-    """
-    axes = range(layouts[0].grid.num_axes)
-    return tuple(a for a in axes if any(not x.placements[a].is_replicate() for x in layouts))
-
-
-def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
-    """A local function for all ranks present, whose collectives are caused by the call."""
+def _collective_call(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """A local function for all ranks present; the call is the cause of its collectives."""
     layouts = (*plan.inputs, *plan.outputs)
 
     def call(*operands: Any, **kwargs: Any) -> Any:
@@ -180,20 +171,20 @@ def _together(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
             return fn(layouts, *operands, **kwargs)
         if watch.strict and plan.sent:
             forbid_sent(plan.op, plan.inputs, plan.sent)
-        # A local function that only compares notes (are all ids in range?) moves nothing.
+        # A local function without `sent` only checks (are all ids in range?), and moves no data.
         with because(plan.op, implicit=bool(plan.sent)):
             return fn(layouts, *operands, **kwargs)
 
     return call
 
 
-def _spelled(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
-    """A local function that takes what the op takes, called with all of it by position."""
+def _with_keywords(op: Positional, fn: Callable[..., Any], per_rank: bool) -> Callable[..., Any]:
+    """A local function with the op's signature, to be called with positional arguments."""
     if not per_rank:
-        return functools.partial(op.spell, fn)
+        return functools.partial(op.call, fn)
 
     def call(coordinate: Coordinate, layouts: Sequence[Layout], *args: Any) -> Any:
-        return op.spell(functools.partial(fn, coordinate, layouts), *args)
+        return op.call(functools.partial(fn, coordinate, layouts), *args)
 
     return call
 
@@ -210,13 +201,8 @@ def _with_shapes(fn: Callable[..., Any], shapes: Sequence[tuple[int, Any]]) -> C
     return call
 
 
-def _reads_sizes(op: Any, plan: CallPlan) -> bool:
-    """Whether the local call asks a tensor for its sizes before the dispatcher sees an op."""
-    return _runs_other_ops(op, plan)
-
-
 def _runs_other_ops(op: Any, plan: CallPlan) -> bool:
-    """Whether the local call is no single op of torch's."""
+    """Whether the local call is not a single op: it may read sizes, and autocast sees its ops."""
     if plan.local is not None or not isinstance(op, OpOverload):
         return True
     return is_composite(op)
@@ -228,9 +214,10 @@ def _runs_itself_cast(op: Any, plan: CallPlan) -> bool:
     return itself and is_cast_before(op)
 
 
-# Torch's own Python binding of an op, which is quicker to call than the op.
+# -- torch's Python bindings of ops, which are faster to call
+# ---------------------------------------
 
-#: Bindings of composite ops: a mode sees only what these consist of, so they cannot be tried.
+#: Bindings of composite ops: a mode sees only their decomposition, so they cannot be tried.
 _COMPOSITE = {torch.ops.aten.linear.default: torch.nn.functional.linear}
 
 
@@ -239,9 +226,9 @@ def fastest(
 ) -> Callable[..., Any]:
     """Torch's own binding of an op where there is one, else the op.
 
-    An OpOverload called from Python takes about twice as long as the binding. The binding is tried
-    without data under a mode that lets nothing but the very op through; `made` is what that makes,
-    as `infer_outputs` says it.
+    Calling an OpOverload from Python takes about twice as long as its binding. The binding is tried
+    on fake tensors under a mode that lets only this op through; `made` is its result, as
+    `infer_outputs` gives it.
     """
     if op in _COMPOSITE:
         return _COMPOSITE[op]
@@ -263,11 +250,11 @@ def _bindings(op: OpOverload) -> list[Callable[..., Any]]:
 
 
 class _OtherOp(Exception):
-    """A Python function led to another op than the one it was tried for."""
+    """A binding called another op."""
 
 
 class _Only(TorchDispatchMode):
-    """Lets exactly one call through: some bindings have other defaults than their op."""
+    """Lets only this call through: some bindings have other defaults than their op."""
 
     def __init__(self, op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: Any) -> None:
         super().__init__()
@@ -283,7 +270,7 @@ class _Only(TorchDispatchMode):
             map(_same, in_order(func, args, kwargs or {}), self.given)
         ):
             raise _OtherOp
-        # It need not run: its shape function may be one that imports the compiler.
+        # Not run if that can be avoided: its shape function may import the compiler.
         schema, made = func._schema, self.made
         if isinstance(made, TensorMeta) and len(schema.returns) == 1:
             first = schema.arguments[0].alias_info
@@ -295,7 +282,7 @@ class _Only(TorchDispatchMode):
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two arguments are the same; any tensor is as good as any other."""
+    """Whether two arguments are the same; tensors always are."""
     if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
         return isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):

@@ -4,7 +4,7 @@
                                  one that is missing on the right leaves a Partial
     "... [n] -> ... [n]"         `[n]` must stay whole
     "..., ... -> ..."            `...` is a batch, broadcast from the right
-    "... [n] -> ...", n="dim"    `n` stands at the dim that the argument `dim` names
+    "... [n] -> ...", n="dim"    `n` is the dim that the argument `dim` names
 
 `linear` lists groups of operands in which the op is linear together: when all of a group are
 Partial (and the others replicated), so is the output. `added` lists operands that are added to a
@@ -40,7 +40,7 @@ class Pattern:
 
 
 def parse(text: str) -> Pattern:
-    """Read one line of the notation.
+    """Parse one line of the notation.
 
     >>> parse("m k, k n -> m n").inputs
     (('m', 'k'), ('k', 'n'))
@@ -95,7 +95,7 @@ def pattern_choices(
 
 @dataclass(frozen=True, slots=True)
 class Dims:
-    """Which letter stands at each dim of each input and output; None where a dim is broadcast."""
+    """The letter of each dim of each input and output; None where a dim is broadcast."""
 
     inputs: tuple[tuple[str | None, ...], ...]
     outputs: tuple[tuple[str | None, ...], ...]
@@ -106,7 +106,7 @@ class Dims:
 
 
 def assign(pattern: Pattern, call: Call, bound: Mapping[str, str]) -> Dims:
-    """Match the pattern with the call's tensors. Optional inputs that are absent drop out."""
+    """Match the pattern with the call's tensors. Absent optional inputs are left out."""
     # Trailing operands of the pattern are optional tensors (a bias, class weights).
     inputs = pattern.inputs[: len(call.inputs)]
     batch = max(
@@ -149,7 +149,7 @@ def _letters(
 def _drop_broadcast(
     inputs: tuple[tuple[str | None, ...], ...], call: Call
 ) -> tuple[tuple[str | None, ...], ...]:
-    """A dim of size 1 under a letter that is larger elsewhere is stretched, not shared."""
+    """A dim of size 1 whose letter is larger elsewhere is broadcast, and loses the letter."""
     largest: dict[str, Any] = {}
     for letters, meta in zip(inputs, call.inputs, strict=True):
         for letter, size in zip(letters, meta.shape, strict=True):
@@ -167,7 +167,7 @@ def _drop_broadcast(
 def sharded_choices(
     call: Call, dims: Dims, whole: frozenset[str], added: Group, reduce_op: str | None
 ) -> Iterator[Choice]:
-    """One choice per letter and way to cut it."""
+    """One choice per letter and way to split it."""
     for letter in dims.letters():
         if letter in whole:
             continue
@@ -193,20 +193,20 @@ def _placed(
     letters: tuple[str | None, ...],
     letter: str,
     sizes: tuple[int, ...] | None,
-    otherwise: Placement,
+    default: Placement,
 ) -> Placement:
-    return Shard(letters.index(letter), sizes) if letter in letters else otherwise
+    return Shard(letters.index(letter), sizes) if letter in letters else default
 
 
 def averages_too(meta: TensorMeta) -> tuple[str, ...]:
-    """The reductions that a linear op lets through; integers have no average."""
+    """The reductions that commute with a linear op; integers have no average."""
     return ("sum", "avg") if meta.dtype.is_floating_point or meta.dtype.is_complex else ("sum",)
 
 
 def converts_by_terms(before: torch.dtype, after: torch.dtype) -> bool:
     """Whether a sum in another dtype is the sum of the terms in that dtype.
 
-    Not where they are rounded: to a narrower type, from floats to integers. A bool is no number.
+    Not where values are rounded: to a narrower type, from floats to integers. Nor for bools.
 
     >>> converts_by_terms(torch.float32, torch.float64)
     True
@@ -218,15 +218,15 @@ def converts_by_terms(before: torch.dtype, after: torch.dtype) -> bool:
     exact = before.is_floating_point or before.is_complex
     if exact != (after.is_floating_point or after.is_complex) or before == torch.bool:
         return False
-    # Real and imaginary parts pass alike.
+    # Complex numbers convert like their real parts.
     before, after = (t.to_real() if t.is_complex else t for t in (before, after))
     return torch.promote_types(before, after) == after
 
 
 def linear_choices(call: Call, linear: Sequence[Group]) -> Iterator[Choice]:
-    """Partial operands pass through an op that is linear in them: sums and averages alike.
+    """Partial operands pass through an op that is linear in them, as sums and averages.
 
-    Not where the result has a dtype to which a sum is not converted term by term.
+    Not where the dtype conversion of a sum differs from that of its terms.
     """
     num = len(call.inputs)
     groups = dict.fromkeys(tuple(i for i in group if i < num) for group in linear)

@@ -1,10 +1,10 @@
-"""DTensors that are given by keyword: results to write to, and inputs.
+"""DTensors as keyword arguments: out= targets, and inputs.
 
 Note [Results to write to]
-`op(..., out=y)` is the op that returns a new tensor, and a copy into `y` that leaves `y` where it
-lies. What torch would refuse (a type that does not fit, a wrong number of results) is refused by
-the op itself, run without data. A target of another dtype than the result is shown to the kernel,
-since many refuse what their shape functions accept (Note [Kernels are asked]).
+`op(..., out=y)` is the op that returns a new tensor, and a copy into `y`, which keeps its layout.
+What torch refuses (a wrong dtype or number of results), the op refuses on fake tensors. If a target
+has another dtype than the result, the kernel is asked as well, since many refuse what their shape
+functions accept (Note [Kernels are asked]).
 """
 
 from __future__ import annotations
@@ -23,10 +23,6 @@ from shardwise.core.layout import Layout
 from shardwise.dispatch.infer import check_target_dtypes, faked
 from shardwise.dispatch.schema import in_order, positional, with_arguments
 from shardwise.errors import LayoutError, UnsupportedError
-
-# Ops that make a tensor out of nothing and are given one to write to: `torch.rand(3, 2, out=y)`.
-#
-# Each is an op in place on `y`, so the parts are written where they lie.
 
 aten = torch.ops.aten
 
@@ -50,6 +46,7 @@ def _identity(out: Any, args: Sequence[Any], generator: Any) -> Any:
     return out.fill_(1).tril_().triu_()
 
 
+#: Factories with out=, such as `torch.rand(3, 2, out=y)`: each is an in-place op on `y`.
 _WRITERS: dict[Any, Writer] = {
     aten.rand.out: _uniform,
     aten.rand.generator_out: _uniform,
@@ -68,11 +65,6 @@ _WRITERS: dict[Any, Writer] = {
 }
 
 
-def writer_of(op: Any) -> Writer | None:
-    """What writes the values of `op` to a tensor of the right shape, from its arguments."""
-    return _WRITERS.get(op)
-
-
 class TensorByKeyword(Exception):
     """Raised while a key is built: the call has a DTensor among its keywords."""
 
@@ -89,19 +81,19 @@ def run_by_keyword(
     if not names:
         return run(positional(op), None, tuple(in_order(op, args, kwargs)))
     functional = without_out(op)
-    made = writer_of(op)
-    if functional is None and made is None:
+    write = _WRITERS.get(op)
+    if functional is None and write is None:
         raise UnsupportedError(
             f"{op} does not have a sharding strategy registered: no op does the same and returns a "
             "new tensor. Call it without out=... where torch has such a form."
         )
     targets = [(name, t) for name in names for t in _listed(kwargs[name])]
-    fake = _call_hollow(op, args, kwargs, as_layouts)
+    fake = _call_fake(op, args, kwargs, as_layouts)
     rest = {name: value for name, value in kwargs.items() if name not in names}
     if functional is None:
-        assert made is not None, "refused above"
+        assert write is not None, "refused above"
         _check_shapes(op, args, targets, [fake[name] for name in names], as_layouts)
-        return made(targets[0][1], args, rest.get("generator"))
+        return write(targets[0][1], args, rest.get("generator"))
     result = functional(*args, **rest)
     results = _listed(result)
     _check_shapes(op, args, targets, results, as_layouts)
@@ -136,11 +128,11 @@ def without_out(op: OpOverload) -> OpOverload | None:
     return with_arguments(op.overloadpacket, wanted)
 
 
-def _call_hollow(
+def _call_fake(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], as_layouts: Callable[[Any], Any]
 ) -> Mapping[str, Any]:
-    """Raise what torch raises without data; the keywords, with targets of the needed shapes."""
-    # A tensor that is read and written is one tensor: some ops refuse that.
+    """Raise what torch raises on fake tensors; the keywords, with targets of the needed shapes."""
+    # A tensor that is read and written stays one tensor: some ops refuse that.
     made: dict[int, torch.Tensor] = {}
 
     def fake(leaf: Any) -> Any:
@@ -155,9 +147,9 @@ def _call_hollow(
     if "generator" in fake_kwargs:
         fake_kwargs["generator"] = None
     if torch.Tag.dynamic_output_shape in op.tags:
-        return fake_kwargs  # only the values can tell
+        return fake_kwargs  # data-dependent
     with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that a target is resized: it is refused
+        warnings.simplefilter("ignore")  # about a resized target, which is refused
         # Some ops have a shape function only where they return new tensors.
         with contextlib.suppress(NotImplementedError):
             op(*fake_args, **fake_kwargs)
@@ -171,7 +163,7 @@ def _check_shapes(
     results: Sequence[torch.Tensor],
     as_layouts: Callable[[Any], Any],
 ) -> None:
-    """Refuse a target of another shape than the result: it cannot grow."""
+    """Refuse a target of another shape than the result: it cannot be resized."""
     for (name, given), needed in zip(targets, results, strict=True):
         if given.shape != needed.shape:
             if any(given is leaf for leaf in tree_leaves(list(args))):

@@ -1,6 +1,9 @@
-"""An op call becomes an Entry, ready to run.
+"""make_entry: plans an op call, given the layouts of its tensors.
 
-Tensors are given by their layouts here; the class that holds them is not known.
+Note [Factors of a Partial]
+Infinity times a sum is infinite, but times its terms it may be NaN: a term may be zero, or have the
+other sign. Plans ignore the values of floats, so a call that passes a Partial and a number through
+an op checks the number when it runs (`bounded`).
 """
 
 from __future__ import annotations
@@ -31,12 +34,6 @@ from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step
-
-# Factors that the terms of a sum must not meet one by one.
-#
-# An infinity times a sum is infinite. Times its terms it is not: one of them may be zero or of
-# the other sign, and then there is no number. Plans ignore the values of floats, so what runs
-# looks at them; only where a Partial passes an op beside a number.
 
 aten = torch.ops.aten
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
@@ -74,7 +71,7 @@ def bounded(
 
 
 def _fits(op: Any, dtype: torch.dtype) -> Callable[[Any], bool] | None:
-    """Whether a number may meet terms of this dtype; None where every one may."""
+    """A check whether a number may be applied to terms of this dtype; None where all may."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return None
     # Kernels compute with narrow types in single precision.
@@ -91,12 +88,12 @@ def _has_layouts(items: Sequence[Any]) -> bool:
 
 
 def _is_watched(arg: Any, fits: Callable[[Any], bool]) -> bool:
-    """Whether a hit may bring another number, or this one, which the plan knows, does not fit."""
+    """Whether a number is not in the cache key, or is and does not fit."""
     return isinstance(arg, (float, complex)) or (isinstance(arg, int) and not fits(arg))
 
 
 def _reducing(call: Callable[..., Any], plan: CallPlan, args: Sequence[Any]) -> Callable[..., Any]:
-    """`call` on the whole of what is Partial; the result is made into terms again."""
+    """`call` on reduced operands; its result becomes Partial again."""
     tensors = [i for i, arg in enumerate(args) if isinstance(arg, (Layout, torch.Tensor))]
     moves: list[tuple[int, Sequence[Step], Layout, Run]] = []
     for position, layout in zip(tensors, plan.inputs, strict=True):
@@ -121,15 +118,15 @@ def _reducing(call: Callable[..., Any], plan: CallPlan, args: Sequence[Any]) -> 
     return run
 
 
-#: Where a tensor stands in the arguments: a position, or a position and one inside a list.
+#: The position of a tensor in the arguments, and its index if it is inside a list.
 Path = tuple[int, ...]
 
 
 def make_entry(
     op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], preferred: Layout | None = None
 ) -> Entry:
-    """Plan a call whose tensors are given by their layouts (or are plain 0-dim tensors)."""
-    spelled, op = op, plain_op(op)
+    """Plan a call; layouts stand for its tensors, except for plain 0-dim tensors."""
+    called, op = op, plain_op(op)
     paths = list(tensor_paths(args))
     given = [at_path(args, path) for path in paths]
     layouts = on_one_mesh(op, given)
@@ -138,7 +135,7 @@ def make_entry(
         raise UnsupportedError(unsupported(op, layouts))
     symbolic = any(layout.symbolic for layout in layouts) or _symbolic_arguments(args)
     inputs = tuple(TensorMeta(lo.shape, lo.stride, lo.dtype) for lo in layouts)
-    outputs, shape = outputs_of(rule, spelled, args, kwargs, inputs, symbolic=symbolic)
+    outputs, shape = outputs_of(rule, called, args, kwargs, inputs, symbolic=symbolic)
     call = Call(op, tuple(args), kwargs, inputs, outputs)
     written = written_inputs(op)
     fixed = [i for i, path in enumerate(paths) if path[0] in written]
@@ -146,17 +143,17 @@ def make_entry(
         check_writable(op, layouts[number])
         _check_own_entries(op, layouts[number])
     decide = functools.partial(propagate, rule, call, layouts, fixed=fixed, preferred=preferred)
-    # What is compared to decide is no part of a graph, and need not be something it can hold.
+    # Comparisons made while planning do not belong in a graph.
     plan = unrecorded(decide) if symbolic else decide()
     entry = Entry(plan)
     if plan.steps is not None:
         entry.move = mover(paths, plan)
-    binding = spelled if spelled is not op else None
+    binding = called if called is not op else None
     runs_op = binding is None and plan.local is None and isinstance(op, OpOverload)
     if runs_op and not symbolic:
         binding = fastest(op, args, kwargs, shape)
     if op is torch.ops.aten.view.default and plan.outputs[0].snapshot:
-        binding = torch.Tensor.reshape  # what was copied may lie otherwise than the global strides
+        binding = torch.Tensor.reshape  # a copy may have other strides than the global ones
     entry.call = bounded(local_call(op, plan, binding), plan, args, kwargs)
     if written and plan.local is not None:
         check_written_once(op, layouts[fixed[0]])
@@ -171,7 +168,7 @@ def make_entry(
 
 
 def check_writable(op: Any, layout: Layout) -> None:
-    """Raise where a write to a tensor of this layout would be lost."""
+    """Raise if a write to a tensor of this layout would be lost."""
     if layout.snapshot:
         raise UnsupportedError(
             f"{op} would write to a copy, and the write would be lost: the view it was called "
@@ -180,26 +177,26 @@ def check_writable(op: Any, layout: Layout) -> None:
         )
 
 
-#: What gives every entry the same value may write to one that stands for many.
+#: These give every entry the same value, so they may write to expanded tensors.
 _FILLS = frozenset({aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default})
 
 
 def _check_own_entries(op: Any, layout: Layout) -> None:
     """Raise, as one device does, where a write to one entry would reach others.
 
-    Ranks that hold one entry or none would not notice.
+    The op itself would not raise on ranks with one entry or none.
     """
     dims = [d for d in layout.expanded if type(layout.shape[d]) is not int or layout.shape[d] > 1]
     if dims and op not in _FILLS:
         raise UnsupportedError(
             f"{op} would write to {layout!r}, of which one entry stands for all along dim "
-            f"{dims[0]}, as expand() makes it. Write to the tensor that was expanded, or clone() "
+            f"{dims[0]}, as after expand(). Write to the tensor that was expanded, or clone() "
             "this one first."
         )
 
 
 def check_written_once(op: Any, layout: Layout) -> None:
-    """Raise where a write that is copied back would reach an entry once that an op reaches twice.
+    """Raise if entries share memory and the result would be copied back.
 
     One device reads such an entry again after it has written it.
     """
@@ -211,7 +208,7 @@ def check_written_once(op: Any, layout: Layout) -> None:
             if stride <= reach:
                 raise UnsupportedError(
                     f"{op} would write to {layout!r}, of which several entries share memory, as "
-                    "unfold() makes them, and it cannot run in that memory. Write to the tensor "
+                    "after unfold(), and it cannot run in that memory. Write to the tensor "
                     "itself, or clone() this one first."
                 )
             reach += stride * (size - 1)
@@ -237,7 +234,7 @@ def _symbolic_arguments(args: Sequence[Any]) -> bool:
     )
 
 
-def _brought_together(one: Grid, other: Grid) -> str:
+def _mesh_advice(one: Grid, other: Grid) -> str:
     """What to do about tensors of two meshes."""
     if one.world is not other.world:
         return (
@@ -252,14 +249,14 @@ def _brought_together(one: Grid, other: Grid) -> str:
 
 
 def on_one_mesh(op: Any, given: Sequence[Any]) -> list[Layout]:
-    """The layouts of all tensors; a plain 0-dim tensor counts as replicated."""
+    """The layouts of all tensors; a plain 0-dim tensor is replicated."""
     layouts = [g for g in given if isinstance(g, Layout)]
     grid = layouts[0].grid
     for other in layouts[1:]:
         if other.grid is not grid:
             raise LayoutError(
                 f"{op} was called with tensors on two meshes: {layouts[0]!r} and {other!r}. "
-                + _brought_together(grid, other.grid)
+                + _mesh_advice(grid, other.grid)
             )
     whole = (REPLICATE,) * grid.num_axes
     return [
@@ -277,13 +274,13 @@ def mover(paths: Sequence[Path], plan: CallPlan) -> Callable[[list[Any], Sequenc
     ]
 
     def move(operands: list[Any], args: Sequence[Any]) -> None:
-        for path, _, target, travel, reduces in moving:
+        for path, _, target, run, reduces in moving:
             place = operands if len(path) == 1 else operands[path[0]]
             local = place[path[-1]]
             if reduces:
-                place[path[-1]] = reduced_once(at_path(args, path), local, travel, target)
+                place[path[-1]] = reduced_once(at_path(args, path), local, run, target)
             else:
-                place[path[-1]] = travel(local)
+                place[path[-1]] = run(local)
 
     def watched(operands: list[Any], args: Sequence[Any]) -> None:
         if not watch.on:
@@ -308,9 +305,9 @@ def _forbid(
 
 
 def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """A local function returns a new tensor: for an op in place, its values go where they belong.
+    """Copy the result of a local function to the tensor that an in-place op writes to.
 
-    After all ranks have run, since played ranks may share what they read and write.
+    After all ranks have run, since simulated ranks may share what they read and write.
     """
 
     def write(*operands: Any, **kwargs: Any) -> Any:
@@ -322,7 +319,7 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
 
 
 def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
-    """Returns the argument at `position`, or nothing."""
+    """A `finish` that counts the write and returns the argument at `position`, or None."""
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         grid.num_writes += 1
@@ -332,8 +329,8 @@ def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
 
 
 def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any]:
-    """`shape` is the result with a TensorMeta for each output, and something else where none is."""
-    # Kernels may return what nobody asked for: a place without an output stays without one.
+    """A `finish` that wraps a list of results; `shape` has a TensorMeta for each output."""
+    # Kernels may return more than the op: what is not an output becomes None.
     asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:

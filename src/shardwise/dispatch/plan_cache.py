@@ -1,4 +1,4 @@
-"""Planned calls, ready to run, and the table of those that this process knows."""
+"""Entry: a planned call; and the cache of entries."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ class Entry:
     def __init__(self, plan: CallPlan) -> None:
         self.plan = plan
         self.hits = 0
-        #: Brings the local operands where the plan wants them; None when nothing moves.
+        #: Redistributes the local operands as planned; None when nothing moves.
         self.move: Callable[[list[Any], Sequence[Any]], None] | None = None
         #: Runs on local operands.
         self.call: Callable[..., Any] = plan.op
         self.out: Layout | None = None
-        #: From the local result and the call's own arguments to what the caller gets.
+        #: From the local result and the call's arguments to the result of the call.
         self.finish: Callable[[Any, Sequence[Any], Callable[..., Any]], Any] | None = None
 
 
 #: (op, layouts and static arguments) -> Entry. Emptied when full, and when a world comes or goes.
 entries: dict[Any, Entry] = {}
 _MAX_ENTRIES = 8192
-#: Keys of calls in place that no choice leaves in place: they run as new tensors, copied back.
+#: Keys of in-place calls whose result has another layout: they make a new tensor, and copy it back.
 _written_back: set[Any] = set()
-#: Hits of entries that are gone, and all misses; see cache_counts.
+#: Hits of dropped entries, and all misses; see cache_counts.
 _past_hits, _misses = 0, 0
 
 
@@ -56,7 +56,7 @@ def cache_counts() -> tuple[int, int, int, int]:
 
 
 def add_entry(key: list[Any], entry: Entry) -> None:
-    """Count a miss, and keep its entry unless symbols of torch.compile stand in it."""
+    """Count a miss, and keep its entry unless it has symbolic sizes."""
     global _misses
     _misses += 1
     plan = entry.plan
@@ -77,7 +77,7 @@ def known_entry(key: list[Any]) -> Entry | None:
 
 
 def add_write_back(key: list[Any]) -> None:
-    """Remember that the call of this key cannot leave what it writes to in its place."""
+    """Record that the in-place call of this key makes a new tensor and copies it back."""
     if len(_written_back) < _MAX_ENTRIES:
         with contextlib.suppress(TypeError):
             _written_back.add(tuple(key))

@@ -1,8 +1,8 @@
 """From an op and the layouts of its inputs to a CallPlan.
 
-The rule is asked once per mesh axis; its answers are combined over the axes, and the combination
-wins whose inputs are cheapest to bring where it wants them. Ties go to fewer Partials, then to
-sharded outputs, then to the rule's own order: the same on every rank.
+The rule is called once per mesh axis; its choices are combined over the axes, and the combination
+wins whose inputs are cheapest to redistribute. Ties go to fewer Partials, then to sharded outputs,
+then to the rule's own order: the same on every rank.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from shardwise.redistribute.steps import Step
 
 @dataclass(frozen=True, slots=True)
 class CallPlan:
-    """What was decided for a call. No rank appears in it."""
+    """How a call runs; the same on every rank."""
 
     op: Any
     #: Per tensor input, its steps; None when no input moves.
     steps: tuple[tuple[Step, ...], ...] | None
-    #: The layouts in which the inputs meet the local call, and those of the outputs.
+    #: The layouts of the inputs of the local call, and of the outputs.
     inputs: tuple[Layout, ...]
     outputs: tuple[Layout, ...]
     local: LocalCall | None
@@ -72,15 +72,15 @@ def propagate(
     fixed: Sequence[int] = (),
     preferred: Layout | None = None,
 ) -> CallPlan:
-    """The cheapest plan of `call` for inputs that lie in `layouts`.
+    """The cheapest plan of `call` for inputs in `layouts`.
 
-    Inputs named in `fixed` must not move (the op writes to them). With `preferred`, the first
-    output must lie as it does, except that it may stay Partial where `preferred` is replicated.
+    Inputs in `fixed` must not move (the op writes to them). With `preferred`, the first output must
+    have that layout, except that it may stay Partial where `preferred` is replicated.
     """
     grid = layouts[0].grid
     best: tuple[tuple[float, int, int, int], Combination] | None = None
     combinations = list(enumerate(_combinations(rule, call, layouts, grid, preferred)))
-    # What might be cheap comes first, and spares the search for what cannot be cheaper.
+    # By lower bound, so that most combinations need no search.
     current = [tuple(map(plain, layout.placements)) for layout in layouts]
     combinations.sort(key=lambda each: _least_s(each[1], current))
     for number, combination in combinations:
@@ -88,7 +88,7 @@ def propagate(
             continue
         if preferred is not None and not _meets(combination, preferred):
             continue
-        pending = _pending_s(combination) + _sent_s(combination.sent(), grid)
+        pending = _postponed_s(combination) + _sent_s(combination.sent(), grid)
         if best is not None and pending + _least_s(combination, current) > best[0][0]:
             continue
         cost = pending + sum(
@@ -104,20 +104,20 @@ def propagate(
 
 
 def _least_s(combination: Combination, current: Sequence[tuple[Placement, ...]]) -> float:
-    """What bringing the inputs together costs at least."""
+    """A lower bound of the cost of redistributing the inputs."""
     return sum(least_s(here, combination.input(i)) for i, here in enumerate(current))
 
 
 def every_plan(
     rule: Rule, call: Call, starts: Iterable[tuple[Sequence[Layout], Layout | None]]
 ) -> Iterator[CallPlan]:
-    """The plan of each combination of choices, the cheap and the dear ones: for checking rules.
+    """The plan of each combination of choices, cheap or expensive: for checking rules.
 
-    `starts` are the layouts in which the inputs may lie, each with a preferred output. A plan that
-    several of them lead to comes once, and without the steps that would lead there.
+    `starts` are layouts of the inputs, each with a preferred output. A plan that several of them
+    lead to comes once, and without the steps that would lead there.
     """
     asked: dict[Any, list[Choice]] = {}
-    # Equal choices become one object, so that a combination is known by theirs.
+    # Equal choices become one object, so that combinations compare by identity.
     known: dict[Choice, Choice] = {}
     done: set[Any] = set()
     for layouts, preferred in starts:
@@ -135,7 +135,7 @@ def every_plan(
                 if met in done or not (preferred is None or _meets(combination, preferred)):
                     continue
                 done.add(met)
-                if _compatible(choices, call, grid) and _means_something(combination, call):
+                if _compatible(choices, call, grid) and _is_valid(combination, call):
                     plan = _plan(rule, call, layouts, combination, grid, moved=False)
                     same = (plan.inputs, plan.outputs, plan.local)
                     if same not in done:
@@ -143,8 +143,7 @@ def every_plan(
                         yield plan
 
 
-#: What to do instead of an op that gives a tensor the memory of another; compiled code spells
-#: `x.data = y` so.
+#: What to do instead of an op that gives a tensor another's memory, as compiled `x.data = y` does.
 _TAKES_OVER = "Write the values, x.data.copy_(y), or assign x.data = y outside of compiled code."
 _INSTEAD = {"aten::set": _TAKES_OVER, "aten::set_": _TAKES_OVER}
 
@@ -178,14 +177,14 @@ def _combinations(
         if _compatible(choices, call, grid):
             for order in orders:
                 combination = Combination(choices, order)
-                if _means_something(combination, call):
+                if _is_valid(combination, call):
                     yield combination
 
 
 def _along_axes(
     call: Call, layouts: Sequence[Layout], grid: Grid, preferred: Layout | None
 ) -> Iterator[Call]:
-    """The call as the rule sees it along each axis."""
+    """The call as the rule gets it for each axis."""
     for axis, size in enumerate(grid.shape):
         yield replace(
             call,
@@ -201,8 +200,8 @@ def _orders(layouts: Sequence[Layout], preferred: Layout | None) -> list[tuple[i
 
 
 def _compatible(choices: Sequence[Choice], call: Call, grid: Grid) -> bool:
-    """Whether the choices of all axes hold together."""
-    # Compared, not hashed: a local call may hold a symbolic size.
+    """Whether the choices of all axes can be combined."""
+    # Not hashed: a local call may hold a symbolic size.
     locals_ = [c.local for c in choices if c.local is not None]
     if any(local != locals_[0] for local in locals_):
         return False
@@ -230,8 +229,8 @@ def _divides(call: Call, choice: Choice, split: int) -> bool:
     )
 
 
-def _means_something(combination: Combination, call: Call) -> bool:
-    """Explicit sizes have a meaning only on the outermost axis of a dim; Partials must commute."""
+def _is_valid(combination: Combination, call: Call) -> bool:
+    """Explicit sizes are valid only on the outermost axis of a dim; Partials must commute."""
     every = [combination.input(i) for i in range(len(call.inputs))]
     every += [combination.output(i) for i in range(len(call.outputs))]
     for placements in every:
@@ -248,7 +247,7 @@ def _means_something(combination: Combination, call: Call) -> bool:
 
 
 def _place(layout: Layout, placements: tuple[Placement, ...], order: tuple[int, ...]) -> Layout:
-    """`layout` moved to `placements`; itself when that is where it lies, masks included."""
+    """`layout` with `placements`; itself when it has them, masks included."""
     current = tuple(map(plain, layout.placements))
     if placements == current and canonical_order(placements, order) == layout.order:
         return layout
@@ -271,8 +270,8 @@ def _meets(combination: Combination, preferred: Layout) -> bool:
     return canonical_order(placements, combination.order) == preferred.order
 
 
-def _pending_s(combination: Combination) -> float:
-    """A share of the latency of the reductions that new Partials put off.
+def _postponed_s(combination: Combination) -> float:
+    """Half the latency of the reductions that new Partials postpone.
 
     Not all of it, and none of their bytes: a gradient that stays Partial is reduced with others.
     """
@@ -305,7 +304,7 @@ def _plan(
     *,
     moved: bool = True,
 ) -> CallPlan:
-    """The plan of a combination; where its inputs are not `moved`, they lie there already."""
+    """The plan of a combination; without `moved`, its inputs have their layouts already."""
     inputs = tuple(
         _place(layout, chosen.input(i), chosen.order) for i, layout in enumerate(layouts)
     )

@@ -1,9 +1,8 @@
 """Ops that refuse values: an index out of range, a probability above one, a division by zero.
 
-Where ranks hold different values, one of them may be refused alone, and the others would go on and
-wait for it in the next collective. So the ranks tell each other (`comm.agreement.raise_together`).
-On CUDA torch refuses by assertions on the device, of which no other rank is told; compiled code
-does not look at values either.
+Where ranks hold different values, one rank may raise alone, and the others would wait for it in the
+next collective. So the ranks agree (`comm.agreement.raise_together`). Not on CUDA, where torch
+asserts on the device, nor in compiled code, which does not read values.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ import torch
 from shardwise._torch.schema import OpOverload
 from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because
-from shardwise.core.layout import Layout
-from shardwise.dispatch.rule import differing_axes
+from shardwise.core.layout import Layout, differing_axes
 from shardwise.dispatch.schema import functional_twin
 from shardwise.lookup.ids import has_values
 
@@ -26,7 +24,7 @@ aten = torch.ops.aten
 #: The inputs whose values an op may refuse, as a slice; `ops.catalog` fills it.
 REFUSED: dict[Any, slice] = {}
 
-#: Integers, by zero.
+#: Ops that refuse a division of integers by zero.
 DIVISIONS = (
     aten.floor_divide.default,
     aten.div.Tensor_mode,

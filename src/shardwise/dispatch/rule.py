@@ -1,4 +1,4 @@
-"""Choice, Rule and Call: what a rule says, and what it is asked about."""
+"""Rule, its input (Call) and its output (Choice)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
 class TensorMeta:
-    """A global tensor without its values."""
+    """Shape, stride and dtype of a global tensor."""
 
     shape: tuple[Size, ...]
     stride: tuple[Size, ...]
@@ -45,7 +44,7 @@ class LocalCall:
 
 @dataclass(frozen=True, slots=True)
 class EmptySafe:
-    """An op whose kernel fails where a rank holds nothing: there zeros stand for the results."""
+    """An op whose kernel fails on empty shards: there the results are zeros."""
 
     op: Any
 
@@ -68,7 +67,7 @@ def empty_safe(op: Any) -> LocalCall:
 class CollectiveCost:
     """A collective that a local function runs along the axis of its choice.
 
-    `kind` is one of `comm.cost`; `num_bytes` is about what its larger side holds on each rank.
+    `kind` is one of `comm.cost`; `num_bytes` is about the size of its larger side on each rank.
     """
 
     kind: str
@@ -77,7 +76,7 @@ class CollectiveCost:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One right way to run an op, for one mesh axis.
+    """One correct way to run an op, for one mesh axis.
 
     `even` names `(input, dim)` pairs that must divide by the product of all axes that shard them;
     `alone` names pairs that no other axis may shard. `sent` lists the collectives that the local
@@ -101,8 +100,8 @@ class Call:
     kwargs: Mapping[str, Any]
     inputs: tuple[TensorMeta, ...]
     outputs: tuple[TensorMeta, ...]
-    #: Along the axis at hand: its size, the placement of each input, and of each output where the
-    #: caller prefers one (a gradient should lie like its parameter).
+    #: Of this axis: its size, the placement of each input, and the preferred placement of each
+    #: output, if there is one (a gradient should be laid out like its parameter).
     axis_size: int = 1
     placed: tuple[Placement, ...] = ()
     wanted: tuple[Placement, ...] = ()
@@ -121,10 +120,10 @@ class Call:
         places: Sequence[tuple[int, int]],
         output_places: Sequence[tuple[int, int]] = (),
     ) -> list[tuple[int, ...] | None]:
-        """How a dim may be cut: as `torch.chunk` does, as an input is cut, or as is wanted.
+        """The sizes to split a dim into: those of `torch.chunk`, of an input, or preferred ones.
 
-        `places` and `output_places` list the `(input, dim)` and `(output, dim)` pairs that would
-        be cut alike.
+        `places` and `output_places` list the `(input, dim)` and `(output, dim)` pairs that are
+        split alike.
         """
         found: dict[tuple[int, ...] | None, None] = {None: None}
         for known, pairs in ((self.placed, places), (self.wanted, output_places)):
@@ -135,20 +134,19 @@ class Call:
         return list(found)
 
     def replicated(self) -> Choice:
-        """Everything whole on every rank: right for every op that is a function."""
+        """Everything replicated: correct for every op that is a function."""
         return Choice((REPLICATE,) * len(self.inputs), (REPLICATE,) * len(self.outputs))
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What yields an op's choices for one mesh axis.
+    """Yields an op's choices for one mesh axis.
 
     `local_shape` maps names of arguments that hold a global shape to the number of the output
     whose local shape they must hold on each rank. With `found_shapes` all operands and results are
-    whole, and only the results themselves tell their number and shapes. `shaped_like` names the
-    input whose shape and type the one output has, where torch cannot tell without data.
-    With `by_value`, choices depend on floats among the arguments, whose values plans otherwise
-    ignore.
+    replicated, and the number and shapes of the results are data-dependent. `shaped_like` is the
+    input whose shape and dtype the one output has, where torch cannot infer them without data.
+    With `by_value`, choices depend on float arguments, whose values plans otherwise ignore.
     """
 
     choices: Callable[[Call], Iterable[Choice]]
@@ -182,9 +180,3 @@ def merge(*tables: Table) -> Table:
             raise ValueError(f"these ops have rules in two families: {sorted(map(str, twice))}")
         result.update(each)
     return result
-
-
-def differing_axes(layouts: Sequence[Layout]) -> list[int]:
-    """The axes along which ranks hold different values of one of the tensors."""
-    axes = range(layouts[0].grid.num_axes) if layouts else ()
-    return [a for a in axes if any(not x.placements[a].is_replicate() for x in layouts)]

@@ -1,4 +1,4 @@
-"""Ops that do the same: one writes in place or copies a view, its twin returns a new tensor."""
+"""Variants of an op: functional twins, view twins, and calls by position."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise._torch.schema import OpOverload
 
 
 def functional_twin(op: OpOverload) -> OpOverload | None:
-    """The op that does what `op` does to its first argument, but returns a new tensor.
+    """The op that returns as a new tensor what `op` writes to its first argument.
 
     >>> functional_twin(torch.ops.aten.add_.Tensor)
     <OpOverload(op='aten.add', overload='Tensor')>
@@ -48,14 +48,11 @@ def view_twin(op: OpOverload) -> OpOverload | None:
     return getattr(packet, op._schema.overload_name or "default", None)
 
 
-# Calls that give a tensor by keyword, spelled with every argument in its place.
-#
-# Rules, plans and the hot path know tensors by position. An op that takes a tensor by keyword
-# alone is called through a `Positional`, which takes all arguments in the order of the schema.
-
-
 class Positional:
-    """An op that takes all its arguments by position."""
+    """An op with keyword-only tensors, called with all arguments in the order of the schema.
+
+    Rules, plans and the hot path know tensors by position.
+    """
 
     __slots__ = ("_names", "_num_positional", "_schema", "op")
 
@@ -67,10 +64,10 @@ class Positional:
         self._names = [a.name for a in arguments if a.kwarg_only]
 
     def __call__(self, *args: Any) -> Any:
-        return self.spell(self.op, *args)
+        return self.call(self.op, *args)
 
-    def spell(self, fn: Callable[..., Any], *args: Any) -> Any:
-        """`fn`, which takes what the op takes, with keywords where the op wants them."""
+    def call(self, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call `fn`, which has the op's signature, with keywords where it needs them."""
         named = zip(self._names, args[self._num_positional :], strict=True)
         return fn(*args[: self._num_positional], **dict(named))
 
@@ -80,7 +77,7 @@ class Positional:
 
 @functools.lru_cache(maxsize=1024)
 def positional(op: OpOverload) -> Positional:
-    """The one Positional of an op: keys of calls compare ops by identity."""
+    """The Positional of an op, interned: cache keys compare ops by identity."""
     return Positional(op)
 
 

@@ -1,4 +1,4 @@
-"""What strict mode forbids, and the call that it asks for instead."""
+"""Strict mode: errors for implicit communication, with the call to write instead."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def forbid_move(op: Any, position: int, steps: Sequence[Step], target: Layout) -
 
 
 def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
-    """Raise if bringing the gradient of a leaf to where the leaf lies sends anything."""
+    """Raise if bringing a gradient to the layout of its leaf sends anything."""
     steps = find_steps(found, wanted)
     if any(step.communicates for step in steps):
         placements = tuple(REPLICATE if isinstance(p, Partial) else p for p in found.placements)
         used = found.with_placements(placements)
         raise RedistributionError(
-            f"The gradient of a leaf arrives as {found!r}, but the leaf lies in "
+            f"The gradient of a leaf arrives as {found!r}, but the leaf is in "
             f"{short(wanted.placements)}: {_sent(steps)}, and communication must be explicit "
             f"here. Use leaf.redistribute({_placed(used)}) in the forward pass, whose gradient is "
             "brought back to the leaf."
@@ -41,7 +41,7 @@ def forbid_leaf_move(found: Layout, wanted: Layout) -> None:
 def forbid_sent(
     op: Any, inputs: Sequence[Layout], sent: Sequence[tuple[int, CollectiveCost]]
 ) -> None:
-    """Raise for a local function that exchanges data: a lookup of sharded ids in sharded rows."""
+    """Raise for a local function that communicates: a lookup of sharded ids in sharded rows."""
     grid = inputs[0].grid
     talking = "; ".join(
         f"{each.kind} over axis {grid.axis_name(axis)!r} of about {int(each.num_bytes):,} bytes"

@@ -1,4 +1,4 @@
-"""The two parts of a DTensor, for the code that plans its calls and that the class itself needs."""
+"""Wrapped: the base of DTensor, for code that the class itself needs; reductions of Partials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shardwise.simulation.parts import one_part, parts_of
 
 
 class Wrapped(torch.Tensor):
-    """A global tensor in two parts: what this process holds, and how all of it is laid out."""
+    """A global tensor as a local tensor and a layout."""
 
     __slots__ = ("_layout", "_local")
     _local: torch.Tensor
@@ -21,15 +21,14 @@ class Wrapped(torch.Tensor):
 
     @staticmethod
     def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
-        """The two parts as one tensor, unchecked."""
+        """A tensor of this local tensor and layout, unchecked."""
         raise NotImplementedError
 
     @staticmethod
     def _wrap_view(local: torch.Tensor, layout: Layout) -> Any:
-        """As `_wrap`, inside an autograd function that got a leaf: nobody may write to its memory.
+        """As `_wrap`, inside an autograd function of a leaf, whose memory must not be written.
 
-        Autograd refuses that for a view that such a function returns, as it does on one device for
-        a view of a leaf.
+        Autograd refuses a write to a view that such a function returns, as to a view of a leaf.
         """
         raise NotImplementedError
 
@@ -43,11 +42,10 @@ def as_layouts(value: Any) -> Any:
     return value
 
 
-# What a Partial tensor remembers of its reduction.
-#
+# Note [Reduced once]
 # A replicated parameter's gradient may be Partial, and is read several times: by a norm, by the
-# ops of an optimizer. A tensor without history is reduced once, and remembers the result until it
-# is written to. What torch.compile traces is left alone.
+# ops of an optimizer. A tensor without history is reduced once and keeps the result until it is
+# written to. Traced tensors are not cached.
 
 
 def is_partial(layout: Layout) -> bool:
@@ -75,7 +73,7 @@ def reduced_once(tensor: Any, local: torch.Tensor, reduce: Run, target: Layout) 
 
 
 def recall(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
-    """The reduction that `tensor` remembers and its layout, unless it was written to since."""
+    """The cached reduction of `tensor` and its layout, unless it was written to since."""
     known = tensor.__dict__.get("_reduced")
     if known is None or known[2] is not tensor._local or known[3] != _versions(tensor):
         return None
@@ -83,7 +81,7 @@ def recall(tensor: Any) -> tuple[torch.Tensor, Layout] | None:
 
 
 def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: bool = False) -> None:
-    """Keep `reduced`. A write that is not finished yet will count once more, on the wrapper."""
+    """Cache `reduced`. With `writing`, a write will still count once on the wrapper."""
     if tensor.is_inference():
         return
     versions = _versions(tensor)
@@ -92,9 +90,9 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
 
 
 def _versions(tensor: Any) -> list[int]:
-    """Ops on the DTensor or its views count on the wrapper, those on its local tensor on that.
+    """The version counters of the wrapper (for the DTensor and its views) and of the local tensor.
 
-    Those on another DTensor of the same memory, such as `x.data`, count for the mesh.
+    Writes to another DTensor of the same memory, such as `x.data`, are counted by the mesh.
     """
     local, grid = tensor._local, tensor._layout.grid
     parts = (part._version for part in parts_of(local))

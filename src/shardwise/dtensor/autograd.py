@@ -40,7 +40,7 @@ from shardwise.dispatch.strict import forbid_leaf_move
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor.snapshots import current
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import copied, prepare, prepare_apart
+from shardwise.redistribute.execute import copied, prepare, prepare_async
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.parts import is_per_rank, parts_of, sized_copy
@@ -141,7 +141,7 @@ def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
 
 def _halves(source: Layout, target: Layout) -> tuple[Run, Run, dict[Any, torch.Tensor]]:
     """What starts and what finishes a move, and what is known of the results."""
-    return *prepare_apart(find_steps(source, target)), {}
+    return *prepare_async(find_steps(source, target)), {}
 
 
 _cached_halves = functools.lru_cache(maxsize=4096)(_halves)

@@ -29,7 +29,7 @@ from shardwise.dispatch.inplace import (
     entry_of_call,
     watch_overlaps,
 )
-from shardwise.dispatch.local_call import apart, is_memory_of, lies_otherwise, relaid
+from shardwise.dispatch.local_call import has_other_strides, is_memory_of, restrided, unaliased
 from shardwise.dispatch.out_args import TensorByKeyword
 from shardwise.dispatch.plan import check_written_once
 from shardwise.dispatch.plan_cache import (
@@ -236,12 +236,12 @@ class Miss:
             if layout.symbolic:
                 settle_ones(layout.shape)
         if first and not _shares_memory(self.op):
-            if lies_otherwise(local, entry.plan.outputs):
-                entry.call = relaid(entry.call, entry.plan.outputs)
-                local = relaid(lambda: local, entry.plan.outputs)()
+            if has_other_strides(local, entry.plan.outputs):
+                entry.call = restrided(entry.call, entry.plan.outputs)
+                local = restrided(lambda: local, entry.plan.outputs)()
             if is_memory_of(local, self.operands):
-                entry.call = apart(entry.call)
-                local = apart(lambda: local)()
+                entry.call = unaliased(entry.call)
+                local = unaliased(lambda: local)()
         if entry.out is not None:
             return self.kind._wrap(local, entry.out)
         assert entry.finish is not None, "an entry either has one output or knows how to finish"
@@ -315,7 +315,7 @@ def _parts(op: Any) -> Callable[..., Any] | None:
     parts = parts_of(plain_op(op))
     if parts is None or not isinstance(op, Positional):
         return parts
-    return functools.partial(op.spell, parts)
+    return functools.partial(op.call, parts)
 
 
 def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

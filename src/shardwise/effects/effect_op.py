@@ -1,19 +1,18 @@
 """Eager code as one op of a compiled graph.
 
 Note [Effect ops]
-What a rank sends to whom depends on values, so such code cannot be taken apart into a graph. An
-`EffectOp` puts it into one as it is: the op runs eager code when the graph runs, collectives
-included, and a bad batch raises the same error on all ranks as it does there. Who declares one says
-how to run it, and which shapes come out. The compiler keeps these ops in the order of the program,
-whatever the sizes on a rank: they count as ops with effects (and `lowering` sees to it that
-inductor does).
+Some code sends data-dependent messages, so it cannot be traced into a graph. An `EffectOp` is a
+graph op that runs such code eagerly when the graph runs, collectives included; a bad batch raises
+the same error on all ranks as in eager code. A declaration says how to run the code and which
+shapes it returns. The compiler keeps these ops in program order, whatever the sizes on a rank: they
+are ops with effects (see `effects.ordering`).
 
-An op of a graph takes tensors, numbers and texts. A call is described by a text that is the same in
-every process; a tensor of a simulated world is given as one tensor per rank.
+An op of a graph takes tensors, numbers and strings. A call is encoded as a string that is the same
+in every process; a tensor of a simulated world is passed as one tensor per rank.
 
-Backward is an op too: it runs eager backward. What that needs lives as long as the number that the
-first op put out, which compiled code saves for backward. So nothing is run twice, backward may run
-again where the graph is retained, and nothing is left where backward does not come.
+Backward is an op too, which runs eager backward. Its state lives as long as the state id that the
+forward op returns, an int tensor that compiled code saves for backward. So nothing runs twice,
+backward may run again if the graph is retained, and nothing is left if backward never runs.
 """
 
 from __future__ import annotations
@@ -52,12 +51,12 @@ _library.define(
     "Tensor[] inputs) -> Tensor"
 )
 _library.define(
-    "effect_backward(str call, bool[] needs, Tensor number, bool[] present, Tensor[] grads, "
+    "effect_backward(str call, bool[] needs, Tensor state_id, bool[] present, Tensor[] grads, "
     "SymInt[] sizes) -> Tensor[]"
 )
 _ops: Any = torch.ops.shardwise
 
-#: Where compiled code expects the first number of a tensor.
+#: The alignment of tensors that compiled code expects.
 ALIGNED_BYTES = 16
 _declared: dict[str, EffectOp] = {}
 
@@ -68,13 +67,13 @@ def _unchanged(known: Any, tensors: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class EffectOp:
-    """Eager code that graphs hold as one op; see Note [Effect ops].
+    """Eager code as one op of a graph; see Note [Effect ops].
 
-    `known` is what `decode(options, grid)` makes of the options of a call, which JSON can hold.
+    `known` is `decode(options, grid)` of the options of a call, which are JSON.
     """
 
     name: str
-    #: What it is part of, and what can be exported in its place, for errors.
+    #: What it is part of, for errors; `instead` says what can be exported in its place.
     what: str
     #: `run(known, **inputs)`: the outputs of eager code, under autograd.
     run: Callable[..., Sequence[torch.Tensor]]
@@ -84,12 +83,12 @@ class EffectOp:
     ]
     instead: str = ""
     decode: Callable[[Any, Grid | None], Any] = lambda options, grid: options
-    #: `enter(known, inputs)`: the inputs as `run` takes them, out of local tensors.
+    #: `enter(known, inputs)`: from local tensors to the inputs of `run`.
     enter: Callable[[Any, dict[str, torch.Tensor]], dict[str, torch.Tensor]] = _unchanged
-    #: `gradient(known, input, *local tensors)`: the gradient of a DTensor.
+    #: `gradient(known, input, *local tensors)`: the gradient of an input that is a DTensor.
     gradient: Callable[..., torch.Tensor] | None = None
-    #: The input that stands for what is no input, such as tables that backward updates: the same on
-    #: every rank, with a gradient of zeros, so that torch calls backward.
+    #: The input that stands for state such as tables that backward updates: the same on every rank,
+    #: with a gradient of zeros, so that torch calls backward.
     handle: str | None = None
 
     def __post_init__(self) -> None:
@@ -107,7 +106,7 @@ class EffectOp:
     ) -> tuple[torch.Tensor, ...]:
         """The outputs, while a compiler traces. `grid` is None on one device.
 
-        `row_sparse`: so is the gradient of the first input. `writes`: to the first input.
+        `row_sparse`: the first input's gradient is. `writes`: the op writes to the first input.
         """
         check_place(self.what, self.instead)
         given = {name: x for name, x in inputs.items() if x is not None}
@@ -133,7 +132,7 @@ def _description(x: torch.Tensor) -> tuple[int, str, str]:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """One call, but for its tensors."""
+    """One call without its tensors."""
 
     op: EffectOp
     known: Any
@@ -143,13 +142,13 @@ class _Call:
     row_sparse: bool
 
     def num_parts(self, name: str = "") -> int:
-        """How many tensors an input or an output is given as: one per rank present."""
+        """How many tensors an input or an output has: one per rank present."""
         if self.grid is None or name == self.op.handle:
             return 1
         return len(ranks_present(self.grid))
 
-    def num_pieces(self, name: str) -> int:
-        """How many tensors a gradient consists of: one, or row numbers and values."""
+    def num_grads(self, name: str) -> int:
+        """How many tensors a gradient consists of: one, or row ids and values."""
         return 2 if self.row_sparse and name == next(iter(self.inputs)) else 1
 
     def parts(self, x: torch.Tensor, name: str = "") -> list[torch.Tensor]:
@@ -158,7 +157,7 @@ class _Call:
     def joined(
         self, parts: Iterator[torch.Tensor], name: str = "", sized: bool = True
     ) -> torch.Tensor:
-        """The next tensor of all ranks; not `sized` where it goes into a distributed one."""
+        """The next tensor of all ranks; not `sized` if it goes into a DTensor."""
         if self.grid is None or name == self.op.handle:
             return next(parts)
         return one_tensor(self.grid, _next(parts, self.num_parts()), sized=sized)
@@ -169,7 +168,7 @@ def _next(items: Iterator[Any], num: int) -> list[Any]:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(text: str) -> _Call:
+def _decode(text: str) -> _Call:
     call = json.loads(text)
     op = _declared[call["what"]]
     grid = None if call["grid"] is None else decode_grid(call["grid"])
@@ -177,7 +176,7 @@ def _read(text: str) -> _Call:
     return _Call(op, known, grid, call["inputs"], call["row_sparse"])
 
 
-world_caches.append(_read.cache_clear)
+world_caches.append(_decode.cache_clear)
 
 
 # -- while tracing -------------------------------------------------------------------------------
@@ -196,7 +195,7 @@ class _Effect(UntracedFunction):
         *inputs: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
-        call = _read(text)
+        call = _decode(text)
         needs = [trains and need for need in ctx.needs_input_grad[4:]]
         per_input = [
             call.parts(_local(x), name) for name, x in zip(call.inputs, inputs, strict=True)
@@ -205,26 +204,26 @@ class _Effect(UntracedFunction):
         rest = [part for parts in others for part in parts]
         if writes:
             # The compiler takes no op that writes and returns a list.
-            *out, number = _forward_shapes(text, needs, sizes, [*first, *rest])
-            number = _ops.effect_(text, needs, sizes, first, out, rest)
+            *out, state_id = _fake_forward(text, needs, sizes, [*first, *rest])
+            state_id = _ops.effect_(text, needs, sizes, first, out, rest)
         else:
-            *out, number = _ops.effect(text, needs, sizes, [*first, *rest])
+            *out, state_id = _ops.effect(text, needs, sizes, [*first, *rest])
         ctx.text, ctx.needs = text, needs
         needed = [parts for parts, need in zip(per_input, needs, strict=True) if need]
         ctx.sizes = [size for parts in needed for part in parts for size in part.shape]
-        # The inputs are saved for what traces alone: the graph has no use for their values.
-        ctx.save_for_backward(number, *inputs)
+        # The inputs are saved for the trace only: the graph does not use their values.
+        ctx.save_for_backward(state_id, *inputs)
         left = iter(out)
         return tuple(call.joined(left) for _ in range(len(out) // call.num_parts()))
 
     @staticmethod
     @differentiated_once("an exchange between ranks")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        call = _read(ctx.text)
-        number, *inputs = ctx.saved_tensors
+        call = _decode(ctx.text)
+        state_id, *inputs = ctx.saved_tensors
         parts = [part for grad in grads if grad is not None for part in call.parts(grad)]
         present = [grad is not None for grad in grads]
-        found = iter(_ops.effect_backward(ctx.text, ctx.needs, number, present, parts, ctx.sizes))
+        found = iter(_ops.effect_backward(ctx.text, ctx.needs, state_id, present, parts, ctx.sizes))
         given = zip(call.inputs, inputs, ctx.needs, strict=True)
         own = [_gradient(call, name, x, found) if need else None for name, x, need in given]
         return None, None, None, None, *own
@@ -233,16 +232,16 @@ class _Effect(UntracedFunction):
 def _gradient(call: _Call, name: str, x: Any, found: Iterator[torch.Tensor]) -> torch.Tensor:
     if not isinstance(x, DTensor):
         return call.joined(found, name)
-    assert call.op.gradient is not None, "an op says what the gradient of a DTensor is"
-    pieces = [call.joined(found, sized=False) for _ in range(call.num_pieces(name))]
-    return call.op.gradient(call.known, x, *pieces)
+    assert call.op.gradient is not None, "an op with DTensor inputs has a gradient function"
+    tensors = [call.joined(found, sized=False) for _ in range(call.num_grads(name))]
+    return call.op.gradient(call.known, x, *tensors)
 
 
-# -- what the ops do -----------------------------------------------------------------------------
+# -- kernels -------------------------------------------------------------------------------------
 
 
 class _Kept(bytearray):
-    """What eager autograd needs for backward; the memory of the number that it goes by."""
+    """The state of eager autograd for backward; also the memory of its id."""
 
     outputs: Sequence[torch.Tensor]
     leaves: Sequence[torch.Tensor]
@@ -253,7 +252,7 @@ _numbers = itertools.count()
 
 
 def _keep(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A number; what is kept is forgotten when nobody holds it any more."""
+    """The id of the state, which lives as long as this tensor."""
     number = next(_numbers)
     kept = _Kept(number.to_bytes(8, sys.byteorder))
     kept.outputs, kept.leaves = outputs, leaves
@@ -261,7 +260,7 @@ def _keep(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> to
     return torch.frombuffer(kept, dtype=torch.int64)
 
 
-def _no_number() -> torch.Tensor:
+def _no_state_id() -> torch.Tensor:
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
@@ -269,7 +268,7 @@ def _no_number() -> torch.Tensor:
 def _forward(
     text: str, needs: Sequence[bool], sizes: Sequence[Size], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call, left = _read(text), iter(inputs)
+    call, left = _decode(text), iter(inputs)
     tensors = {name: call.joined(left, name).detach() for name in call.inputs}
     tensors = call.op.enter(call.known, tensors)
     for x, need in zip(tensors.values(), needs, strict=True):
@@ -277,14 +276,16 @@ def _forward(
     with with_autograd(any(needs)):
         outputs = call.op.run(call.known, **tensors)
     found = [part for out in outputs for part in call.parts(out.detach())]
-    number = _keep(outputs, list(tensors.values())) if any(needs) else _no_number()
-    return [*_apart(found, inputs), number]
+    state_id = _keep(outputs, list(tensors.values())) if any(needs) else _no_state_id()
+    return [*_unaliased(found, inputs), state_id]
 
 
-def _apart(tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """As compiled code expects the results of an op: contiguous, aligned, each in its own memory.
+def _unaliased(
+    tensors: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Results as compiled code expects them: contiguous, aligned, each in its own memory.
 
-    Several may have come in one message.
+    Several may be views of one message.
     """
     found, seen = [], {x.untyped_storage()._cdata for x in inputs}
     for x in tensors:
@@ -306,27 +307,27 @@ def _forward_into(
     out: Sequence[torch.Tensor],
     inputs: Sequence[torch.Tensor],
 ) -> torch.Tensor:
-    *found, number = _forward(text, needs, sizes, [*written, *inputs])
+    *found, state_id = _forward(text, needs, sizes, [*written, *inputs])
     for target, part in zip(out, found, strict=True):
         target.copy_(part)
-    return number
+    return state_id
 
 
 @untraced
 def _backward(
     text: str,
     needs: Sequence[bool],
-    number: torch.Tensor,
+    state_id: torch.Tensor,
     present: Sequence[bool],
     grads: Sequence[torch.Tensor],
     sizes: Sequence[Size],
 ) -> list[torch.Tensor]:
-    call, kept = _read(text), _kept.get(int(number))
+    call, kept = _decode(text), _kept.get(int(state_id))
     if kept is None:
         raise ShardwiseError(
             f"Backward of {call.op.what} in compiled code does not find what forward kept for it: "
-            "that lives as long as what torch saved, which was copied (by a hook for saved "
-            "tensors, such as save_on_cpu in pinned memory). Run it outside such hooks."
+            "that lives as long as the tensors that torch saved, which were copied (by a hook "
+            "for saved tensors, such as save_on_cpu in pinned memory). Run it outside such hooks."
         )
     left = iter(grads)
     there = [out for out, has in zip(kept.outputs, present, strict=True) if has]
@@ -341,41 +342,41 @@ def _backward(
     for name, leaf, need in zip(call.inputs, kept.leaves, needs, strict=True):
         if need:
             grad, leaf.grad = leaf.grad, None
-            for piece in _pieces(torch.zeros_like(leaf) if grad is None else grad):
-                results += [part.clone() for part in call.parts(piece, name)]
+            for tensor in _local_grads(torch.zeros_like(leaf) if grad is None else grad):
+                results += [part.clone() for part in call.parts(tensor, name)]
     return results
 
 
-def _pieces(grad: torch.Tensor) -> list[torch.Tensor]:
+def _local_grads(grad: torch.Tensor) -> list[torch.Tensor]:
     """The local tensors of a gradient."""
     return [grad._rows, grad._local] if isinstance(grad, RowSparse) else [_local(grad)]
 
 
-# -- what the ops would do: shapes alone ---------------------------------------------------------
+# -- fake kernels --------------------------------------------------------------------------------
 
 
-def _forward_shapes(
+def _fake_forward(
     text: str, needs: Sequence[bool], sizes: Sequence[Size], inputs: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    call, left = _read(text), iter(inputs)
+    call, left = _decode(text), iter(inputs)
     given = {name: _next(left, call.num_parts(name)) for name in call.inputs}
     ranks = [
         {name: parts[place % len(parts)] for name, parts in given.items()}
         for place in range(call.num_parts())
     ]
     outputs = zip(*call.op.fake(call.known, sizes, ranks), strict=True)
-    return [*(part for output in outputs for part in output), _no_number()]
+    return [*(part for output in outputs for part in output), _no_state_id()]
 
 
-def _backward_shapes(
+def _fake_backward(
     text: str,
     needs: Sequence[bool],
-    number: torch.Tensor,
+    state_id: torch.Tensor,
     present: Sequence[bool],
     grads: Sequence[torch.Tensor],
     sizes: Sequence[Size],
 ) -> list[torch.Tensor]:
-    call, left = _read(text), iter(sizes)
+    call, left = _decode(text), iter(sizes)
     here = {grad.device.type: grad.device for grad in grads}
     results: list[torch.Tensor] = []
     for (name, (ndim, dtype, kind)), need in zip(call.inputs.items(), needs, strict=True):
@@ -383,8 +384,8 @@ def _backward_shapes(
             continue
         device = here.get(kind, torch.device(kind))
         shapes = [_next(left, ndim) for _ in range(call.num_parts(name))]
-        if call.num_pieces(name) == 2:
-            nums = [unknown_length(number) for _ in shapes]
+        if call.num_grads(name) == 2:
+            nums = [unknown_length(state_id) for _ in shapes]
             results += [torch.empty(num, dtype=torch.int64, device=device) for num in nums]
             shapes = [[num, *shape[1:]] for num, shape in zip(nums, shapes, strict=True)]
         options: Any = {"dtype": getattr(torch, dtype), "device": device}
@@ -392,6 +393,6 @@ def _backward_shapes(
     return results
 
 
-install(_library, "effect", _forward, _forward_shapes)
-install(_library, "effect_", _forward_into, lambda *_: _no_number())
-install(_library, "effect_backward", _backward, _backward_shapes)
+install(_library, "effect", _forward, _fake_forward)
+install(_library, "effect_", _forward_into, lambda *_: _no_state_id())
+install(_library, "effect_backward", _backward, _fake_backward)

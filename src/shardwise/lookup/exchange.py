@@ -1,7 +1,7 @@
 """Exchanges between ranks, for code that handles one rank at a time.
 
-Such code keeps a list with one item per rank present: one item in a real process, one per rank in
-a simulated world. Only the collective itself sees them as one tensor.
+Such code has lists with one item per rank present: one in a real process, all in a simulated world.
+Only the collective sees them as one tensor.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ Counts = Sequence[int]
 
 
 def ranks_present(grid: Grid) -> list[int]:
-    """The places along the one axis of `grid` that this process stands for."""
+    """The coordinates along the one axis of `grid` that are present in this process."""
     return [grid.coordinates[rank][0] for rank in present(grid)]
 
 
 def start_exchange(
     grid: Grid, parts: Sequence[torch.Tensor], sent: Sequence[Counts], received: Sequence[Counts]
 ) -> torch.Tensor:
-    """Send `sent[i]` entries of dim 0 to place i. The exchange runs on until it is `finished`.
+    """Send `sent[i]` entries of dim 0 to coordinate i; get the result with `finished`.
 
     All three are lists over the ranks present.
     """
@@ -37,14 +37,6 @@ def start_exchange(
 def finished(grid: Grid, exchange: torch.Tensor) -> list[torch.Tensor]:
     """What each rank present received."""
     return part_per_rank(grid, collectives.finished(exchange))
-
-
-def start_swap(grid: Grid, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Row i of each rank's matrix goes to place i, and comes to stand at the sender's place.
-
-    The exchange runs on until it is `finished`.
-    """
-    return collectives.start_all_to_all(one_tensor(grid, parts), grid, 0)
 
 
 def summed(grid: Grid, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Ids of a table's rows: whether they are in range, and which of them a rank owns."""
+"""Ids of a table's rows: range checks, and which ids a rank owns."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.simulation.ranks import each_rank
 
 
 def has_values(x: torch.Tensor) -> bool:
-    """Whether the values can be read now: not in a traced graph."""
+    """Whether the values can be read: not in a traced graph."""
     return type(one_part(x)) is torch.Tensor
 
 
@@ -26,8 +26,8 @@ def sharded_axes(layout: Layout) -> tuple[int, ...]:
 def check_ids(ids: torch.Tensor, layout: Layout, num_rows: Any) -> None:
     """An id out of range raises as on one device, on every rank, before anything is looked up.
 
-    Ranks that hold other ids are told: one small all-reduce for each axis that shards the ids. On
-    CUDA, and in a traced graph, it is an assertion on the device, as torch's own lookup has it.
+    Costs one small all-reduce for each axis that shards the ids. On CUDA, and in a traced graph, it
+    is an assertion on the device, as in torch's own lookup.
     """
     axes = sharded_axes(layout)
     if type(ids) is torch.Tensor and ids.is_cpu and not axes:  # the same ids on every rank
@@ -42,7 +42,7 @@ def check_ids(ids: torch.Tensor, layout: Layout, num_rows: Any) -> None:
 
 
 def id_range(ids: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """`[-lowest, highest]` of each rank's ids; written so, that of several ranks is a maximum."""
+    """`[-lowest, highest]` of each rank's ids, so that a maximum combines ranks."""
     return each_rank(layout.grid, _range, ids, axes=())
 
 
@@ -61,7 +61,7 @@ def widened(found: torch.Tensor, grid: Grid, axes: tuple[int, ...]) -> torch.Ten
 
 
 def raise_out_of_range(ranges: torch.Tensor, num_rows: int) -> None:
-    """Raise IndexError where one of the ranges, in the last dim, leaves the table."""
+    """Raise IndexError if one of the ranges, in the last dim, exceeds the table."""
     for part in parts_of(ranges):
         negative_low, high = part.view(-1, 2).amax(0).tolist()
         _raise_outside(-negative_low, high, num_rows)
@@ -86,7 +86,7 @@ def _assert_in_range(num_rows: Any) -> Any:
 def local_rows(
     table: Layout, coordinate: Coordinate, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each id, and which ids another rank owns (their row is any valid one)."""
+    """The local row of each id, and which ids another rank owns (their row is arbitrary)."""
     offset, shape = table.box(coordinate)
     shifted = ids - offset[0]
     row = shifted.clamp(0, shape[0] - 1)
@@ -96,10 +96,10 @@ def local_rows(
 def owned(
     table: Layout, coordinate: Coordinate, ids: torch.Tensor, padding_idx: int = -1
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The local rows of the ids that this rank owns, and their places; None for all places.
+    """The local rows of the ids that this rank owns, and their positions; None for all.
 
-    `ids` is flat. Ids equal to `padding_idx` count as nobody's. How many there are depends on the
-    values, so this is not for traced graphs.
+    `ids` is flat. Ids equal to `padding_idx` are left out. The result's size is data-dependent, so
+    this is not for traced graphs.
     """
     keep = None
     rows = ids

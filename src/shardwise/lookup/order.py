@@ -1,7 +1,7 @@
-"""Putting ids in order: by owner, by row.
+"""Sorting ids by owner and by row.
 
-On the CPU numpy sorts integers several times faster than torch does; elsewhere torch's own sort
-runs. Both give the same order.
+On the CPU numpy sorts integers several times faster than torch; other devices use torch. Both give
+the same order.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ import torch
 
 
 def stable_order(keys: torch.Tensor) -> torch.Tensor:
-    """The positions of small keys (uint8 or int16) in the order of keys, equal ones as they stand.
+    """The stable argsort of small keys (uint8 or int16).
 
     >>> stable_order(torch.tensor([1, 0, 1, 0], dtype=torch.uint8)).tolist()
     [1, 3, 0, 2]
     """
     if keys.device.type == "cpu":
-        # Below 17 bits numpy's stable sort counts instead of comparing.
+        # Up to 16 bits numpy's stable sort is a radix sort.
         return torch.from_numpy(np.argsort(keys.numpy(), kind="stable"))
     return torch.sort(keys, stable=True).indices
 
 
 def sorted_in_place(keys: torch.Tensor) -> torch.Tensor:
-    """`keys` (int64) in ascending order; its memory may be used for the result."""
+    """`keys` (int64) sorted; its memory may be used for the result."""
     if keys.device.type == "cpu":
         keys.numpy().sort()
         return keys
@@ -31,7 +31,7 @@ def sorted_in_place(keys: torch.Tensor) -> torch.Tensor:
 
 
 def repeated(lengths: torch.Tensor, total: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """The number of each piece, as often as the piece is long.
+    """Each index of `lengths`, repeated that often.
 
     >>> repeated(torch.tensor([2, 0, 1]), 3).tolist()
     [0, 0, 2]
@@ -43,7 +43,7 @@ def repeated(lengths: torch.Tensor, total: int, dtype: torch.dtype = torch.int64
 
 
 def places(mask: torch.Tensor) -> torch.Tensor:
-    """Where a mask is true.
+    """The positions where a mask is true.
 
     >>> places(torch.tensor([True, False, True])).tolist()
     [0, 2]
@@ -54,7 +54,7 @@ def places(mask: torch.Tensor) -> torch.Tensor:
 
 
 def divided(ids: torch.Tensor, block: int) -> torch.Tensor:
-    """`ids // block`; numpy multiplies where torch would divide."""
+    """`ids // block`; numpy is faster than torch's division."""
     if ids.device.type == "cpu":
         return torch.from_numpy(np.floor_divide(ids.numpy(), block))
     return torch.div(ids, block, rounding_mode="floor")
@@ -66,7 +66,7 @@ def counted(keys: torch.Tensor, num: int) -> torch.Tensor:
 
 
 def starts_of_runs(keys: torch.Tensor) -> torch.Tensor:
-    """Where, in sorted keys, a new value begins; and at the end, how many keys there are.
+    """Where each value begins in sorted keys, and finally the number of keys.
 
     >>> starts_of_runs(torch.tensor([3, 3, 5, 9, 9])).tolist()
     [0, 2, 3, 5]

@@ -1,4 +1,4 @@
-"""One device's random numbers, drawn shard by shard, without communication.
+"""The random numbers of one device, drawn shard by shard without communication.
 
 The rules of ops that draw are in `ops.random`.
 """

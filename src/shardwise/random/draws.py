@@ -1,4 +1,4 @@
-"""A draw of the whole tensor, written to the parts that are held here."""
+"""Draws of a whole tensor, written to its shards."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from shardwise.comm.agreement import gather
 from shardwise.comm.watch import because
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import Partial, Shard
 from shardwise.errors import RankMismatchError
@@ -32,27 +32,27 @@ from shardwise.simulation.ranks import each_rank, localize, parts_with_ranks
 def draw_parts(
     layout: Layout, held: torch.Tensor, draw: Draw, operand: torch.Tensor | None = None
 ) -> None:
-    """Write a draw of the whole tensor to the parts that a DTensor in `layout` holds."""
+    """Write a draw of the whole tensor to the local tensor of a DTensor in `layout`."""
     device = held.device
     if device.type == "meta" or layout.grid.device_type == "meta":
-        return  # as on one device: without memory, nothing is drawn
+        return  # as on one device: a meta tensor draws nothing
     compare_generators_once(layout.grid, device, draw.generator)
-    blocks = []
+    shards = []
     for coordinates, part, given in parts_of(layout, held, operand):
-        share = _share(layout, coordinates)
-        if share is not None:
-            part.fill_(share)
-            part = torch.empty_like(part)  # drawn all the same: generators stay in step
-        blocks.append(DrawnShard(layout.box(coordinates[0])[0], part, given))
+        neutral = _neutral(layout, coordinates)
+        if neutral is not None:
+            part.fill_(neutral)
+            part = torch.empty_like(part)  # still drawn, so that generators stay in step
+        shards.append(DrawnShard(layout.box(coordinates[0])[0], part, given))
     if setting.mode == "fast":
-        fill_quickly(blocks, draw)
+        fill_quickly(shards, draw)
     else:
-        fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), blocks, draw)
+        fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), shards, draw)
 
 
 def draw_of(op: Any, args: Sequence[Any], generator: torch.Generator | None) -> Draw:
-    """The draw that an op makes which writes to its first argument."""
-    # Integers from a range of 2**32 and more take two numbers each.
+    """The draw of an op that writes to its first argument."""
+    # An integer from a range of 2**32 or more takes two numbers.
     wide = tuple(a for a in args if a is None or (isinstance(a, int) and abs(a) >= 2**31))
     return Draw(
         lambda tensor, _: op(tensor, *args, generator=generator),
@@ -64,24 +64,24 @@ def draw_of(op: Any, args: Sequence[Any], generator: torch.Generator | None) -> 
 def parts_of(
     layout: Layout, held: torch.Tensor, operand: torch.Tensor | None
 ) -> Iterator[tuple[list[Coordinate], torch.Tensor, torch.Tensor | None]]:
-    """Each tensor that is held here, where its ranks stand, and what of `operand` goes with it."""
+    """Each part of a local tensor, the coordinates of its ranks, and its part of `operand`."""
     for ranks, part in parts_with_ranks(layout.grid, held):
         yield [layout.grid.coordinates[rank] for rank in ranks], part, on_rank(operand, ranks[0])
 
 
-def _share(layout: Layout, coordinates: Sequence[Coordinate]) -> float | None:
-    """What ranks hold of a Partial draw: None for the values, else what leaves those unchanged."""
-    shares = {_share_of(layout, coordinate) for coordinate in coordinates}
-    if len(shares) > 1:
+def _neutral(layout: Layout, coordinates: Sequence[Coordinate]) -> float | None:
+    """The neutral element that ranks hold of a Partial draw; None if they hold the values."""
+    found = {_neutral_at(layout, coordinate) for coordinate in coordinates}
+    if len(found) > 1:
         raise RankMismatchError(
-            f"A draw into {layout!r} gives its values to one rank and {shares - {None}} to the "
+            f"A draw into {layout!r} gives its values to one rank and {found - {None}} to the "
             "others, but these ranks share one tensor. Give each its own: "
             "LocalTensor.per_rank(lambda rank: x.clone())."
         )
-    return shares.pop()
+    return found.pop()
 
 
-def _share_of(layout: Layout, coordinate: Coordinate) -> float | None:
+def _neutral_at(layout: Layout, coordinate: Coordinate) -> float | None:
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial) and coordinate[axis]:
             if placement.reduce_op == "sum":
@@ -92,22 +92,17 @@ def _share_of(layout: Layout, coordinate: Coordinate) -> float | None:
 
 
 def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
-    """Parts without values, as a DTensor in `layout` holds them."""
+    """An uninitialised local tensor for a DTensor in `layout`."""
     order = layout.memory_order or tuple(range(layout.ndim))
     inverse = sorted(range(layout.ndim), key=lambda i: order[i])
 
     def here(coordinate: Coordinate) -> torch.Tensor:
         shape = layout.local_shape(coordinate)
         part = torch.empty([shape[d] for d in order], dtype=layout.dtype, device=device)
-        # No view without need: inductor fails over a view whose gradient is none.
+        # No needless view: inductor fails on a view whose gradient is None.
         return part.permute(inverse) if inverse != sorted(inverse) else part
 
-    return localize(layout.grid, each_rank(layout.grid, here, axes=parted_axes(layout)))
-
-
-def parted_axes(layout: Layout) -> list[int]:
-    """The axes along which ranks hold different tensors."""
-    return [axis for axis, p in enumerate(layout.placements) if not p.is_replicate()]
+    return localize(layout.grid, each_rank(layout.grid, here, axes=differing_axes([layout])))
 
 
 # -- generators ------------------------------------------------------------------------------------
@@ -119,7 +114,7 @@ _compared: weakref.WeakKeyDictionary[Grid, set[str]] = weakref.WeakKeyDictionary
 def compare_generators_once(
     grid: Grid, device: torch.device, generator: torch.Generator | None
 ) -> None:
-    """Compare at the first draw on a mesh from a kind of generator, and never again."""
+    """Compare generators at the first draw on a mesh, once per kind of generator."""
     kind, kinds = generator_kind(device, generator), _compared.setdefault(grid, set())
     if kind not in kinds:
         compare_generators(grid, device, generator, "the first random draw on a mesh")
@@ -140,28 +135,26 @@ def compare_generators(
         states = "; ".join(f"one on ranks {ranks}" for ranks in groups.values())
         raise RankMismatchError(
             f"The {generator_kind(device, generator)} are in {len(groups)} different states: "
-            f"{states}. Ranks that draw from different states would hold parts of different "
+            f"{states}. Ranks that draw from different states would hold shards of different "
             "tensors. Call torch.manual_seed(seed) with the same seed on every rank, and draw what "
             "only one rank needs from a torch.Generator of its own."
         )
 
 
-# Draws while torch.compile traces: the whole is drawn, and cut.
-#
-# What no rank reads of it is the compiler's to leave out.
+# -- while torch.compile traces: the whole is drawn, and sliced ------------------------------------
 
 
 def sliced(whole: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The parts of a tensor that all ranks have."""
+    """The local tensor of a DTensor in `layout`, from a whole tensor on every rank."""
 
     def here(coordinate: Coordinate) -> torch.Tensor:
-        return _cut(whole, layout, coordinate).clone()
+        return _slice(whole, layout, coordinate).clone()
 
-    return localize(layout.grid, each_rank(layout.grid, here, axes=parted_axes(layout)))
+    return localize(layout.grid, each_rank(layout.grid, here, axes=differing_axes([layout])))
 
 
-def _cut(whole: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.Tensor:
-    """The part of `whole` that lies at a coordinate, as a view."""
+def _slice(whole: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.Tensor:
+    """The shard of `whole` at a coordinate, as a view."""
     offset, shape = layout.box(coordinate)
     for dim in sorted({p.dim for p in layout.placements if isinstance(p, Shard)}):
         whole = whole.narrow(dim, offset[dim], shape[dim])
@@ -169,17 +162,17 @@ def _cut(whole: torch.Tensor, layout: Layout, coordinate: Coordinate) -> torch.T
 
 
 def assembled(layout: Layout, held: torch.Tensor) -> torch.Tensor:
-    """A whole tensor with the parts that are held here; between them, any probability will do."""
+    """A whole tensor with the shards held here; any probability will do elsewhere."""
     whole = model_of(layout, held.device, held.dtype).fill_(ANY_PROBABILITY)
     for coordinates, part, _ in parts_of(layout, held, None):
-        _cut(whole, layout, coordinates[0]).copy_(part)
+        _slice(whole, layout, coordinates[0]).copy_(part)
     return whole
 
 
 def model_of(
     layout: Layout, device: torch.device, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """A whole tensor, of any values, that lies in memory as one device has it."""
+    """An uninitialised whole tensor with one device's strides."""
     return torch.empty_strided(
         layout.shape, layout.stride, dtype=dtype or layout.dtype, device=device
     )

@@ -1,4 +1,4 @@
-"""Torch's generators: the one that a draw uses, its state as a number, and a seed for a while."""
+"""Torch's generators: which one a draw uses, digests of its state, and restoring it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ def generator_for(device: torch.device, given: torch.Generator | None) -> torch.
 
 
 def digest(generator: torch.Generator, *more: object) -> int:
-    """A number that is the same for equal states, and for equal `more`."""
+    """A hash of the generator's state and `more`."""
     state = generator.get_state().numpy().tobytes()
     mixed = hashlib.blake2b(state + repr(more).encode(), digest_size=8)
     return int.from_bytes(mixed.digest(), "little", signed=True)
 
 
 def generator_kind(device: torch.device, given: torch.Generator | None) -> str:
-    """What messages call the generators of all ranks."""
+    """The generators of all ranks, for messages."""
     return f"default {device.type} generators" if given is None else "given generators"
 
 
@@ -36,14 +36,14 @@ def generator_digest(device: torch.device, given: torch.Generator | None) -> int
     generator = generator_for(device, given)
     if device.type != "cuda":
         return digest(generator)
-    # How a GPU spreads a draw over its threads depends on how many it has.
+    # A GPU's values depend on how many threads it spreads a draw over.
     made = torch.cuda.get_device_properties(device)
     return digest(generator, made.multi_processor_count, made.max_threads_per_multi_processor)
 
 
 @contextlib.contextmanager
 def kept(generator: torch.Generator) -> Iterator[None]:
-    """Whatever is drawn inside, the generator is in its old state afterwards."""
+    """Restore the generator's state afterwards."""
     state = generator.get_state()
     try:
         yield

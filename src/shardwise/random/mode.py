@@ -1,4 +1,4 @@
-"""Whether random numbers are those of one device, or only reproducible."""
+"""`rng`: whether random numbers equal one device's, or are only reproducible."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ setting = _Setting()
 
 
 class rng:
-    """Say how DTensors draw random numbers, from now on or for a `with` block.
+    """Set how DTensors draw random numbers, from now on or for a `with` block.
 
     `"exact"`, the default: the values that one device would draw, whatever the mesh and placements;
-    each rank draws what all ranks need, and keeps its part. `"fast"`: each rank draws only its
-    part, from a seed that depends on the generator and on which block it holds. Runs with the same
-    seed, mesh and placements repeat; the values are not those of one device, and other placements
-    give others. Compiled code draws exactly in both.
+    each rank draws the whole tensor and keeps its shard. `"fast"`: each rank draws only its shard,
+    from a seed that depends on the generator and the shard's box. Runs with the same seed, mesh and
+    placements repeat, but the values are not one device's and depend on the placements. Compiled
+    code draws exactly in both modes.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(2), shardwise.rng("fast"):

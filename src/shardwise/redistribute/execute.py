@@ -1,4 +1,4 @@
-"""Running steps on local tensors: one after another, or up to the last collective."""
+"""Running steps on local tensors: all of them, or in two parts around the last collective."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ def execute(local: torch.Tensor, steps: Sequence[Step]) -> torch.Tensor:
 
 
 def prepare(steps: Sequence[Step]) -> Run:
-    """`execute` for these steps: what the layouts decide is decided here, once.
+    """`execute` for these steps; what depends on the layouts alone is computed here, once.
 
-    Autocast must not see what joins pieces around a collective (`_named`). What cuts and lays out
-    is not among the ops that it casts.
+    Autocast must not cast the concatenation around a collective (`_named`). The ops that slice and
+    restride are not among those that it casts.
     """
     return _chain(_runs(steps))
 
 
-def prepare_apart(steps: Sequence[Step]) -> tuple[Run, Run]:
-    """`execute` in two: up to the last collective, which runs on, and the rest."""
+def prepare_async(steps: Sequence[Step]) -> tuple[Run, Run]:
+    """`execute` in two: up to the start of the last collective, and the rest."""
     last = max(number for number, step in enumerate(steps) if step.communicates)
     move = PREPARE[steps[last].kind](steps[last])
-    assert move.finish is not None, "what communicates is awaited"
+    assert move.finish is not None, "a collective is awaited"
     start = [*_runs(steps[:last], ends=False), _named(steps[last], move.start)]
     finish = [_named(steps[last], move.finish), *_runs(steps[last + 1 :], ends=False)]
     finish = [*finish, *_ending(steps)]
@@ -69,7 +69,7 @@ def _chain(runs: Sequence[Run]) -> Run:
 
 
 def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
-    """One after the other, not cast; a failure of the backend names the step."""
+    """`start`, then `finish`, without autocast; a failure of the backend names the step."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         try:
@@ -92,7 +92,7 @@ def _failure(step: Step, error: Exception) -> str:
     return (
         f"{step} of {source!r}, about {num_bytes:,} bytes per rank, failed on rank "
         f"{grid.world.rank}: {error} If this rank has run out of memory, it was the first to fail; "
-        "if it has waited in vain, another one was, and its error says why. The ranks are out of "
+        "if it timed out, another one was, and its error says why. The ranks are out of "
         "step: end all processes, and start again from a checkpoint."
     )
 
@@ -105,16 +105,16 @@ def _reorder(layout: Layout) -> Run:
 
 
 def copied(local: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """Memory of its own, in which what the layout calls expanded stays so."""
+    """A copy in which the expanded dims of the layout stay expanded."""
     copy = local.clone()
     return _reorder(layout)(copy) if layout.expanded else copy
 
 
 def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
-    """The same tensor, dense, with its dims in memory as the layout's strides have them.
+    """The same tensor, dense, with its dims in the memory order of the layout.
 
-    Dims that the layout calls expanded are expanded: an op that looks at strides to lay its result
-    out must see the same on every rank as on one device.
+    Expanded dims of the layout are expanded: an op that derives its result's strides from its
+    input's must see the same on every rank as on one device.
     """
     order, shape = layout.memory_order, x.shape
     for dim in layout.expanded:

@@ -1,8 +1,8 @@
 """How each kind of step runs on local tensors.
 
-A collective is called with the same shape on all ranks of its group: pieces of uneven length are
-padded to the longest one and cut afterwards. Ranks then never disagree about sizes, in eager or
-compiled. The one exception is a resplit, whose sizes are in the layouts and never symbolic.
+A collective has the same shape on all ranks of its group: uneven shards are padded to the longest
+and unpadded afterwards. So ranks never disagree about sizes, eager or compiled. The exception is a
+resplit, whose sizes are in the layouts and never symbolic.
 """
 
 from __future__ import annotations
@@ -25,19 +25,17 @@ from shardwise.comm.collectives import (
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import NormPartial, Partial, Shard
-from shardwise.core.sizes import Size, lengths, piece, shared, splits_evenly
+from shardwise.core.sizes import Size, lengths, overlaps, shard_range, splits_evenly
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
-from shardwise.simulation.ranks import each_rank, each_ranks_counts, rank_call
-
-# Floats as integers that compare like them, and back.
+from shardwise.simulation.ranks import counts_per_rank, each_rank, rank_call
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
 
 
 def ordered_integers(x: torch.Tensor, *, nan_last: bool) -> torch.Tensor:
-    """Integers in the order of the floats; NaN is after all of them, or else before.
+    """Integers that compare like the floats; NaN is the largest, or else the smallest.
 
     >>> ordered_integers(torch.tensor([-1.0, 0.0, 0.5, torch.inf]), nan_last=True).diff() > 0
     tensor([True, True, True])
@@ -50,7 +48,7 @@ def ordered_integers(x: torch.Tensor, *, nan_last: bool) -> torch.Tensor:
 
 
 def floats_of(ordered: torch.Tensor) -> torch.Tensor:
-    """What `ordered_integers` was given, in float32 at least.
+    """The inverse of `ordered_integers`, in float32 at least.
 
     >>> x = torch.tensor([-1.0, -0.0, 3.5, torch.inf, torch.nan])
     >>> floats_of(ordered_integers(x, nan_last=False))
@@ -60,7 +58,7 @@ def floats_of(ordered: torch.Tensor) -> torch.Tensor:
 
 
 def _flipped(bits: torch.Tensor) -> torch.Tensor:
-    """Floats are a sign and a magnitude, integers are not: all other bits of a negative turn."""
+    """Flip all bits but the sign of negatives: floats are sign and magnitude, integers are not."""
     bounds = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (bounds.bits - 1)) & bounds.max)
 
@@ -69,9 +67,9 @@ Run = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Move(NamedTuple):
-    """How a step runs: `start` up to its collective, and `finish` from when that is awaited.
+    """How a step runs: `start` ends with its collective, and `finish` waits for it.
 
-    A step that sends nothing has no `finish`.
+    A step without communication has no `finish`.
     """
 
     start: Run
@@ -79,9 +77,9 @@ class Move(NamedTuple):
 
 
 def is_even(layout: Layout, axis: int) -> bool:
-    """Whether every coordinate holds a piece of the same length along what `axis` shards."""
+    """Whether all shards along `axis` have the same length."""
     shard = layout.placements[axis]
-    assert isinstance(shard, Shard), "only a shard has pieces"
+    assert isinstance(shard, Shard), "only a Shard has lengths"
     if shard.sizes is not None:
         return False
     size = layout.shape[shard.dim]
@@ -101,15 +99,15 @@ def _all_gather(step: Step) -> Move:
     length, outside = longest(source, axis, dim), _outside(source, axis, dim)
 
     def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        # Dense on every rank: a padded part is, and the others must look like it.
+        # Dense on every rank: padded shards are, and the others must have their strides.
         return _pad(t, dim, length).unsqueeze(0).contiguous()
 
-    def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return _join_cut(t, dim, _lengths(source, axis, coordinate))
+    def unpad(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        return _cat_unpadded(t, dim, _lengths(source, axis, coordinate))
 
     return Move(
         lambda x: start_all_gather(each_rank(grid, pad, x, axes=()), grid, axis),
-        lambda x: each_rank(grid, cut, arrived(x), axes=outside),
+        lambda x: each_rank(grid, unpad, arrived(x), axes=outside),
     )
 
 
@@ -149,7 +147,7 @@ def _reduce_scatter(step: Step) -> Move:
     def stack(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return _stack_padded(t, dim, _lengths(target, axis, coordinate), length)
 
-    def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
+    def unpad(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         length = _lengths(target, axis, coordinate)[coordinate[axis]]
         return t.squeeze(0).narrow(dim, 0, length).contiguous()
 
@@ -157,7 +155,7 @@ def _reduce_scatter(step: Step) -> Move:
         stacked = send(each_rank(grid, stack, x, axes=outside))
         return start_reduce_scatter(stacked, reduce_op, grid, axis)
 
-    return Move(start, lambda x: each_rank(grid, cut, finish(x), axes=(*outside, axis)))
+    return Move(start, lambda x: each_rank(grid, unpad, finish(x), axes=(*outside, axis)))
 
 
 def _all_to_all(step: Step) -> Move:
@@ -173,19 +171,19 @@ def _all_to_all(step: Step) -> Move:
         padded = _pad(t, dim_in, length_in)
         return _stack_padded(padded, dim_out, _lengths(target, axis, coordinate), length_out)
 
-    def cut(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        joined = _join_cut(t, dim_in, _lengths(source, axis, coordinate))
+    def unpad(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
+        joined = _cat_unpadded(t, dim_in, _lengths(source, axis, coordinate))
         length = _lengths(target, axis, coordinate)[coordinate[axis]]
         return joined.narrow(dim_out, 0, length).contiguous()
 
     return Move(
         lambda x: start_all_to_all(each_rank(grid, stack, x, axes=outside), grid, axis),
-        lambda x: each_rank(grid, cut, arrived(x), axes=(*outside, axis)),
+        lambda x: each_rank(grid, unpad, arrived(x), axes=(*outside, axis)),
     )
 
 
 def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
-    """One copy on each side, where the padded form takes one per piece."""
+    """One copy on each side, where the padded form needs one per shard."""
     grid, axis, arrived = step.source.grid, step.axis, _arrived(step.source.dtype)
     parts = grid.shape[axis]
 
@@ -202,22 +200,22 @@ def _even_all_to_all(step: Step, dim_in: int, dim_out: int) -> Move:
 
 
 def _joining(dim: int, whole: Size) -> Callable[[Coordinate, torch.Tensor], torch.Tensor]:
-    """What makes one dim of `whole` entries out of the first, equal pieces, and `dim`.
+    """Merges the first dim, equal shards, and `dim` into one dim of size `whole`.
 
-    A compiler that has a symbol for the whole would not know it again in the sum of the pieces.
+    `whole` is given because a compiler would not recognise its symbol in a sum of shards.
     """
 
     def join(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         shape = list(t.shape[1:])
         shape[dim] = whole
-        # A view where pieces have length 1; the layout promises dense parts.
+        # A view where shards have length 1; the layout promises dense tensors.
         return t.movedim(0, dim).reshape(shape).contiguous()
 
     return join
 
 
 def _whole(layout: Layout, axis: int) -> Size:
-    """What the pieces along `axis` make up, equal as they all are."""
+    """The size that the shards along `axis`, all equal, add up to."""
     return layout.outer_size(axis, _dim(layout, axis), (0,) * layout.grid.num_axes)
 
 
@@ -226,17 +224,17 @@ def _as_row(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
 
 
 def _resplit(step: Step) -> Move:
-    """Each rank sends what another one owns from now on, and no more.
+    """Each rank sends only what another rank owns in the new split.
 
-    The only collective here whose pieces differ in length: padded to the longest, a table that
-    moves from one rank to all would be sent as often as there are ranks.
+    The only collective here with uneven sizes: padded to the longest shard, a table that moves from
+    one rank to all would be sent once per rank.
     """
     grid, axis, source, target = step.source.grid, step.axis, step.source, step.target
     dim, dtype = _dim(source, axis), source.dtype
-    origin = (0,) * grid.num_axes  # no other axis shards this dim, so the lengths are everyone's
-    table = shared(_lengths(source, axis, origin), _lengths(target, axis, origin))
-    num_sent = each_ranks_counts(grid, lambda mine: table[mine[axis]])
-    num_received = each_ranks_counts(grid, lambda mine: [row[mine[axis]] for row in table])
+    origin = (0,) * grid.num_axes  # no other axis shards this dim: all ranks have these lengths
+    table = overlaps(_lengths(source, axis, origin), _lengths(target, axis, origin))
+    num_sent = counts_per_rank(grid, lambda mine: table[mine[axis]])
+    num_received = counts_per_rank(grid, lambda mine: [row[mine[axis]] for row in table])
 
     def rows(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
         t = t.movedim(dim, 0).unsqueeze(-1).contiguous()  # the last dim may become bytes
@@ -261,7 +259,7 @@ def _all_reduce(step: Step) -> Move:
         return _norm_of_norms(step, partial.norm_type)
     reduce_op = _reduce_op(step.source, axis)
     send, finish = _reduced_in(step.source.dtype, reduce_op)
-    if send is _as_it_is:  # the common case: one call less
+    if send is _unchanged:  # the common case: one call less
         return Move(lambda x: start_all_reduce(x, reduce_op, grid, axis), finish)
     return Move(lambda x: start_all_reduce(send(x), reduce_op, grid, axis), finish)
 
@@ -271,7 +269,7 @@ def _norm_of_norms(step: Step, norm_type: float) -> Move:
     if norm_type == math.inf:
         send, finish = _reduced_in(dtype, "max")
         return Move(lambda x: start_all_reduce(send(x), "max", grid, axis), finish)
-    # Powers of narrow floats overflow soon; one device computes norms in float32 as well.
+    # Powers of narrow floats overflow early; one device computes norms in float32 as well.
     wide = dtype if dtype.itemsize >= 4 else torch.float32
     return Move(
         lambda x: start_all_reduce(_signed_power(x.to(wide), norm_type), "sum", grid, axis),
@@ -280,26 +278,26 @@ def _norm_of_norms(step: Step, norm_type: float) -> Move:
 
 
 def _signed_power(x: torch.Tensor, exponent: float) -> torch.Tensor:
-    """A norm is not negative, but what is written to one in place may be."""
+    """A norm is not negative, but a value written in place may be."""
     return torch.copysign(x.abs() ** exponent, x)
 
 
 def _arrived(dtype: torch.dtype) -> Run:
-    """What awaits a tensor of this dtype that was moved."""
+    """Waits for a tensor of this dtype that was sent."""
     if not collectives.is_moved_as_bytes(dtype):
         return finished
     return lambda x: collectives.viewed(finished(x), dtype)
 
 
-def _as_it_is(x: torch.Tensor) -> torch.Tensor:
+def _unchanged(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
 def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
-    """What is sent for a tensor of this dtype that is reduced, and what awaits the result.
+    """The conversion before a reduction of this dtype, and what waits for and converts its result.
 
-    Backends do not agree about the maximum of a NaN and a number. Torch does: it is a NaN. So
-    floats travel as integers that are ordered like them, with NaN at the end.
+    In torch the maximum of a NaN and a number is NaN; backends differ. So floats are reduced as
+    integers in the same order, with NaN at the end.
     """
     if reduce_op in ("max", "min") and dtype.is_floating_point:
         return (
@@ -307,8 +305,8 @@ def _reduced_in(dtype: torch.dtype, reduce_op: str) -> tuple[Run, Run]:
             lambda x: floats_of(finished(x)).to(dtype),
         )
     if not collectives.is_widened(dtype):
-        return _as_it_is, finished
-    return _as_it_is, lambda x: finished(x).to(dtype)
+        return _unchanged, finished
+    return _unchanged, lambda x: finished(x).to(dtype)
 
 
 def _slice(step: Step) -> Move:
@@ -317,22 +315,19 @@ def _slice(step: Step) -> Move:
     assert isinstance(shard, Shard), "a slice ends in a shard"
     dim, parts = shard.dim, grid.shape[axis]
 
-    def place(coordinate: Coordinate) -> tuple[Size, Size]:
-        size = target.outer_size(axis, dim, coordinate)
-        return piece(size, parts, coordinate[axis], shard.sizes)
-
-    # Dense, as the layout's strides say: some kernels read past the strides of a view. What is
-    # expanded stays so; see in_memory_order.
+    # Dense, as the layout's strides say: some kernels ignore the strides of a view. Expanded dims
+    # stay expanded; see in_memory_order.
     dense = torch.Tensor.contiguous if not target.expanded else lambda t: t
 
-    def cut(coordinate: Coordinate) -> Callable[[torch.Tensor], torch.Tensor]:
-        start, length = place(coordinate)
+    def narrow(coordinate: Coordinate) -> Callable[[torch.Tensor], torch.Tensor]:
+        size = target.outer_size(axis, dim, coordinate)
+        start, length = shard_range(size, parts, coordinate[axis], shard.sizes)
         return lambda x: dense(x.narrow(dim, start, length))
 
-    return Move(rank_call(grid, cut, axes=(*_outside(target, axis, dim), axis)))
+    return Move(rank_call(grid, narrow, axes=(*_outside(target, axis, dim), axis)))
 
 
-#: What a coordinate adds that must not change the reduction.
+#: The neutral element of a reduction.
 _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "sum": torch.zeros_like,
     "product": torch.ones_like,
@@ -341,9 +336,9 @@ _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 def _to_partial(step: Step) -> Move:
-    """Coordinate 0 keeps the value; the others hold what does not change it.
+    """Coordinate 0 keeps the value; the others hold the neutral element.
 
-    An average, maximum or minimum of equal values is that value, so there all keep it.
+    The average, maximum or minimum of equal values is that value, so there all keep it.
     """
     partial = step.target.placements[step.axis]
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
@@ -392,14 +387,14 @@ def _reduce_op(layout: Layout, axis: int) -> str:
 
 
 def _outside(layout: Layout, axis: int, dim: int) -> tuple[int, ...]:
-    """The other axes that shard `dim`: lengths along `axis` depend on a rank's place in them."""
+    """The other axes that shard `dim`: lengths along `axis` depend on the coordinate in them."""
     return tuple(a for a in layout.axes_of(dim) if a != axis)
 
 
 def _lengths(layout: Layout, axis: int, coordinate: Coordinate) -> tuple[Size, ...]:
-    """The length of each piece along `axis`, in the group of ranks that holds `coordinate`."""
+    """The length of each shard along `axis`, in the group of ranks of `coordinate`."""
     shard = layout.placements[axis]
-    assert isinstance(shard, Shard), "only a shard has pieces"
+    assert isinstance(shard, Shard), "only a Shard has lengths"
     size = layout.outer_size(axis, shard.dim, coordinate)
     return lengths(size, layout.grid.shape[axis], shard.sizes)
 
@@ -412,13 +407,13 @@ def _pad(x: torch.Tensor, dim: int, length: Size) -> torch.Tensor:
 
 
 def _stack_padded(
-    x: torch.Tensor, dim: int, piece_lengths: Sequence[Size], length: Size
+    x: torch.Tensor, dim: int, shard_lengths: Sequence[Size], length: Size
 ) -> torch.Tensor:
-    """The pieces of `dim`, each padded to `length`, along a new first dim."""
-    return torch.stack([_pad(p, dim, length) for p in x.split(list(piece_lengths), dim)])
+    """The shards along `dim`, each padded to `length`, stacked along a new first dim."""
+    return torch.stack([_pad(s, dim, length) for s in x.split(list(shard_lengths), dim)])
 
 
-def _join_cut(x: torch.Tensor, dim: int, piece_lengths: Sequence[Size]) -> torch.Tensor:
-    """Undo `_stack_padded`: cut each of the stacked pieces to its length and join along `dim`."""
-    pieces = zip(x.unbind(0), piece_lengths, strict=True)
-    return torch.cat([p.narrow(dim, 0, length) for p, length in pieces], dim)
+def _cat_unpadded(x: torch.Tensor, dim: int, shard_lengths: Sequence[Size]) -> torch.Tensor:
+    """Undo `_stack_padded`: unpad each of the stacked shards and concatenate along `dim`."""
+    shards = zip(x.unbind(0), shard_lengths, strict=True)
+    return torch.cat([s.narrow(dim, 0, length) for s, length in shards], dim)

@@ -20,7 +20,7 @@ from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, local_bytes, resplit_cost_s, step_cost_s, step_kind
 
-#: A step that sends nothing, at least.
+#: The least cost of a step without communication.
 _LOCAL_S = local_s(0)
 
 State = tuple[tuple[Placement, ...], tuple[int, ...]]
@@ -49,19 +49,19 @@ world_caches.append(_cached_search.cache_clear)
 
 
 def _step_cost(step: Step) -> float:
-    return _prices(step.source)(
+    return _move_costs(step.source)(
         step.kind, step.axis, step.source.placements, step.target.placements
     )
 
 
 def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
     if source.grid is not target.grid or len(source.shape) != len(target.shape):
-        raise LayoutError(f"{source!r} cannot become {target!r}: other mesh, or another tensor.")
+        raise LayoutError(f"{source!r} cannot become {target!r}: another mesh, or another tensor.")
     start, goal = _state(source), _state(target)
-    wanted, price = _candidates(start, goal), _prices(source)
+    candidates, cost_of = _candidates(start, goal), _move_costs(source)
     best: dict[State, float] = {start: 0.0}
     came: dict[State, tuple[State, int, str]] = {}
-    # Sorted by what a way through a state costs at least; ties by which was found first.
+    # Sorted by the least cost of a path through a state; ties go to what was found first.
     numbers = itertools.count()
     queue = [(least_s(start[0], goal[0]), next(numbers), 0.0, start)]
     while queue:
@@ -70,10 +70,10 @@ def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
             return _path(source, target, came, start, goal)
         if spent > best[state]:
             continue
-        for axis, kind, after in _moves(state, wanted):
+        for axis, kind, after in _moves(state, candidates):
             if kind == "resplit" and source.symbolic:
-                continue  # who sends how much to whom would be compiled in, rank by rank
-            cost = spent + price(kind, axis, state[0], after[0])
+                continue  # the sizes of its messages would be compiled in, rank by rank
+            cost = spent + cost_of(kind, axis, state[0], after[0])
             if cost < best.get(after, float("inf")) - 1e-15:
                 best[after] = cost
                 came[after] = (state, axis, kind)
@@ -83,7 +83,7 @@ def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
 
 
 def least_s(before: Sequence[Placement], after: Sequence[Placement]) -> float:
-    """What getting from one to the other costs at least: a step for each axis that changes.
+    """A lower bound of the cost between two placements: a step for each axis that changes.
 
     >>> least_s((Shard(0), Replicate()), (Replicate(), Replicate())) >= LATENCY_S
     True
@@ -101,7 +101,7 @@ def _state(layout: Layout) -> State:
 
 
 def _candidates(start: State, goal: State) -> list[list[Placement]]:
-    """Per axis, the placements worth passing through, best known first."""
+    """Per axis, the placements that a path may pass through, the target first."""
     shards = [Shard(p.dim) for p in goal[0] if isinstance(p, Shard)]
     return [
         list(dict.fromkeys([after, before, Replicate(), *shards]))
@@ -109,12 +109,12 @@ def _candidates(start: State, goal: State) -> list[list[Placement]]:
     ]
 
 
-def _moves(state: State, wanted: list[list[Placement]]) -> Iterator[tuple[int, str, State]]:
+def _moves(state: State, candidates: list[list[Placement]]) -> Iterator[tuple[int, str, State]]:
     placements, order = state
     for axis, before in enumerate(placements):
         if isinstance(before, Shard) and _innermost(placements, order, before.dim) != axis:
             continue
-        for after in wanted[axis]:
+        for after in candidates[axis]:
             kind = step_kind(before, after)
             if kind is None or not _fits(placements, axis, after):
                 continue
@@ -136,19 +136,19 @@ def _fits(placements: tuple[Placement, ...], axis: int, after: Placement) -> boo
     return not any(p.is_shard(after.dim) for a, p in enumerate(placements) if a != axis)
 
 
-def _prices(layout: Layout) -> Callable[..., float]:
-    """What a move of the tensor of `layout` costs: `(kind, axis, placements before and after)`."""
+def _move_costs(layout: Layout) -> Callable[..., float]:
+    """The cost of a move of a tensor like `layout`, by kind, axis, placements before and after."""
     sizes = layout.grid.shape
     whole = local_bytes(layout.shape, layout.dtype.itemsize, (), ())
-    held: dict[tuple[Placement, ...], float] = {}
+    known: dict[tuple[Placement, ...], float] = {}
 
     def num_bytes(placements: tuple[Placement, ...]) -> float:
-        if placements not in held:
+        if placements not in known:
             parts = [n for p, n in zip(placements, sizes, strict=True) if isinstance(p, Shard)]
-            held[placements] = whole / math.prod(parts)
-        return held[placements]
+            known[placements] = whole / math.prod(parts)
+        return known[placements]
 
-    def price(
+    def cost(
         kind: str, axis: int, before: tuple[Placement, ...], after: tuple[Placement, ...]
     ) -> float:
         old, new = before[axis], after[axis]
@@ -157,7 +157,7 @@ def _prices(layout: Layout) -> Callable[..., float]:
             return resplit_cost_s(size, sizes[axis], old, new, num_bytes(before) * sizes[axis])
         return step_cost_s(kind, sizes[axis], num_bytes(before), num_bytes(after))
 
-    return price
+    return cost
 
 
 def _path(
@@ -167,14 +167,11 @@ def _path(
     start: State,
     goal: State,
 ) -> tuple[Step, ...]:
-    moves = []
-    state = goal
-    while state != start:
-        state, axis, kind = came[state]
-        moves.append((axis, kind))
-    states = [goal]
+    moves, states = [], [goal]
     while states[-1] != start:
-        states.append(came[states[-1]][0])
+        before, axis, kind = came[states[-1]]
+        moves.append((axis, kind))
+        states.append(before)
     layouts = [source.with_placements(p, o) for p, o in reversed(states)]
     layouts[0], layouts[-1] = source, (target if moves else source)
     return tuple(

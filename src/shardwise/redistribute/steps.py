@@ -1,4 +1,4 @@
-"""Steps: the moves that change the placement of one axis. Values, nothing runs here."""
+"""Step: a change of one axis's placement. Values only; `moves` runs them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from shardwise.comm.cost import collective_s, exchange_s, local_s
 from shardwise.core.layout import Layout
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard
-from shardwise.core.sizes import Size, chunk_length, lengths, shared
+from shardwise.core.sizes import Size, chunk_length, lengths, overlaps
 
-#: (placement before, placement after) -> what moves it. Other pieces of the same dim: a resplit.
+#: (placement before, after) -> the kind of step. Other sizes of the same dim: a resplit.
 _KINDS: dict[tuple[type, type], str] = {
     (Shard, Replicate): "all_gather",
     (Shard, Shard): "all_to_all",
@@ -20,7 +20,7 @@ _KINDS: dict[tuple[type, type], str] = {
     (Replicate, Partial): "to_partial",
 }
 
-#: Kinds that move nothing between ranks.
+#: Kinds without communication.
 LOCAL_KINDS = frozenset({"slice", "to_partial"})
 
 
@@ -45,11 +45,11 @@ class Step:
 
 
 def step_kind(before: Placement, after: Placement) -> str | None:
-    """The kind of step between two placements of one axis; None when no single step does it."""
+    """The kind of step between two placements of one axis; None when it takes several."""
     if isinstance(before, Shard) and isinstance(after, Shard) and before.dim == after.dim:
         return "resplit" if before.sizes != after.sizes else None
     if isinstance(before, NormPartial) and isinstance(after, Shard):
-        return None  # reduced first: terms are powers only on the way
+        return None  # reduced first: terms are powers only inside the all-reduce
     before_type = Partial if isinstance(before, Partial) else type(before)
     after_type = Partial if isinstance(after, Partial) else type(after)
     return _KINDS.get((before_type, after_type))
@@ -63,13 +63,13 @@ def step_cost_s(kind: str, num_ranks: int, bytes_before: float, bytes_after: flo
 
 
 def resplit_cost_s(size: int, parts: int, before: Shard, after: Shard, whole_bytes: float) -> float:
-    """The rank that sends or receives most decides; what a rank keeps costs nothing.
+    """The cost of the rank that sends or receives most; what a rank keeps costs nothing.
 
-    `whole_bytes` is what all pieces have together.
+    `whole_bytes` is the size of all shards together.
     """
-    pieces = lengths(size, parts, before.sizes), lengths(size, parts, after.sizes)
-    kept = [row[place] for place, row in enumerate(shared(*pieces))]
-    moved = max(max(a, b) - k for a, b, k in zip(*pieces, kept, strict=True))
+    splits = lengths(size, parts, before.sizes), lengths(size, parts, after.sizes)
+    kept = [row[place] for place, row in enumerate(overlaps(*splits))]
+    moved = max(max(a, b) - k for a, b, k in zip(*splits, kept, strict=True))
     return exchange_s(whole_bytes * moved / max(size, 1))
 
 
@@ -79,7 +79,7 @@ def local_bytes(
     placements: tuple[Placement, ...],
     axis_sizes: tuple[int, ...],
 ) -> float:
-    """The bytes of an average shard; a symbolic size counts by its hint-free stand-in."""
+    """The bytes of an average shard; a symbolic size counts as 1024."""
     total = float(itemsize)
     for size in shape:
         total *= size if type(size) is int else 1024
@@ -89,7 +89,7 @@ def local_bytes(
 
 
 def longest(layout: Layout, axis: int, dim: int) -> Size:
-    """The longest piece of `dim` that any coordinate holds after the split over `axis`."""
+    """The length of the longest shard of `dim` after the split over `axis`."""
     size = layout.shape[dim]
     for other in layout.order:
         placement = layout.placements[other]

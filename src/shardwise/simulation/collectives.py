@@ -1,6 +1,6 @@
-"""What each collective does to a LocalTensor: the ranks' parts meet in one process.
+"""Collectives on LocalTensors, computed in one process.
 
-Sums are taken in the order of ranks. Ranks that end with the same value share one tensor.
+Sums are taken in the order of ranks. Ranks whose results are equal share one tensor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shardwise.simulation.rank_int import rank_values_of
 _ops = torch.ops._c10d_functional
 c10d: Any = distributed_c10d  # private names, unknown to its stubs
 
-#: From the tensors of one group, in order, to the tensors that its ranks end with.
+#: From the tensors of one group, in order, to the results of its ranks.
 Exchange = Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]
 
 _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -45,7 +45,7 @@ _REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
-    """The reduction of the parts, always a tensor of its own."""
+    """The reduction of the parts, always a new tensor."""
     reduced = functools.reduce(_REDUCE[reduce_op], parts)
     if reduce_op == "avg":
         return reduced / len(parts)
@@ -53,7 +53,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
 
 
 def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
-    """Apply `exchange` to each group of ranks that the collective on `group` stands for."""
+    """Apply `exchange` to each group of ranks that runs the collective; `group` is rank 0's."""
     world = x._roster.world
     result: dict[int, torch.Tensor] = {}
     met: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}
@@ -76,16 +76,16 @@ def _lines(world: World, group: Any) -> list[list[int]]:
     known = world.lines
     if name not in known:
         process_group = c10d._resolve_process_group(name)
-        known[name] = side_by_side(dist.get_process_group_ranks(process_group), world.size)
+        known[name] = parallel_groups(dist.get_process_group_ranks(process_group), world.size)
     return known[name]
 
 
-def side_by_side(ranks: list[int], world_size: int) -> list[list[int]]:
+def parallel_groups(ranks: list[int], world_size: int) -> list[list[int]]:
     """The groups that the other ranks form when each calls the collective on its own group.
 
-    One process sees rank 0's group only; the others are its translations over the world.
+    This process sees rank 0's group only; the others are that group, shifted.
 
-    >>> side_by_side([0, 2], 4)
+    >>> parallel_groups([0, 2], 4)
     [[0, 2], [1, 3]]
     """
     if len(ranks) == world_size:
@@ -136,25 +136,25 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
         )
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        pieces = [part.split(list(input_splits)) for part in parts]
-        return [torch.cat(column) for column in zip(*pieces, strict=True)]
+        chunks = [part.split(list(input_splits)) for part in parts]
+        return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
     return run_groups(x, group, exchange)
 
 
 def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> LocalTensor:
-    """Each rank's own splits say what it sends; what it receives follows from the others'."""
+    """Each rank has its own input splits; what it receives follows from the others'."""
     result: dict[int, torch.Tensor] = {}
     for line in _lines(x._roster.world, group):
-        pieces = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
-        joined = map(torch.cat, zip(*pieces, strict=True))
+        chunks = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
+        joined = map(torch.cat, zip(*chunks, strict=True))
         result.update(zip(line, joined, strict=True))
     ranks = [rank for rank in x.ranks if rank in result]
     return from_ranks(x._roster.world, x.ranks, [result[rank] for rank in ranks], x._sized)
 
 
 def _splits_of(splits: Sequence[Any], rank: int) -> list[int]:
-    """The splits of one rank, out of numbers that know which rank has which."""
+    """The splits of one rank, out of ints and RankInts."""
     nodes = [(split, rank_values_of(split)) for split in splits]
     return [s if node is None else node.values[node.ranks.index(rank)] for s, node in nodes]
 
@@ -167,24 +167,24 @@ def _broadcast(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 def name_of_groups(grid: Grid, axis: int) -> str:
     """The name that collective ops take for the process groups along `axis`.
 
-    One process that plays all ranks sees the groups of rank 0 alone: there, a name of our own
-    stands for all groups along the axis, whether rank 0 is in one of them or not.
+    A simulated world sees the groups of rank 0 only. There, a name made here stands for all groups
+    along the axis, whether rank 0 is in one of them or not.
     """
     if grid.world.simulated:
         return f"axis {axis} of {grid.ranks} as {grid.shape}"
     return grid.mesh.get_group(axis).group_name
 
 
-def play_scatter(
+def simulated_scatter(
     x: Any, dim: int, sizes: tuple[int, ...] | None, source: int, group: str
 ) -> LocalTensor:
-    """What `collectives.scatter` gives each rank."""
+    """The result of `comm.collectives.scatter` on each rank."""
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
         whole = parts[source]
         return [
-            piece.clone()
-            for piece in whole.split(lengths(whole.shape[dim], len(parts), sizes), dim)
+            shard.clone()
+            for shard in whole.split(lengths(whole.shape[dim], len(parts), sizes), dim)
         ]
 
     return run_groups(x, group, exchange)
@@ -200,20 +200,20 @@ def _wait(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 
 
 def as_local(x: torch.Tensor) -> LocalTensor:
-    """A plain tensor counts as the same on every rank."""
+    """`x` as a LocalTensor; a plain tensor is the same on every rank."""
     if isinstance(x, LocalTensor):
         return x
     if hasattr(x, "placements"):
         raise UnsupportedError(
-            f"A collective got a {type(x).__name__}, whose parts it would mix without its layout "
-            "knowing. Use redistribute() or full_tensor(), or the collective on x.to_local()."
+            f"A collective got a {type(x).__name__}, whose shards it would mix without its "
+            "layout. Use redistribute() or full_tensor(), or the collective on x.to_local()."
         )
     world = current_world()
     return LocalTensor((x,), shared_roster(world, tuple(range(world.size))))
 
 
 def write(target: torch.Tensor, value: LocalTensor) -> None:
-    """Write each rank's value into the tensor that it holds as `target`."""
+    """Write each rank's value to its tensor in `target`."""
     local = as_local(target)
     for part, tensor in enumerate(local._parts):
         ranks = local._roster.ranks_of(part)
@@ -239,8 +239,8 @@ def _in_place(handler: Callable[..., LocalTensor]) -> Callable[..., torch.Tensor
     return run
 
 
-def _seen_when_compiled(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler`, which leaves a mark in the graph when it is traced; see simulation.events."""
+def _marked_in_graph(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
+    """`handler`, which marks its collective in a traced graph; see simulation.events."""
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         several = isinstance(args[0], (list, tuple))
@@ -258,7 +258,7 @@ def _seen_when_compiled(kind: str, handler: Callable[..., Any]) -> Callable[...,
 
 
 def is_plain(part: torch.Tensor) -> bool:
-    """Whether a part holds values; what torch.compile traces does not."""
+    """Whether a part has values; those that torch.compile traces have none."""
     return type(part) is torch.Tensor or type(part) is torch.nn.Parameter
 
 
@@ -272,11 +272,11 @@ _RESULTS = {
 
 
 def _handlers() -> Iterator[tuple[Any, Callable[..., Any]]]:
-    """Each collective as it is, of several tensors, and writing to a tensor that is there."""
+    """Each collective, also of several tensors, in place, and with out=."""
     for name, handler in _RESULTS.items():
         for variant, adapted in (
-            (name, _seen_when_compiled(name, handler)),
-            (f"{name}_coalesced", _seen_when_compiled(f"{name}_coalesced", _each(handler))),
+            (name, _marked_in_graph(name, handler)),
+            (f"{name}_coalesced", _marked_in_graph(f"{name}_coalesced", _each(handler))),
             (f"{name}_", _in_place(handler)),
             (f"{name}_coalesced_", _each(_in_place(handler))),
             (f"{name}_out", _in_place(handler)),

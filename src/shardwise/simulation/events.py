@@ -1,8 +1,8 @@
-"""How collectives of a simulated world are seen by whoever counts them.
+"""How CommDebugMode sees the collectives of a simulated world.
 
-The compiler traces through a LocalTensor into its parts, where a collective is an addition or a
-concatenation like any other. `mark` puts an op into the graph that says what it was; whoever counts
-collectives sees that op when the compiled code runs. A process group tells `listeners`.
+The compiler traces through a LocalTensor into its parts, where a collective is only an addition or
+a concatenation. `mark` adds an op to the graph that names the collective, and CommDebugMode sees
+that op when compiled code runs. A process group calls `listeners`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-#: Told of collectives that no op stands for: `(c10d op, tensor, group name)`.
+#: Called for collectives that are not ops: `(c10d op, tensor, group name)`.
 listeners: list[Callable[[str, Any, str], None]] = []
 
 _library = torch.library.Library("shardwise", "DEF")
@@ -30,5 +30,5 @@ COLLECTIVE = torch.ops.shardwise.collective
 
 
 def mark(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
-    """What one rank sends, to be used in its place."""
+    """What one rank sends; use the returned tensors in its place."""
     return COLLECTIVE(sent, kind, group_name)

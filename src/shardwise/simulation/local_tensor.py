@@ -1,14 +1,14 @@
-"""LocalTensor: one tensor per rank of a simulated world, behind the face of one tensor.
+"""LocalTensor: one tensor per rank of a simulated world, as a single torch.Tensor.
 
 Note [A simulated world has no dispatch mode]
 A LocalTensor runs every op on each of its parts in its own `__torch_dispatch__`, collectives
-included. Nothing else is switched on, so torch.compile traces through it like through any other
-tensor subclass. Plain tensors in a call count as the same on every rank.
+included. No mode is active, so torch.compile traces it like any other tensor subclass. A plain
+tensor in a call is the same on every rank.
 
 Note [Bits]
-Torch puts a conjugate, a change of sign and zeros off: the tensor has a bit that says so, and the
-dispatcher looks at it before it comes to the kernel. Inside a wrapper nobody looks: an op on the
-wrapper has passed that place already. So what a LocalTensor or a DTensor holds has none of them.
+Torch computes conjugates, negatives and zeros lazily: a bit of the tensor says so, and the
+dispatcher handles it before the kernel. Inside a wrapper subclass nothing does, since an op on the
+wrapper is past that point. So no tensor inside a LocalTensor or a DTensor has such a bit.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from shardwise.simulation.rank_int import RankIntNode, rank_int, rank_values_of
 from shardwise.simulation.roster import Roster, grouped, join, make_roster
 from shardwise.simulation.stand_in import differing, no_constants, stand_in, traced_stand_in
 
-#: op -> function(op, args, kwargs), of ops that do not run part by part; most of them are filled
-#: in by simulation.collectives.
+#: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by
+#: simulation.collectives.
 collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
 class LocalTensor(torch.Tensor):
-    """The values of one tensor on every rank that this process plays.
+    """The values of one tensor on every rank of a simulated world.
 
     >>> import shardwise
     >>> with shardwise.simulate(2):
@@ -55,12 +55,12 @@ class LocalTensor(torch.Tensor):
     __slots__ = ("_noted", "_parts", "_roster", "_sized", "_uneven")
     _parts: tuple[torch.Tensor, ...]
     _roster: Roster
-    #: Whether its sizes are answered rank by rank; see Note [Uneven sizes]. The one inside a
-    #: DTensor is not asked: it lies below autograd, and what it is called with comes from layouts.
+    #: Whether its sizes are given rank by rank; see Note [Uneven sizes]. Not inside a DTensor,
+    #: which is below autograd and takes its sizes from layouts.
     _sized: bool
-    #: Whether its parts differ in sizes or strides; known where sizes are answered rank by rank.
+    #: Whether its parts differ in sizes or strides; known only where `_sized`.
     _uneven: bool
-    #: The shape and strides that a compiler has noted down for it; see simulation.stand_in.
+    #: The shape and strides that a compiler has recorded for it; see simulation.stand_in.
     _noted: tuple[Any, Any] | None
 
     __torch_function__ = no_torch_function
@@ -140,7 +140,7 @@ class LocalTensor(torch.Tensor):
         return stride if dim is None else stride[dim]
 
     def _outward(self, asked: str) -> Any:
-        """The shape or the strides of parts that differ: an error, but for a compiler's books."""
+        """The shape or strides of parts that differ: raises, except for the compiler's records."""
         strides = asked == "stride"
         who = asker(__file__)
         if who is Asker.COMPILER:
@@ -157,7 +157,7 @@ class LocalTensor(torch.Tensor):
 
     @property
     def _dynamo_weak_dynamic_indices(self) -> set[int]:
-        """The dims whose sizes a compiler must not take for constants; it may add to them."""
+        """The dims whose sizes the compiler must not specialise; it may add to them."""
         marked: set[int] = self.__dict__.get("_marked_dynamic", set())
         return marked | set(differing([p.shape for p in self._parts])) if self._uneven else marked
 
@@ -214,7 +214,7 @@ class LocalTensor(torch.Tensor):
         return self.held_like(meta)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's compile caches need to know of this tensor, and of the code behind it."""
+        """The key of this tensor in torch's compile caches; includes this package's code."""
         parts = [
             (list(map(str, p.shape)), list(map(str, p.stride())), p.dtype, str(p.device))
             for p in self._parts
@@ -223,9 +223,9 @@ class LocalTensor(torch.Tensor):
         return repr((parts, roster.ranks, roster.index, self.requires_grad, source_digest()))
 
     def held_like(self, roster: Roster) -> LocalTensor:
-        """The same values, held as `roster` says; ranks that share a part there must agree.
+        """The same values with the parts of `roster`; ranks that share a part there must agree.
 
-        A gradient may be held rank by rank where the value was held once.
+        A gradient may have a part per rank where its value has one for all.
         """
         if self._roster is roster:
             return self
@@ -253,7 +253,7 @@ class LocalTensor(torch.Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if len(types) > 1 and any(hasattr(kind, "_layout") for kind in types):
-            return NotImplemented  # what is distributed has tensors of ranks inside, not beside it
+            return NotImplemented  # a DTensor has a LocalTensor inside, not beside it
         handler = collective_handlers.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
@@ -272,7 +272,7 @@ class LocalTensor(torch.Tensor):
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:
-    """The roster of all tensors in `args`, when they lie alike and none is inside a list."""
+    """The roster of all tensors in `args`, if they have the same and none is inside a list."""
     roster = None
     for arg in args:
         kind = type(arg)
@@ -296,9 +296,9 @@ def _writes(func: Any) -> bool:
 
 
 def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op on the parts of tensors that may lie differently, or stand in lists."""
+    """Run an op on the parts of tensors that may have several rosters, or be in lists."""
     leaves, spec = tree_flatten((args, kwargs))
-    # Sizes that differ between ranks are held like tensors: parts and a roster.
+    # Sizes that differ between ranks have parts and a roster, like tensors.
     held: dict[int, tuple[Roster, Sequence[Any]]] = {}
     for i, leaf in enumerate(leaves):
         if type(leaf) is LocalTensor:
@@ -328,7 +328,7 @@ def _run_any(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _view_as_noted(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A view in a tensor's own sizes, as a compiler asks for with those that it has noted down."""
+    """A view with a tensor's own sizes, which the compiler calls with those that it recorded."""
     x, *size = args
     noted = x._noted if type(x) is LocalTensor and x._uneven else None
     if noted is None or kwargs or list(size[0]) != list(noted[0]):
@@ -340,7 +340,7 @@ collective_handlers[torch.ops.aten._unsafe_view.default] = _view_as_noted
 
 
 def _at_once(op: Any) -> Callable[..., Any]:
-    """What torch puts off with a bit of the tensor, done; see Note [Bits]."""
+    """Computes what torch would do lazily; see Note [Bits]."""
     return lambda func, args, kwargs: _run_any(op, args, kwargs)
 
 
@@ -393,7 +393,7 @@ def _run_in_place(
 def _check_same_write(
     func: Any, before: list[Any], here: list[Any], roster: Roster, part: int, *, trusted: bool
 ) -> None:
-    """`trusted`: a layout says that these ranks hold the same, so what is traced may pass."""
+    """`trusted`: a layout says that these ranks hold the same, so traced tensors pass."""
     for old, new in zip(before, here, strict=True):
         if not isinstance(new, torch.Tensor) or old is new:
             continue
@@ -421,11 +421,11 @@ def _written_leaves(func: Any, leaves: list[Any], spec: Any) -> list[int]:
 
 
 def wrap_results(results: list[Any], roster: Roster, asked: str, sized: bool = False) -> Any:
-    """One result out of the parts' results: tensors are kept per rank, plain values must agree."""
+    """One result from the parts' results: tensors stay per rank, plain values must agree."""
     first = results[0]
     if isinstance(first, torch.Tensor):
         if first.is_sparse and all(_same_rows(each, first) for each in results[1:]):
-            return first  # an optimizer asks whether a gradient is sparse, and looks inside
+            return first  # an optimizer checks whether a gradient is sparse, and reads its rows
         return LocalTensor(results, roster, sized)
     if isinstance(first, (tuple, list)):
         columns = zip(*results, strict=True)
@@ -451,7 +451,7 @@ def _traced_node(part: torch.Tensor) -> type[RankIntNode]:
 def _per_rank(
     roster: Roster, tuples: Sequence[Sequence[int]], node: type[RankIntNode] | None
 ) -> list[Any]:
-    """Sizes or strides of the parts, as numbers that know which rank has which."""
+    """Sizes or strides of the parts, as RankInts where they differ."""
     columns = zip(*tuples, strict=True)
     return [
         rank_int(roster.world, roster.ranks, [column[part] for part in roster.index], node)
@@ -471,13 +471,13 @@ def from_ranks(
 
 
 def resolved(x: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as a wrapper may hold it; see Note [Bits]."""
+    """A plain tensor without lazy bits; see Note [Bits]."""
     if x._is_zerotensor():
         return torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     conjugate, negative = x.is_conj(), x.is_neg()
     if not (conjugate or negative):
         return x
-    # The bits first, so that what computes finds none: inside an op on a wrapper it would not look.
+    # Clear the bits first: inside an op on a wrapper, nothing would handle them.
     x = x.conj() if conjugate else x
     x = neg_view(x) if negative else x
     x = torch.conj_physical(x) if conjugate else x

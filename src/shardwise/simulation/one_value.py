@@ -1,4 +1,4 @@
-"""One value out of those of all ranks: they agree, or an error says which differ."""
+"""One value from those of all ranks: they agree, or an error names the ranks that differ."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.simulation.roster import Roster
 
 
 def same_values(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two ranks hold the same; a NaN is the same as a NaN."""
+    """Whether two tensors are equal; NaN equals NaN."""
     if torch.equal(one, other):
         return True
     if one.shape != other.shape or not (one.is_floating_point() or one.is_complex()):

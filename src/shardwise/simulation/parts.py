@@ -1,8 +1,8 @@
-"""What a tensor is on the ranks present, asked alike in both worlds.
+"""The parts of a tensor on the ranks present, with one API for both worlds.
 
-In a real process a tensor is one part: itself. In a simulated world a LocalTensor has a part for
-each set of ranks that hold the same, and a plain tensor is the same on every rank. Which rank
-holds which part is its roster; it has none where it is one plain tensor.
+In a real process a tensor has one part: itself. In a simulated world a LocalTensor has a part for
+each set of ranks that share a tensor, and a roster that says which rank has which. A plain tensor
+is the same on every rank, and has no roster.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ __all__ = [
 
 
 def is_per_rank(x: Any) -> bool:
-    """Whether `x` is a tensor with a value for each of several ranks; a plain tensor has one."""
+    """Whether `x` has a value for each of several ranks."""
     return type(x) is LocalTensor
 
 
 def holds_parts(kind: type) -> bool:
-    """The same of the type of a tensor."""
+    """`is_per_rank`, given the type of a tensor."""
     return kind is LocalTensor
 
 
 def parts_of(x: Any) -> Sequence[torch.Tensor]:
-    """The plain tensors behind `x`."""
+    """The plain tensors of `x`."""
     return x._parts if type(x) is LocalTensor else (x,)
 
 
 def one_part(x: Any) -> torch.Tensor:
-    """One of them, to ask for what is the same in all."""
+    """One of them, to read what is the same in all."""
     return x._parts[0] if type(x) is LocalTensor else x
 
 
@@ -61,12 +61,12 @@ def roster_of(x: Any) -> Roster | None:
 def from_parts(
     parts: Sequence[torch.Tensor], roster: Roster | None, sized: bool = False
 ) -> torch.Tensor:
-    """The tensor of these parts; `sized` for use outside a DTensor, where sizes are asked for."""
+    """The tensor of these parts; `sized` for use outside a DTensor, where its sizes are read."""
     return parts[0] if roster is None else LocalTensor(parts, roster, sized)
 
 
 def per_rank(fn: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """`fn(x)` on every rank present: once for each part."""
+    """`fn(x)` on every rank present; called once per part."""
     if type(x) is not LocalTensor:
         return fn(x)
     return LocalTensor([fn(part) for part in x._parts], x._roster, x._sized)
@@ -88,7 +88,7 @@ def held_like(x: Any, roster: Roster | None) -> Any:
 
 
 def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A plain tensor as a copy of its own for each rank that `like` has a value for."""
+    """A copy of a plain tensor for each rank of `like`."""
     roster = roster_of(like)
     if roster is None:
         return x.clone()
@@ -97,7 +97,7 @@ def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def sized(x: torch.Tensor) -> torch.Tensor:
-    """`x` for use outside a DTensor, where its sizes are asked for and may differ by rank."""
+    """`x` for use outside a DTensor, where its sizes are read and may differ between ranks."""
     return LocalTensor(x._parts, x._roster, True) if type(x) is LocalTensor else x
 
 

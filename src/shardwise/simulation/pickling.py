@@ -1,4 +1,4 @@
-"""What a file holds of a local tensor: one process's own, or what a simulated world played."""
+"""Local tensors in files: one process's own, or those of a simulated world."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from shardwise.simulation.roster import make_roster
 
 
 def packed(local: torch.Tensor) -> tuple[Any, ...]:
-    """Which world it is of, and plain values."""
+    """The kind of world, and plain values."""
     if isinstance(local, LocalTensor):
         return "simulated", local._parts, local._roster.ranks, local._roster.index
     return "real", local
 
 
 def check_world(held: tuple[Any, ...], *, both: bool) -> None:
-    """Raise unless the current world can load it; `both`: a process may take its own part."""
+    """Raise unless the current world can load it; `both`: a process may load its own shard."""
     world = current_world()
     if world.simulated and held[0] == "real":
         raise WorldError(
-            f"The tensor was saved by one process, which holds its own part only, and cannot be "
-            f"loaded in {world}, which plays all ranks. Save full_tensor() instead."
+            f"The tensor was saved by one process, which holds only its own shard, and cannot be "
+            f"loaded in {world}, which has all ranks. Save full_tensor() instead."
         )
     if not (world.simulated or both or held[0] == "real"):
         raise WorldError(
@@ -37,13 +37,13 @@ def check_world(held: tuple[Any, ...], *, both: bool) -> None:
 
 
 def unpacked(held: tuple[Any, ...], grid: Grid) -> torch.Tensor:
-    """The reverse, on a mesh of the current world. A process takes its own part."""
+    """The inverse, on a mesh of the current world. A process takes its own shard."""
     if held[0] == "real":
         local: torch.Tensor = held[1]
         return local
     _, parts, ranks, index = held
     if grid.world.simulated:
         return LocalTensor(parts, make_roster(grid.world, ranks, index))
-    my_coordinate(grid)  # a rank outside the mesh has no part
+    my_coordinate(grid)  # raises on a rank outside the mesh
     own: torch.Tensor = parts[index[ranks.index(grid.world.rank)]]
     return own.clone()

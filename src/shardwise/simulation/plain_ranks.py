@@ -1,8 +1,8 @@
 """Run a function of plain tensors on every rank present, differentiable.
 
-`each_rank` works below autograd. Code that is a user's own, and that loops over what the values
-say, needs plain tensors and autograd: here a LocalTensor is taken apart into the tensors of its
-ranks, and what the ranks give is put together again.
+`each_rank` works below autograd. A user's own code with data-dependent loops needs plain tensors
+and autograd: here a LocalTensor is unbound into the tensors of its ranks, and the results are
+joined again.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ def on_plain_ranks(
     """`fn(coordinate, *tensors)` on every rank present, each with plain tensors."""
     if not grid.world.simulated:
         return fn(my_coordinate(grid), *tensors)
-    apart = [_TakeApart.apply(tensor, grid) for tensor in tensors]
+    unbound = [_Unbind.apply(tensor, grid) for tensor in tensors]
     found = []
     for place, rank in enumerate(grid.ranks):
         coordinate: Coordinate = grid.coordinates[rank]
-        found.append(fn(coordinate, *(parts[place] for parts in apart)))
-    return _PutTogether.apply(grid, False, *found)
+        found.append(fn(coordinate, *(parts[place] for parts in unbound)))
+    return _Join.apply(grid, False, *found)
 
 
-class _TakeApart(UntracedFunction):
+class _Unbind(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
         ctx.grid, ctx.plain = grid, not isinstance(tensor, LocalTensor)
@@ -41,18 +41,18 @@ class _TakeApart(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-        return _PutTogether.apply(ctx.grid, ctx.plain, *grads), None
+        return _Join.apply(ctx.grid, ctx.plain, *grads), None
 
 
-class _PutTogether(UntracedFunction):
-    """With `plain`, one plain tensor where the ranks hold the same."""
+class _Join(UntracedFunction):
+    """With `plain`, one plain tensor if all ranks hold the same."""
 
     @staticmethod
     def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
         ctx.grid = grid
-        together = one_tensor(grid, [part.detach() for part in parts])
-        return one_for_all(together) if plain else together
+        joined = one_tensor(grid, [part.detach() for part in parts])
+        return one_for_all(joined) if plain else joined
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return None, None, *_TakeApart.apply(grad, ctx.grid)
+        return None, None, *_Unbind.apply(grad, ctx.grid)

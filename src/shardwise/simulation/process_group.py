@@ -1,8 +1,8 @@
-"""The process group of a simulated world: a user's own `torch.distributed.all_reduce` and its kin.
+"""The process group of a simulated world, for a user's own `torch.distributed.all_reduce` etc.
 
-What each rank would receive is computed as for the functional collectives, then written once into
-each tensor that ranks share. A plain tensor counts as the same on every rank, so its sum over four
-ranks is four times itself; what would leave ranks with different values cannot be written to it.
+Results are computed as for the functional collectives, then written once to each tensor that ranks
+share. A plain tensor is the same on every rank, so its sum over four ranks is four times itself;
+results that differ between ranks cannot be written to it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.simulation.collectives import Exchange, as_local, reduce_parts, r
 from shardwise.simulation.events import listeners
 from shardwise.simulation.local_tensor import LocalTensor, from_ranks
 
-# The stubs of torch do not describe what a Python group may leave out.
+# torch's stubs declare all methods abstract, but a Python group need not have all of them.
 _Group: Any = dist.ProcessGroup
 
 _REDUCE_OPS = {
@@ -34,8 +34,8 @@ _REDUCE_OPS = {
 }
 
 
-class PlayedGroup(_Group):
-    """All ranks of a group, and of the groups beside it, at once."""
+class SimulatedGroup(_Group):
+    """All ranks of a group, and of the groups parallel to it, at once."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
@@ -45,7 +45,7 @@ class PlayedGroup(_Group):
     def group_name(self) -> str:
         return self._name
 
-    # Both spellings are asked for, by Python and by C++.
+    # Called by C++, where Python reads `group_name`.
     def getGroupName(self) -> str:
         return self._name
 
@@ -126,8 +126,8 @@ class PlayedGroup(_Group):
             )
 
         def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-            pieces = [part.chunk(len(parts)) for part in parts]
-            return [torch.cat(column) for column in zip(*pieces, strict=True)]
+            chunks = [part.chunk(len(parts)) for part in parts]
+            return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
         write(output, self._run("alltoall_base_", as_local(x), exchange))
         return FakeWork()
@@ -147,7 +147,7 @@ class PlayedGroup(_Group):
         return FakeWork()
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """This process speaks for the root, so what it received is what the root received."""
+        """This process acts as the root, so it returns what the root receives."""
         self._check_root("gather", "dst", outputs, opts)
         return self.allgather(outputs, inputs, opts, kind="gather_")
 
@@ -162,11 +162,11 @@ class PlayedGroup(_Group):
         if not lists or opts.rootRank != self.rank():
             raise UnsupportedError(
                 f"{name}({argument}={opts.rootRank}) in a simulated world: only the root gives a "
-                f"list, and this process asks as rank {self.rank()}. Use {argument}={self.rank()}, "
+                f"list, and this process acts as rank {self.rank()}. Use {argument}={self.rank()}, "
                 "or a collective that is the same on every rank (all_gather, all_to_all)."
             )
 
-    # The names that torch 2.13 gives them.
+    # Their names in torch 2.13.
     all_gather_single_coalesced = allgather_into_tensor_coalesced
     reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
     all_gather_single = _allgather_base
@@ -175,8 +175,8 @@ class PlayedGroup(_Group):
 
     def _refuse(self, *_: Any, **__: Any) -> Any:
         raise UnsupportedError(
-            "Messages between two ranks are not played in a simulated world: one process cannot "
-            "both send and wait. Use all_to_all, all_gather or broadcast."
+            "A simulated world has no messages between two ranks: one process cannot both send "
+            "and wait. Use all_to_all, all_gather or broadcast."
         )
 
     send = recv = recv_anysource = _refuse
@@ -198,7 +198,7 @@ def _reduce_op(opts: Any) -> str:
         if asked == op:
             return name
     raise UnsupportedError(
-        f"{asked} is not played in a simulated world; use sum, avg, product, "
+        f"{asked} is not supported in a simulated world; use sum, avg, product, "
         "max, min or a bitwise one."
     )
 
@@ -211,7 +211,7 @@ def _write_rows(targets: Sequence[torch.Tensor], rows: LocalTensor) -> None:
 
 
 def _stacked(tensors: Sequence[torch.Tensor]) -> LocalTensor:
-    """A list of tensors per rank as one tensor per rank."""
+    """A list of tensors per rank, stacked."""
     locals_ = [as_local(t) for t in tensors]
     ranks, world = locals_[0].ranks, locals_[0]._roster.world
     return from_ranks(world, ranks, [torch.stack([t.on_rank(r) for t in locals_]) for r in ranks])

@@ -2,11 +2,11 @@
 
 Note [Uneven sizes]
 The sizes of a LocalTensor whose parts differ in shape are torch SymInts that hold one value per
-rank. Torch passes them through its own formulas (a gradient that is expanded to the size of its
-input), the LocalTensor runs each part with its own rank's value, and whoever wants to know *the*
-value gets an error that names the ranks. Only equality has an answer where ranks differ: sizes that
-are not equal on all ranks are not equal, which is what torch asks when it looks for shortcuts.
-While a compiler traces, the values of the ranks may be symbols; see `traced_rank_int`.
+rank. Torch passes them through its own formulas (a gradient expanded to the size of its input), the
+LocalTensor runs each part with its own rank's value, and code that reads *the* value gets an error
+that names the ranks. Only equality has an answer where ranks differ: sizes that are not equal on
+all ranks are not equal, which is what torch asks when it looks for shortcuts. While a compiler
+traces, the values may be symbols; see `traced_rank_int`.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shardwise.core.world import World
 from shardwise.errors import RankMismatchError
 from shardwise.simulation.roster import Roster, grouped
 
-#: How to read a SymInt of torch's own that was computed from one of ours. Set while tracing.
-read_mixed: Callable[[Any], RankIntNode | None] | None = None
+#: Decodes a SymInt that torch computed from a RankInt. Set while tracing.
+decode_mixed: Callable[[Any], RankIntNode | None] | None = None
 
 
 def rank_int(
@@ -32,9 +32,9 @@ def rank_int(
     values: Sequence[Any],
     node: type[RankIntNode] | None = None,
 ) -> Any:
-    """The integer itself when all ranks agree, else a SymInt, of a `node` of this kind.
+    """The integer itself when all ranks agree, else a SymInt with a node of this type.
 
-    With a kind of node that is traced, symbols become such SymInts too: sizes of one tensor are
+    With a traced node type, symbols become such SymInts too, since the sizes of one tensor are
     multiplied with each other.
     """
     kept = node is None or type(values[0]) is int
@@ -44,7 +44,7 @@ def rank_int(
 
 
 def value_key(value: Any) -> Hashable:
-    """What equal values share; a symbol has no hash, but the expression behind it has."""
+    """A hashable key of a value; a symbol has no hash, but its expression has."""
     if isinstance(value, (torch.SymInt, torch.SymBool)):
         return value.node.expr
     return value
@@ -55,11 +55,11 @@ def rank_values_of(value: Any) -> RankIntNode | None:
     node = value.node if isinstance(value, torch.SymInt) else None
     if node is None or isinstance(node, RankIntNode):
         return node
-    return None if read_mixed is None else read_mixed(node)
+    return None if decode_mixed is None else decode_mixed(node)
 
 
 class RankIntNode:
-    """What torch asks of the node of a SymInt, answered rank by rank."""
+    """The node of a SymInt, with a value per rank."""
 
     def __init__(self, world: World, ranks: tuple[int, ...], values: tuple[Any, ...]) -> None:
         self.world, self.ranks, self.values = world, ranks, values

@@ -1,6 +1,6 @@
-"""The ranks that are present: one in a real process, all of them in a simulated world.
+"""The ranks present: one in a real process, all of them in a simulated world.
 
-Code that would ask "which rank am I" maps a function over the ranks present instead.
+Code that depends on the rank is a function mapped over the ranks present.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from shardwise.simulation.rank_int import rank_int
 from shardwise.simulation.roster import Roster, grouped, make_roster
 
 __all__ = [
+    "counts_per_rank",
     "each_rank",
-    "each_ranks_counts",
     "is_shared",
     "localize",
     "my_coordinate",
@@ -47,15 +47,15 @@ __all__ = [
 
 
 def present(grid: Grid) -> tuple[int, ...]:
-    """The ranks of a mesh that this process stands for: one, or all in a simulated world."""
+    """The ranks of a mesh in this process: one, or all in a simulated world."""
     if grid.world.simulated:
         return grid.ranks
-    my_coordinate(grid)  # says so where there is none
+    my_coordinate(grid)  # raises where there is none
     return grid.world.present
 
 
 def my_coordinate(grid: Grid) -> Coordinate:
-    """Where this process stands in a mesh of the real world."""
+    """The coordinate of this process in a mesh of a real world."""
     if grid.coordinate is None:
         raise WorldError(
             f"Rank {grid.world.rank} is not in {grid!r} of ranks {list(grid.ranks)}: only ranks of "
@@ -72,7 +72,7 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
                 "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
             )
         if grid.coordinate is None:
-            my_coordinate(grid)  # says so
+            my_coordinate(grid)  # raises
         return resolved(tensor)
     if not isinstance(tensor, LocalTensor):
         return LocalTensor((resolved(tensor),), shared_roster(grid.world, grid.ranks))
@@ -87,9 +87,9 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def one_for_all(tensor: torch.Tensor, *, equal: bool = False) -> torch.Tensor:
-    """The plain tensor where all ranks hold the same values, else `tensor` itself.
+    """One plain tensor if all ranks hold the same values, else `tensor` itself.
 
-    What torch.compile traces has no values; there `equal` says whether they are the same.
+    Traced tensors have no values; there `equal` says whether they are the same.
     """
     parts = getattr(tensor, "_parts", None)
     if parts is None:
@@ -114,8 +114,8 @@ def each_rank(
 ) -> Any:
     """`fn(coordinate, *tensors)` on every rank present.
 
-    `axes` names the axes of the coordinate that `fn` looks at: ranks that agree in those and hold
-    the same tensors share one result.
+    `axes` are the axes of the coordinate that `fn` uses: ranks that agree in those and hold the
+    same tensors share one result.
     """
     if not grid.world.simulated:
         return fn(my_coordinate(grid), *tensors)
@@ -143,7 +143,7 @@ def rank_call(
     make: Callable[[Coordinate], Callable[..., Any]],
     axes: Sequence[int] | None = None,
 ) -> Callable[..., Any]:
-    """A function that calls `make(coordinate)` on every rank present; made once for each.
+    """A function that runs `make(coordinate)` on every rank present; made once for each.
 
     It takes what the made functions take: tensors, also in lists, and anything else. `axes` is as
     in `each_rank`.
@@ -170,7 +170,7 @@ _HOLE = object()
 
 
 def _partition(operands: Sequence[Any]) -> tuple[list[torch.Tensor], list[Any]]:
-    """The tensors, those in lists too, and what is left with holes in their places."""
+    """The tensors, also those in lists, and the operands with holes in their places."""
     tensors: list[torch.Tensor] = []
     rest: list[Any] = []
     for operand in operands:
@@ -194,23 +194,23 @@ def _filled(remaining: Iterator[torch.Tensor], rest: Sequence[Any]) -> list[Any]
 
 
 def once_for_all(grid: Grid, fn: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> Any:
-    """`fn` of what all ranks hold alike, called once: all ranks get the result."""
+    """`fn` of values that are equal on all ranks, called once: all ranks get the result."""
     return localize(grid, fn(*map(one_part, args), **kwargs))
 
 
 def on_every_rank(fn: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """What `fn(rank)` gives on every rank present of the current world."""
+    """`fn(rank)` on every rank present of the current world."""
     world = current_world()
     return LocalTensor.per_rank(fn) if world.simulated else fn(world.rank)
 
 
-def each_ranks_counts(grid: Grid, fn: Callable[[Coordinate], Sequence[int]]) -> list[Any]:
-    """`fn(coordinate)`, some numbers, on every rank present: RankInts where ranks differ."""
+def counts_per_rank(grid: Grid, fn: Callable[[Coordinate], Sequence[int]]) -> list[Any]:
+    """The numbers `fn(coordinate)` of every rank present: RankInts where ranks differ."""
     return numbers_per_rank(grid, [fn(grid.coordinates[rank]) for rank in present(grid)])
 
 
 def numbers_per_rank(grid: Grid, rows: Sequence[Sequence[int]]) -> list[Any]:
-    """Some numbers of each rank present as one list: RankInts where ranks differ."""
+    """A row of numbers per rank present as one list: RankInts where ranks differ."""
     if not grid.world.simulated:
         return list(rows[0])
     return [rank_int(grid.world, grid.ranks, column) for column in zip(*rows, strict=True)]
@@ -249,24 +249,24 @@ def parts_with_ranks(grid: Grid, x: torch.Tensor) -> list[tuple[Sequence[int], t
 
 
 def own_roster(grid: Grid) -> Roster | None:
-    """The roster in which each rank has a part of its own; None in a real process."""
+    """The roster with one part per rank; None in a real process."""
     if not grid.world.simulated:
         return None
     return make_roster(grid.world, grid.ranks, tuple(range(len(grid.ranks))))
 
 
 def is_shared(grid: Grid, x: torch.Tensor) -> bool:
-    """Whether one tensor stands for those of all ranks, so that nothing has to be sent."""
+    """Whether one tensor stands for all ranks', so that nothing has to be sent."""
     return grid.world.simulated and roster_of(x) is None
 
 
 def split_row(
     grid: Grid, row: torch.Tensor, like: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Views of `row` with the shapes of `like`, one after the other, and what is left of it.
+    """Consecutive views of `row` with the shapes of `like`, and the rest of it.
 
-    Ranks that share a row share the views, whatever they hold in `like`: views of one memory that
-    counted as several would be written once for each.
+    Ranks that share a row share the views, whatever they hold in `like`: one memory must not be
+    written once per rank.
     """
     shapes: dict[Coordinate, list[torch.Size]] = {}
     for tensor in like:
@@ -276,8 +276,8 @@ def split_row(
     def split(coordinate: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
         mine = shapes.get(coordinate, [])
         sizes = [shape.numel() for shape in mine]
-        *pieces, rest = here.split([*sizes, here.numel() - sum(sizes)])
-        return [*(piece.view(shape) for piece, shape in zip(pieces, mine, strict=True)), rest]
+        *flat, rest = here.split([*sizes, here.numel() - sum(sizes)])
+        return [*(x.view(shape) for x, shape in zip(flat, mine, strict=True)), rest]
 
     *views, rest = each_rank(grid, split, row, axes=())
     return views, rest

@@ -1,7 +1,7 @@
 """Roster: which rank of a simulated world holds which part of a LocalTensor.
 
-Ranks whose values are one tensor share a part, so a replicated value is stored and written once.
-Rosters are interned per world: tensors that lie alike share the object.
+Ranks that hold one tensor share a part, so a replicated value is stored and written once. Rosters
+are interned per world: tensors whose ranks share alike have the same roster.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def grouped(
 ) -> tuple[Roster, list[int]]:
     """The roster in which ranks with equal keys share a part, and the first rank of each part.
 
-    The ranks come as positions in `ranks`.
+    The first ranks are given as positions in `ranks`.
     """
     parts: dict[Hashable, int] = {}
     firsts: list[int] = []

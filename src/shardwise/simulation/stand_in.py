@@ -1,9 +1,9 @@
-"""The sizes that a compiler notes down for a LocalTensor whose parts differ in size.
+"""The sizes that a compiler records for a LocalTensor whose parts differ in size.
 
-A program that asks such a tensor for its shape gets an error that names the ranks, compiled or not.
-But the compiler keeps books: it wants numbers for what enters a region, and symbols for what
-leaves. It gets numbers that say nothing: each part has its own sizes in the graph, and its own
-guards. They may not be 0 or 1, which the compiler takes for constants.
+A program that reads the shape of such a tensor gets an error that names the ranks, compiled or not.
+But the compiler records a size for all that enters and leaves a region. It gets placeholders: each
+part has its own sizes in the graph, and its own guards. Placeholders are never 0 or 1, which the
+compiler treats as constants.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shardwise.errors import UnsupportedError
 
 
 def no_constants() -> tuple[Any]:
-    """Sizes in which a compiler that looks for constants finds none; it asks again when needed."""
+    """Sizes without constants, for a compiler that looks for some; it asks again when needed."""
     import sympy  # type: ignore[import-untyped]
 
     return (sympy.Symbol("a_size_per_rank"),)
@@ -31,7 +31,7 @@ def differing(tuples: Sequence[Sequence[Any]]) -> list[int]:
 
 
 def _alike(sizes: Sequence[Any]) -> bool:
-    """Whether sizes are equal. Symbols are from now on, where all of them happen to be."""
+    """Whether sizes are equal; guards on symbols whose hints are equal."""
     first = sizes[0]
     if all(surely_equal(size, first) for size in sizes):
         return True
@@ -48,7 +48,7 @@ def stand_in(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]
     uneven = differing(shapes)
     for dim in uneven:
         shape[dim] = 2 + max(each[dim] for each in shapes)
-    # Larger than all that sizes and strides multiply to: the compiler would recognise that.
+    # Larger than any product of sizes and strides, which the compiler would recognise.
     beyond = math.prod(max(size, 2) for size in shape) * (2 + max(map(max, strides), default=0))
     for dim in differing(strides):
         if not uneven:
@@ -62,10 +62,10 @@ def stand_in(parts: Sequence[torch.Tensor]) -> tuple[torch.Size, tuple[int, ...]
 
 
 def traced_stand_in(ndim: int) -> tuple[torch.Size, tuple[int, ...]]:
-    """A shape and strides for what is made while a compiler traces.
+    """A shape and strides for a tensor that is made while a compiler traces.
 
-    Constants: a symbol that turns out to be one between two passes would upset the books. And none
-    that a program would ask for.
+    Constants, since a symbol that becomes one between two passes would contradict the compiler's
+    records; and unlikely ones.
     """
     unlikely = 3001
     return torch.Size([unlikely] * ndim), tuple(unlikely ** (ndim - 1 - dim) for dim in range(ndim))

@@ -1,15 +1,15 @@
 """Integers that differ between ranks, while a compiler traces a simulated world.
 
 Note [Uneven sizes in a graph]
-One graph holds the parts of all ranks, each a tensor of the graph with sizes of its own, so ops
-need no size that all ranks share. Two others ask for one. Autograd's formulas get an integer per
-rank, as in eager code, and the LocalTensor runs each part with its own. The values are ints or
-symbols of the graph. The compiler, which notes the sizes of everything that enters and leaves,
-gets a stand-in that says nothing of the parts; see `simulation.stand_in`.
+One graph holds the parts of all ranks, each a tensor with sizes of its own, so ops need no size
+that all ranks share. Two others do. Autograd's formulas get an integer per rank, as in eager code,
+and the LocalTensor runs each part with its own; the values are ints or symbols of the graph. The
+compiler, which records the sizes of all that enters and leaves, gets placeholders; see
+`simulation.stand_in`.
 
-A symbol of torch's may be multiplied with such an integer (the elements of `batch x own columns`),
-and torch would do that in its own arithmetic. There the integer counts as one more symbol, and what
-comes out is taken apart again when an op is called with it.
+Torch may multiply one of its symbols with such an integer (the elements of `batch x own columns`).
+In that arithmetic the integer is one more symbol, and the result is decoded per rank when an op is
+called with it.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from shardwise.simulation import rank_int
 from shardwise.simulation.rank_int import RankIntNode, value_key
 
 _Key = tuple[World, tuple[int, ...], tuple[Any, ...]]
-#: Of each set of symbols: the symbols that stand for integers per rank, and what these are.
+#: Per ShapeEnv, the symbols that stand for integers per rank, and those integers.
 _symbols: weakref.WeakKeyDictionary[Any, dict[_Key, Any]] = weakref.WeakKeyDictionary()
 _meanings: weakref.WeakKeyDictionary[Any, dict[Any, RankIntNode]] = weakref.WeakKeyDictionary()
 
 
 def node_for(part: torch.Tensor) -> type[RankIntNode]:
-    """The kind of nodes for the sizes of a LocalTensor that is traced, given one of its parts."""
+    """The node type for the sizes of a traced LocalTensor, given one of its parts."""
     mode = detect_fake_mode([part])
     env = None if mode is None else mode.shape_env
     if env is None:
@@ -42,7 +42,7 @@ def node_for(part: torch.Tensor) -> type[RankIntNode]:
     if found is None:
         kind = type("TracedRankIntNode", (TracedRankIntNode,), {"_env": weakref.ref(env)})
         found = _kinds[env] = kind
-        rank_int.read_mixed = read_mixed
+        rank_int.decode_mixed = decode_mixed
     return found
 
 
@@ -50,7 +50,7 @@ _kinds: weakref.WeakKeyDictionary[Any, type[RankIntNode]] = weakref.WeakKeyDicti
 
 
 class TracedRankIntNode(RankIntNode, SymNode):  # type: ignore[misc]
-    """A RankIntNode that torch's own symbols can be computed with."""
+    """A RankIntNode that can be combined with torch's own symbols."""
 
     _env: weakref.ref[Any]
     constant, fx_node, _optimized_summation = None, None, False
@@ -69,7 +69,7 @@ class TracedRankIntNode(RankIntNode, SymNode):  # type: ignore[misc]
 
     @property
     def expr(self) -> Any:
-        """What stands for this integer in torch's arithmetic: a symbol where ranks differ."""
+        """This integer in torch's arithmetic: a symbol where ranks differ."""
         values = tuple(map(value_key, self.values))
         if all(value == values[0] for value in values):
             return sympy.sympify(values[0])
@@ -77,7 +77,7 @@ class TracedRankIntNode(RankIntNode, SymNode):  # type: ignore[misc]
         known = _symbols.setdefault(env, {})
         key = (self.world, self.ranks, values)
         if key not in known:
-            # No tensor of the graph has it, so nobody has to say where it comes from.
+            # No tensor of the graph has this size, so it needs no source.
             with env.ignore_fresh_unbacked_symbols():
                 known[key] = env.create_unbacked_symint().node.expr
             _meanings.setdefault(env, {})[known[key]] = self
@@ -85,13 +85,13 @@ class TracedRankIntNode(RankIntNode, SymNode):  # type: ignore[misc]
 
     def _values_of(self, other: Any) -> tuple[Any, ...]:
         if isinstance(other, SymNode) and not isinstance(other, RankIntNode):
-            mixed = read_mixed(other)
+            mixed = decode_mixed(other)
             other = mixed if mixed is not None else torch.SymInt(other)
         return super()._values_of(other)
 
 
-def read_mixed(node: Any) -> RankIntNode | None:
-    """What a number of torch's is on each rank, where it was computed from one of ours."""
+def decode_mixed(node: Any) -> RankIntNode | None:
+    """The value on each rank of a number that torch computed from a RankInt."""
     env: Any = getattr(node, "shape_env", None)
     meanings = None if env is None else _meanings.get(env)
     if not meanings:

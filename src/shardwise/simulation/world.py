@@ -1,8 +1,8 @@
-"""A simulated world: one process that plays all ranks.
+"""A simulated world: one process that runs all ranks.
 
-`torch.distributed` answers as a world of the asked size (this process as its rank 0), meshes and
-sub-meshes are made as always, and every DTensor made inside holds a LocalTensor. On leaving, the
-state of torch.distributed is what it was before, whether or not it had been initialised.
+`torch.distributed` reports a world of the given size, with this process as rank 0. Meshes and
+sub-meshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
+of torch.distributed is restored, whether or not it was initialised.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from shardwise._torch.c10d import HashStore, fresh_c10d
 from shardwise.core.world import enter_world, leave_world
 from shardwise.errors import ArgumentError
-from shardwise.simulation.process_group import PlayedGroup
+from shardwise.simulation.process_group import SimulatedGroup
 
 _BACKEND = "shardwise_simulated"
 
@@ -26,7 +26,7 @@ R = TypeVar("R")
 
 
 class simulate:
-    """Play a world of `world_size` ranks in this process; a context manager and a decorator.
+    """Simulate `world_size` ranks in this process; a context manager and a decorator.
 
     >>> import shardwise, torch
     >>> with shardwise.simulate(4):
@@ -50,7 +50,7 @@ class simulate:
     def __enter__(self) -> simulate:
         stack = contextlib.ExitStack()
         stack.enter_context(fresh_c10d())
-        stack.enter_context(_played_world(self.world_size))
+        stack.enter_context(_simulated_world(self.world_size))
         self._entered.append(stack)
         return self
 
@@ -59,15 +59,15 @@ class simulate:
 
     def __call__(self, fn: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(fn)
-        def played(*args: P.args, **kwargs: P.kwargs) -> R:
+        def run(*args: P.args, **kwargs: P.kwargs) -> R:
             with self:
                 return fn(*args, **kwargs)
 
-        return played
+        return run
 
 
 @contextlib.contextmanager
-def _played_world(world_size: int) -> Iterator[None]:
+def _simulated_world(world_size: int) -> Iterator[None]:
     if _BACKEND not in dist.Backend.backend_list:
         dist.Backend.register_backend(
             _BACKEND, _make_group, extended_api=True, devices=["cpu", "cuda"]
@@ -81,4 +81,4 @@ def _played_world(world_size: int) -> Iterator[None]:
 
 
 def _make_group(options: Any, backend_options: Any) -> Any:
-    return PlayedGroup(options.group_rank, options.group_size, options.group_id)
+    return SimulatedGroup(options.group_rank, options.group_size, options.group_id)

@@ -16,7 +16,7 @@ from shardwise.comm.id_exchange import Routing, route
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Shard
-from shardwise.core.sizes import piece
+from shardwise.core.sizes import shard_range
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
@@ -121,7 +121,9 @@ def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
     others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
     shard = table.placements[axis]
     assert isinstance(shard, Shard), "ids are exchanged along an axis that shards rows"
-    starts = [piece(num_rows, grid.shape[axis], i, shard.sizes)[0] for i in range(grid.shape[axis])]
+    starts = [
+        shard_range(num_rows, grid.shape[axis], i, shard.sizes)[0] for i in range(grid.shape[axis])
+    ]
     return route(
         grid,
         axis,

@@ -17,10 +17,10 @@ import torch
 from torch.nn import functional as F
 
 from shardwise.comm.agreement import raise_together
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.placements import REPLICATE, NormPartial, Partial, Shard
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, differing_axes, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
