@@ -19,7 +19,7 @@ from shardwise.parallel.style_registry import describe_style
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.training.contract import DataAxes, forbid_both
 from shardwise.training.mesh_axes import MeshAxes
-from shardwise.training.reducer import declare, doors_of, follow_all
+from shardwise.training.reducer import declare, follow_all, modules_with
 from shardwise.training.shard_parameters import split_parameters
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
@@ -105,9 +105,9 @@ def _forbid_data_axes(found: Resolved, mesh: DeviceMesh) -> None:
     grid, axis = grid_of(mesh), tensor_axis(mesh)
     for target in found.targets:
         if "parameters" in target.style.decides:
-            doors = doors_of(list(target.module.parameters()))
-            data = [each.axes for door in doors for each in door.declared]
-            reason = f"{type(target.style).__name__} is to split module {target.path!r} along it"
+            declared_modules = modules_with(list(target.module.parameters()))
+            data = [each.axes for declared in declared_modules for each in declared.data_axes]
+            reason = f"{type(target.style).__name__} is to shard module {target.path!r} along it"
             forbid_both(data, {(grid, axis): reason}, "parallelize_module")
 
 
