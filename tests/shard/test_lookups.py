@@ -353,7 +353,7 @@ def test_options_that_do_not_exist(world):
 
 def test_tiles_are_for_storage(world):
     st = shard_tensor(table(), tiles(SHAPE))
-    with pytest.raises(UnsupportedError, match="one block per rank"):
+    with pytest.raises(UnsupportedError, match="one shard per rank"):
         F.embedding(torch.tensor([1]), st)
 
 

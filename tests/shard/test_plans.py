@@ -86,7 +86,7 @@ def test_bytes_and_balance():
     assert report.whole == ("item.weight",)
     assert report.balance == pytest.approx((item + table) * 4 / (4 * item + table + bag))
     text = str(report)
-    assert "user.weight (11, 6) cut along dim 0: 0 B, 120 B, 0 B, 144 B" in text
+    assert "user.weight (11, 6) split along dim 0: 0 B, 120 B, 0 B, 144 B" in text
     assert "dense is left to HalfAndHalf" in text
     assert "whole on every rank: item.weight" in text
 

@@ -435,7 +435,7 @@ def test_more_mistakes(world):
     refused(ShardingPlan({}, return_local_tensor=["haed"]), PathError, "did you mean 'head'")
     plan = ShardingPlan({"user.weight": ROWS, "same.weight": chunks(1, 0)})
     refused(plan, PlanError, "one parameter", Towers())
-    refused(ShardingPlan({"collection": Forgetful()}), ArgumentError, "takes its place")
+    refused(ShardingPlan({"collection": Forgetful()}), ArgumentError, "replaces it")
     plan = ShardingPlan({"head.weight": ROWS, "collection": Broken()})
     refused(plan, RuntimeError, "had enough")
 

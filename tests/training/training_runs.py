@@ -129,9 +129,7 @@ RUNS = {
     "recommender, columns": Run(
         "ClickModel", plan={"tables.*.weight": [S1]}, batch=(S0,), batch_size=7
     ),
-    "recommender, data x rows": Run(
-        "ClickModel", mesh=(2, 2), plan=over(R, TABLES), batch=(S0, R)
-    ),
+    "recommender, data x rows": Run("ClickModel", mesh=(2, 2), plan=over(R, TABLES), batch=(S0, R)),
     "recommender, tables on one rank": Run(
         "ClickModel",
         plan={

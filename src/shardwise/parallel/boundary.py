@@ -1,29 +1,25 @@
-"""ModuleBoundary: where in a model, and along which mesh axis, a style works.
+"""ModuleBoundary: tensors enter and leave a parallel module.
 
 Note [Axes of a parallel module]
-A style speaks of one mesh axis, the tensor axis. On a mesh of several axes that is the one named
-"tp", else the last. The others are data axes: parameters are replicated over them, and a plain
-tensor that enters is the rank's own part of the batch, `Shard(0)` over each of them. A DTensor that
-enters keeps its placements there.
+A style shards along one mesh axis, the tensor axis: the one named "tp", else the last. The others
+are data axes: parameters are replicated over them, and a plain tensor that enters is the rank's own
+shard of the batch, `Shard(0)` over each of them. A DTensor that enters keeps its placements there.
 
 Note [Each rank's own loss]
 Plain tensors that differ over the data axes belong to a rank and to its loss; a DTensor's gradient
-is global. Between the two stands the mean of the ranks' losses, as with torch's DDP: the gradient
-of a plain output is divided by the number of ranks along the data axes when it enters the DTensor
-world, and that of a plain input multiplied when it leaves it. A loss that is itself a DTensor is
-the global one, and nothing is scaled.
+is global, that of the mean of the ranks' losses, as with torch's DDP. So the gradient of a plain
+output is divided by n, the number of ranks along the data axes, and that of a plain input is
+multiplied by n. A loss that is itself a DTensor is the global one, and nothing is scaled.
 
-Where gradients are differentiated again, the gradient of a plain input is n times the global one,
-and belongs to its rank: what a second derivative sends back to it is divided by n on its way in,
-which the factor n undoes. So `Scale` multiplies a gradient, and what comes back to that passes as
-it is.
+In a second derivative, the gradient of a plain input is n times the global one, and belongs to its
+rank: what flows back to it is divided by n on its way in, and the factor n cancels that. So `Scale`
+multiplies a gradient, and passes a gradient of that gradient unchanged.
 
 Note [Branches overlap]
-What a style sends is awaited when it is first read: a collective runs on while a branch that does
-not need its result is computed, forward and backward. A result that leaves as a plain tensor is
-`comm.pending.Pending` until then, and so is a gradient that goes back to a plain input. The
-gradient that a leaf keeps is awaited at once: it is there to be looked at. In a simulated world
-collectives are over when they return, and in compiled code the compiler decides.
+A style's collective is awaited when its result is first read: it overlaps with a branch that does
+not need the result, forward and backward. Until then a plain output is `comm.pending.Pending`, and
+so is the gradient of a plain input. The gradient of a leaf is awaited at once: users read it. In a
+simulated world collectives are synchronous, and in compiled code the compiler decides.
 """
 
 from __future__ import annotations
@@ -56,9 +52,9 @@ def tensor_axis(mesh: DeviceMesh) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ModuleBoundary:
-    """A mesh, its tensor axis, and the path of the module that is worked on.
+    """A mesh, its tensor axis, and the path of a parallel module.
 
-    A pickled one keeps the mesh by value, and finds its like again in the world of then.
+    Pickling keeps the mesh by value; loading finds an equal one in the current world.
     """
 
     mesh: DeviceMesh
@@ -77,7 +73,7 @@ class ModuleBoundary:
 
     @property
     def num_losses(self) -> int:
-        """How many ranks along the data axes have a loss of their own."""
+        """The number of ranks along the data axes, each with its own loss."""
         return self.mesh.size() // self.mesh.size(self.axis)
 
     def parameter_placements(self, placement: Placement) -> list[Placement]:
@@ -87,13 +83,13 @@ class ModuleBoundary:
         return placements
 
     def batch_placements(self, placement: Placement) -> list[Placement]:
-        """`placement` over the tensor axis, the batch split over the others."""
+        """`placement` over the tensor axis, the batch sharded over the others."""
         placements: list[Placement] = [Shard(0)] * self.mesh.ndim
         placements[self.axis] = placement
         return placements
 
     def sized(self, placement: Placement, size: int) -> Placement:
-        """A split of a dim whose global size is known: ranks may then hold uneven parts."""
+        """A shard of a dim whose global size is known: shards may then be uneven."""
         if not isinstance(placement, Shard) or placement.sizes is not None:
             return placement
         return Shard(placement.dim, lengths(size, self.mesh.size(self.axis), None))
@@ -101,12 +97,12 @@ class ModuleBoundary:
     def enter(
         self, x: Any, given: Placement, wanted: Placement, name: str = "the input"
     ) -> DTensor:
-        """`x` as a DTensor that lies as `wanted`. A plain `x` is taken to lie as `given`."""
+        """`x` as a DTensor with the placement `wanted`. A plain `x` has the placement `given`."""
         if not isinstance(x, DTensor):
             if not isinstance(x, torch.Tensor):
                 raise ArgumentError(
                     f"{self.where}: {name} has a layout, {given}, but is not a tensor: found "
-                    f"{type(x).__name__}. Give it the layout None to pass it on as it is."
+                    f"{type(x).__name__}. Give it the layout None to leave it unchanged."
                 )
             self._refuse_transformed(x, name)
             x = self._from_local(x, given, name)
@@ -124,7 +120,7 @@ class ModuleBoundary:
                 f"{self.where}: {name} is a plain tensor and each rank's part of {given}, but does "
                 f"not fit it. {error}"
             ) from error
-        # Before the gradient's collective, not after it, where it would wait for it.
+        # Scaled before the gradient's collective: after it, scaling would wait for it.
         return self._scaled(made, self.num_losses)
 
     def move(self, x: DTensor, wanted: Placement, name: str = "the output") -> DTensor:
@@ -154,7 +150,7 @@ class ModuleBoundary:
         return _later(self.move(self._scaled(x, 1 / self.num_losses), wanted, name))
 
     def to_local(self, x: DTensor) -> torch.Tensor:
-        """This rank's part, for a loss of its own; see Note [Each rank's own loss]."""
+        """This rank's shard, for its own loss; see Note [Each rank's own loss]."""
         return _later(self._scaled(x, 1 / self.num_losses))
 
     def _refuse_transformed(self, x: torch.Tensor, name: str) -> None:
@@ -162,7 +158,7 @@ class ModuleBoundary:
             autograd.refuse_transformed(x, f"{self.where}, {name}")
 
     def _scaled(self, x: DTensor, factor: float) -> DTensor:
-        """`x`, whose gradient comes in from the plain world, or goes out to it."""
+        """`x`, with its gradient scaled; see Note [Each rank's own loss]."""
         return Scale.apply(x, 1.0, float(factor)) if factor != 1 and x.requires_grad else x
 
 
@@ -171,8 +167,8 @@ def _boundary_on(grid: Grid, axis: int, path: str) -> ModuleBoundary:
 
 
 def _later(x: DTensor) -> torch.Tensor:
-    """`x.to_local()`, which may be on its way; see Note [Branches overlap]."""
-    # Compiled code decides itself how late to wait, and does not look inside a DTensor.
+    """`x.to_local()`, which may be pending; see Note [Branches overlap]."""
+    # In compiled code the compiler decides when to wait.
     if is_traced() or type(x._local) is not Pending:
         return x.to_local()
     if torch.is_grad_enabled() and x.requires_grad:
@@ -184,7 +180,7 @@ class Scale(UntracedFunction):
     """The tensor times one number, its gradient times another.
 
     Not the derivative of a product: one number is for tensors, the other for gradients, and they
-    change places in each derivative. See Note [Each rank's own loss].
+    swap in each derivative. See Note [Each rank's own loss].
     """
 
     @staticmethod
@@ -198,7 +194,7 @@ class Scale(UntracedFunction):
 
 
 def one_per_tensor(layouts: Any, argument: str) -> tuple[Placement | None, ...]:
-    """Layouts as users give them, one placement or a sequence, as a tuple."""
+    """Layouts as users pass them, one placement or a sequence, as a tuple."""
     given = (layouts,) if layouts is None or isinstance(layouts, Placement) else layouts
     if isinstance(given, str) or not isinstance(given, Sequence):
         raise ArgumentError(f"{argument} takes placements, found {layouts!r}.")

@@ -1,10 +1,10 @@
-"""ExpertParallel: a mixture of experts, each rank with some of them.
+"""ExpertParallel: a mixture of experts, sharded by experts.
 
 Note [Experts]
-Every rank has all tokens and its own experts. It picks the pairs of a token and an expert that are
-its own, runs the module's own forward on those alone, as if the module had just these experts, and
-adds what comes out to the tokens. What the ranks then hold are terms of a sum, as after a rowwise
-layer. How many pairs a rank has depends on the values, so the forward runs on plain tensors.
+Every rank has all tokens and some of the experts. It selects the (token, expert) pairs of its
+experts, runs the module's own forward on them, as if the module had only these experts, and adds
+the results by token. The ranks' outputs are terms of a sum, as after a rowwise layer. The number of
+pairs is data-dependent, so the forward runs on plain tensors.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from shardwise.simulation.plain_ranks import on_plain_ranks
 
 
 class ExpertParallel(ParallelStyle):
-    """Split a stack of experts: each rank holds some of them, and sees every token.
+    """Shard a stack of experts: each rank holds some of them, and gets every token.
 
-    For a module that keeps the weights of all its experts in parameters whose dim 0 counts the
-    experts, says how many there are in `num_experts`, and whose forward takes `(tokens,
-    experts_of_tokens, weights_of_experts)` of shapes `(num_tokens, width)` and twice `(num_tokens,
+    For a module whose parameters stack the weights of all experts along dim 0, with their number in
+    `num_experts`, and whose forward takes `(tokens, experts_of_tokens, weights_of_experts)` of
+    shapes `(num_tokens, width)` and twice `(num_tokens,
     num_chosen)`: the experts of Hugging Face's mixtures. The outputs of the ranks are added: by an
     all-reduce to the default `output_layouts` of `Replicate()`. Backward does the same for the
     gradients of the tokens and of their weights.
@@ -93,15 +93,17 @@ class ExpertParallel(ParallelStyle):
         boundary = self.boundary(device_mesh)
         stacked = tuple(self.parameter_placements(module).items())
         self.place_parameters(module, boundary)
-        owned = _Owned(boundary, stacked, self.output_layouts or REPLICATE, self.use_local_output)
+        local = _LocalExperts(
+            boundary, stacked, self.output_layouts or REPLICATE, self.use_local_output
+        )
         # With the module as an argument, so that a copy of the module calls the copy.
-        module.forward = functools.partial(owned.run, module)
+        module.forward = functools.partial(local.run, module)
         return module
 
 
 @dataclass(frozen=True, slots=True)
-class _Owned:
-    """How a module runs with the experts of one rank; see Note [Experts]."""
+class _LocalExperts:
+    """Runs a module with the experts of one rank; see Note [Experts]."""
 
     boundary: ModuleBoundary
     parameters: tuple[tuple[str, Placement], ...]
@@ -113,15 +115,15 @@ class _Owned:
         boundary = self.boundary
         x = boundary.enter(tokens, REPLICATE, REPLICATE, "tokens")
         chosen = boundary.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
-        shares = boundary.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
-        held = [self._held(module, name) for name, _ in self.parameters]
+        scales = boundary.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
+        held = [self._local_parameter(module, name) for name, _ in self.parameters]
         layout = x._layout
         term = [*x.placements]
         term[boundary.axis] = Partial()
         inputs = [
             x.to_local(grad_placements=term),
             chosen.to_local(),
-            shares.to_local(grad_placements=term),
+            scales.to_local(grad_placements=term),
         ]
 
         def here(coordinate: Coordinate, *plain: torch.Tensor) -> torch.Tensor:
@@ -143,8 +145,8 @@ class _Owned:
                 f"found {', '.join(map(str, shapes))}."
             )
 
-    def _held(self, module: nn.Module, name: str) -> torch.Tensor:
-        """A parameter's part here; its gradient is a term of the sum over the tokens' ranks."""
+    def _local_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
+        """A parameter's local shard; its gradient is a term of a sum where it is replicated."""
         owner, key = owner_of(module, name)
         parameter: Any = getattr(owner, key)
         grads = [p if p.is_shard() else Partial() for p in parameter.placements]
@@ -172,7 +174,7 @@ class _Owned:
         return _Reached.apply(out, tokens, weights, *held)
 
     def _range(self, module: nn.Module, coordinate: Coordinate) -> tuple[int, int]:
-        """The first expert of a rank, and how many it has."""
+        """The first expert of a rank, and their number."""
         stacked = next(name for name, placement in self.parameters if placement.is_shard())
         owner, key = owner_of(module, stacked)
         parameter: Any = getattr(owner, key)
@@ -205,10 +207,10 @@ _ABSENT = object()
 
 
 class _Reached(UntracedFunction):
-    """The first tensor; the others get a gradient even where nothing of them was used.
+    """The first tensor; the others get a gradient even where they were not used.
 
-    A rank whose experts no token chose takes part in the collectives of backward all the same, of
-    a second one too.
+    A rank whose experts no token chose still runs the collectives of backward, also of a second
+    backward.
     """
 
     @staticmethod
@@ -227,7 +229,7 @@ class _Reached(UntracedFunction):
 
 
 class _Zeros(UntracedFunction):
-    """Zeros like the first tensors, with all tensors as their history."""
+    """Zeros like the first `num` tensors, with all tensors in their autograd history."""
 
     @staticmethod
     def forward(ctx: Any, num: int, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:

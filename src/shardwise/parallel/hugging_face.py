@@ -1,9 +1,9 @@
-"""Entries of Hugging Face's plans that mean something together, or that have no counterpart.
+"""Words of Hugging Face's plans that go together, or that have no counterpart here.
 
-Most words of a `tp_plan` are styles here too; see `words`. A mixture takes several entries: one
-for the module that holds the experts and one for each of its parameters, and perhaps one for the
-router. Where the parameters are split by experts, as in a config's `base_model_ep_plan`, that is
-what `ExpertParallel` does with the module.
+Most words of a `tp_plan` are styles here too; see `style_registry`. A mixture of experts takes
+several entries: one for the module that holds the experts, one for each of its parameters, and
+perhaps one for the router. Where the parameters are sharded by experts, as in a config's
+`base_model_ep_plan`, `ExpertParallel` does that with the module.
 """
 
 from __future__ import annotations
@@ -63,6 +63,6 @@ def with_experts_joined(plan: Mapping[str, Any]) -> dict[str, Any]:
             for parameter in inside:
                 del joined[parameter]
     if "experts" in (word for word in joined.values() if isinstance(word, str)):
-        # Every rank routes all tokens, and picks those of its own experts itself.
+        # Every rank routes all tokens, and selects those of its experts itself.
         joined = {path: word for path, word in joined.items() if word != _ROUTER}
     return joined

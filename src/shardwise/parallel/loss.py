@@ -49,8 +49,8 @@ def parallel_cross_entropy(
 ) -> DTensor:
     """`F.cross_entropy` for a DTensor of logits, sharded over its classes or not.
 
-    What the ranks exchange is one maximum and two to four sums for each token; backward exchanges
-    nothing. A plain `target` or `weight` counts as the same on every rank.
+    The ranks exchange one maximum and two to four sums for each token; backward exchanges nothing.
+    A plain `target` or `weight` must be equal on every rank.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import parallel_cross_entropy
@@ -75,7 +75,7 @@ def parallel_cross_entropy(
     soft = target.is_floating_point()
     check_target(logits, target, soft)
     placed = placed_target(target, logits._layout if soft else tokens)
-    shares = None if weight is None else placed_weight(weight, logits._layout)
+    weights = None if weight is None else placed_weight(weight, logits._layout)
     terms = Terms(
         dim=class_dim(logits._layout),
         num_classes=logits.shape[class_dim(logits._layout)],
@@ -84,7 +84,7 @@ def parallel_cross_entropy(
         weighted=weight is not None,
         soft=soft,
     )
-    losses, counted = ClassShardedLoss.apply(logits, placed, shares, terms)
+    losses, counted = ClassShardedLoss.apply(logits, placed, weights, terms)
     return _reduced(losses, counted, reduction, soft).to(logits.dtype)
 
 
@@ -137,16 +137,16 @@ class ClassShardedLoss(UntracedFunction):
 def _gradient_by_ops(
     terms: Terms, grad: Any, logits: Any, log_sum: Any, total: Any, target: Any, weight: Any
 ) -> Any:
-    """What `local_gradient` computes, made of ops that can be differentiated again."""
+    """`local_gradient` by ops that can be differentiated again."""
     layout, dim = logits._layout, terms.dim
     tokens = token_layout(layout)
     parts = [t._local for t in (target, weight) if t is not None]
     local = _mapped(layout, terms, _coefficients, logits._local, *parts)
     coefficients = DTensor._wrap(local, with_dtype(layout, tokens.dtype))
     shift, scale = (DTensor._wrap(t, tokens).unsqueeze(dim) for t in (log_sum, total))
-    # The shift is a constant, of which the quotient does not depend.
-    share = (logits.to(tokens.dtype) - shift).exp()
-    softmax = share / share.sum(dim, keepdim=True)
+    # The shift is a constant; the quotient does not depend on it.
+    powers = (logits.to(tokens.dtype) - shift).exp()
+    softmax = powers / powers.sum(dim, keepdim=True)
     if not terms.soft:
         grad = torch.where(terms.kept(target), grad, 0.0)
     return (grad.unsqueeze(dim) * (scale * softmax - coefficients)).to(logits.dtype)
@@ -180,7 +180,7 @@ def _sums(
 
 
 def _check_classes(terms: Terms, target: torch.Tensor) -> None:
-    """A class out of range raises as on one device; every rank sees the same targets."""
+    """A class out of range raises as on one device; every rank has the same targets."""
     if terms.soft or type(target) is not torch.Tensor or target.is_cuda:
         return
     kept = target[terms.kept(target)]
@@ -227,7 +227,7 @@ def _coefficients(
 
 
 class _ClassSharded(TorchFunctionMode):
-    """Takes `F.cross_entropy` of class-sharded logits; everything else goes its way."""
+    """Handles `F.cross_entropy` of class-sharded logits; passes everything else on."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -248,7 +248,7 @@ def _cross_entropy(input: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     return F.cross_entropy(input, *args, **kwargs)
 
 
-# The compiler reads Python; an op it takes as it is.
+# An op, since the compiler would trace a Python function.
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
     "cross_entropy(Tensor input, Tensor target, Tensor? weight=None, bool? size_average=None, "

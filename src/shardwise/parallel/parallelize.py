@@ -15,11 +15,11 @@ from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.parallel.boundary import tensor_axis
 from shardwise.parallel.resolve import Resolved, Target, resolve
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.style_registry import described
+from shardwise.parallel.style_registry import describe_style
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.training.contract import DataAxes, forbid_both
 from shardwise.training.mesh_axes import MeshAxes
-from shardwise.training.reducer import declare, doors_of, follow_all
+from shardwise.training.reducer import declare, follow_all, modules_with
 from shardwise.training.shard_parameters import split_parameters
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
@@ -36,12 +36,12 @@ def parallelize_module(
     """Make a module parallel as the plan says, in place, and return it.
 
     The plan is a style for the module itself, or a dict from paths to styles or their words. A
-    path's parts may hold `*`, `?` and `[1-2]`; "" is the module itself. The mesh is that of a
+    path's parts may contain `*`, `?` and `[1-2]`; "" is the module itself. The mesh is that of a
     surrounding `with device_mesh:` unless given; see docs/howto/parallel.md for several axes. Every
     rank gets the values of rank `src_data_rank`; with None, each keeps its own and nothing is
-    communicated. Otherwise the ranks compare what they were asked for first: where they differ, or
-    one of them finds a mistake, all of them raise before anything is changed. An entry that
-    matches nothing and an empty plan are warnings, or errors when `strict`.
+    communicated. Otherwise the ranks compare their arguments first: where they differ, or one of
+    them finds a mistake, all of them raise before anything is changed. An entry that matches
+    nothing and an empty plan are warnings, or errors when `strict`.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -95,7 +95,7 @@ def parallelize_module(
 
 
 def _data_axes(mesh: DeviceMesh) -> list[DataAxes]:
-    """Along all axes but the one that styles split along, ranks have batches of their own."""
+    """All axes but the tensor axis: along them each rank has its own batch."""
     grid, split = grid_of(mesh), tensor_axis(mesh)
     others = tuple(axis for axis in range(grid.num_axes) if axis != split)
     return [DataAxes(MeshAxes(grid, others, grid), False)] if others else []
@@ -105,9 +105,9 @@ def _forbid_data_axes(found: Resolved, mesh: DeviceMesh) -> None:
     grid, axis = grid_of(mesh), tensor_axis(mesh)
     for target in found.targets:
         if "parameters" in target.style.decides:
-            doors = doors_of(list(target.module.parameters()))
-            data = [each.axes for door in doors for each in door.declared]
-            reason = f"{type(target.style).__name__} is to split module {target.path!r} along it"
+            declared_modules = modules_with(list(target.module.parameters()))
+            data = [each.axes for declared in declared_modules for each in declared.data_axes]
+            reason = f"{type(target.style).__name__} is to shard module {target.path!r} along it"
             forbid_both(data, {(grid, axis): reason}, "parallelize_module")
 
 
@@ -124,31 +124,31 @@ def _resolved(
     module: nn.Module, plan: Plan | None, src_data_rank: int | None, strict: bool
 ) -> Resolved:
     if plan is None or (isinstance(plan, Mapping) and not plan):
-        _complain("parallelize_plan is empty: the module stays as it is.", strict)
+        _warn("parallelize_plan is empty: the module stays as it is.", strict)
         return Resolved((), ())
     found = resolve(module, plan, src_data_rank)
     for message in found.unmatched:
-        _complain(message, strict)
+        _warn(message, strict)
     return found
 
 
 def _request(targets: Iterable[Target], added: Iterable[Target], src_data_rank: int) -> str:
-    """What this rank is about to do, for the others to compare."""
+    """What this rank is about to do, to be compared between ranks."""
     lines = [f"src_data_rank={src_data_rank}"]
     for target in (*added, *targets):
         shapes = [tuple(p.shape) for p in target.module.parameters(recurse=False)]
-        lines.append(f"{target.path!r}: {described(target.style)} on {shapes}")
+        lines.append(f"{target.path!r}: {describe_style(target.style)} on {shapes}")
     return "\n".join(lines)
 
 
-def _complain(message: str, strict: bool) -> None:
+def _warn(message: str, strict: bool) -> None:
     if strict:
         raise LayoutError(message)
     warnings.warn(message, UserWarning, stacklevel=4)
 
 
 def _put(root: nn.Module, path: str, before: nn.Module, after: nn.Module) -> nn.Module:
-    """The root, with what a style returned in its place; styles mostly return the same module."""
+    """The root, with the module that a style returned; mostly the same module."""
     if after is before:
         return root
     if not path:

@@ -1,4 +1,4 @@
-"""Plans in files, and a look at what a plan would do."""
+"""Plans in files, and `check_plan`: what a plan would do to a module, without doing it."""
 
 from __future__ import annotations
 
@@ -22,56 +22,6 @@ from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel
 from shardwise.parallel.tied import counterparts, tied_owners
 from shardwise.plans.files import read_plan_file, write_plan_file
 
-# Parameters that a plan leaves plain where activations may lie in parts.
-#
-# Between a colwise and a rowwise layer each rank has some of the columns. A plain parameter that
-# is used there does not fit them, or has a gradient that is this rank's share. A plan does not
-# say in which order a module calls its children: this can be doubted, but not known.
-
-
-def doubts(module: nn.Module, targets: Sequence[Target], placed: Container[int]) -> tuple[str, ...]:
-    """A sentence for each parameter that stands beside such layers; `placed` are the ids of those
-    that the plan places."""
-    givers = _parents(targets, ColwiseParallel)
-    takers = _parents(targets, RowwiseParallel)
-    found = []
-    for parent in givers:
-        if parent not in takers:
-            continue
-        prefix = f"{parent}." if parent else ""
-        for name, parameter in module.get_submodule(parent).named_parameters():
-            if id(parameter) not in placed:
-                found.append(
-                    f"{prefix + name!r} is plain and stands beside {givers[parent]!r} and "
-                    f"{takers[parent]!r}, between which each rank has some of the columns. If it "
-                    "is used there, the plan needs an entry for its module, such as "
-                    '"replicated_with_grad_allreduce" for a norm of each head.'
-                )
-    return tuple(found)
-
-
-def _parents(
-    targets: Sequence[Target], style: type[ColwiseParallel | RowwiseParallel]
-) -> dict[str, str]:
-    """The modules around layers that put out, or take in, some of the columns; with the layer."""
-    found: dict[str, str] = {}
-    for target in filter(fits, targets):
-        if isinstance(target.style, style) and _in_parts(target):
-            found.setdefault(target.path.rpartition(".")[0], target.path)
-    return found
-
-
-def _in_parts(target: Target) -> bool:
-    style = target.style
-    layout: Placement | None = None
-    if isinstance(style, ColwiseParallel):
-        layout = style.output_layouts
-    elif isinstance(style, RowwiseParallel):
-        if isinstance(target.module, nn.Embedding):
-            return False
-        layout = style.input_layouts
-    return layout is None or (isinstance(layout, Shard) and layout.dim == -1)
-
 
 def load_plan(path: str | os.PathLike[str]) -> dict[str, ParallelStyle]:
     """The plan in a TOML or JSON file, ready for `parallelize_module`.
@@ -88,7 +38,7 @@ def load_plan(path: str | os.PathLike[str]) -> dict[str, ParallelStyle]:
 
 
 def save_plan(plan: Plan, path: str | os.PathLike[str]) -> None:
-    """Write a plan to a file that ends in .toml or .json; `load_plan` reads it.
+    """Write a plan to a .toml or .json file; `load_plan` reads it.
 
     Styles of your own cannot be saved.
     """
@@ -108,7 +58,7 @@ class PlanReport:
     #: Bytes of parameters on each rank along the tensor axis.
     bytes_per_rank: tuple[int, ...]
     mistakes: tuple[str, ...]
-    #: Parameters that may see a part of an activation only; see `doubts`.
+    #: Warnings: plain parameters that may be used with a shard of an activation.
     doubts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
@@ -122,13 +72,13 @@ class PlanReport:
 
 
 def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> PlanReport:
-    """What a plan would do to a module, mistakes and doubts included; nothing is changed.
+    """What a plan would do to a module, with its mistakes and doubts; nothing is changed.
 
-    A doubt is a plain parameter beside layers that hand each other parts of an activation: whether
-    it meets such a part only the module's forward knows.
+    A doubt is a plain parameter beside layers that pass sharded activations to each other: the
+    order of calls is unknown, so whether the parameter is used between them is unknown too.
 
-    Instead of a mesh, the number of ranks will do: no process group is needed, and the module may
-    be on the meta device.
+    `device_mesh` may be a number of ranks: no process group is needed, and the module may be on the
+    meta device.
 
     >>> import torch
     >>> from shardwise.parallel import check_plan
@@ -174,7 +124,7 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
         tuple(name for i, name in names.items() if i not in placed),
         tuple(sizes),
         (*map(str, wrong), *found.unmatched),
-        doubts(module, found.targets, placed),
+        _doubts(module, found.targets, placed),
     )
 
 
@@ -195,3 +145,54 @@ def _bytes(parameter: torch.Tensor, placement: Placement | None, num_ranks: int)
         return [whole] * num_ranks
     size = parameter.shape[placement.dim]
     return [whole // size * length for length in lengths(size, num_ranks, placement.sizes)]
+
+
+def _doubts(
+    module: nn.Module, targets: Sequence[Target], placed: Container[int]
+) -> tuple[str, ...]:
+    """A warning for each plain parameter beside a colwise and a rowwise layer.
+
+    Between such layers each rank has some of the columns. A plain parameter that is used there does
+    not fit them, or gets a gradient of this rank's columns only. A plan does not say in which order
+    a module calls its children, so this only warns. `placed` are the ids of parameters that the
+    plan places.
+    """
+    colwise = _parents(targets, ColwiseParallel)
+    rowwise = _parents(targets, RowwiseParallel)
+    found = []
+    for parent in colwise:
+        if parent not in rowwise:
+            continue
+        prefix = f"{parent}." if parent else ""
+        for name, parameter in module.get_submodule(parent).named_parameters():
+            if id(parameter) not in placed:
+                found.append(
+                    f"{prefix + name!r} is plain and stands beside {colwise[parent]!r} and "
+                    f"{rowwise[parent]!r}, between which each rank has some of the columns. If it "
+                    "is used there, the plan needs an entry for its module, such as "
+                    '"replicated_with_grad_allreduce" for a norm of each head.'
+                )
+    return tuple(found)
+
+
+def _parents(
+    targets: Sequence[Target], style: type[ColwiseParallel | RowwiseParallel]
+) -> dict[str, str]:
+    """The parents of layers of this style with sharded columns, each with one such layer."""
+    found: dict[str, str] = {}
+    for target in filter(fits, targets):
+        if isinstance(target.style, style) and _shards_columns(target):
+            found.setdefault(target.path.rpartition(".")[0], target.path)
+    return found
+
+
+def _shards_columns(target: Target) -> bool:
+    style = target.style
+    layout: Placement | None = None
+    if isinstance(style, ColwiseParallel):
+        layout = style.output_layouts
+    elif isinstance(style, RowwiseParallel):
+        if isinstance(target.module, nn.Embedding):
+            return False
+        layout = style.input_layouts
+    return layout is None or (isinstance(layout, Shard) and layout.dim == -1)

@@ -1,4 +1,4 @@
-"""PrepareModuleInput and PrepareModuleOutput: layouts at the border of a module, no parameters."""
+"""PrepareModuleInput and PrepareModuleOutput: layouts of inputs and outputs, no parameters."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ KwargLayouts = Mapping[str, Placement]
 
 
 class PrepareModuleInput(ParallelStyle):
-    """Bring a module's inputs to `desired_input_layouts` before its forward.
+    """Redistribute a module's inputs to `desired_input_layouts` before its forward.
 
-    One layout for each positional input; None passes an input on as it is. A plain tensor is taken
-    to lie as `input_layouts` says. Keyword inputs are named in `input_kwarg_layouts` and
+    One layout for each positional input; None leaves an input unchanged. A plain tensor has the
+    placement that `input_layouts` gives. Keyword inputs are named in `input_kwarg_layouts` and
     `desired_input_kwarg_layouts`. With `use_local_output`, the module sees plain tensors.
 
     >>> import shardwise, torch
@@ -77,8 +77,7 @@ class PrepareModuleInput(ParallelStyle):
             raise LayoutError(
                 f"{boundary.where} was called with {len(args)} positional inputs, but "
                 f"input_layouts has {len(self.input_layouts)}: {self.input_layouts}. Give one "
-                "layout for each, None for those to leave alone, and input_kwarg_layouts for "
-                "keywords."
+                "layout for each, None for those to leave alone, input_kwarg_layouts for keywords."
             )
         layouts = zip(args, self.input_layouts, self.desired_input_layouts, strict=True)
         return tuple(
@@ -97,10 +96,10 @@ class PrepareModuleInput(ParallelStyle):
 
 
 class PrepareModuleOutput(ParallelStyle):
-    """Bring a module's outputs to `desired_output_layouts` after its forward.
+    """Redistribute a module's outputs to `desired_output_layouts` after its forward.
 
-    One layout for each output; None leaves an output as it is. A plain output is taken to lie as
-    `output_layouts` says. What comes out is a plain tensor unless `use_local_output` is False.
+    One layout for each output; None leaves an output unchanged. A plain output has the placement
+    that `output_layouts` gives. The result is a plain tensor unless `use_local_output` is False.
 
     >>> import shardwise, torch
     >>> from shardwise import Replicate, Shard
@@ -239,7 +238,7 @@ def _moved(
     name: str,
     local: bool,
 ) -> Any:
-    """One tensor at a module's border where it is wanted; a plain one if it is to be `local`."""
+    """One input or output, redistributed to `wanted`; a plain tensor when `local`."""
     if given is None or wanted is None:
         return x
     moved = boundary.enter(x, given, wanted, name)

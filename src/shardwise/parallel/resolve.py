@@ -1,4 +1,4 @@
-"""From a plan to the modules that it changes: everything is checked here, nothing is changed."""
+"""From a plan to the modules that it changes: all checks, no changes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A plan met a module: what it changes, and a message for each entry that changes nothing."""
+    """A plan applied to a module: its targets, and a message for each entry without any."""
 
     targets: tuple[Target, ...]
     unmatched: tuple[str, ...]
@@ -55,7 +55,7 @@ def styles_of(plan: Any) -> dict[str, ParallelStyle]:
 
 
 def readable(plan: Any) -> tuple[Any, list[ShardwiseError]]:
-    """The entries of a plan that say what a style is, and what is wrong with the others."""
+    """The valid entries of a plan as styles, and the errors of the others."""
     if not isinstance(plan, Mapping):
         return plan, []
     kept: dict[str, ParallelStyle] = {}
@@ -92,7 +92,7 @@ def resolve(
 
 
 def _without_repeats(targets: list[Target]) -> list[Target]:
-    """A module that stands at several paths is changed once by one entry."""
+    """A module that has several paths is changed once by one entry."""
     seen: dict[tuple[int, str], Target] = {}
     for target in targets:
         seen.setdefault((id(target.module), target.pattern), target)

@@ -1,4 +1,4 @@
-"""ParallelStyle: one way to make a module parallel; and what every style shares."""
+"""ParallelStyle: one way to make a module parallel; what all styles share."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.parallel.boundary import ModuleBoundary, tensor_axis
 from shardwise.training.contract import note_tensor_axis
 
-#: Where a module keeps what styles have done to it: `{what: name of the style}`.
+#: The attribute of a module with what styles decided: `{what: name of the style}`.
 _DONE = "_parallel_styles"
-#: Where it keeps the hooks of a style that nobody named: ids of those before and after forward.
+#: The attribute with the hooks of an automatic style: ids of pre-forward and forward hooks.
 _AUTOMATIC = "_automatic_hooks"
 
 
@@ -29,7 +29,7 @@ class ParallelStyle(abc.ABC):
 
     `_apply(module, device_mesh)` changes the module in place and returns it: it registers DTensor
     parameters and forward hooks. `parallelize_module` sets two attributes before it calls it:
-    `src_data_rank`, to be passed to `distribute_tensor`, and `path`, where the module stands.
+    `src_data_rank`, to be passed to `distribute_tensor`, and `path`, that of the module.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ParallelStyle, parallelize_module
@@ -55,7 +55,7 @@ class ParallelStyle(abc.ABC):
         """Make the module parallel, in place, and return it."""
 
     def apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        """Check, apply, and note what was decided, so that a second time is an error."""
+        """Check, apply, and record what was decided, so that applying twice is an error."""
         self.check(module)
         if "parameters" in self.decides:
             _withdraw_automatic(module)
@@ -65,12 +65,12 @@ class ParallelStyle(abc.ABC):
         if "parameters" in self.decides:
             axis = tensor_axis(device_mesh)
             note_tensor_axis(applied, grid_of(device_mesh), axis, type(self).__name__)
-        # What a plan names works on the module as it is without it.
+        # Hooks of a style that a plan names run before those of an automatic one.
         _last(module._forward_pre_hooks, module.__dict__.get(_AUTOMATIC, ((), ()))[0])
         return applied
 
     def apply_automatically(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Apply it as one that gives way to a style that a plan names."""
+        """Apply it so that a style that a plan names later replaces it."""
         before, after = tuple(module._forward_pre_hooks), tuple(module._forward_hooks)
         self._apply(module, device_mesh)
         note_tensor_axis(
@@ -92,7 +92,7 @@ class ParallelStyle(abc.ABC):
                 )
 
     def check_distributed(self, module: nn.Module, device_mesh: DeviceMesh) -> None:
-        """Raise where a parameter is distributed already, and otherwise than the style would."""
+        """Raise where a parameter is distributed already, differently from this style."""
         boundary = self.boundary(device_mesh)
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
@@ -101,7 +101,7 @@ class ParallelStyle(abc.ABC):
                 self._tied(name, parameter, boundary.parameter_placements(placement))
 
     def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
-        """Each parameter of the module, by name, and how the tensor axis will hold it."""
+        """The placement over the tensor axis of each parameter, by name."""
         return {}
 
     def __repr__(self) -> str:
@@ -118,7 +118,7 @@ class ParallelStyle(abc.ABC):
         return ModuleBoundary(device_mesh, tensor_axis(device_mesh), self.path)
 
     def place_parameters(self, module: nn.Module, boundary: ModuleBoundary) -> None:
-        """Replace the parameters that the style places by DTensors."""
+        """Replace the parameters that the style places with DTensors."""
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
             parameter = owner._parameters[key]
@@ -155,7 +155,7 @@ class ParallelStyle(abc.ABC):
 
 
 def is_parallel(module: nn.Module) -> bool:
-    """Whether a style has placed the parameters of the module, named by a plan or not."""
+    """Whether a style, of a plan or automatic, has placed the module's parameters."""
     return _AUTOMATIC in module.__dict__ or "parameters" in module.__dict__.get(_DONE, {})
 
 
@@ -202,7 +202,7 @@ def _finish(hook: Hook, _: nn.Module, args: Any, output: Any) -> Any:
 
 
 def first_input(boundary: ModuleBoundary, given: Placement, wanted: Placement) -> Hook:
-    """A hook that brings a module's one input, by position or by keyword, to `wanted`."""
+    """A hook that redistributes a module's one input, positional or keyword, to `wanted`."""
     return functools.partial(_enter_first, boundary, given, wanted)
 
 
@@ -222,7 +222,7 @@ def _enter_first(
 
 
 def only_output(boundary: ModuleBoundary, wanted: Placement, local: bool) -> Hook:
-    """A hook that brings a module's one output to `wanted`."""
+    """A hook that redistributes a module's one output to `wanted`."""
     return functools.partial(_leave_only, boundary, wanted, local)
 
 

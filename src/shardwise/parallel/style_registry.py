@@ -1,4 +1,4 @@
-"""Styles as data: words, as Hugging Face's `tp_plan` uses them, and tables of options."""
+"""Styles as data: words, as in Hugging Face's `tp_plan`, and tables of options."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from shardwise.parallel.styles import (
 )
 from shardwise.plans.files import Entry
 
-#: What each word makes: those of `tp_plan` that mean the same here, and "experts", our own. See
+#: The style of each word: those of `tp_plan` that mean the same here, and "experts", our own. See
 #: `hugging_face` for the others.
 WORDS: dict[str, Callable[[], ParallelStyle]] = {
     "colwise": ColwiseParallel,
@@ -105,7 +105,7 @@ def _with_options(entry: dict[str, Any], pattern: str) -> ParallelStyle:
             )
     try:
         base = {} if name in STYLES else _options(_named(name, pattern)())
-        options = {option: _from_text(option, value) for option, value in entry.items()}
+        options = {option: _decode(option, value) for option, value in entry.items()}
         return made(**(base | options))
     except ShardwiseError as error:
         error.add_note(f"In the plan's entry for {pattern!r}.")
@@ -117,17 +117,17 @@ def _with_options(entry: dict[str, Any], pattern: str) -> ParallelStyle:
 
 
 def entry_of(style: ParallelStyle | Entry, pattern: str) -> Entry:
-    """A style as a plan file holds it: a word where there is one."""
+    """A style as the entry of a plan file: a word where there is one."""
     style = style_of(style, pattern)
     entry = _entry(style, pattern)
     return next((word for word, make in WORDS.items() if _entry(make(), "") == entry), entry)
 
 
-def described(style: ParallelStyle) -> str:
-    """A style as text that is the same in every process."""
+def describe_style(style: ParallelStyle) -> str:
+    """A style as text, equal in every process."""
     try:
         return str(_entry(style, ""))
-    except ArgumentError:  # one of the user's own
+    except ArgumentError:  # a user's class
         return type(style).__name__
 
 
@@ -137,7 +137,7 @@ def _entry(style: ParallelStyle, pattern: str) -> dict[str, Any]:
         raise ArgumentError(
             f"{pattern!r} has the style {name}, which is your own: a file cannot hold it."
         )
-    options = {option: _to_text(value) for option, value in _options(style).items()}
+    options = {option: _encode(value) for option, value in _options(style).items()}
     return {"style": name, **options}
 
 
@@ -152,23 +152,23 @@ def _options(style: ParallelStyle) -> dict[str, Any]:
     }
 
 
-def _to_text(value: Any) -> Any:
+def _encode(value: Any) -> Any:
     if isinstance(value, Placement):
         return encode_placement(value)
     if isinstance(value, tuple):
-        return [_to_text(item) for item in value]
+        return [_encode(item) for item in value]
     if isinstance(value, dict):
-        return {name: _to_text(item) for name, item in value.items()}
+        return {name: _encode(item) for name, item in value.items()}
     return _NOTHING if value is None else value
 
 
-def _from_text(option: str, value: Any) -> Any:
+def _decode(option: str, value: Any) -> Any:
     if not option.endswith("layouts") or isinstance(value, Placement):
         return value
     if isinstance(value, Mapping):
-        return {name: _from_text(option, item) for name, item in value.items()}
+        return {name: _decode(option, item) for name, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return tuple(_from_text(option, item) for item in value)
+        return tuple(_decode(option, item) for item in value)
     if not isinstance(value, str):
         raise ArgumentError(f"{option} takes placements as text, found {value!r}.")
     return None if value == _NOTHING else decode_placement(value)

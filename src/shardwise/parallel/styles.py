@@ -1,4 +1,4 @@
-"""ColwiseParallel and RowwiseParallel: a weight matrix or a table, split along one of its dims."""
+"""Styles of layers: parameters sharded by rows or columns, or whole with sharded activations."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class _MatrixStyle(ParallelStyle):
             )
         super().check(module)
 
-    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
-        """How a plain input lies by default, and where the input has to be."""
+    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
+        """The default placement of a plain input, and the placement that the layer needs."""
         raise NotImplementedError
 
     def _default_output(self) -> Placement:
@@ -69,7 +69,7 @@ class _MatrixStyle(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         boundary = self.boundary(device_mesh)
         self.place_parameters(module, boundary)
-        default, wanted = self._entrance(module)
+        default, wanted = self._input_placements(module)
         given = self.input_layouts or default
         if isinstance(module, nn.Linear):
             given = _sized_features(boundary, given, module.in_features)
@@ -82,17 +82,17 @@ class _MatrixStyle(ParallelStyle):
 
 
 def _sized_features(boundary: ModuleBoundary, given: Placement, num_features: int) -> Placement:
-    """A split of the last dim, uneven where the number of features does not divide."""
+    """A shard of the last dim, with uneven sizes where the number of features does not divide."""
     return boundary.sized(given, num_features) if given == Shard(-1) else given
 
 
 class ColwiseParallel(_MatrixStyle):
-    """Split what a layer puts out: the rows of a Linear's weight, the columns of a table.
+    """Shard the outputs of a layer: the rows of a Linear's weight, the columns of a table.
 
-    The input is whole on every rank, and by default each rank keeps its part of the output's last
-    dim. A plain input lies as `input_layouts` says and is brought to `Replicate()`; the output is
-    brought to `output_layouts` (`Shard(-1)`), and is a plain tensor unless `use_local_output` is
-    False.
+    The input is whole on every rank, and by default the output is sharded along its last dim. A
+    plain input has the placement `input_layouts` and is redistributed to `Replicate()`; the output
+    is redistributed to `output_layouts` (`Shard(-1)`), and is a plain tensor unless
+    `use_local_output` is False.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ColwiseParallel, parallelize_module
@@ -111,7 +111,7 @@ class ColwiseParallel(_MatrixStyle):
             return {"weight": Shard(1)}
         return {"weight": Shard(1 if is_transposed_linear(module) else 0), "bias": Shard(0)}
 
-    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
+    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
         return REPLICATE, REPLICATE
 
     def _default_output(self) -> Placement:
@@ -119,12 +119,12 @@ class ColwiseParallel(_MatrixStyle):
 
 
 class RowwiseParallel(_MatrixStyle):
-    """Split what a layer takes in: the columns of a Linear's weight, the rows of a table.
+    """Shard the inputs of a layer: the columns of a Linear's weight, the rows of a table.
 
     Each rank computes a term of the output, and the terms are added: by an all-reduce to the
-    default `output_layouts` of `Replicate()`, by a reduce-scatter to `Shard(...)`. A plain input is
-    taken to be each rank's part of the last dim (`Shard(-1)`) for a Linear, and whole for an
-    Embedding, unless `input_layouts` says otherwise.
+    default `output_layouts` of `Replicate()`, by a reduce-scatter to `Shard(...)`. By default a
+    plain input is each rank's shard of the last dim (`Shard(-1)`) for a Linear, and whole for an
+    Embedding; `input_layouts` overrides that.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import RowwiseParallel, parallelize_module
@@ -141,7 +141,7 @@ class RowwiseParallel(_MatrixStyle):
             return {"weight": Shard(0)}
         return {"weight": Shard(0 if is_transposed_linear(module) else 1), "bias": REPLICATE}
 
-    def _entrance(self, module: nn.Module) -> tuple[Placement, Placement]:
+    def _input_placements(self, module: nn.Module) -> tuple[Placement, Placement]:
         if isinstance(module, nn.Embedding):
             return REPLICATE, REPLICATE
         return Shard(-1), Shard(-1)
@@ -150,11 +150,8 @@ class RowwiseParallel(_MatrixStyle):
         return REPLICATE
 
 
-# SequenceParallel and ReplicateParallel: whole parameters, activations split or whole.
-
-
 class _WholeParameters(ParallelStyle):
-    """Whole parameters; input and output lie as `activations` says."""
+    """Whole parameters; input and output have the placement `activations`."""
 
     decides = ("parameters", "input", "output")
     activations: Placement
@@ -166,18 +163,18 @@ class _WholeParameters(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         boundary = self.boundary(device_mesh)
         self.place_parameters(module, boundary)
-        lie = self.activations
-        prepend_input_hook(module, first_input(boundary, lie, lie))
-        append_output_hook(module, only_output(boundary, lie, self.use_local_output))
+        placement = self.activations
+        prepend_input_hook(module, first_input(boundary, placement, placement))
+        append_output_hook(module, only_output(boundary, placement, self.use_local_output))
         return module
 
 
 class SequenceParallel(_WholeParameters):
-    """Whole parameters, activations split along the sequence: for norms and dropout.
+    """Whole parameters, activations sharded along the sequence: for norms and dropout.
 
-    A plain input is each rank's part of `sequence_dim`; a DTensor is brought there. The output
-    stays a DTensor unless `use_local_output` is True. Gradients of the parameters are Partial until
-    they are used; `shardwise.reduce_gradients` reduces them together.
+    A plain input is each rank's shard along `sequence_dim`; a DTensor is redistributed to it. The
+    output stays a DTensor unless `use_local_output` is True. Gradients of the parameters are
+    Partial until they are used; `shardwise.reduce_gradients` reduces them together.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import SequenceParallel, parallelize_module
@@ -196,10 +193,10 @@ class SequenceParallel(_WholeParameters):
 
 
 class ReplicateParallel(_WholeParameters):
-    """Whole parameters, whole activations: every rank does the same, as a DTensor program.
+    """Whole parameters, whole activations: every rank computes the same.
 
-    For a module whose parameters have to be DTensors because an optimizer or a clip takes all
-    parameters together.
+    For a module whose parameters must be DTensors because an optimizer or gradient clipping takes
+    all parameters together.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import ReplicateParallel, parallelize_module

@@ -1,12 +1,11 @@
-"""Parameters that several modules share stay shared.
+"""Tied parameters: what several modules share stays shared.
 
 Note [Tied modules]
-A plan may name only one of the modules that share a parameter. The others then hold the DTensor
-too: also those outside of the module that is parallelized, and those that only hold it. One that
-uses it gets the style that places it alike, with whole inputs and outputs, so that to the code
-around it nothing changes; its other parameters are placed as well, and may be shared in turn. All
-that is decided before anything is changed. A style that a later call names takes the place of such
-an automatic one.
+A plan may name only one of the modules that share a parameter. All others get the DTensor too,
+also those outside of the module that is parallelized. A module that uses it gets the style with the
+same placement and with whole inputs and outputs, so that nothing changes for the code around it;
+its other parameters are placed as well, and may be tied in turn. All that is decided before
+anything is changed. A style that a later call names replaces such an automatic one.
 """
 
 from __future__ import annotations
@@ -33,20 +32,227 @@ from shardwise.parallel.resolve import Target, fits
 from shardwise.parallel.style import ParallelStyle, is_parallel, owner_of
 from shardwise.parallel.styles import ColwiseParallel, ReplicateParallel, RowwiseParallel
 
-# Whether a module reads one of its attributes in its own code, or only holds it.
-#
-# Read from the names in the bytecode of `forward` and of the methods that it names. What cannot
-# be read counts as use. A function outside the class that is handed the module is not followed.
+
+@dataclass(frozen=True, slots=True)
+class Owner:
+    """A module that holds a parameter under a name."""
+
+    path: str
+    module: nn.Module
+    name: str
+
+    @property
+    def full_name(self) -> str:
+        return f"{self.path}.{self.name}" if self.path else self.name
+
+    @property
+    def parameter(self) -> nn.Parameter | None:
+        return self.module._parameters[self.name]
+
+
+def tied_owners(root: nn.Module) -> list[list[Owner]]:
+    """The owners of each tied parameter, in `root` and in modules that share parameters with it."""
+    owners: dict[int, list[Owner]] = {}
+    for path, module in root.named_modules():
+        _add_owner(owners, path, module)
+    if any(map(_is_held_elsewhere, owners.values())):
+        known = {id(module._parameters) for module in root.modules()}
+        others = {id(m._parameters): m for m in _live_modules() if id(m._parameters) not in known}
+        while True:
+            shares = [
+                (i, m)
+                for i, m in others.items()
+                if any(id(p) in owners for p in _parameters(m).values())
+            ]
+            if not shares:
+                break
+            # In the same order on every rank, independent of when modules were made.
+            for i, module in sorted(shares, key=lambda each: _signature(each[1])):
+                _add_owner(owners, f"<a {type(module).__name__} outside>", module)
+                del others[i]
+    return [group for group in owners.values() if len(group) > 1]
+
+
+def _signature(module: nn.Module) -> str:
+    shapes = [(name, tuple(p.shape)) for name, p in _parameters(module).items()]
+    return f"{type(module).__qualname__} {shapes}"
+
+
+def _parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in module._parameters.items() if p is not None}
+
+
+def _add_owner(owners: dict[int, list[Owner]], path: str, module: nn.Module) -> None:
+    for name, parameter in _parameters(module).items():
+        owners.setdefault(id(parameter), []).append(Owner(path, module, name))
+
+
+def _is_held_elsewhere(group: list[Owner]) -> bool:
+    """Whether something besides the owners refers to a parameter; most often nothing does."""
+    control = {"like": torch.empty(0)}
+    alone = sys.getrefcount(control["like"])
+    return sys.getrefcount(group[0].module._parameters[group[0].name]) - alone >= len(group)
+
+
+def _live_modules() -> Iterator[nn.Module]:
+    kinds: set[type] = set()
+    pending: list[type] = [nn.Module]
+    while pending:
+        kind = pending.pop()
+        if kind not in kinds:
+            kinds.add(kind)
+            pending += type.__subclasses__(kind)
+    for value in gc.get_objects():
+        if type(value) in kinds and "_parameters" in value.__dict__:
+            yield value
+
+
+def tie_again(groups: Iterable[list[Owner]]) -> None:
+    """Give all owners the DTensor that replaced the parameter of one of them."""
+    for group in groups:
+        held = [owner.parameter for owner in group]
+        made = next((p for p in held if isinstance(p, DTensor)), None)
+        if made is not None:
+            for owner in group:
+                owner.module._parameters[owner.name] = made
+
+
+@dataclass(frozen=True, slots=True)
+class _TiedPlacement:
+    """The placement of a parameter, and the name under which the plan gives it."""
+
+    name: str
+    placement: Placement
+
+
+def counterparts(groups: Sequence[list[Owner]], targets: Iterable[Target]) -> list[Target]:
+    """Targets for the other modules that share parameters with `targets`.
+
+    Raises where a parameter cannot stay tied; nothing is changed.
+    """
+    placed: dict[int, _TiedPlacement] = {}
+    covered: set[int] = set()
+    for target in filter(fits, targets):
+        _note(placed, target)
+        if "parameters" in target.style.decides:
+            covered.update(map(id, target.module.modules()))
+    return _spread(groups, placed, covered)
+
+
+def distributed_since(
+    groups: Sequence[list[Owner]], before: set[int], targets: Iterable[Target], mesh: DeviceMesh
+) -> list[Target]:
+    """The same for parameters that styles distributed undeclared: DTensors not in `before`."""
+    placed: dict[int, _TiedPlacement] = {}
+    covered: set[int] = set()
+    for target in targets:
+        if "parameters" in target.style.decides or not target.style.decides:
+            covered.update(map(id, target.module.modules()))
+    for group in groups:
+        parameter = group[0].parameter
+        if not isinstance(parameter, DTensor) or id(parameter) in before:
+            continue
+        if parameter._layout.grid is grid_of(mesh):
+            where = parameter.placements[tensor_axis(mesh)]
+            placed[id(parameter)] = _TiedPlacement(group[0].full_name, where)
+    return _spread(groups, placed, covered)
+
+
+def _spread(
+    groups: Sequence[list[Owner]], placed: dict[int, _TiedPlacement], covered: set[int]
+) -> list[Target]:
+    added: list[Target] = []
+    seen: set[tuple[int, str]] = set()
+    while True:
+        open_owners = [
+            owner
+            for group in groups
+            if id(group[0].parameter) in placed
+            for owner in group
+            if id(owner.module) not in covered and (id(owner.module), owner.name) not in seen
+        ]
+        if not open_owners:
+            return added
+        owner = open_owners[0]
+        seen.add((id(owner.module), owner.name))
+        if is_parallel(owner.module) or not may_read(owner.module, owner.name):
+            continue
+        target = _counterpart(owner, placed)
+        covered.add(id(owner.module))
+        added.append(target)
+        _note(placed, target)
+
+
+def _note(placed: dict[int, _TiedPlacement], target: Target) -> None:
+    for name, placement in target.style.parameter_placements(target.module).items():
+        module, key = owner_of(target.module, name)
+        parameter = module._parameters.get(key)
+        if parameter is None:
+            continue
+        full = f"{target.path}.{name}" if target.path else name
+        first = placed.setdefault(id(parameter), _TiedPlacement(full, placement))
+        if first.placement != placement:
+            raise LayoutError(
+                f"{first.name!r} and {full!r} are one parameter, and would be placed as "
+                f"{first.placement} and as {placement}. Name both modules in the plan, with styles "
+                "that place it alike, such as a rowwise embedding and a colwise head."
+            )
+
+
+def _counterpart(owner: Owner, placed: dict[int, _TiedPlacement]) -> Target:
+    """A target for a module that uses a tied parameter, with whole inputs and outputs."""
+    module = owner.module
+    needed = {
+        name: placed[id(parameter)].placement
+        for name, parameter in _parameters(module).items()
+        if id(parameter) in placed
+    }
+    for style in _whole_outside(module):
+        style.path = owner.path
+        places = style.parameter_placements(module)
+        if all(places.get(name) == placement for name, placement in needed.items()) and _fit(
+            style, module
+        ):
+            return Target(owner.path, owner.path, module, style)
+    place = placed[id(owner.parameter)]
+    raise UnsupportedError(
+        f"{owner.full_name!r} and {place.name!r} are one parameter, which the plan places as "
+        f"{place.placement}; but {type(module).__name__} uses it as a plain tensor in its own "
+        "code, and no style for it is known. Name that module in the plan, with a ParallelStyle "
+        "of your own; or give it a parameter of its own; or leave the other one out of the plan."
+    )
+
+
+def _whole_outside(module: nn.Module) -> list[ParallelStyle]:
+    if next(module.children(), None) is not None:
+        return []
+    return [
+        ReplicateParallel(),
+        ColwiseParallel(output_layouts=REPLICATE),
+        RowwiseParallel(input_layouts=REPLICATE),
+    ]
+
+
+def _fit(style: ParallelStyle, module: nn.Module) -> bool:
+    try:
+        style.check(module)
+    except ShardwiseError:
+        return False
+    return True
 
 
 def may_read(module: nn.Module, name: str) -> bool:
-    """Whether `module(...)` may read `module.<name>` itself."""
+    """Whether the module's own code may read `module.<name>`, rather than only hold it.
+
+    Looks for the name in the bytecode of `forward` and of the methods that it names. Code that
+    cannot be inspected counts as use. Functions outside the class are not followed.
+    """
     own = [kind for kind in type(module).__mro__ if kind not in nn.Module.__mro__]
     pending: list[Any] = [module.__dict__.get("forward")]
     pending += [kind.__dict__.get("forward") for kind in own]
     pending = [function for function in pending if function is not None]
     if not pending:
-        return True  # others work with what it holds
+        return True  # others use its parameters
     seen: set[str] = {"forward"}
     while pending:
         code = _code(pending.pop())
@@ -83,209 +289,3 @@ def _names(code: types.CodeType) -> Iterator[str]:
             yield constant
         elif isinstance(constant, types.CodeType):
             yield from _names(constant)
-
-
-@dataclass(frozen=True, slots=True)
-class Owner:
-    """A module that holds a parameter under a name."""
-
-    path: str
-    module: nn.Module
-    name: str
-
-    @property
-    def full_name(self) -> str:
-        return f"{self.path}.{self.name}" if self.path else self.name
-
-    @property
-    def parameter(self) -> nn.Parameter | None:
-        return self.module._parameters[self.name]
-
-
-def tied_owners(root: nn.Module) -> list[list[Owner]]:
-    """The owners of each parameter that has several, of `root` or of what shares with it."""
-    owners: dict[int, list[Owner]] = {}
-    for path, module in root.named_modules():
-        _add_owner(owners, path, module)
-    if any(map(_is_held_elsewhere, owners.values())):
-        known = {id(module._parameters) for module in root.modules()}
-        others = {id(m._parameters): m for m in _live_modules() if id(m._parameters) not in known}
-        while True:
-            shares = [
-                (i, m) for i, m in others.items() if any(id(p) in owners for p in _held(m).values())
-            ]
-            if not shares:
-                break
-            # In the same order on every rank, whatever was made first.
-            for i, module in sorted(shares, key=lambda each: _look(each[1])):
-                _add_owner(owners, f"<a {type(module).__name__} outside>", module)
-                del others[i]
-    return [group for group in owners.values() if len(group) > 1]
-
-
-def _look(module: nn.Module) -> str:
-    shapes = [(name, tuple(p.shape)) for name, p in _held(module).items()]
-    return f"{type(module).__qualname__} {shapes}"
-
-
-def _held(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: p for name, p in module._parameters.items() if p is not None}
-
-
-def _add_owner(owners: dict[int, list[Owner]], path: str, module: nn.Module) -> None:
-    for name, parameter in _held(module).items():
-        owners.setdefault(id(parameter), []).append(Owner(path, module, name))
-
-
-def _is_held_elsewhere(group: list[Owner]) -> bool:
-    """Whether more than the owners refer to a parameter; most often nothing does."""
-    control = {"like": torch.empty(0)}
-    alone = sys.getrefcount(control["like"])
-    return sys.getrefcount(group[0].module._parameters[group[0].name]) - alone >= len(group)
-
-
-def _live_modules() -> Iterator[nn.Module]:
-    kinds: set[type] = set()
-    pending: list[type] = [nn.Module]
-    while pending:
-        kind = pending.pop()
-        if kind not in kinds:
-            kinds.add(kind)
-            pending += type.__subclasses__(kind)
-    for value in gc.get_objects():
-        if type(value) in kinds and "_parameters" in value.__dict__:
-            yield value
-
-
-def tie_again(groups: Iterable[list[Owner]]) -> None:
-    """Give all owners the DTensor that replaced the parameter of one of them."""
-    for group in groups:
-        held = [owner.parameter for owner in group]
-        made = next((p for p in held if isinstance(p, DTensor)), None)
-        if made is not None:
-            for owner in group:
-                owner.module._parameters[owner.name] = made
-
-
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a plan puts a parameter, and under which name it said so."""
-
-    name: str
-    placement: Placement
-
-
-def counterparts(groups: Sequence[list[Owner]], targets: Iterable[Target]) -> list[Target]:
-    """What has to be done to modules because they share parameters that `targets` place.
-
-    Raises where a parameter cannot stay shared; nothing is changed.
-    """
-    placed: dict[int, _Place] = {}
-    covered: set[int] = set()
-    for target in filter(fits, targets):
-        _note(placed, target)
-        if "parameters" in target.style.decides:
-            covered.update(map(id, target.module.modules()))
-    return _spread(groups, placed, covered)
-
-
-def distributed_since(
-    groups: Sequence[list[Owner]], before: set[int], targets: Iterable[Target], mesh: DeviceMesh
-) -> list[Target]:
-    """The same for what styles distributed without saying so: DTensors that were not `before`."""
-    placed: dict[int, _Place] = {}
-    covered: set[int] = set()
-    for target in targets:
-        if "parameters" in target.style.decides or not target.style.decides:
-            covered.update(map(id, target.module.modules()))
-    for group in groups:
-        parameter = group[0].parameter
-        if not isinstance(parameter, DTensor) or id(parameter) in before:
-            continue
-        if parameter._layout.grid is grid_of(mesh):
-            where = parameter.placements[tensor_axis(mesh)]
-            placed[id(parameter)] = _Place(group[0].full_name, where)
-    return _spread(groups, placed, covered)
-
-
-def _spread(
-    groups: Sequence[list[Owner]], placed: dict[int, _Place], covered: set[int]
-) -> list[Target]:
-    added: list[Target] = []
-    looked_at: set[tuple[int, str]] = set()
-    while True:
-        open_owners = [
-            owner
-            for group in groups
-            if id(group[0].parameter) in placed
-            for owner in group
-            if id(owner.module) not in covered and (id(owner.module), owner.name) not in looked_at
-        ]
-        if not open_owners:
-            return added
-        owner = open_owners[0]
-        looked_at.add((id(owner.module), owner.name))
-        if is_parallel(owner.module) or not may_read(owner.module, owner.name):
-            continue
-        target = _counterpart(owner, placed)
-        covered.add(id(owner.module))
-        added.append(target)
-        _note(placed, target)
-
-
-def _note(placed: dict[int, _Place], target: Target) -> None:
-    for name, placement in target.style.parameter_placements(target.module).items():
-        module, key = owner_of(target.module, name)
-        parameter = module._parameters.get(key)
-        if parameter is None:
-            continue
-        full = f"{target.path}.{name}" if target.path else name
-        first = placed.setdefault(id(parameter), _Place(full, placement))
-        if first.placement != placement:
-            raise LayoutError(
-                f"{first.name!r} and {full!r} are one parameter, and would be placed as "
-                f"{first.placement} and as {placement}. Name both modules in the plan, with styles "
-                "that place it alike, such as a rowwise embedding and a colwise head."
-            )
-
-
-def _counterpart(owner: Owner, placed: dict[int, _Place]) -> Target:
-    """What makes a module that uses a shared parameter parallel, whole from the outside."""
-    module = owner.module
-    needed = {
-        name: placed[id(parameter)].placement
-        for name, parameter in _held(module).items()
-        if id(parameter) in placed
-    }
-    for style in _whole_outside(module):
-        style.path = owner.path
-        lies = style.parameter_placements(module)
-        if all(lies.get(name) == placement for name, placement in needed.items()) and _fit(
-            style, module
-        ):
-            return Target(owner.path, owner.path, module, style)
-    place = placed[id(owner.parameter)]
-    raise UnsupportedError(
-        f"{owner.full_name!r} and {place.name!r} are one parameter, which the plan places as "
-        f"{place.placement}; but {type(module).__name__} uses it as a plain tensor in its own "
-        "code, and no style for it is known. Name that module in the plan, with a ParallelStyle "
-        "of your own; or give it a parameter of its own; or leave the other one out of the plan."
-    )
-
-
-def _whole_outside(module: nn.Module) -> list[ParallelStyle]:
-    if next(module.children(), None) is not None:
-        return []
-    return [
-        ReplicateParallel(),
-        ColwiseParallel(output_layouts=REPLICATE),
-        RowwiseParallel(input_layouts=REPLICATE),
-    ]
-
-
-def _fit(style: ParallelStyle, module: nn.Module) -> bool:
-    try:
-        style.check(module)
-    except ShardwiseError:
-        return False
-    return True

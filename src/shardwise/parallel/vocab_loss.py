@@ -1,4 +1,4 @@
-"""Cross entropy where each rank holds some of the classes: what one rank computes.
+"""Cross entropy over sharded classes: local computation, and layouts of targets and weights.
 
 Note [Cross entropy by classes]
 Every form of cross entropy is, for one token with logits x over classes c,
@@ -11,7 +11,7 @@ probabilities of a soft target. With the maximum m subtracted, a rank adds its c
     S = sum exp(x_c - m)      A = sum a_c      B = sum a_c * (x_c - m)
 
 and the loss is A log S - B. So the ranks exchange one maximum and a few sums for each token,
-never a logit. The gradient for x_c is A softmax(x)_c - a_c, which each rank has at hand.
+never a logit. The gradient for x_c is A softmax(x)_c - a_c, which each rank computes locally.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Terms:
 
     @property
     def rows(self) -> tuple[str, ...]:
-        """The sums that are exchanged; the others are known. W is the weight of the target."""
+        """The sums that are exchanged; the others are constant. W is the weight of the target."""
         if self.soft:
             return ("S", "B", "A")
         if not self.weighted:
@@ -51,7 +51,7 @@ class Terms:
 
 
 def accurate(x: torch.Tensor) -> torch.Tensor:
-    """Sums over classes are not made in half precision."""
+    """At least single precision, for sums over classes."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
@@ -86,10 +86,10 @@ def local_sums(
         found["B"] = torch.where(owned, of_target * chosen, 0.0)
         if terms.smoothing:
             each = shifted if weight is None else shifted * along(weight, dim, x.dim())
-            share = terms.smoothing / terms.num_classes
-            found["B"] = (1 - terms.smoothing) * found["B"] + share * each.sum(dim)
+            rest = terms.smoothing / terms.num_classes
+            found["B"] = (1 - terms.smoothing) * found["B"] + rest * each.sum(dim)
             if weight is not None:
-                found["A"] = (1 - terms.smoothing) * of_target + share * weight.sum()
+                found["A"] = (1 - terms.smoothing) * of_target + rest * weight.sum()
     return torch.stack([found[row] for row in terms.rows])
 
 
@@ -116,8 +116,8 @@ def local_gradient(
         of_target = target_weight(index, owned, weight, result).unsqueeze(dim)
         result.scatter_add_(dim, index.unsqueeze(dim), -(1 - terms.smoothing) * of_target * grad)
     if terms.smoothing:
-        share = grad * (terms.smoothing / terms.num_classes)
-        result.sub_(share if weight is None else share * along(weight, dim, x.dim()))
+        rest = grad * (terms.smoothing / terms.num_classes)
+        result.sub_(rest if weight is None else rest * along(weight, dim, x.dim()))
     return result.to(x.dtype)
 
 
@@ -138,8 +138,8 @@ def local_coefficients(
         of_target = (1 - terms.smoothing) * target_weight(index, owned, weight, found)
         found.scatter_add_(dim, index.unsqueeze(dim), of_target.unsqueeze(dim))
     if terms.smoothing:
-        share = terms.smoothing / terms.num_classes
-        found.add_(share if weight is None else share * along(weight, dim, x.dim()))
+        rest = terms.smoothing / terms.num_classes
+        found.add_(rest if weight is None else rest * along(weight, dim, x.dim()))
     return torch.where(terms.kept(target).unsqueeze(dim), found, 0.0)
 
 
@@ -171,11 +171,8 @@ def soft_coefficients(
 
 
 def along(weight: torch.Tensor, dim: int, num_dims: int) -> torch.Tensor:
-    """One number per class, shaped to meet logits of `num_dims` dims."""
+    """One number per class, shaped to broadcast with logits of `num_dims` dims."""
     return weight.view([-1 if d == dim else 1 for d in range(num_dims)])
-
-
-# How targets and class weights have to lie to meet logits that are sharded over their classes.
 
 
 def class_dim(layout: Layout) -> int:
@@ -188,9 +185,9 @@ def class_axes(layout: Layout) -> tuple[int, ...]:
 
 
 def token_layout(layout: Layout) -> Layout:
-    """Where one number per token lies: whole over the axes that shard the classes.
+    """The layout of one number per token: replicated over the axes that shard the classes.
 
-    At least in single precision, until the loss is done.
+    At least in single precision, until the loss is reduced.
     """
     dim = class_dim(layout)
     shape = (*layout.shape[:dim], *layout.shape[dim + 1 :])
@@ -235,8 +232,8 @@ def placed_target(target: torch.Tensor, like: Layout) -> DTensor:
         if any(p.is_shard() for p in _batch_placements(like, target)):
             raise MixedTensorsError(
                 f"The logits' batch is sharded ({like!r}) and the target is a plain tensor. Lay it "
-                "out likewise: distribute_tensor(target, mesh, placements), or DTensor.from_local "
-                "where each rank holds its own part."
+                "out alike: distribute_tensor(target, mesh, placements), or DTensor.from_local "
+                "where each rank holds its shard."
             )
         whole = [REPLICATE] * like.grid.num_axes
         target = DTensor.from_local(target, like.grid.mesh, whole)

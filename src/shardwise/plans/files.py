@@ -23,9 +23,9 @@ from typing import Any
 from shardwise.errors import ArgumentError, LayoutError
 
 FORMAT = "shardwise plan 1"
-#: Ten thousand entries fit well.
+#: Enough for ten thousand entries.
 MAX_PLAN_BYTES = 2 << 20
-#: In a line of TOML; Python's parser takes the square of the parts of a dotted key in time.
+#: In a line of TOML; the time of Python's parser is quadratic in the length of a dotted key.
 MAX_DOTS = 200
 Entry = str | dict[str, Any]
 
@@ -51,7 +51,7 @@ def read_plan_file(
 
 
 def read_content(file: Path) -> Any:
-    """What a TOML or JSON file holds, whatever it is; see `MAX_PLAN_BYTES` and `MAX_DOTS`."""
+    """The content of a TOML or JSON file; see `MAX_PLAN_BYTES` and `MAX_DOTS`."""
     is_toml = _is_toml(file)
     with file.open("rb") as opened:
         raw = opened.read(MAX_PLAN_BYTES + 1)
@@ -73,7 +73,7 @@ def write_plan_file(
     form: str = FORMAT,
     section: str = "modules",
 ) -> None:
-    """Write a plan, whole or not at all."""
+    """Write a plan atomically."""
     file = Path(path)
     if _is_toml(file):
         lines = [f"format = {json.dumps(form)}", "", f"[{section}]"]

@@ -1,4 +1,4 @@
-"""Paths of a plan: the modules and tensors that one names, or what was meant if it names none."""
+"""Paths in plans: the modules and tensors that they name, and suggestions where there are none."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.errors import PathError, PlanError
 
 
 def matching_modules(root: nn.Module, pattern: str) -> list[tuple[str, nn.Module]]:
-    """The modules at the paths that match, part by part; the root for "".
+    """The modules whose path matches, name by name; the root for "".
 
     >>> stack = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.ReLU())
     >>> [path for path, _ in matching_modules(stack, "*.[01]")]
@@ -41,12 +41,12 @@ def all_paths(root: nn.Module, path: str = "") -> Iterator[str]:
 
 
 def nearest(path: str, known: Sequence[str]) -> list[str]:
-    """Up to three paths that look like one that leads nowhere, the most similar first."""
+    """Up to three known paths that are similar to an unknown one, the most similar first."""
     return difflib.get_close_matches(path, known, n=3, cutoff=0.4)
 
 
 def find_tensor(root: nn.Module, path: str) -> tuple[nn.Module, str, torch.Tensor]:
-    """The module, the name in it, and the parameter or buffer that a path leads to."""
+    """The module, the name in it, and the parameter or buffer at a path."""
     module_path, _, name = path.rpartition(".")
     owner = find_module(root, module_path, asked=path)
     tensor: torch.Tensor | None = owner._parameters.get(name)
@@ -58,7 +58,7 @@ def find_tensor(root: nn.Module, path: str) -> tuple[nn.Module, str, torch.Tenso
 
 
 def find_module(root: nn.Module, path: str, asked: str | None = None) -> nn.Module:
-    """The module that a path leads to; the root for ""."""
+    """The module at a path; the root for ""."""
     module: nn.Module | None = root
     for part in path.split(".") if path else ():
         module = module._modules.get(part) if module is not None else None
@@ -67,7 +67,7 @@ def find_module(root: nn.Module, path: str, asked: str | None = None) -> nn.Modu
             known += _tensor_paths(root) if asked is not None else []
             what = "module" if asked is None else "parameter"
             raise PathError(_no_such(what, root, asked or path, known))
-    assert module is not None, "a path that breaks off has raised"
+    assert module is not None, "a path without a module has raised"
     return module
 
 
@@ -82,7 +82,7 @@ def _no_such(what: str, root: nn.Module, path: str, known: Sequence[str]) -> str
 
 
 def check_conflicts(plan: Mapping[str, Any], replaced: Sequence[str]) -> None:
-    """No entry lies inside a module that another entry replaces (`replaced`)."""
+    """Raise where an entry is inside a module that another entry replaces (`replaced`)."""
     for outer in replaced:
         inside = [p for p in plan if p != outer and (not outer or p.startswith(f"{outer}."))]
         if inside:
@@ -94,7 +94,7 @@ def check_conflicts(plan: Mapping[str, Any], replaced: Sequence[str]) -> None:
 
 
 def owners_of(root: nn.Module, tensor: torch.Tensor) -> list[tuple[dict[str, Any], str]]:
-    """Every place in the module that holds the tensor: several where it is shared."""
+    """Every dict and name in the module that holds the tensor: several where it is tied."""
     found: list[tuple[dict[str, Any], str]] = []
     for module in root.modules():
         for held in (module._parameters, module._buffers):

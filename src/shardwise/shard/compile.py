@@ -1,9 +1,9 @@
-"""Own batches in compiled code.
+"""Lookups and linear layers with local batches, in compiled code.
 
 Note [Sharded modules in compiled code]
-How much others bring is not known before they say so. Results are not like that: a lookup has a row
-for each of this rank's ids, a gradient the shape of this rank's block. (A sparse one has a length
-that is known when it runs; nothing in the graph depends on it.) So each lookup or linear layer is
+The sizes of other ranks' batches are data-dependent. Those of the results are not: a lookup has a
+row for each of this rank's ids, a gradient the shape of this rank's shard. (The length of a sparse
+gradient is data-dependent; nothing in the graph depends on it.) So each lookup or linear layer is
 one op of a graph, as in Note [Effect ops]; batches may differ in size between ranks.
 """
 
@@ -24,13 +24,13 @@ from shardwise.shard.tiling import Tiling, make_tiling
 from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 WHAT = "a sharded module"
-#: What can be exported, beside what is compiled.
+#: The advice of errors about export.
 INSTEAD = ", or export a module on DTensors (distribute_module)"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
-    """One call, but for its tensors."""
+class LayerCall:
+    """One lookup or linear layer in a graph, but for its tensors."""
 
     tiling: Tiling
     grad_reduction: str
@@ -39,7 +39,7 @@ class Call:
     autocast_dtype: str | None
 
     def autocast(self) -> Any:
-        """As it was where the call stood."""
+        """The autocast state of the call."""
         kind, dtype = self.tiling.grid.device_type, self.autocast_dtype
         if dtype is None:
             return torch.autocast(kind, enabled=False)
@@ -49,16 +49,18 @@ class Call:
 def declare(
     name: str, eager: Callable[..., torch.Tensor], fake: Callable[..., torch.Tensor]
 ) -> EffectOp:
-    """Let graphs hold `eager(weight=..., **tensors, **options)`.
+    """The op of a graph that runs `eager(weight=..., **tensors, **options)`.
 
-    `fake(call, **inputs)` is an empty tensor like one rank's result; `weight` is what it holds.
+    `fake(call, **inputs)` is an empty tensor like one rank's result; `weight` is its local tensor.
     """
 
-    def run(call: Call, weight: torch.Tensor, **tensors: torch.Tensor) -> list[torch.Tensor]:
+    def run(call: LayerCall, weight: torch.Tensor, **tensors: torch.Tensor) -> list[torch.Tensor]:
         with call.autocast():
             return [eager(weight=weight, **tensors, **call.options)]
 
-    def shapes(call: Call, _: Any, ranks: Sequence[dict[str, Any]]) -> list[list[torch.Tensor]]:
+    def shapes(
+        call: LayerCall, _: Any, ranks: Sequence[dict[str, Any]]
+    ) -> list[list[torch.Tensor]]:
         return [[fake(call, **inputs)] for inputs in ranks]
 
     return EffectOp(name, WHAT, run, shapes, INSTEAD, _decode, enter=_enter, gradient=_gradient)
@@ -70,7 +72,7 @@ def traced(
     options: dict[str, Any],
     **given: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What eager code gives, as one op of a graph."""
+    """The eager function as one op of a graph."""
     tiling = weight._tiling
     call = {
         "spec": encode_spec(tiling.spec),
@@ -95,13 +97,13 @@ def _autocast_dtype(device_type: str) -> str | None:
     return str(torch.get_autocast_dtype(device_type)).removeprefix("torch.")
 
 
-def _decode(call: Any, grid: Grid | None) -> Call:
+def _decode(call: Any, grid: Grid | None) -> LayerCall:
     assert grid is not None, "a tiling has the ranks of a group"
     tiling = make_tiling(decode_spec(call["spec"]), tuple(call["shape"]), grid)
-    return Call(tiling, call["grad_reduction"], call["options"], call["autocast_dtype"])
+    return LayerCall(tiling, call["grad_reduction"], call["options"], call["autocast_dtype"])
 
 
-def _enter(call: Call, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def _enter(call: LayerCall, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     grid = call.tiling.grid
     local = one_tensor(grid, part_per_rank(grid, inputs["weight"]), sized=False)
     weight = ShardedTensor.over(local, call.tiling)
@@ -109,7 +111,7 @@ def _enter(call: Call, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
     return inputs | {"weight": weight}
 
 
-def _gradient(call: Call, weight: Any, *held: torch.Tensor) -> torch.Tensor:
+def _gradient(call: LayerCall, weight: Any, *held: torch.Tensor) -> torch.Tensor:
     layout = call.tiling.layout(weight.dtype)
     if len(held) == 2:
         return make_row_sparse(layout, *held)

@@ -1,10 +1,10 @@
 """Outputs that are laid out in compiled code.
 
 Note [Outputs in compiled code]
-How much the others put out is not known before they say so, and it decides what a rank's block of
-the joint tensor is. So laying out is one op, as in Note [Effect ops], whose result has a size that
-the graph learns when it runs. In a simulated world all ranks' sizes are at hand, and so are those
-of the result. A gradient has the shape of what this rank put out, which is known in both.
+A rank's shard of the joint tensor depends on the sizes of the other ranks' outputs. So laying out
+is one op, as in Note [Effect ops], whose result has a data-dependent size. In a simulated world all
+ranks' sizes are known, and so are those of the result. A gradient has the shape of this rank's
+output, which is known in both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shardwise.errors import ShardwiseError, UnsupportedError
 from shardwise.lookup.exchange import ranks_present
 from shardwise.ops.lookup.embedding_rules import unknown_length
 from shardwise.shard.compile import INSTEAD, WHAT
-from shardwise.shard.outputs import OutputPlan, arranged, joined, shared
+from shardwise.shard.outputs import OutputPlan, in_local_loss, joined, place_output
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
@@ -44,7 +44,7 @@ from shardwise.shard.tiling import device_type_of, home_grid, make_tiling
 from shardwise.shard.unbacked import (
     UnbackedSpec,
     UnbackedTiling,
-    has_one_block,
+    has_one_shard,
     local_of,
     new_extent,
     one_size,
@@ -59,7 +59,7 @@ _library.define("lay_out(Tensor output, str plan) -> Tensor")
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A plan for one output, and who puts it out."""
+    """A plan for one output, and the mesh of its ranks."""
 
     plan: OutputPlan
     grid: Grid | None
@@ -76,7 +76,7 @@ class Output:
 
 
 def output_text(plan: OutputPlan, process_group: Any) -> str:
-    """A plan as an op of a graph can carry it: the same in every process."""
+    """A plan as an argument of an op: the same text in every process."""
     spec, grid = None, None
     if plan.spec is not None:
         spec = encode_spec(plan.spec)
@@ -92,73 +92,73 @@ def _decode(options: Any, grid: Grid | None) -> Output:
 
 
 @functools.lru_cache(maxsize=1024)
-def _read(text: str) -> tuple[Any, Output]:
-    """The options of a plan, and what they say."""
-    read = json.loads(text)
-    grid = None if read["grid"] is None else decode_grid(read["grid"])
-    return read["options"], _decode(read["options"], grid)
+def _decode_text(text: str) -> tuple[Any, Output]:
+    """The options of a plan, encoded and decoded."""
+    content = json.loads(text)
+    grid = None if content["grid"] is None else decode_grid(content["grid"])
+    return content["options"], _decode(content["options"], grid)
 
 
-world_caches.append(_read.cache_clear)
+world_caches.append(_decode_text.cache_clear)
 
 
 # -- while tracing -------------------------------------------------------------------------------
 
 
 def _lay_out(output: torch.Tensor, text: str) -> torch.Tensor:
-    """`lay_out` as a compiler reads it."""
-    options, known = _read(text)
+    """`lay_out` in a traced program."""
+    options, known = _decode_text(text)
     if isinstance(output, DTensor):
         if output._layout.symbolic and not isinstance(output, ShardedTensor):
             return _of_symbolic_size(output, known.plan)
-        return arranged(output, known.plan)
+        return place_output(output, known.plan)
     own = part_per_rank(known.ranks, output)
     if all(type(part) in (torch.Tensor, torch.nn.Parameter) for part in own):
-        return arranged(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
+        return place_output(joined(output, known.ranks, known.plan.grad_reduction), known.plan)
     if known.plan.local:
         _check_one_size(known, [part.shape for part in own])
-    elif not has_one_block(known.spec):
+    elif not has_one_shard(known.spec):
         raise UnsupportedError(
             f"output_plan of {known.plan.where!r} as {known.spec}, in compiled code: what a rank "
             "holds depends on what other ranks put out. Compile without fullgraph=True, or choose "
             "a ChunkShardingSpec that names every rank once."
         )
-    block, extent = _LAID_OUT(known.ranks, options, {"own": output})
-    return block if known.plan.local else _Sharded.apply(block, extent, own[0].shape[1:], known)
+    shard, extent = _LAID_OUT(known.ranks, options, {"own": output})
+    return shard if known.plan.local else _Sharded.apply(shard, extent, own[0].shape[1:], known)
 
 
 def _of_symbolic_size(x: Any, plan: OutputPlan) -> torch.Tensor:
-    """A DTensor without a spec: a spec of its own cannot have symbols for sizes."""
+    """A DTensor of symbolic size: a spec cannot have symbols for sizes."""
     if plan.spec is not None:
         raise UnsupportedError(
             f"output_plan of {plan.where!r}, which puts out a DTensor of changing size, in "
-            "compiled code: the pieces of a spec have fixed sizes. Compile with dynamic=False, or "
+            "compiled code: the boxes of a spec have fixed sizes. Compile with dynamic=False, or "
             "without fullgraph=True."
         )
     (placement,) = x.placements
     ordered = x if placement.is_shard() else x.redistribute(placements=[ShardPlacement(0)])
-    return shared(ordered.to_local(), len(x._layout.grid.ranks), plan)
+    return in_local_loss(ordered.to_local(), len(x._layout.grid.ranks), plan)
 
 
 def _check_one_size(known: Output, own: Sequence[Sequence[Size]]) -> None:
     """The ranks of a simulated world share one graph."""
     if len(own) == len(known.ranks.ranks):
-        first, *others = _block_shapes(known, own)
+        first, *others = _shard_shapes(known, own)
         if any(list(shape) != list(first) for shape in others):
             asked = f"The output of {known.plan.where!r} as local tensors of {known.spec}"
             raise UnsupportedError(one_size(asked))
 
 
 class _Sharded(UntracedFunction):
-    """`apply(block, extent, shape of a row, known)`: a tensor whose tiling is to come."""
+    """`apply(shard, extent, shape of a row, known)`: an unbacked sharded tensor."""
 
     @staticmethod
     def forward(
-        ctx: Any, block: torch.Tensor, extent: torch.Tensor, row: Sequence[Size], known: Output
+        ctx: Any, shard: torch.Tensor, extent: torch.Tensor, row: Sequence[Size], known: Output
     ) -> ShardedTensor:
         grid = known.ranks
         first, *_ = part_per_rank(grid, extent)
-        local = one_tensor(grid, part_per_rank(grid, block.detach()), sized=False)
+        local = one_tensor(grid, part_per_rank(grid, shard.detach()), sized=False)
         tiling = UnbackedTiling(UnbackedSpec(known.spec, grid), (first.shape[0], *row), first)
         ctx.made = over(ShardedTensor, local, tiling, known.plan)
         return ctx.made
@@ -174,9 +174,9 @@ class _Sharded(UntracedFunction):
 
 def _run(known: Output, own: torch.Tensor) -> list[torch.Tensor]:
     joint = joined(own, known.ranks, known.plan.grad_reduction)
-    found: Any = arranged(joint, known.plan)
-    block = found if known.plan.local else found.local_tensor()
-    return [block, new_extent(block, joint.shape[0])]
+    found: Any = place_output(joint, known.plan)
+    shard = found if known.plan.local else found.local_tensor()
+    return [shard, new_extent(shard, joint.shape[0])]
 
 
 def _shapes(
@@ -184,10 +184,10 @@ def _shapes(
 ) -> list[list[torch.Tensor]]:
     like, own = ranks[0]["own"], [rank["own"].shape for rank in ranks]
     if len(own) == len(known.ranks.ranks):
-        num_rows, found = _num_rows(own), _block_shapes(known, own)
+        num_rows, found = _num_rows(own), _shard_shapes(known, own)
     else:
         num_rows = unknown_length(like)
-        found = _block_shapes(known, [(0, *own[0][1:])])
+        found = _shard_shapes(known, [(0, *own[0][1:])])
         if isinstance(known.spec, ChunkShardingSpec):
             cut = known.spec.dim in (0, -len(own[0]))
             found = [(unknown_length(like) if cut else num_rows, *found[0][1:])]
@@ -198,8 +198,8 @@ def _num_rows(shapes: Sequence[Sequence[Size]]) -> Size:
     return sum(shape[0] for shape in shapes if shape)
 
 
-def _block_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
-    """Of the ranks present. What does not fit is found out when the op runs."""
+def _shard_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequence[Size]]:
+    """Of the ranks present. What does not fit raises when the op runs."""
     shape, spec = (_num_rows(own), *own[0][1:]), known.spec
     ranks, ndim = [known.ranks.ranks[place] for place in ranks_present(known.ranks)], len(shape)
     if isinstance(spec, EnumerableShardingSpec):
@@ -208,16 +208,16 @@ def _block_shapes(known: Output, own: Sequence[Sequence[Size]]) -> Sequence[Sequ
     if not -ndim <= spec.dim < ndim:
         return [shape for _ in ranks]
     dim, found = spec.dim % ndim, []
-    pieces = lengths(shape[dim], len(spec.placements), None)
+    sizes = lengths(shape[dim], len(spec.placements), None)
     for rank in ranks:
-        chunks = zip(spec.placements, pieces, strict=True)
+        chunks = zip(spec.placements, sizes, strict=True)
         mine = sum(length for place, length in chunks if place.rank == rank)
         found.append((*shape[:dim], mine, *shape[dim + 1 :]))
     return found
 
 
 def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
-    """A rank's block where the spec lists boxes."""
+    """The shape of a rank's shard where the spec lists boxes."""
     spec: Any = known.plan.spec
     ends = [
         [o + s for o, s in zip(b.shard_offsets, b.shard_sizes, strict=True)] for b in spec.shards
@@ -226,7 +226,7 @@ def _enumerated(known: Output, rank: int) -> Sequence[int] | None:
         tiling = make_tiling(spec, tuple(map(max, zip(*ends, strict=True))), known.ranks)
     except ShardwiseError:
         return None
-    return None if tiling.blocks is None else tiling.block_shape(rank)
+    return None if tiling.split is None else tiling.shard_shape(rank)
 
 
 _LAID_OUT = EffectOp("lay_out", WHAT, _run, _shapes, INSTEAD, _decode)

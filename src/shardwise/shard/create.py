@@ -1,4 +1,4 @@
-"""Making sharded tensors: from a whole tensor, from pieces, and new ones."""
+"""Making sharded tensors: from a whole tensor, from local shards, and new ones."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.shard.tiling import (
     Tiling,
     check_ranks,
-    cut_whole,
     device_type_of,
     group_ranks,
     home_grid,
     make_tiling,
+    shard_whole,
 )
 from shardwise.simulation.ranks import each_rank, localize
 
@@ -42,10 +42,10 @@ def shard_tensor(
     *,
     grad_reduction: str = "mean",
 ) -> ShardedTensor:
-    """The tensor of rank `src_rank` of the group, in pieces, as a new leaf.
+    """The tensor of rank `src_rank` of the group, sharded, as a new leaf.
 
-    With `src_rank=None` each rank takes its pieces of its own values and nothing is sent. Of a
-    tensor on the meta device new memory is made, without values.
+    With `src_rank=None` each rank takes its shards of its own values and nothing is sent. For a
+    tensor on the meta device, uninitialised memory is allocated.
 
     >>> import shardwise
     >>> from shardwise.shard import ChunkShardingSpec, shard_tensor
@@ -68,7 +68,7 @@ def shard_tensor(
 
 
 def describe_tensor(name: str, tensor: Any, spec: Any) -> str:
-    """One line that is the same on all ranks exactly when they shard the same."""
+    """One line that is equal on all ranks exactly when they do the same."""
     shape = tuple(getattr(tensor, "shape", ()))
     return f"{name}: {shape} {getattr(tensor, 'dtype', type(tensor))} by {spec}"
 
@@ -83,7 +83,7 @@ def check_grad_reduction(asked: str) -> None:
 def check_shardable(
     tensor: Any, name: str, spec: Any, src_rank: int | None, process_group: Any
 ) -> None:
-    """Everything that could be wrong, before anything is sent."""
+    """Raise for anything wrong, before anything is sent."""
     if not isinstance(tensor, torch.Tensor):
         raise ArgumentError(f"A tensor is sharded; {name} is a {type(tensor).__name__}.")
     if isinstance(tensor, DTensor):
@@ -111,25 +111,25 @@ def place_tensor(
     process_group: Any,
     grad_reduction: str,
 ) -> ShardedTensor:
-    """The sharded tensor; everything has been checked, on all ranks."""
+    """The sharded tensor; all ranks have checked the arguments."""
     shape = tuple(tensor.shape)
     grid = home_grid(process_group, device_type_of(spec))
     tiling = make_tiling(spec, shape, grid)
     if tensor.is_meta:
-        held = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
+        local = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
     else:
         whole = localize(grid, tensor.detach().to(grid.device_type))
         if src_rank is not None:
             with because("shard_tensor", implicit=False):
                 whole = collectives.broadcast(whole, src_rank, grid, 0)
-        held = cut_whole(whole, tiling)
-    made = ShardedTensor.over(held, tiling)
+        local = shard_whole(whole, tiling)
+    made = ShardedTensor.over(local, tiling)
     made.grad_reduction = grad_reduction
     made.requires_grad_(tensor.requires_grad)
     return made
 
 
-# -- from pieces -------------------------------------------------------------------------------
+# -- from local shards -------------------------------------------------------------------------
 
 
 def init_from_local_shards(
@@ -138,16 +138,16 @@ def init_from_local_shards(
     process_group: Any = None,
     init_rrefs: bool = False,
 ) -> ShardedTensor:
-    """The tensor of which the ranks bring these pieces; a simulated world brings those of all.
+    """The tensor of these local shards; in a simulated world, of the shards of all ranks.
 
     >>> import shardwise
     >>> from shardwise.shard import Shard, init_from_local_shards
     >>> with shardwise.simulate(2):
-    ...     pieces = [
+    ...     shards = [
     ...         Shard.from_tensor_and_offsets(torch.full((2,), rank), [2 * rank], rank)
     ...         for rank in range(2)
     ...     ]
-    ...     init_from_local_shards(pieces, 4).full_tensor().agreed()
+    ...     init_from_local_shards(shards, 4).full_tensor().agreed()
     tensor([0, 0, 1, 1])
     """
     check_torch_options("init_from_local_shards", init_rrefs=init_rrefs)
@@ -163,7 +163,7 @@ def init_from_local_shards(
     kinds = {(tuple(e["shape"]), e["dtype"]) for e in everyones if e["dtype"]}
     sizes = {tuple(e["shape"]) for e in everyones}
     if len(kinds) != 1 or len(sizes) != 1:
-        raise LayoutError(f"{what}: the ranks bring pieces of different tensors: {sorted(kinds)}.")
+        raise LayoutError(f"{what}: the ranks have shards of different tensors: {sorted(kinds)}.")
     boxes = [ShardMetadata(*box) for every in everyones for box in every["boxes"]]
     spec = simplest_spec(boxes, shape)
     tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
@@ -172,31 +172,31 @@ def init_from_local_shards(
     def hold(place: Any) -> torch.Tensor:
         rank = tiling.grid.ranks[place[0]]
         mine = {s.metadata: s.tensor for s in shards if s.metadata.rank == rank}
-        held = tiling.held(rank, dtype, tiling.device(rank))
-        for box, piece in zip(tiling.on_rank(rank), tiling.pieces(rank, held), strict=True):
-            piece.copy_(mine[box].detach())
-        return held
+        local = tiling.empty_local(rank, dtype, tiling.device(rank))
+        for box, view in zip(tiling.on_rank(rank), tiling.box_views(rank, local), strict=True):
+            view.copy_(mine[box].detach())
+        return local
 
     return ShardedTensor.over(each_rank(tiling.grid, hold), tiling)
 
 
 def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Grid) -> str:
-    """What a rank brings, or what is wrong with it, as JSON."""
+    """The metadata of a rank's shards, or what is wrong with them, as JSON."""
     fault, dtypes, boxes = "", set(), []
     for shard in shards:
         if not isinstance(shard, Shard):
-            fault = f"a piece is a shardwise.shard.Shard, found {type(shard).__name__}"
+            fault = f"a local shard is a shardwise.shard.Shard, found {type(shard).__name__}"
             continue
         at = shard.metadata
         if at.rank not in grid.ranks or at.rank not in grid.world.present:
-            fault = f"a piece is on {at.placement}, which is not this rank"
+            fault = f"a shard is on {at.placement}, which is not this rank"
         if len(at.shard_sizes) != len(shape):
-            fault = f"a piece has shape {at.shard_sizes}, the tensor {shape}"
+            fault = f"a shard has shape {at.shard_sizes}, the tensor {shape}"
         dtypes.add(str(shard.tensor.dtype).removeprefix("torch."))
         if at.rank == rank:
             boxes.append([at.shard_offsets, at.shard_sizes, str(at.placement)])
     if len(dtypes) > 1:
-        fault = f"pieces have one dtype, found {sorted(dtypes)}"
+        fault = f"shards have one dtype, found {sorted(dtypes)}"
     dtype = min(dtypes, default="")
     return json.dumps({"fault": fault, "shape": shape, "dtype": dtype, "boxes": boxes})
 
@@ -336,7 +336,7 @@ def check_torch_options(
     }
     if refused := [name for name, differs in asked.items() if differs]:
         raise ArgumentError(
-            f"{what}({', '.join(refused)}): the pieces of a ShardedTensor are contiguous, strided, "
+            f"{what}({', '.join(refused)}): the shards of a ShardedTensor are contiguous, strided, "
             "not pinned and not reached through RPC; leave these options out."
         )
 
@@ -349,7 +349,7 @@ def _new(
     tiling: Tiling, place: Any, make: Callable[..., Any], values: Any, dtype: torch.dtype
 ) -> torch.Tensor:
     rank = tiling.grid.ranks[place[0]]
-    shape = tiling.held(rank, dtype, torch.device("meta")).shape
+    shape = tiling.empty_local(rank, dtype, torch.device("meta")).shape
     return make(shape, *values, dtype=dtype, device=tiling.device(rank))
 
 
@@ -368,8 +368,8 @@ def _create(
         dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
     shape = _shape(size)
     tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
-    held = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
-    made = ShardedTensor.over(held, tiling)
+    local = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
+    made = ShardedTensor.over(local, tiling)
     made.requires_grad_(requires_grad)
     return made
 

@@ -1,4 +1,4 @@
-"""Ops on sharded tensors, below autograd: the op on the DTensors that they are held as."""
+"""Ops on sharded tensors, below autograd: run on the DTensors that store them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardwise.dtensor import snapshots
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.shard import unbacked
-from shardwise.shard.moves import move_pieces
-from shardwise.shard.tiling import cut_whole
+from shardwise.shard.moves import move_boxes
+from shardwise.shard.tiling import shard_whole
 from shardwise.shard.unbacked import is_elementwise
 from shardwise.simulation.ranks import one_for_all
 
@@ -38,7 +38,7 @@ def dispatch(
     if _draws(func, first):
         return _draw(func, first, args, kwargs)
     if any(isinstance(x, kind) and not x._tiling.natural for x in leaves):
-        if any(map(unbacked.has_tiling_to_come, leaves)):
+        if any(map(unbacked.is_unbacked, leaves)):
             return unbacked.dispatch(kind, func, args, kwargs)
         leaves = [_cut_like(first, leaf) for leaf in leaves]
         _check_any_order(func, first, leaves)
@@ -54,7 +54,7 @@ def dispatch(
     return tree_unflatten([_rewrapped(r, first, plain) for r in results], shape)
 
 
-#: Reductions to one value, when they are given no dims.
+#: Ops that reduce to one value when they get no dims.
 _OVER_ALL = {
     aten.all.default,
     aten.any.default,
@@ -67,18 +67,18 @@ _OVER_ALL = {
 
 
 def _cut_like(first: ShardedTensor, x: Any) -> Any:
-    """A DTensor that every rank has whole, such as the gradient of a sum, in the first's pieces."""
+    """A replicated DTensor, such as the gradient of a sum, sharded like `first`."""
     if (
         type(x) is DTensor
         and x.shape == first.shape
         and all(p.is_replicate() for p in x.placements)
     ):
-        return type(first).over(cut_whole(x._local, first._tiling), first._tiling)
+        return type(first).over(shard_whole(x._local, first._tiling), first._tiling)
     return x
 
 
 def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> None:
-    """Only what does not care where in the tensor a value belongs."""
+    """Raise unless the op is independent of where in the tensor a value belongs."""
     tensors = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim()]
     alike = all(isinstance(x, type(first)) and x._tiling is first._tiling for x in tensors)
     over_all = op in _OVER_ALL and not any(isinstance(x, (list, tuple)) for x in leaves)
@@ -88,14 +88,14 @@ def _check_any_order(op: Any, first: ShardedTensor, leaves: Sequence[Any]) -> No
             for x in tensors
         )
         raise UnsupportedError(
-            f"{op} on {specs}: pieces that are not one block per rank, in the order of ranks, "
+            f"{op} on {specs}: shards that are not one per rank, in the order of ranks, "
             "allow only elementwise ops among tensors of one spec, and reductions of all values. "
             "Use reshard(spec) first."
         )
 
 
 def _rewrapped(result: Any, first: ShardedTensor, plain: dict[int, ShardedTensor]) -> Any:
-    """A result that lies as the first operand does has its spec; others are DTensors."""
+    """A result that is laid out like the first operand gets its spec; others are DTensors."""
     if type(result) is not DTensor:
         return result
     if id(result) in plain:
@@ -113,18 +113,18 @@ def _rewrapped(result: Any, first: ShardedTensor, plain: dict[int, ShardedTensor
 
 
 def _held_like(target: ShardedTensor, source: Any, kind: type[ShardedTensor]) -> Any:
-    """What `target.copy_(source)` copies: the source as the target lies, where that is known."""
+    """The source of `target.copy_(source)`, laid out like the target where that is possible."""
     tiling = target._tiling
     if isinstance(source, kind):
         if source._tiling is tiling or source._tiling.grid is not tiling.grid:
             return source
         if source._tiling.shape != tiling.shape:
             return source
-        held = move_pieces(source._local, source._tiling, tiling, "copy_")
-        return type(target).over(held, tiling)
+        local = move_boxes(source._local, source._tiling, tiling, "copy_")
+        return type(target).over(local, tiling)
     if isinstance(source, DTensor) or tuple(source.shape) != tiling.shape or not source.dim():
         return source
-    return type(target).over(cut_whole(source, tiling), tiling)
+    return type(target).over(shard_whole(source, tiling), tiling)
 
 
 def _draws(op: Any, x: ShardedTensor) -> bool:
@@ -137,11 +137,11 @@ def _draws(op: Any, x: ShardedTensor) -> bool:
 
 
 def _draw(op: Any, x: ShardedTensor, args: Sequence[Any], kwargs: dict[str, Any]) -> ShardedTensor:
-    """Every rank draws the whole tensor, as one device would, and keeps its pieces."""
+    """Every rank draws the whole tensor, as one device would, and keeps its shards."""
     if args[0] is not x:
         raise UnsupportedError(f"{op} draws random numbers into another tensor than its first.")
     whole = torch.empty(x._tiling.shape, dtype=x.dtype, device=x._tiling.grid.device_type)
     op(whole, *args[1:], **kwargs)
-    x._local.copy_(cut_whole(whole, x._tiling))
+    x._local.copy_(shard_whole(whole, x._tiling))
     x._layout.grid.num_writes += 1
     return x

@@ -1,4 +1,4 @@
-"""Functions of torch that a sharded tensor does not simply pass on."""
+"""Functions of torch with code of their own for sharded tensors."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ Handler = TypeVar("Handler", bound=Callable[..., Any])
 def custom_sharded_op_impl(func: Any) -> Callable[[Handler], Handler]:
     """Run a function of your own when `func` of torch meets a ShardedTensor.
 
-    It is called as `handler(types, args, kwargs, process_group)`. The last one given for a function
-    of torch counts.
+    It is called as `handler(types, args, kwargs, process_group)`. A later registration replaces an
+    earlier one.
 
     >>> from shardwise.shard import custom_sharded_op_impl
     >>> @custom_sharded_op_impl(torch.linalg.svdvals)
@@ -56,8 +56,8 @@ def _tensors(args: Any, kwargs: Any) -> list[Any]:
     return found
 
 
-def _own_batch(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Our function where a rank brings a plain tensor, torch's where it brings a DTensor."""
+def _for_local_batch(ours: Callable[..., Any]) -> Callable[..., Any]:
+    """Our function for a plain input, torch's for a DTensor."""
     signature = inspect.signature(ours)
 
     def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -79,7 +79,7 @@ def _allclose(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bool:
-    """Whether the pieces of two sharded tensors agree on every rank; one is moved if need be."""
+    """Whether two sharded tensors agree on every rank; `other` is resharded if need be."""
     for x in (input, other):
         if not isinstance(x, ShardedTensor):
             raise ArgumentError(
@@ -101,10 +101,10 @@ def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bo
 
 
 def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
-    """Our reduction of all values where a tiling is to come, torch's elsewhere."""
+    """Our reduction of all values for an unbacked tensor, torch's elsewhere."""
 
     def run(func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if len(args) == 1 and kwargs.keys() <= {"dtype"} and unbacked.has_tiling_to_come(args[0]):
+        if len(args) == 1 and kwargs.keys() <= {"dtype"} and unbacked.is_unbacked(args[0]):
             return ours(args[0], **kwargs)
         return func(*args, **kwargs)
 
@@ -112,16 +112,16 @@ def _over_all(ours: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _new_tensor(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """A plain tensor of the same dtype; torch's own stumbles over the dispatch key of DTensors."""
+    """A plain tensor of the same dtype; torch's own fails on the dispatch key of DTensors."""
     like, data = args
     return torch.tensor(data, **({"dtype": like.dtype, "device": like.device} | kwargs))
 
 
 functions.update(
     {
-        F.embedding: _own_batch(embedding),
-        F.embedding_bag: _own_batch(embedding_bag),
-        F.linear: _own_batch(linear),
+        F.embedding: _for_local_batch(embedding),
+        F.embedding_bag: _for_local_batch(embedding_bag),
+        F.linear: _for_local_batch(linear),
         torch.sum: _over_all(unbacked.summed),
         torch.Tensor.sum: _over_all(unbacked.summed),
         torch.mean: _over_all(unbacked.mean),

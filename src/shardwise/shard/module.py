@@ -1,4 +1,4 @@
-"""shard_module: a plan applied to a module."""
+"""shard_module: parameters, modules and outputs sharded as a plan says."""
 
 from __future__ import annotations
 
@@ -27,19 +27,17 @@ from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ShardingSpec
 from shardwise.shard.tiling import device_type_of, group_ranks, home_grid
 
-# OutputHook: what a plan wants of a module's output, as a hook that files can hold.
-
 
 @dataclass(frozen=True, slots=True)
 class OutputHook:
-    """Lays out the output of the module that the plan names.
+    """A forward hook that lays out a module's output as the plan says.
 
-    A pickled one keeps its group by its ranks, and takes that of the load, as tensors do.
+    Pickling keeps the ranks of its group; loading takes the group of the load, as tensors do.
     """
 
     plan: OutputPlan
     process_group: Any
-    #: The same for a compiler.
+    #: The plan as text, for compiled graphs.
     text: str
 
     def __call__(self, module: nn.Module, inputs: Any, output: Any) -> Any:
@@ -70,14 +68,14 @@ def shard_module(
 ) -> nn.Module:
     """Shard a module as the plan says, in place, and return it.
 
-    Parameters get the values of rank `src_rank` of the group; with None, each rank takes its pieces
+    Parameters get the values of rank `src_rank` of the group; with None, each rank takes its shards
     of its own values. Lookups and linear layers then take each rank's own plain batch, and their
     weight's gradient is that of the mean of the ranks' losses, or of the sum
     (`grad_reduction="sum"`). A module that a sharder returns without a `forward` of its own keeps
     that of the module it replaces.
 
-    The ranks compare what they were asked for before anything is sent: where they differ, or one of
-    them finds a mistake, all of them raise and no parameter is changed.
+    The ranks compare their arguments before anything is sent: where they differ, or one of them
+    finds a mistake, all of them raise and no parameter is changed.
 
     >>> import shardwise
     >>> from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
@@ -120,7 +118,7 @@ def shard_parameter(
 
 
 def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_group: Any) -> None:
-    """All mistakes of a plan, conflicts between its entries first."""
+    """Raise for any mistake in a plan, conflicts between its entries first."""
     if not isinstance(plan, ShardingPlan) or not isinstance(plan.plan, Mapping):
         raise ArgumentError(
             f"shard_module takes a ShardingPlan of a dict, found {type(plan).__name__}."
@@ -157,7 +155,7 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
 
 
 def _described(module: nn.Module, plan: Any) -> list[str]:
-    """The plan as lines that are the same on all ranks exactly when they do the same."""
+    """The plan as lines that are equal on all ranks exactly when the ranks do the same."""
     lines = []
     entries = getattr(plan, "plan", None)
     for path, entry in entries.items() if isinstance(entries, Mapping) else ():
@@ -176,7 +174,7 @@ def _described(module: nn.Module, plan: Any) -> list[str]:
 
 
 def _described_sharder(sharder: Sharder) -> str:
-    """Its class and what it was made with, as far as values of other ranks can be compared."""
+    """Its class and attributes, as far as they can be compared between ranks."""
     kind = type(sharder)
     values = ", ".join(f"{n}={_comparable(v)}" for n, v in vars(sharder).items())
     return f"{kind.__module__}.{kind.__qualname__}({values})"
@@ -199,7 +197,7 @@ def _apply(
     process_group: Any,
     grad_reduction: str,
 ) -> None:
-    """Make everything first, then put it in place: a failure leaves the parameters as they were."""
+    """Make everything first, then assign it: a failure leaves the parameters unchanged."""
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for path, entry in plan.plan.items():
         if isinstance(entry, ShardingSpec):
@@ -215,8 +213,8 @@ def _apply(
             make = functools.partial(_sharded_by, entry, before, path)
             replaced[path] = _agreed_by_all(home_grid(process_group), path, make)
     for whole, sharded in made.values():
-        for held, name in owners_of(module, whole):
-            held[name] = sharded
+        for owner, name in owners_of(module, whole):
+            owner[name] = sharded
     for path, new_module in replaced.items():
         parent, _, name = path.rpartition(".")
         find_module(module, parent)._modules[name] = new_module
@@ -224,9 +222,9 @@ def _apply(
 
 
 def _agreed_by_all(grid: Grid, path: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """What `make` gives; where it fails on some rank, no rank goes on.
+    """The result of `make`; where it fails on some rank, all ranks raise.
 
-    A rank that fails meets the others here, or where they compare the plans inside theirs.
+    A rank that fails meets the others here, or where a `shard_module` inside theirs compares plans.
     """
     made, problem = None, None
     try:
@@ -245,10 +243,10 @@ def _sharded_by(sharder: Sharder, before: nn.Module, path: str) -> nn.Module:
     if not isinstance(after, nn.Module):
         raise ArgumentError(
             f"{type(sharder).__name__}.shard({path!r}) returned {type(after).__name__}; it returns "
-            "the module that takes its place."
+            "the module that replaces it."
         )
     if after is not before and type(after).forward is nn.Module.forward:
-        # A container of sharded parts: it computes what the module that it replaces computed.
+        # A container of sharded modules: it keeps the forward of the module that it replaces.
         after.forward = functools.partial(type(before).forward, after)
     return after
 

@@ -1,4 +1,4 @@
-"""Moving sharded tensors, and taking blocks out of them, with their gradients."""
+"""Moves between tilings, devices and plain tensors, with their gradients."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardMetadata
 from shardwise.shard.tiling import (
     Tiling,
-    blocks_of,
     group_ranks,
-    held_blocks,
     home_grid,
+    local_of_shards,
     make_tiling,
     on_device,
+    shards_of,
 )
 from shardwise.simulation.parts import sized
 from shardwise.simulation.rank_int import rank_int
@@ -38,13 +38,11 @@ if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
 
 
-# An all-to-all between ranks that all know what each sends to each.
-
-
 def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> torch.Tensor:
     """Send `counts[i][j]` entries of dim 0 from rank i of the group to rank j.
 
-    What arrives is joined in the order of ranks. Nothing is sent where nobody has anything.
+    What arrives is concatenated in the order of ranks. All ranks know all counts; nothing is sent
+    where all are 0.
     """
     if not any(map(any, counts)):
         return x
@@ -55,22 +53,20 @@ def exchanged(x: torch.Tensor, counts: Sequence[Sequence[int]], grid: Grid) -> t
 
 
 def _here(grid: Grid, values: Sequence[int]) -> Any:
-    """The value of this rank; in a simulated world, that of each."""
+    """This rank's value; in a simulated world, one for each rank."""
     if grid.coordinate is not None:
         return values[grid.coordinate[0]]
     return rank_int(grid.world, grid.ranks, values)
 
 
-# Moving the pieces of a tensor from one tiling to another, straight from owner to owner.
-
-#: The number of the source's piece, that of the target's, and the box that they share.
-Meeting = tuple[int, int, Box]
+#: The index of a source's box, that of a target's box, and their intersection.
+Overlap = tuple[int, int, Box]
 
 
 @functools.lru_cache(maxsize=512)
-def meetings(source: Tiling, target: Tiling) -> dict[tuple[int, int], list[Meeting]]:
-    """For each pair of ranks, what the first has that the second wants, in one fixed order."""
-    found: dict[tuple[int, int], list[Meeting]] = {}
+def overlaps(source: Tiling, target: Tiling) -> dict[tuple[int, int], list[Overlap]]:
+    """For each (sender, receiver), what the first has and the second needs, in a fixed order."""
+    found: dict[tuple[int, int], list[Overlap]] = {}
     ranks = source.grid.ranks
     boxes = {rank: (source.on_rank(rank), target.on_rank(rank)) for rank in ranks}
     for sender in ranks:
@@ -85,35 +81,35 @@ def meetings(source: Tiling, target: Tiling) -> dict[tuple[int, int], list[Meeti
     return found
 
 
-world_caches.append(meetings.cache_clear)
+world_caches.append(overlaps.cache_clear)
 
 
-def move_pieces(held: torch.Tensor, source: Tiling, target: Tiling, what: str) -> torch.Tensor:
-    """What each rank holds of `target`, out of what each holds of `source`: one all-to-all.
+def move_boxes(local: torch.Tensor, source: Tiling, target: Tiling, what: str) -> torch.Tensor:
+    """The local tensors of `target` from those of `source`: one all-to-all, owner to owner.
 
-    Bytes are sent, so any dtype will do.
+    Bytes are sent, so any dtype works.
     """
-    grid, dtype = source.grid, held.dtype
-    pairs = meetings(source, target)
+    grid, dtype = source.grid, local.dtype
+    pairs = overlaps(source, target)
 
     def pack(place: Any, mine: torch.Tensor) -> torch.Tensor:
         rank = grid.ranks[place[0]]
-        pieces, boxes = source.pieces(rank, mine), source.on_rank(rank)
+        views, boxes = source.box_views(rank, mine), source.on_rank(rank)
         parts = [mine.new_empty(0)]
         for receiver in grid.ranks:
             for a, _, box in pairs.get((rank, receiver), ()):
-                parts.append(pieces[a][box.within(boxes[a].box).slices].reshape(-1))
+                parts.append(views[a][box.within(boxes[a].box).slices].reshape(-1))
         return torch.cat(parts).view(torch.uint8)
 
     def unpack(place: Any, arrived: torch.Tensor) -> torch.Tensor:
         rank = grid.ranks[place[0]]
         values = arrived.view(dtype)
-        new = target.held(rank, dtype, arrived.device)
-        pieces, boxes, at = target.pieces(rank, new), target.on_rank(rank), 0
+        new = target.empty_local(rank, dtype, arrived.device)
+        views, boxes, at = target.box_views(rank, new), target.on_rank(rank), 0
         for sender in grid.ranks:
             for _, b, box in pairs.get((sender, rank), ()):
-                place_in = pieces[b][box.within(boxes[b].box).slices]
-                place_in.copy_(values[at : at + box.volume].view(box.sizes))
+                into = views[b][box.within(boxes[b].box).slices]
+                into.copy_(values[at : at + box.volume].view(box.sizes))
                 at += box.volume
         return new
 
@@ -122,7 +118,7 @@ def move_pieces(held: torch.Tensor, source: Tiling, target: Tiling, what: str) -
         for i in grid.ranks
     ]
     with because(what, implicit=False):
-        packed = each_rank(grid, pack, held)
+        packed = each_rank(grid, pack, local)
         arrived = exchanged(packed, [[n * dtype.itemsize for n in row] for row in counts], grid)
     return each_rank(grid, unpack, arrived)
 
@@ -131,8 +127,8 @@ class Reshard(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, target: Tiling) -> ShardedTensor:
         ctx.source, ctx.kind = x._tiling, type(x)
-        held = move_pieces(x._local, x._tiling, target, "reshard")
-        return type(x).over(held, target, like=x)
+        local = move_boxes(x._local, x._tiling, target, "reshard")
+        return type(x).over(local, target, like=x)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
@@ -140,28 +136,28 @@ class Reshard(UntracedFunction):
 
 
 class ToLocalShard(UntracedFunction):
-    """A rank's block as a plain tensor; its gradient is the block of the tensor's gradient."""
+    """A rank's shard as a plain tensor; its gradient is the shard of the tensor's gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
         ctx.like = x
-        return sized(blocks_of(x._tiling, x._local.detach()))
+        return sized(shards_of(x._tiling, x._local.detach()))
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         tiling = ctx.like._tiling
-        return type(ctx.like).over(held_blocks(tiling, grad), tiling, like=ctx.like)
+        return type(ctx.like).over(local_of_shards(tiling, grad), tiling, like=ctx.like)
 
 
 def sharded_like(x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:
-    """A gradient, perhaps a DTensor without a spec, in a tiling; differentiable."""
+    """A gradient, perhaps a DTensor without a spec, in this tiling; differentiable."""
     sharded = with_spec(x, kind)
     return sharded if sharded._tiling is tiling else Reshard.apply(sharded, tiling)
 
 
 def with_spec(x: Any, kind: type[ShardedTensor]) -> ShardedTensor:
-    """A DTensor as a sharded tensor, with the spec of the way it is cut."""
+    """A DTensor as a sharded tensor, with a spec of its placement."""
     if isinstance(x, kind):
         return x
     (placement,) = x.placements
@@ -181,19 +177,16 @@ class WithSpec(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, tiling: Tiling, kind: type[ShardedTensor]) -> ShardedTensor:
         ctx.tiling, ctx.kind = tiling, kind
-        return kind.over(held_blocks(tiling, x._local), tiling)
+        return kind.over(local_of_shards(tiling, x._local), tiling)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         return sharded_like(grad, ctx.tiling, ctx.kind), None, None
 
 
-# `to`, `cpu` and `cuda` of a sharded tensor: another dtype, device or memory.
-
-
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What the arguments of `to` ask for; None and False leave things as they are."""
+    """The arguments of `to`, parsed; None and False change nothing."""
 
     device: torch.device | None
     dtype: torch.dtype | None
@@ -209,7 +202,7 @@ class Conversion:
         if ranks != x._tiling.grid.ranks:
             raise LayoutError(
                 f"The tensor is on ranks {list(x._tiling.grid.ranks)}, and the process_group has "
-                f"{list(ranks)}: a conversion leaves every piece on its rank. Give a group of the "
+                f"{list(ranks)}: a conversion leaves every shard on its rank. Give a group of the "
                 "same ranks in the same order, or reshard(spec)."
             )
 
@@ -221,12 +214,12 @@ class Conversion:
         return self.device.type != here.type or (here.type != "cpu" and other_one)
 
 
-def asked_for(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Conversion:
-    """The arguments of `to`, as any tensor's, and the group that the result belongs to."""
+def parse_conversion(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Conversion:
+    """The arguments of `Tensor.to`, and the group that the result belongs to."""
     device, dtype, non_blocking, memory_format = parse_to(*args, **kwargs)
     if memory_format not in (None, torch.preserve_format, torch.contiguous_format):
         raise UnsupportedError(
-            f"A sharded tensor was asked for memory_format={memory_format}: its pieces are kept "
+            f"A sharded tensor was asked for memory_format={memory_format}: its shards are "
             "contiguous. Use torch.preserve_format or torch.contiguous_format."
         )
     contiguous = memory_format is torch.contiguous_format
@@ -234,7 +227,7 @@ def asked_for(args: Any, kwargs: Any, copy: bool, process_group: Any) -> Convers
 
 
 def converted(x: ShardedTensor, wanted: Conversion) -> ShardedTensor:
-    """`x` as it is wanted, differentiable; `x` itself where it is so already."""
+    """`x` converted, differentiable; `x` itself where nothing changes."""
     wanted.check(x)
     new: Any = x
     if wanted.dtype is not None and wanted.dtype != x.dtype:
@@ -249,7 +242,7 @@ def converted(x: ShardedTensor, wanted: Conversion) -> ShardedTensor:
 
 
 class ToDevice(UntracedFunction):
-    """The pieces on another device, each on its rank; gradients go back to the first."""
+    """The shards on another device, each on its rank; gradients go back to the first."""
 
     @staticmethod
     def forward(
@@ -257,23 +250,23 @@ class ToDevice(UntracedFunction):
     ) -> ShardedTensor:
         ctx.source, ctx.device, ctx.kind = x._tiling, x.device, type(x)
         ctx.non_blocking = non_blocking
-        ctx.there = _there(x, device, process_group)
+        ctx.there = _tiling_on(x, device, process_group)
         local = x._local.detach().to(device, non_blocking=non_blocking)
         return type(x).over(local, ctx.there, like=x)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        lying = sharded_like(grad, ctx.there, ctx.kind)
-        local = lying._local.to(ctx.device, non_blocking=ctx.non_blocking)
-        return ctx.kind.over(local, ctx.source, like=lying), None, None, None
+        sharded = sharded_like(grad, ctx.there, ctx.kind)
+        local = sharded._local.to(ctx.device, non_blocking=ctx.non_blocking)
+        return ctx.kind.over(local, ctx.source, like=sharded), None, None, None
 
 
-def _there(x: ShardedTensor, device: torch.device, process_group: Any) -> Tiling:
-    """How the pieces lie on another device."""
+def _tiling_on(x: ShardedTensor, device: torch.device, process_group: Any) -> Tiling:
+    """The tiling on another device."""
     tiling = x._tiling
     if device.type == tiling.grid.device_type:
         return tiling
-    # Ranks may name devices of their own; what they all know of each other is the kind.
+    # Ranks may name different device indices; they agree on the device type.
     spec = on_device(tiling.spec, torch.device(device.type))
     grid = home_grid(process_group or x.process_group, device.type)
     return make_tiling(spec, tiling.shape, grid)

@@ -1,4 +1,4 @@
-"""ShardedOptimizer: an optimizer of torch whose state goes by the names of parameters."""
+"""ShardedOptimizer, an optimizer with state by parameter name; hooks for state dicts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from shardwise.shard.tensor import ShardedTensor
 class ShardedOptimizer(torch.optim.Optimizer):
     """Any optimizer of torch over named parameters, sharded or not.
 
-    Sharded parameters need no wrapper: `torch.optim.Adam(model.parameters())` works. What this adds
-    is a state dict by name, whose tensors are sharded like their parameters, so that it can be
-    saved with the model and loaded into one that is sharded otherwise.
+    Sharded parameters need no wrapper: `torch.optim.Adam(model.parameters())` works. This adds a
+    state dict by name, whose tensors are sharded like their parameters, so that it can be saved
+    with the model and loaded into one that is sharded differently.
 
     >>> layer = torch.nn.Linear(2, 2)
     >>> optimizer = ShardedOptimizer(dict(layer.named_parameters()), torch.optim.SGD, lr=0.1)
@@ -52,17 +52,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._optim.step(closure)
 
     def state_dict(self) -> dict[str, Any]:
-        """State and groups by the names of parameters."""
+        """State and groups by parameter name."""
         names = {id(parameter): name for name, parameter in self.named_params.items()}
         groups = [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
             for group in self.param_groups
         ]
-        state = {names[id(p)]: dict(held) for p, held in self.state.items()}
+        state = {names[id(p)]: dict(values) for p, values in self.state.items()}
         return {"state": state, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over a state by name; tensors of another spec, or whole ones, are laid out anew."""
+        """Load state by name; whole tensors and tensors of another spec are resharded."""
         unknown = sorted(set(state_dict["state"]) - set(self.named_params))
         groups = state_dict["param_groups"]
         if unknown or [len(g["params"]) for g in groups] != [
@@ -72,15 +72,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"The state is of other parameters: it names {unknown or groups}, this optimizer "
                 f"has {sorted(self.named_params)}."
             )
-        for name, held in state_dict["state"].items():
+        for name, values in state_dict["state"].items():
             parameter = self.named_params[name]
-            self.state[parameter] = {key: _like(value, parameter) for key, value in held.items()}
+            self.state[parameter] = {key: _like(value, parameter) for key, value in values.items()}
         for own, given in zip(self.param_groups, groups, strict=True):
             own.update({key: value for key, value in given.items() if key != "params"})
 
 
 def _like(value: Any, parameter: torch.Tensor) -> Any:
-    """A tensor of state as its parameter lies, where it has its shape; else a copy."""
+    """A state tensor, laid out like its parameter if it has the same shape; else a copy."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape != parameter.shape:
@@ -89,8 +89,6 @@ def _like(value: Any, parameter: torch.Tensor) -> Any:
         return torch.zeros_like(parameter, dtype=value.dtype).copy_(value)
 
 
-# Sharded tensors in state dicts.
-#
 # A sharded parameter is in its module's state dict like any other, and `load_state_dict` takes
 # whole tensors and tensors of any other spec too. The two hooks are for sharded tensors that are
 # plain attributes of a module.
@@ -119,7 +117,7 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Take them out of a state dict again; an attribute that is there is filled, in its own spec.
+    """Load such attributes from a state dict, each into its own spec.
 
     Register it with `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`.
     """

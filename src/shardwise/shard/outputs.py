@@ -1,7 +1,7 @@
-"""What a module puts out, as a plan's `output_plan` and `return_local_tensor` want it.
+"""Outputs of modules, laid out as a plan's `output_plan` and `return_local_tensor` say.
 
-A plain output is this rank's part of a batch that all ranks share: together they are one tensor,
-cut along dim 0. As in Note [Own batches], a plain tensor belongs to a rank's own loss, and a
+A plain output is this rank's shard of a joint batch: together the outputs are one tensor, split
+along dim 0. As in Note [Local batches], a plain tensor belongs to a rank's own loss, and a
 sharded one to the mean of the losses.
 """
 
@@ -19,17 +19,17 @@ from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard.lookup.linear import ShareOfGradient
+from shardwise.shard.lookup.linear import DivideGradient
 from shardwise.shard.moves import sharded_like, with_spec
 from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardingSpec, ShardMetadata
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import (
     Tiling,
-    blocks_of,
     device_type_of,
-    held_blocks,
     home_grid,
+    local_of_shards,
     make_tiling,
+    shards_of,
 )
 from shardwise.simulation.parts import is_per_rank, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
@@ -37,7 +37,7 @@ from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """What a plan says about the output of one module."""
+    """A plan for the output of one module."""
 
     where: str
     spec: ShardingSpec | None
@@ -47,9 +47,9 @@ class OutputPlan:
 
 @untraced
 def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any:
-    """The output in the plan's spec; as this rank's block when it is to be local.
+    """The output in the plan's spec; this rank's shard of it with `plan.local`.
 
-    `text` says the same to a compiler, which reads this function.
+    `text` encodes the plan for compiled graphs: a compiler traces this function.
     """
     if not isinstance(output, torch.Tensor):
         raise ArgumentError(
@@ -63,28 +63,28 @@ def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any
     if plan.spec is not None and not isinstance(output, DTensor):
         grid = home_grid(process_group, device_type_of(plan.spec))
         output = joined(output, grid, plan.grad_reduction)
-    return arranged(output, plan)
+    return place_output(output, plan)
 
 
-def arranged(x: Any, plan: OutputPlan) -> torch.Tensor:
-    """A DTensor as the plan says."""
+def place_output(x: Any, plan: OutputPlan) -> torch.Tensor:
+    """A DTensor, laid out as the plan says."""
     if plan.spec is not None:
         x = with_spec(x, ShardedTensor).reshard(plan.spec)
     if not plan.local:
         return x
-    block = with_spec(x, ShardedTensor).local_tensor()
-    return shared(block, len(x._layout.grid.ranks), plan)
+    shard = with_spec(x, ShardedTensor).local_tensor()
+    return in_local_loss(shard, len(x._layout.grid.ranks), plan)
 
 
-def shared(block: torch.Tensor, num_ranks: int, plan: OutputPlan) -> torch.Tensor:
-    """A block of a joint tensor, now in each rank's own loss."""
-    if plan.grad_reduction == "mean" and block.requires_grad:
-        return ShareOfGradient.apply(block, num_ranks)
-    return block
+def in_local_loss(shard: torch.Tensor, num_ranks: int, plan: OutputPlan) -> torch.Tensor:
+    """A shard of a joint tensor, for each rank's own loss."""
+    if plan.grad_reduction == "mean" and shard.requires_grad:
+        return DivideGradient.apply(shard, num_ranks)
+    return shard
 
 
 def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
-    """The ranks' own tensors as one, cut along dim 0."""
+    """The ranks' own tensors as one, sharded along dim 0."""
     what = "output_plan"
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
@@ -99,7 +99,7 @@ def joined(x: torch.Tensor, grid: Grid, grad_reduction: str) -> ShardedTensor:
 
 
 def joint_tiling(shapes: Sequence[Sequence[int]], grid: Grid) -> Tiling:
-    """How tensors of these shapes, one of each rank, lie in the one that they are parts of."""
+    """The tiling of the concatenation of tensors of these shapes, one per rank."""
     device, at, boxes = torch.device(grid.device_type), 0, []
     for rank, shape in zip(grid.ranks, shapes, strict=True):
         boxes.append(ShardMetadata([at] + [0] * (len(shape) - 1), shape, RankDevice(rank, device)))
@@ -112,18 +112,20 @@ class Join(UntracedFunction):
     def forward(ctx: Any, x: torch.Tensor, tiling: Tiling, grad_reduction: str) -> ShardedTensor:
         ctx.tiling, ctx.plain = tiling, not is_per_rank(x)
         ctx.factor = len(tiling.grid.ranks) if grad_reduction == "mean" else 1
-        made = ShardedTensor.over(held_blocks(tiling, localize(tiling.grid, x.detach())), tiling)
+        made = ShardedTensor.over(
+            local_of_shards(tiling, localize(tiling.grid, x.detach())), tiling
+        )
         made.grad_reduction = grad_reduction
         return made
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: Any) -> Any:
-        own = parted(grad, ctx.tiling, ctx.factor)
+        own = local_gradient(grad, ctx.tiling, ctx.factor)
         return one_for_all(own) if ctx.plain else sized(own), None, None
 
 
-def parted(grad: Any, tiling: Tiling, factor: int) -> torch.Tensor:
-    """What each rank put out of a joint tensor gets of its gradient."""
-    lying = sharded_like(grad, tiling, ShardedTensor)
-    return each_rank(tiling.grid, lambda _, mine: mine * factor, blocks_of(tiling, lying._local))
+def local_gradient(grad: Any, tiling: Tiling, factor: int) -> torch.Tensor:
+    """Each rank's shard of a joint tensor's gradient, for its own output."""
+    local = sharded_like(grad, tiling, ShardedTensor)._local
+    return each_rank(tiling.grid, lambda _, mine: mine * factor, shards_of(tiling, local))

@@ -1,4 +1,4 @@
-"""Sharded tensors in files: a group of ranks is kept by value and found again."""
+"""Pickled sharded tensors: a process group is kept as its ranks, and looked up when loading."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _group: contextvars.ContextVar[Any] = contextvars.ContextVar("process group", de
 
 @contextlib.contextmanager
 def load_with_process_group(process_group: Any) -> Iterator[Any]:
-    """Inside, sharded tensors that are loaded belong to this group, not to the whole world."""
+    """Inside, loaded sharded tensors belong to this group, not to the whole world."""
     token = _group.set(process_group)
     try:
         yield process_group
@@ -28,7 +28,7 @@ def load_with_process_group(process_group: Any) -> Iterator[Any]:
 
 
 def packed(local: torch.Tensor, tiling: Tiling) -> tuple[Any, Any, Any]:
-    """What a file holds of a sharded tensor: what this process holds of it, and plain values."""
+    """A sharded tensor as this process's local tensors and plain values."""
     grid = tiling.grid
     grid_facts = (tiling.shape, grid.device_type, grid.ranks)
     return pickling.packed(local), encode_spec(tiling.spec), grid_facts
@@ -44,7 +44,7 @@ def unpacked(held: Any, spec: Any, meta: Any) -> tuple[torch.Tensor, Tiling]:
 
 
 def group_of_load(ranks: Sequence[int], what: str) -> Any:
-    """The group that is loaded into, where it has the ranks on which `what` was saved."""
+    """The group of the load; raises where `what` was saved on other ranks."""
     group = _group.get()
     found = group_ranks(group)
     if found != tuple(ranks):

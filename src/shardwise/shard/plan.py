@@ -1,4 +1,13 @@
-"""ShardingPlan: which parameters a plan shards how, which modules it leaves to a Sharder."""
+"""ShardingPlan: a spec per parameter, a Sharder per module; its report, and plans in files.
+
+Files have the format of tensor-parallel plans:
+
+    format = "shardwise plan 1"
+
+    [modules]
+    "table.weight" = { style = "ChunkShardingSpec", dim = 0, placements = ["rank:0/cpu", …] }
+    "tower" = { style = "Output", local = true, spec = { style = "ChunkShardingSpec", … } }
+"""
 
 from __future__ import annotations
 
@@ -20,16 +29,16 @@ from shardwise.shard.spec import (
     ShardingSpec,
     ShardMetadata,
 )
-from shardwise.shard.tiling import wire_dtype
-
-# What a plan will cost: bytes on each rank, and what a forward communicates.
+from shardwise.shard.tiling import split_dims, wire_dtype
 
 ID_BYTES = 8
+#: The style of an entry for a module's output.
+_OUTPUT = "Output"
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """One collective of a forward: so many bytes for each of something that ranks bring."""
+    """One collective of a forward: its bytes per id, bag or row."""
 
     kind: str
     num_bytes: int
@@ -43,7 +52,7 @@ class Traffic:
 class ShardingPlanReport:
     """What a plan would do to a module. Printed, it is a table."""
 
-    #: For each parameter of the plan: its shape, how it is cut, and its bytes on each rank.
+    #: For each parameter of the plan: its shape, how it is split, and its bytes on each rank.
     sharded: Mapping[str, tuple[tuple[int, ...], str, tuple[int, ...]]]
     #: Paths that the plan leaves to sharders, and the sharders' names.
     sharders: Mapping[str, str]
@@ -56,7 +65,7 @@ class ShardingPlanReport:
 
     @property
     def balance(self) -> float:
-        """What the fullest rank holds, over the average."""
+        """The bytes of the fullest rank, over the average."""
         average = sum(self.bytes_per_rank) / len(self.bytes_per_rank)
         return max(self.bytes_per_rank) / average if average else 1.0
 
@@ -118,16 +127,16 @@ def _bytes(
 
 
 def _how(boxes: tuple[ShardMetadata, ...], shape: tuple[int, ...]) -> str:
-    dims = {d for box in boxes for d, size in enumerate(box.shard_sizes) if size != shape[d]}
+    dims = split_dims(boxes, shape)
     if not dims:
         return "whole on one rank"
-    return f"cut along dim {', '.join(map(str, sorted(dims)))}"
+    return f"split along dim {', '.join(map(str, sorted(dims)))}"
 
 
 def _traffic(
     owner: nn.Module, name: str, tensor: torch.Tensor, boxes: tuple[ShardMetadata, ...]
 ) -> tuple[Traffic, ...]:
-    dims = {d for box in boxes for d, s in enumerate(box.shard_sizes) if s != tensor.shape[d]}
+    dims = split_dims(boxes, tensor.shape)
     if name != "weight" or tensor.dim() != 2 or len(dims) > 1:
         return ()
     by_columns = dims == {1}
@@ -171,18 +180,15 @@ def _rows(
             Traffic("all_to_all", id_bytes, "different id of this rank"),
             Traffic("all_to_all", width, "different id that this rank is asked for"),
         )
-    piece = "bag that this rank is asked for"
-    found = [
-        Traffic("all_to_all", id_bytes, "id of this rank"),
-        Traffic("all_to_all", width, piece),
-    ]
-    if owner.mode == "max":
-        found.append(Traffic("all_to_all", weight.shape[1], f"{piece}, in training"))
-    return tuple(found)
+    bag = "bag that this rank is asked for"
+    found = Traffic("all_to_all", id_bytes, "id of this rank"), Traffic("all_to_all", width, bag)
+    if owner.mode != "max":
+        return found
+    return *found, Traffic("all_to_all", weight.shape[1], f"{bag}, in training")
 
 
 class Sharder(ABC):
-    """Shards a module in a way of its own."""
+    """Shards a module by custom code."""
 
     @abstractmethod
     def shard(self, module: nn.Module) -> nn.Module:
@@ -194,14 +200,14 @@ class ShardingPlan:
     """What to shard, by path.
 
     `plan` maps the path of a parameter to a spec, or the path of a module to a `Sharder`.
-    `output_plan` maps the path of a module ("" is the root) to the spec that its output is given;
-    what a rank puts out by itself counts as its part of a batch that all ranks share.
-    `return_local_tensor` lists modules whose sharded output is handed on as this rank's block.
+    `output_plan` maps the path of a module ("" is the root) to the spec of its output; a plain
+    output counts as this rank's part of a batch that all ranks share. `return_local_tensor` lists
+    modules whose sharded output is returned as this rank's shard.
 
     >>> from shardwise.shard import ChunkShardingSpec, ShardingPlan
     >>> rows = ChunkShardingSpec(dim=0, placements=["rank:0/cpu", "rank:1/cpu"])
     >>> print(ShardingPlan({"0.weight": rows}).describe(nn.Sequential(nn.Embedding(5, 4))))
-    0.weight (5, 4) cut along dim 0: 48 B, 32 B
+    0.weight (5, 4) split along dim 0: 48 B, 32 B
     parameters per rank: 48 B, 32 B; the largest holds 1.20 times the average
     forward of 0 (Embedding):
       all_to_all 4 B per different id of this rank
@@ -213,7 +219,7 @@ class ShardingPlan:
     return_local_tensor: Sequence[str] | None = None
 
     def describe(self, module: nn.Module, world_size: int | None = None) -> ShardingPlanReport:
-        """Bytes per rank, the balance, and what each forward will communicate.
+        """Bytes per rank, the balance, and what each forward communicates.
 
         Nothing is changed, no world is needed, and the module may be on the meta device.
         """
@@ -228,18 +234,8 @@ class ShardingPlanner(ABC):
         """A plan for the module."""
 
 
-# Sharding plans in files, in the format that tensor-parallel plans have too.
-#
-# format = "shardwise plan 1"
-#
-# [modules] "table.weight" = { style = "ChunkShardingSpec", dim = 0, placements = ["rank:0/cpu",
-# …] } "tower" = { style = "Output", local = true, spec = { style = "ChunkShardingSpec", … } }
-
-_OUTPUT = "Output"
-
-
 def save_plan(plan: ShardingPlan, path: str | os.PathLike[str]) -> None:
-    """Write a plan to a file that ends in .toml or .json; `load_plan` reads it.
+    """Write a plan to a .toml or .json file; `load_plan` reads it.
 
     Sharders are code: a plan that has one cannot be saved.
     """
@@ -314,7 +310,7 @@ def _spec(entry: Any, at: str) -> ShardingSpec:
     except KeyError as error:
         raise LayoutError(f"The plan's entry for {at!r} lacks {error}.") from error
     except (TypeError, ValueError) as error:
-        raise LayoutError(f"The plan's entry for {at!r} is none: {str(error)[:200]}.") from error
+        raise LayoutError(f"The plan's entry for {at!r} is invalid: {str(error)[:200]}.") from error
     raise LayoutError(
         f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
         f"ChunkShardingSpec, EnumerableShardingSpec or {_OUTPUT}. (Styles of tensor parallelism "

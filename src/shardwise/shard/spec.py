@@ -1,4 +1,7 @@
-"""Sharding specs: which rank holds which box of a tensor, as values that compare and hash."""
+"""Sharding specs: which rank holds which box of a tensor; shards and metadata of tensors.
+
+Specs are values that compare and hash.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ from shardwise.core.box import Box, overlapping
 from shardwise.core.sizes import chunk_length, lengths
 from shardwise.errors import ArgumentError, LayoutError
 
-# RankDevice: a rank and its device, written `rank:1/cuda:1`.
+Shape = tuple[int, ...]
 
 _TEXT = re.compile(r"rank:(\d+)/(.+)")
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankDevice:
-    """Where a piece lives. The rank is one of the world, also inside a smaller group.
+    """The rank and device of a shard. The rank is one of the world, also inside a smaller group.
 
     >>> place = parse_device("rank:1/cuda:3")
     >>> place.rank, place.device, place
@@ -37,7 +40,7 @@ class RankDevice:
 
 
 def parse_device(given: Any) -> RankDevice:
-    """The place that a text names."""
+    """The rank and device that a text names."""
     if isinstance(given, RankDevice):
         return given
     if isinstance(given, RemoteDevice):
@@ -57,16 +60,11 @@ def parse_device(given: Any) -> RankDevice:
     return RankDevice(int(found[1]), device)
 
 
-# MERGED
-
-Shape = tuple[int, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class ShardMetadata:
-    """One box of a tensor: where it starts, how large it is, and which rank holds it.
+    """One box of a tensor: its offsets, its sizes, and the rank that holds it.
 
-    A box that a tensor is made of needs a placement; one that only says where does not.
+    In a spec, a box needs a placement.
 
     >>> ShardMetadata([0, 4], [2, 4], "rank:1/cpu")
     ShardMetadata(shard_offsets=(0, 4), shard_sizes=(2, 4), placement=rank:1/cpu)
@@ -87,7 +85,7 @@ class ShardMetadata:
 
     @property
     def place(self) -> RankDevice:
-        """The placement, which must be there."""
+        """The placement; raises where there is none."""
         if self.placement is None:
             raise LayoutError(f"{self} names no rank: give it a placement such as 'rank:0/cpu'.")
         found: RankDevice = self.placement
@@ -117,7 +115,7 @@ def _numbers(given: Any) -> Shape:
 
 
 class ShardingSpec(ABC):
-    """How a tensor of some size is cut into boxes."""
+    """How a tensor of some size is split into boxes."""
 
     @abstractmethod
     def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
@@ -130,7 +128,7 @@ class ShardingSpec(ABC):
 
 @dataclass(frozen=True, slots=True)
 class ChunkShardingSpec(ShardingSpec):
-    """One dim cut as `torch.chunk` cuts it; chunk i is on the rank that `placements[i]` names.
+    """One dim split as by `torch.chunk`; chunk i is on the rank that `placements[i]` names.
 
     Ranks may come in any order, more than once, or not at all.
 
@@ -144,7 +142,7 @@ class ChunkShardingSpec(ShardingSpec):
 
     def __post_init__(self) -> None:
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
-            raise ArgumentError(f"ChunkShardingSpec cuts one dim, an int; found {self.dim!r}.")
+            raise ArgumentError(f"ChunkShardingSpec splits one dim, an int; found {self.dim!r}.")
         if isinstance(self.placements, str):
             raise ArgumentError(f"placements is a list of texts, found {self.placements!r}.")
         object.__setattr__(self, "placements", tuple(map(parse_device, self.placements)))
@@ -155,7 +153,7 @@ class ChunkShardingSpec(ShardingSpec):
         ndim = len(size)
         if not -ndim <= self.dim < ndim:
             raise LayoutError(
-                f"{self} cuts dim {self.dim}, but the tensor of shape {tuple(size)} has {ndim} "
+                f"{self} splits dim {self.dim}, but the tensor of shape {tuple(size)} has {ndim} "
                 "dims."
             )
         dim, parts = self.dim % ndim, len(self.placements)
@@ -173,7 +171,7 @@ class ChunkShardingSpec(ShardingSpec):
 
 @dataclass(frozen=True, slots=True)
 class EnumerableShardingSpec(ShardingSpec):
-    """Any tiling, box by box.
+    """Any split, box by box.
 
     >>> top = ShardMetadata([0, 0], [1, 4], "rank:0/cpu")
     >>> spec = EnumerableShardingSpec([top, ShardMetadata([1, 0], [3, 4], "rank:1/cpu")])
@@ -217,12 +215,12 @@ holes, or reach beyond the tensor.
 
 
 def encode_spec(spec: ShardingSpec) -> Any:
-    """A spec as values that files and JSON can hold; `decode_spec` reads them."""
+    """A spec as values that files and JSON can hold."""
     if isinstance(spec, ChunkShardingSpec):
         return "chunk", spec.dim, [str(place) for place in spec.placements]
     if isinstance(spec, EnumerableShardingSpec):
         return "enumerable", [(*shard.box, str(shard.placement)) for shard in spec.shards]
-    raise ArgumentError(f"{spec!r} is your own kind of spec: a file cannot hold it.")
+    raise ArgumentError(f"{spec!r} is a spec of your own class: a file cannot hold it.")
 
 
 def decode_spec(encoded: Any) -> ShardingSpec:
@@ -237,14 +235,9 @@ def decode_spec(encoded: Any) -> ShardingSpec:
     return EnumerableShardingSpec([ShardMetadata(*shard) for shard in encoded[1]])
 
 
-# What is told of a sharded tensor: its pieces, and what they are made of.
-# MERGED
-# MERGED
-
-
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """One piece of a tensor, and which piece it is."""
+    """One box of a tensor: its values and its metadata."""
 
     tensor: torch.Tensor
     metadata: ShardMetadata
@@ -262,7 +255,7 @@ class Shard:
     def from_tensor_and_offsets(
         tensor: torch.Tensor, shard_offsets: Sequence[int], rank: int
     ) -> Shard:
-        """The piece of `rank` that starts at `shard_offsets`.
+        """The shard of `rank` that starts at `shard_offsets`.
 
         >>> Shard.from_tensor_and_offsets(torch.ones(2), [4], rank=1).metadata
         ShardMetadata(shard_offsets=(4,), shard_sizes=(2,), placement=rank:1/cpu)
@@ -281,7 +274,7 @@ class TensorProperties:
 
     @staticmethod
     def create_from_tensor(tensor: torch.Tensor) -> TensorProperties:
-        """What a whole tensor is made of.
+        """The properties of a whole tensor.
 
         >>> TensorProperties.create_from_tensor(torch.ones(2, dtype=torch.int32)).dtype
         torch.int32
@@ -291,7 +284,7 @@ class TensorProperties:
 
 @dataclass(frozen=True, slots=True)
 class ShardedTensorMetadata:
-    """All pieces of a tensor, on all ranks, in the order of its spec."""
+    """All shards of a tensor, on all ranks, in the order of its spec."""
 
     shards_metadata: Sequence[ShardMetadata] = ()
     size: torch.Size = field(default_factory=torch.Size)

@@ -1,6 +1,6 @@
 """ShardedTensor: a DTensor with a sharding spec on top.
 
-See Note [Natural, permuted and loose tilings] for what it holds.
+See Note [Natural, permuted and loose tilings] for how it is stored.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from shardwise.shard.dispatch import dispatch
 from shardwise.shard.moves import (
     Reshard,
     ToLocalShard,
-    asked_for,
     converted,
-    move_pieces,
+    move_boxes,
+    parse_conversion,
     sharded_like,
 )
 from shardwise.shard.pickling import packed, unpacked
@@ -53,10 +53,10 @@ GRAD_REDUCTIONS = ("mean", "sum")
 
 @dataclass(frozen=True, slots=True)
 class ShardedContext:
-    """What a compiled graph knows of a sharded tensor besides its tensors."""
+    """What a compiled graph knows of a sharded tensor besides its inner tensors."""
 
     flat: FlatContext
-    #: Or what is known of it; see Note [Tilings to come].
+    #: Or what is known of it; see Note [Unbacked tilings].
     tiling: Tiling | unbacked.UnbackedSpec
     grad_reduction: str
 
@@ -64,19 +64,19 @@ class ShardedContext:
         """A gradient as the graph expects it."""
         if isinstance(self.tiling, unbacked.UnbackedSpec):
             return unbacked.as_tangent(x, ShardedTensor, self)
-        lying = sharded_like(x, self.tiling, ShardedTensor)
-        local: Any = lying._local
+        sharded = sharded_like(x, self.tiling, ShardedTensor)
+        local: Any = sharded._local
         held = held_like(local, self.flat.roster)
-        return lying if held is local else ShardedTensor.over(held, lying._tiling, like=lying)
+        return sharded if held is local else ShardedTensor.over(held, sharded._tiling, like=sharded)
 
 
 class ShardedTensor(DTensor):
-    """A tensor whose pieces lie where a spec says.
+    """A tensor whose shards are placed by a spec.
 
     Made by `shard_tensor`, `shard_parameter`, `shard_module`, `init_from_local_shards` and the
-    factories of this package. Where each rank brings its own plain batch to a lookup or a linear
-    layer, the gradient is that of the mean of the ranks' losses; `grad_reduction="sum"` is the
-    other choice.
+    factories of this package. Lookups and linear layers take each rank's own plain batch; the
+    gradient is then that of the mean of the ranks' losses, or of the sum with
+    `grad_reduction="sum"`.
     """
 
     __slots__ = ("_tiling", "grad_reduction")
@@ -87,7 +87,7 @@ class ShardedTensor(DTensor):
     def over(
         local: torch.Tensor, tiling: Tiling, layout: Layout | None = None, like: Any = None
     ) -> ShardedTensor:
-        """A sharded tensor out of what the ranks hold, unchecked."""
+        """A sharded tensor out of the ranks' local tensors, unchecked."""
         layout = layout or tiling.layout(local.dtype)
         stride = layout.stride if tiling.natural else contiguous_stride(tiling.shape)
         keys = ABOVE_AUTOGRAD if tiling.natural else NO_KEYS
@@ -141,13 +141,13 @@ class ShardedTensor(DTensor):
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         names, flat = flattened(self)
         tiling: Any = self._tiling
-        if not unbacked.has_tiling_to_come(self):
+        if not unbacked.is_unbacked(self):
             return names, ShardedContext(flat, tiling, self.grad_reduction)
         return [*names, "_extent"], ShardedContext(flat, tiling.known, self.grad_reduction)
 
     @property
     def _extent(self) -> torch.Tensor:
-        """See Note [Tilings to come]."""
+        """See Note [Unbacked tilings]."""
         tiling: Any = self._tiling
         return tiling.extent
 
@@ -187,29 +187,29 @@ class ShardedTensor(DTensor):
         return self._tiling.spec
 
     def metadata(self) -> ShardedTensorMetadata:
-        """All pieces, on all ranks."""
+        """All shards, on all ranks."""
         properties = TensorProperties(dtype=self.dtype, requires_grad=self.requires_grad)
         return ShardedTensorMetadata(self._tiling.boxes, torch.Size(self._tiling.shape), properties)
 
     def local_shards(self) -> list[Shard]:
-        """The pieces of the ranks present: this one's, or all of a simulated world's.
+        """The shards of the ranks present: this one's, or all of a simulated world's.
 
-        What is written to them is written to the tensor.
+        They share memory with the tensor.
         """
         tiling, found = self._tiling, []
         for (place,), held in rank_values(tiling.grid, self._local):
             rank = tiling.grid.ranks[place]
-            pieces = tiling.pieces(rank, held)
-            found += [Shard(p, b) for p, b in zip(pieces, tiling.on_rank(rank), strict=True)]
+            views = tiling.box_views(rank, held)
+            found += [Shard(v, b) for v, b in zip(views, tiling.on_rank(rank), strict=True)]
         return found
 
     def local_tensor(self) -> torch.Tensor:
-        """This rank's block, differentiable; empty on a rank that has none."""
-        if unbacked.has_tiling_to_come(self):
-            return unbacked.BlockToCome.apply(self)
-        if self._tiling.blocks is None:
+        """This rank's shard, differentiable; empty on a rank that has none."""
+        if unbacked.is_unbacked(self):
+            return unbacked.UnbackedToLocal.apply(self)
+        if self._tiling.split is None:
             raise UnsupportedError(
-                f"A rank has several pieces of this tensor, which do not join to one block: "
+                f"A rank has several shards of this tensor, which are not adjacent: "
                 f"{self.sharding_spec()}. Use local_shards(), or reshard() it first."
             )
         return ToLocalShard.apply(self)
@@ -226,22 +226,22 @@ class ShardedTensor(DTensor):
     def _check_natural(self, asked: str) -> None:
         if not self._tiling.natural:
             raise UnsupportedError(
-                f"{asked} is not there for {self.sharding_spec()}: no layout of a mesh has pieces "
-                "in that order. Use reshard(spec) with one block per rank, in the order of ranks."
+                f"{asked} is not there for {self.sharding_spec()}: no layout of a mesh has shards "
+                "in that order. Use reshard(spec) with one shard per rank, in the order of ranks."
             )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         grad = ", requires_grad=True" if self.requires_grad else ""
-        held = short(self._layout.placements) if self._tiling.natural else "in pieces"
+        held = short(self._layout.placements) if self._tiling.natural else "in boxes"
         return (
             f"ShardedTensor(shape={tuple(self.shape)}, dtype={self.dtype}, {held} on "
             f"{self._tiling.grid!r}{grad}, spec={self.sharding_spec()},\nlocal={self._local!r})"
         )
 
     def __checkpoint_pieces__(self) -> list[tuple[int, tuple[int, ...], torch.Tensor]]:
-        """The pieces as shardwise.checkpoint asks for them."""
+        """The shards, for shardwise.checkpoint."""
         found = [(shard.metadata, shard.tensor) for shard in self.local_shards()]
-        return [(at.placement.rank, tuple(at.shard_offsets), piece) for at, piece in found]
+        return [(at.placement.rank, tuple(at.shard_offsets), values) for at, values in found]
 
     # -- moving ------------------------------------------------------------------------------
 
@@ -249,7 +249,7 @@ class ShardedTensor(DTensor):
         """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
-        unbacked.check_has_come(self, "reshard()")
+        unbacked.check_backed(self, "reshard()")
         source = self._tiling
         kind = device_type_of(resharding_spec)
         if kind != source.grid.device_type:
@@ -267,7 +267,7 @@ class ShardedTensor(DTensor):
 
         In a simulated world, where rank `dst` is always present, it is returned.
         """
-        unbacked.check_has_come(self, "gather()")
+        unbacked.check_backed(self, "gather()")
         tiling = self._tiling
         if not 0 <= dst < len(tiling.grid.ranks):
             raise LayoutError(f"dst={dst} is no rank of a group of {len(tiling.grid.ranks)}.")
@@ -275,10 +275,10 @@ class ShardedTensor(DTensor):
         place = RankDevice(rank, torch.device(tiling.grid.device_type))
         one = EnumerableShardingSpec([ShardMetadata([0] * self.dim(), tiling.shape, place)])
         target = make_tiling(one, tiling.shape, tiling.grid)
-        held = move_pieces(self._local.detach(), tiling, target, "gather")
+        held = move_boxes(self._local.detach(), tiling, target, "gather")
         for (at,), mine in rank_values(tiling.grid, held):
             if at == dst:
-                whole = target.pieces(rank, mine)[0].to(dtype or self.dtype)
+                whole = target.box_views(rank, mine)[0].to(dtype or self.dtype)
                 return whole if out is None else out.copy_(whole)
         return None
 
@@ -286,13 +286,10 @@ class ShardedTensor(DTensor):
         """The whole tensor, on every rank."""
         if self._tiling.natural:
             return super().full_tensor(grad_placements=grad_placements)
-        self._check_one_block("full_tensor()")
+        if not self._tiling.shape:
+            raise UnsupportedError("full_tensor() without dims: read the owner's shard.")
         ordered = self.reshard(natural_spec(self._tiling))
         return ordered.full_tensor(grad_placements=grad_placements)
-
-    def _check_one_block(self, asked: str) -> None:
-        if not self._tiling.shape:
-            raise UnsupportedError(f"{asked} of a tensor without dims: read the owner's piece.")
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
         """As for any DTensor; the result has no spec."""
@@ -308,10 +305,10 @@ class ShardedTensor(DTensor):
     ) -> ShardedTensor:
         """Another dtype or another kind of device, as for any tensor.
 
-        `process_group` is the one that the result belongs to: of the same ranks, and one that can
-        work on the other device.
+        `process_group` is that of the result: of the same ranks, with a backend for the other
+        device.
         """
-        return converted(self, asked_for(args, kwargs, copy, process_group))
+        return converted(self, parse_conversion(args, kwargs, copy, process_group))
 
     def cpu(
         self,
@@ -372,5 +369,5 @@ def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTens
     return restored
 
 
-#: Functions of torch that are not simply passed on, and what runs instead; filled by `functions`.
+#: Functions of torch with code of their own, and that code; filled by `functions`.
 functions: dict[Any, Any] = {}

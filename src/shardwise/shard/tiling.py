@@ -1,16 +1,16 @@
-"""Tiling: a sharding spec met a tensor's shape and a group of ranks.
+"""Tiling: a sharding spec applied to a tensor's shape and a group of ranks.
 
 Note [Natural, permuted and loose tilings]
-What a rank holds is one tensor, in every case.
+A rank stores its boxes of the tensor in one local tensor.
 
-    natural    each rank holds one block, a stretch of one dim, in the order of ranks. The tensor is
-               a DTensor whose layout is `Shard(dim, sizes)`: every op works.
-    permuted   the same, but ranks hold the stretches in another order. No layout says that.
-    loose      anything else: several pieces that do not join, tiles of two dims.
+    natural    each rank has one shard, an interval of one dim, in the order of ranks. The tensor
+               is a DTensor whose layout is `Shard(dim, sizes)`: every op works.
+    permuted   the same, but the intervals are not in the order of ranks. No layout says that.
+    loose      anything else: boxes of a rank that are not adjacent, splits along two dims.
 
-A permuted or loose tensor is held as a DTensor of one dim, the values of rank 0, then of rank 1 and
-so on: elementwise ops do not care where in the tensor a value belongs. Lookups and linear layers
-work on blocks, so on natural and permuted tilings alike.
+A permuted or loose tensor is stored as a DTensor of one dim: the values of rank 0, then of rank 1
+and so on. Elementwise ops do not depend on where in the tensor a value belongs. Lookups and linear
+layers need one shard per rank, so they work on natural and permuted tilings.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from shardwise.shard.spec import (
 )
 from shardwise.simulation.ranks import each_rank, localize
 
-Stretch = tuple[int, int]
+Interval = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
-    """The dim that is cut, and each rank's `(start, length)` of it."""
+class DimSplit:
+    """The dim that is split, and each rank's `(start, length)` of it."""
 
     dim: int
-    stretches: dict[int, Stretch]
+    intervals: dict[int, Interval]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,15 +60,15 @@ class Tiling:
     #: All boxes, in the order of the spec.
     boxes: tuple[ShardMetadata, ...]
     #: None for a loose tiling.
-    blocks: Blocks | None
+    split: DimSplit | None
     natural: bool
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        """How a tensor of this tiling is held; see Note [Natural, permuted and loose tilings]."""
+        """How a tensor of this tiling is stored; see Note [Natural, permuted and loose tilings]."""
         ranks = self.grid.ranks
-        if self.natural and self.blocks is not None:
-            dim, shape = self.blocks.dim, self.shape
-            sizes = tuple(self.blocks.stretches[rank][1] for rank in ranks)
+        if self.natural and self.split is not None:
+            dim, shape = self.split.dim, self.shape
+            sizes = tuple(self.split.intervals[rank][1] for rank in ranks)
         else:
             dim, shape = 0, (sum(box.numel for box in self.boxes),)
             sizes = tuple(sum(box.numel for box in self.on_rank(rank)) for rank in ranks)
@@ -79,51 +79,51 @@ class Tiling:
         return [box for box in self.boxes if box.rank == rank]
 
     def device(self, rank: int) -> torch.device:
-        """Where a rank keeps its pieces. Ranks that share a process share its device."""
+        """Where a rank stores its boxes. Ranks that share a process share its device."""
         mine = self.on_rank(rank)
         if len(self.grid.world.present) > 1 or not mine:
             return torch.device(self.grid.device_type)
         return mine[0].placement.device
 
-    def block_shape(self, rank: int) -> Shape:
-        """The shape of the one block that a rank holds."""
-        assert self.blocks is not None, "a loose tiling has no blocks"
+    def shard_shape(self, rank: int) -> Shape:
+        """The shape of a rank's one shard."""
+        assert self.split is not None, "a loose tiling has several shards per rank"
         shape = list(self.shape)
-        shape[self.blocks.dim] = self.blocks.stretches[rank][1]
+        shape[self.split.dim] = self.split.intervals[rank][1]
         return tuple(shape)
 
-    def block(self, rank: int, held: torch.Tensor) -> torch.Tensor:
-        """The block out of what a rank holds."""
-        return held if self.natural else held.view(self.block_shape(rank))
+    def shard(self, rank: int, local: torch.Tensor) -> torch.Tensor:
+        """A rank's shard, as a view of its local tensor."""
+        return local if self.natural else local.view(self.shard_shape(rank))
 
-    def pieces(self, rank: int, held: torch.Tensor) -> list[torch.Tensor]:
-        """The rank's boxes, as views of what it holds, in the order of the spec."""
+    def box_views(self, rank: int, local: torch.Tensor) -> list[torch.Tensor]:
+        """A rank's boxes, as views of its local tensor, in the order of the spec."""
         mine = self.on_rank(rank)
-        if self.blocks is None:
-            parts = held.split([box.numel for box in mine]) if mine else ()
+        if self.split is None:
+            parts = local.split([box.numel for box in mine]) if mine else ()
             return [p.view(box.shard_sizes) for p, box in zip(parts, mine, strict=True)]
-        dim, (start, _) = self.blocks.dim, self.blocks.stretches[rank]
-        block, found = self.block(rank, held), []
+        dim, (start, _) = self.split.dim, self.split.intervals[rank]
+        shard, found = self.shard(rank, local), []
         for box in mine:
-            # An empty box may stand anywhere, also outside the stretch.
+            # An empty box may be anywhere, also outside the interval.
             length = box.shard_sizes[dim]
             at = box.shard_offsets[dim] - start if length else 0
-            found.append(block.narrow(dim, at, length))
+            found.append(shard.narrow(dim, at, length))
         return found
 
-    def held(self, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """New memory for what a rank holds."""
+    def empty_local(self, rank: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Uninitialised memory for a rank's local tensor."""
         if self.natural:
-            return torch.empty(self.block_shape(rank), dtype=dtype, device=device)
+            return torch.empty(self.shard_shape(rank), dtype=dtype, device=device)
         size = sum(box.numel for box in self.on_rank(rank))
         return torch.empty(size, dtype=dtype, device=device)
 
-    def cut(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
-        """What a rank holds of a whole tensor, as a copy."""
-        held = self.held(rank, whole.dtype, self.device(rank))
-        for box, piece in zip(self.on_rank(rank), self.pieces(rank, held), strict=True):
-            piece.copy_(whole[box.box.slices])
-        return held
+    def sliced(self, rank: int, whole: torch.Tensor) -> torch.Tensor:
+        """A rank's local tensor, copied out of the whole tensor."""
+        local = self.empty_local(rank, whole.dtype, self.device(rank))
+        for box, view in zip(self.on_rank(rank), self.box_views(rank, local), strict=True):
+            view.copy_(whole[box.box.slices])
+        return local
 
     def __deepcopy__(self, memo: Any) -> Tiling:
         return self  # one object per value
@@ -137,10 +137,10 @@ def make_tiling(spec: ShardingSpec, shape: Shape, grid: Grid) -> Tiling:
     """The tiling of a tensor, checked against its shape and the ranks of the group."""
     boxes = spec.boxes(shape)
     check_ranks(boxes, grid.ranks)
-    found = _blocks(spec, boxes, shape, grid)
+    found = _find_split(spec, boxes, shape, grid)
     if found is None:
         return Tiling(spec, shape, grid, boxes, None, natural=False)
-    starts = [found.stretches[rank][0] for rank in grid.ranks if found.stretches[rank][1]]
+    starts = [found.intervals[rank][0] for rank in grid.ranks if found.intervals[rank][1]]
     return Tiling(spec, shape, grid, boxes, found, natural=starts == sorted(starts))
 
 
@@ -148,7 +148,7 @@ world_caches.append(make_tiling.cache_clear)
 
 
 def device_type_of(spec: ShardingSpec) -> str:
-    """The one kind of device that a spec names."""
+    """The one device type that a spec names."""
     kinds = sorted({place.device.type for place in spec.places()})
     if len(kinds) > 1:
         raise LayoutError(f"A tensor is on one kind of device; the spec names {kinds}: {spec}.")
@@ -164,28 +164,30 @@ def check_ranks(boxes: Sequence[ShardMetadata], ranks: Sequence[int]) -> None:
         )
 
 
-def _blocks(
+def split_dims(boxes: Sequence[ShardMetadata], shape: Sequence[int]) -> set[int]:
+    """The dims of which some box holds only a part."""
+    return {d for box in boxes for d, size in enumerate(box.shard_sizes) if size != shape[d]}
+
+
+def _find_split(
     spec: ShardingSpec, boxes: Sequence[ShardMetadata], shape: Shape, grid: Grid
-) -> Blocks | None:
-    """The blocks, where every rank's boxes join to one."""
-    # A tensor without values may be cut all the same: then every box counts.
+) -> DimSplit | None:
+    """The split, where every rank's boxes are adjacent along one dim; None elsewhere."""
+    # An empty tensor may be split too: then every box counts.
     filled = [box for box in boxes if box.numel] or list(boxes)
-    dims = {d for box in filled for d, size in enumerate(box.shard_sizes) if size != shape[d]}
+    dims = split_dims(filled, shape)
     if len(dims) > 1 or not shape:
         return None
     named = spec.dim % len(shape) if isinstance(spec, ChunkShardingSpec) else 0
     dim = dims.pop() if dims else named
-    stretches: dict[int, Stretch] = dict.fromkeys(grid.ranks, (0, 0))
+    intervals: dict[int, Interval] = dict.fromkeys(grid.ranks, (0, 0))
     for box in sorted(filled, key=lambda box: box.shard_offsets[dim]):
-        start, length = stretches[box.rank]
+        start, length = intervals[box.rank]
         if length and start + length != box.shard_offsets[dim]:
             return None
         start = start if length else box.shard_offsets[dim]
-        stretches[box.rank] = (start, length + box.shard_sizes[dim])
-    return Blocks(dim, stretches)
-
-
-# The ranks that a sharded tensor lives on: a process group as a mesh of one axis.
+        intervals[box.rank] = (start, length + box.shard_sizes[dim])
+    return DimSplit(dim, intervals)
 
 
 def group_ranks(process_group: Any = None) -> tuple[int, ...]:
@@ -201,7 +203,7 @@ def group_ranks(process_group: Any = None) -> tuple[int, ...]:
 
 
 def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
-    """The mesh of a group, its ranks in their own order; equal groups share one."""
+    """A process group as a mesh of one axis, ranks in the group's order; equal groups share one."""
     ranks = group_ranks(process_group)
     world = current_world()
     known: Grid | None = world.grids.get((device_type, None, (len(ranks),), ranks))
@@ -212,50 +214,47 @@ def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
     return grid_of(DeviceMesh.from_group(process_group, device_type))
 
 
-# Which rank holds which row of a table that is cut by rows.
-# MERGED
-
-
 @dataclass(frozen=True, slots=True)
 class RowOwners:
-    """Rows, numbered anew where blocks do not follow the order of ranks.
+    """Which rank owns which row of a table that is sharded by rows.
 
-    By their numbers, rank 0 of the group has the first rows, rank 1 the next, and so on.
+    Rows are renumbered where shards are not in the order of ranks: by number, rank 0 of the group
+    has the first rows, rank 1 the next, and so on.
     """
 
     #: The first number of each rank, and one past the last.
     bounds: tuple[int, ...]
-    #: One past the last row of each block in the order of rows, and what to add to its rows. Empty
-    #: where the numbers of rows are the rows.
+    #: One past the last row of each shard in the order of rows, and what to add to its rows. Empty
+    #: where rows keep their numbers.
     ends: tuple[int, ...] = ()
     shifts: tuple[int, ...] = ()
 
     def numbered(self, rows: torch.Tensor) -> torch.Tensor:
         if not self.shifts:
             return rows
-        block = torch.bucketize(rows, rows.new_tensor(self.ends), right=True)
-        return rows + rows.new_tensor(self.shifts)[block]
+        shard = torch.bucketize(rows, rows.new_tensor(self.ends), right=True)
+        return rows + rows.new_tensor(self.shifts)[shard]
 
     def owners(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The place in the group of the rank that holds each row."""
+        """The index in the group of the rank that owns each row."""
         return torch.bucketize(numbers, numbers.new_tensor(self.bounds[1:]), right=True)
 
 
 def wire_dtype(num_rows: int) -> torch.dtype:
-    """What the numbers of rows are sent as."""
+    """The dtype in which row numbers are sent."""
     return torch.int32 if num_rows < 2**31 else torch.int64
 
 
 @functools.lru_cache(maxsize=512)
 def row_owners(tiling: Tiling) -> RowOwners:
-    assert tiling.blocks is not None, "a table that is looked up has one block per rank"
-    stretches = [tiling.blocks.stretches[rank] for rank in tiling.grid.ranks]
-    bounds = (0, *itertools.accumulate(length for _, length in stretches))
+    assert tiling.split is not None, "a table that is looked up has one shard per rank"
+    intervals = [tiling.split.intervals[rank] for rank in tiling.grid.ranks]
+    bounds = (0, *itertools.accumulate(length for _, length in intervals))
     if tiling.natural:
         return RowOwners(bounds)
     by_row = sorted(
         (start + length, bound - start)
-        for (start, length), bound in zip(stretches, bounds, strict=False)
+        for (start, length), bound in zip(intervals, bounds, strict=False)
         if length
     )
     ends, shifts = zip(*by_row, strict=True)
@@ -265,39 +264,36 @@ def row_owners(tiling: Tiling) -> RowOwners:
 world_caches.append(row_owners.cache_clear)
 
 
-# What the ranks hold of a tiling, all ranks present at once.
-
-
-def cut_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
-    """What each rank holds of a tensor that every rank has."""
+def shard_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
+    """The local tensors of a tensor that every rank has whole."""
     grid = tiling.grid
 
     def here(place: Any, mine: torch.Tensor) -> torch.Tensor:
-        return tiling.cut(grid.ranks[place[0]], mine)
+        return tiling.sliced(grid.ranks[place[0]], mine)
 
     return each_rank(grid, here, localize(grid, whole))
 
 
-def blocks_of(tiling: Tiling, held: torch.Tensor) -> torch.Tensor:
-    """The ranks' blocks, as views of what they hold."""
+def shards_of(tiling: Tiling, local: torch.Tensor) -> torch.Tensor:
+    """The ranks' shards, as views of their local tensors."""
     grid = tiling.grid
-    return each_rank(grid, lambda place, mine: tiling.block(grid.ranks[place[0]], mine), held)
+    return each_rank(grid, lambda place, mine: tiling.shard(grid.ranks[place[0]], mine), local)
 
 
-def held_blocks(tiling: Tiling, blocks: torch.Tensor) -> torch.Tensor:
-    """What the ranks hold, out of their blocks."""
+def local_of_shards(tiling: Tiling, shards: torch.Tensor) -> torch.Tensor:
+    """The reverse of `shards_of`: local tensors out of shards."""
 
-    def hold(place: Any, block: torch.Tensor) -> torch.Tensor:
+    def hold(place: Any, shard: torch.Tensor) -> torch.Tensor:
         if not tiling.natural:
-            return block.reshape(-1)
-        # A block without values may be empty along another dim.
-        return block.contiguous().view(tiling.block_shape(tiling.grid.ranks[place[0]]))
+            return shard.reshape(-1)
+        # An empty shard may be empty along another dim.
+        return shard.contiguous().view(tiling.shard_shape(tiling.grid.ranks[place[0]]))
 
-    return each_rank(tiling.grid, hold, localize(tiling.grid, blocks))
+    return each_rank(tiling.grid, hold, localize(tiling.grid, shards))
 
 
 def natural_spec(tiling: Tiling) -> ChunkShardingSpec:
-    """The tensor cut along its first dim over all ranks of the group, in their order."""
+    """Dim 0 split over all ranks of the group, in their order."""
     device = torch.device(tiling.grid.device_type)
     return ChunkShardingSpec(0, [RankDevice(rank, device) for rank in tiling.grid.ranks])
 

@@ -1,15 +1,14 @@
-"""Sharded tensors whose size a graph learns when it runs.
+"""Sharded tensors whose size is data-dependent in a compiled graph.
 
-Note [Tilings to come]
-What a plan lays out is as long as what all ranks put out together. While a compiler goes through
-the program that is a symbol, which may have no value yet. Then a sharded tensor has a tiling to
-come: its spec and a symbolic shape. What it holds is this rank's block, whatever the tiling will be
-called (see Note [Natural, permuted and loose tilings]). Torch finds a symbol without a value only
-as the size of a tensor inside: so there is one, the `extent`, as long as the whole is. When the
-code runs, the shape has come, and the tensor is put out as any other.
+Note [Unbacked tilings]
+The output that a plan lays out is as long as the outputs of all ranks together. While a compiler
+traces, that length is an unbacked symbol. The sharded tensor then has an `UnbackedTiling`: its spec
+and a symbolic shape. Its local tensor is this rank's shard, whatever the tiling turns out to be
+(see Note [Natural, permuted and loose tilings]). Torch tracks an unbacked symbol only as the size
+of an inner tensor: that is the `extent`, as long as the whole tensor. When the code runs, the shape
+is known, and the tensor gets an ordinary tiling.
 
-Meanwhile values can be worked on where they are: elementwise, and summed up to one; or handed on as
-the ranks' blocks.
+Until then a sharded tensor takes elementwise ops, sums and means, and gives its ranks' shards.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
 from shardwise.shard.moves import with_spec
 from shardwise.shard.spec import ChunkShardingSpec, ShardingSpec
-from shardwise.shard.tiling import blocks_of, cut_whole, held_blocks, make_tiling
+from shardwise.shard.tiling import local_of_shards, make_tiling, shard_whole, shards_of
 from shardwise.simulation.parts import from_parts, parts_of, sized
 from shardwise.simulation.ranks import localize
 
@@ -39,11 +38,9 @@ if TYPE_CHECKING:
     from shardwise.shard.tensor import ShardedTensor
 
 
-# Ops that do the same to every value.
-
 aten = torch.ops.aten
 
-#: Such ops that torch does not tag as pointwise.
+#: Elementwise ops that torch does not tag as pointwise.
 _EACH_VALUE = {
     aten.alias.default,
     aten.clone.default,
@@ -68,7 +65,7 @@ def is_elementwise(op: Any) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class UnbackedSpec:
-    """What is known of a tiling to come: the part that is the same for all sizes."""
+    """What is known of an unbacked tiling: the part that does not depend on sizes."""
 
     spec: ShardingSpec
     grid: Grid
@@ -76,14 +73,14 @@ class UnbackedSpec:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class UnbackedTiling:
-    """See Note [Tilings to come]. Whatever else a tiling has is an error."""
+    """See Note [Unbacked tilings]. All other attributes of a tiling raise."""
 
     known: UnbackedSpec
     shape: tuple[Size, ...]
     extent: torch.Tensor
 
     natural = False
-    blocks = None
+    split = None
 
     @property
     def spec(self) -> ShardingSpec:
@@ -94,56 +91,52 @@ class UnbackedTiling:
         return self.known.grid
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        """Not how it is held: what a layout is asked for besides."""
+        """For shape, dtype and mesh only: the placement is not that of the local tensor."""
         stride = contiguous_stride(self.shape)
         return make_layout(self.grid, (ShardPlacement(0),), self.shape, stride, dtype)
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise _not_yet(f"{name} of the tiling", self)
+        raise _unsupported(f"{name} of the tiling", self)
 
 
-def check_has_come(x: Any, asked: str) -> None:
-    if has_tiling_to_come(x):
-        raise _not_yet(asked, x._tiling)
+def check_backed(x: Any, asked: str) -> None:
+    if is_unbacked(x):
+        raise _unsupported(asked, x._tiling)
 
 
-def _not_yet(asked: Any, tiling: UnbackedTiling) -> UnsupportedError:
+def _unsupported(asked: Any, tiling: UnbackedTiling) -> UnsupportedError:
     return UnsupportedError(
-        f"{asked} in compiled code, of an output that is laid out as {tiling.spec}: how it is cut "
+        f"{asked} in compiled code, of an output that is laid out as {tiling.spec}: its size "
         "depends on what other ranks put out. It takes elementwise ops, sums and means; do the "
         "rest outside torch.compile, or use return_local_tensor."
     )
 
 
-def has_one_block(spec: ShardingSpec) -> bool:
-    """Whether every rank has one block, however large the tensor is."""
+def has_one_shard(spec: ShardingSpec) -> bool:
+    """Whether every rank has one shard, whatever the size of the tensor."""
     if not isinstance(spec, ChunkShardingSpec):
         return False
     ranks = [place.rank for place in spec.placements]
     return len(ranks) == len(set(ranks))
 
 
-# -- between graphs and programs -----------------------------------------------------------------
-
-
 def unflattened(kind: type[ShardedTensor], inner: Any, context: Any, shape: Any) -> ShardedTensor:
-    """The tensor out of what a graph has: with a tiling where there are values."""
+    """The tensor from a graph's inner tensors; where they have values, with an ordinary tiling."""
     known, roster = context.tiling, context.flat.roster
     *parts, extent = inner.values()
     local = from_parts(parts, roster)
     if type(extent) is not torch.Tensor:
         return over(kind, local, UnbackedTiling(known, tuple(shape), extent), context)
     tiling = make_tiling(known.spec, tuple(map(int, shape)), known.grid)
-    return kind.over(held_blocks(tiling, local), tiling, like=context)
+    return kind.over(local_of_shards(tiling, local), tiling, like=context)
 
 
 def over(
     kind: type[ShardedTensor], local: torch.Tensor, tiling: UnbackedTiling, like: Any
 ) -> ShardedTensor:
-    """A tensor with a tiling to come out of the ranks' blocks; `like` has its grad_reduction."""
-    # The part of a tiling that it asks for is there.
+    """An unbacked tensor out of the ranks' shards; `like` has its grad_reduction."""
     return unrecorded(kind.over, local, tiling, None, like)
 
 
@@ -152,32 +145,29 @@ def new_extent(like: torch.Tensor, length: Size) -> torch.Tensor:
 
 
 def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor:
-    """A gradient from a program, as the graph expects one of a tensor with a tiling to come."""
+    """An eager gradient, as the graph expects that of an unbacked tensor."""
     known: UnbackedSpec = context.tiling
     tiling = make_tiling(known.spec, tuple(x.shape), known.grid)
     if type(x) is DTensor and all(p.is_replicate() for p in x.placements):
-        held = cut_whole(x._local, tiling)
+        held = shard_whole(x._local, tiling)
     else:
         held = with_spec(x, kind).reshard(known.spec)._local
-    blocks: Any = blocks_of(tiling, held)
+    shards: Any = shards_of(tiling, held)
     if context.flat.roster is not None:
-        blocks = blocks.held_like(context.flat.roster)
-    extent = new_extent(blocks, tiling.shape[0])
-    return over(kind, blocks, UnbackedTiling(known, tiling.shape, extent), context)
-
-
-# -- ops, while tracing --------------------------------------------------------------------------
+        shards = shards.held_like(context.flat.roster)
+    extent = new_extent(shards, tiling.shape[0])
+    return over(kind, shards, UnbackedTiling(known, tiling.shape, extent), context)
 
 
 def dispatch(
     kind: type[ShardedTensor], func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run an op of which some operands have a tiling to come."""
+    """Run an op of which some operands are unbacked, while tracing."""
     leaves, tree = tree_flatten((args, kwargs))
-    first = next(x for x in leaves if has_tiling_to_come(x))
+    first = next(x for x in leaves if is_unbacked(x))
     tags = getattr(func, "tags", ())
     if not is_elementwise(func) or torch.Tag.nondeterministic_seeded in tags:
-        raise _not_yet(func, first._tiling)
+        raise _unsupported(func, first._tiling)
     locals_ = [x if not isinstance(x, torch.Tensor) else local_of(x, first, func) for x in leaves]
     new_args, new_kwargs = tree_unflatten(locals_, tree)
     result = func(*new_args, **new_kwargs)
@@ -189,24 +179,24 @@ def dispatch(
     )
 
 
-def has_tiling_to_come(x: Any) -> bool:
+def is_unbacked(x: Any) -> bool:
     return type(getattr(x, "_tiling", None)) is UnbackedTiling
 
 
 def local_of(x: Any, like: Any, asked: Any) -> torch.Tensor:
-    """The blocks of an operand that lies as `like` does, or the one value that it consists of."""
+    """The local tensor of an operand that is laid out like `like`, or of a scalar."""
     tiling: UnbackedTiling = like._tiling
-    if has_tiling_to_come(x) and x._tiling.known == tiling.known:
+    if is_unbacked(x) and x._tiling.known == tiling.known:
         return x._local
     if not x.dim() and not isinstance(x, DTensor):
         return x
     if not x.dim() and all(p.is_replicate() for p in x.placements):
         return x._local
-    raise _not_yet(f"{asked} of it and {type(x).__name__} of shape {tuple(x.shape)},", tiling)
+    raise _unsupported(f"{asked} of it and {type(x).__name__} of shape {tuple(x.shape)},", tiling)
 
 
-class BlockToCome(UntracedFunction):
-    """The blocks as plain tensors; see `moves.Block`."""
+class UnbackedToLocal(UntracedFunction):
+    """The shards as plain tensors; see `moves.ToLocalShard`."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor) -> torch.Tensor:
@@ -224,16 +214,16 @@ class BlockToCome(UntracedFunction):
 
 
 def one_size(asked: str) -> str:
-    """What a simulated world cannot do in compiled code."""
+    """The error text for sizes that differ between simulated ranks in compiled code."""
     return (
         f"{asked}, of another size on each simulated rank, in compiled code: one graph cannot have "
         "a size per rank. Compile without fullgraph=True, or choose a spec that gives every rank "
-        "as much."
+        "the same size."
     )
 
 
-class SumToCome(UntracedFunction):
-    """The sum of all values. The gradient of torch's own would be expanded to the whole shape."""
+class UnbackedSum(UntracedFunction):
+    """The sum of all values. Torch's own would expand the gradient to the whole shape."""
 
     @staticmethod
     def forward(ctx: Any, x: ShardedTensor, dtype: torch.dtype | None) -> DTensor:
@@ -250,7 +240,7 @@ class SumToCome(UntracedFunction):
 
 
 def summed(x: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    return SumToCome.apply(x, dtype)
+    return UnbackedSum.apply(x, dtype)
 
 
 def mean(x: ShardedTensor, dtype: torch.dtype | None = None) -> torch.Tensor:

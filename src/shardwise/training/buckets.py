@@ -1,4 +1,4 @@
-"""Buckets: parameters whose gradients travel together, and the row of numbers they travel as."""
+"""Buckets: parameters whose gradients are reduced together, flattened into one row."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Collective = tuple[Grid, int, str]
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters of one dtype and device to whose gradients the same is done."""
+    """Parameters of one dtype and device whose gradients have the same reduction."""
 
     parameters: tuple[nn.Parameter, ...]
     reduction: Reduction
@@ -30,7 +30,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class SentBucket:
-    """A row on its way: whose gradients, and through which collectives, one after the other."""
+    """A row that is being reduced: its parameters, and its collectives in order."""
 
     parameters: list[nn.Parameter]
     collectives: tuple[Collective, ...]
@@ -40,7 +40,7 @@ class SentBucket:
 def make_buckets(
     parameters: Iterable[tuple[nn.Parameter, Reduction]], bucket_bytes: int
 ) -> list[Bucket]:
-    """Parameters in the order given, which is that in which their gradients are expected."""
+    """Buckets of parameters in the order given, that in which gradients are expected."""
     buckets: list[Bucket] = []
     room: dict[Any, tuple[int, list[nn.Parameter]]] = {}
     for parameter, reduction in parameters:
@@ -56,12 +56,12 @@ def make_buckets(
 
 
 def collectives_for(parameter: nn.Parameter, reduction: Reduction) -> tuple[Collective, ...]:
-    """What the gradient that is there now needs; all ranks find the same."""
+    """The collectives that the present gradient needs; equal on all ranks."""
     if reduction.means:
         return tuple((grid, axis, "sum") for grid, axis in reduction.means)
     grad: Any = parameter.grad
     if not isinstance(grad, DTensor):
-        return ()  # ranks of a DTensor run the same program: none of them has a gradient
+        return ()  # the ranks of a DTensor run one program: none of them has a gradient
     return tuple(
         (grid, axis, grad.placements[axis].reduce_op)  # type: ignore[attr-defined]
         for grid, axis in reduction.sums
@@ -91,7 +91,7 @@ def flattened(members: Sequence[nn.Parameter], grid: Grid, share: float) -> torc
 
 
 def put_back(sent: SentBucket, row: torch.Tensor) -> None:
-    """The reverse of `flattened`, of what was reduced: gradients of the parameters."""
+    """The reverse of `flattened`: set the gradients from the reduced row."""
     grid = sent.collectives[0][0]
     held = [localize(grid, _local(p).detach()) for p in sent.parameters]
     views, flags = split_row(grid, row, held)

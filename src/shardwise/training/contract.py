@@ -1,9 +1,9 @@
-"""What is done to the gradient of a parameter, along which mesh axes.
+"""The reduction of a parameter's gradient: which collective along which mesh axes.
 
 Note [Who reduces a gradient]
-Along a data axis the ranks have a batch and a loss of their own, and the gradients wanted are those
-of the mean of the losses. How a parameter lies along the axis decides what its gradient is when
-backward has made it, and what is left to do:
+Along a data axis each rank has its own batch and loss, and the gradient is that of the mean of the
+losses. The placement of a parameter along the axis decides what its gradient is after backward, and
+what is left to do:
 
     the parameter, along a data axis        its gradient            what is done
     a plain tensor                          of this rank's loss     mean over the axis
@@ -12,15 +12,13 @@ backward has made it, and what is left to do:
     a DTensor, sharded                      global, this shard      nothing
     a table whose backward updates it       of this rank's loss     mean, before the update
 
-Along a tensor axis the ranks have one batch and one loss. The gradient of a DTensor is global; a
-plain tensor must be used alike by all ranks of the axis, and its gradient is then the same on all
-of them. That is checked in the first backward pass, since a plan does not say how a module uses
-its parameters.
+Along a tensor axis the ranks have one batch and one loss. The gradient of a DTensor is global. All
+ranks must use a plain tensor alike, so that its gradient is equal on all of them. The first
+backward pass checks that, since a plan does not say how a module uses its parameters.
 
-Doors only declare: which axes are data axes for the parameters of a module, which axis a style
-splits a module along. It does not matter in which order they are called, nor whether one is called
-inside a module of another: the data axes of a parameter are those of all doors that reach it, and
-of the doors that have other parameters in common with those.
+Front doors only declare: the data axes of a module's parameters, and the axis that a style shards a
+module along. Their order does not matter, nor whether their modules are nested: a parameter has the
+data axes of all declared modules that it is in, and of those that share other parameters with them.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.training.mesh_axes import Axis, MeshAxes, distinct
 
-#: Where a module keeps the axis along which a style splits it: `{(grid, axis): name of the style}`.
+#: The attribute of a module with its tensor axes: `{(grid, axis): name of the style}`.
 _TENSOR_AXES = "_tensor_axes"
 
 
@@ -44,8 +42,8 @@ _TENSOR_AXES = "_tensor_axes"
 class DataAxes:
     """Axes along which each rank has its own batch.
 
-    With `partials`, gradients that are Partial along them are reduced while backward runs; else
-    they stay so until they are used.
+    With `partials`, gradients that are Partial along them are reduced during backward; else when
+    they are used.
     """
 
     axes: MeshAxes
@@ -54,14 +52,14 @@ class DataAxes:
 
 @dataclass(frozen=True, slots=True)
 class Reduction:
-    """Axes along which a gradient is added up where it is Partial, and those of its mean."""
+    """Axes along which a Partial gradient is summed, and those along which it is averaged."""
 
     sums: tuple[Axis, ...]
     means: tuple[Axis, ...]
 
     @property
     def share(self) -> float:
-        """A rank's share of the mean."""
+        """A rank's share of the mean: 1 over the number of ranks."""
         share = 1.0
         for grid, axis in self.means:
             share /= grid.shape[axis]
@@ -69,7 +67,7 @@ class Reduction:
 
 
 def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduction | None:
-    """What is left to do to the gradient of `parameter`; see Note [Who reduces a gradient]."""
+    """The reduction that a parameter's gradient still needs; see Note [Who reduces a gradient]."""
     sums: list[Axis] = []
     means: list[Axis] = []
     for each in declared:
@@ -82,36 +80,36 @@ def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduc
             sums += [(grid, k) for k in along if parameter.placements[k].is_replicate()]
         whole = len(lacking) == len(each.axes.axes)
         means += each.axes.collectives() if whole else [(each.axes.grid, a) for a in lacking]
-    # A rank that did not use the parameter cannot tell whether the gradient of another is Partial:
-    # beside a mean it stays so, and is added up when it is used.
+    # A rank that did not use the parameter cannot know whether another rank's gradient is Partial:
+    # beside a mean it stays Partial, and is summed when it is used.
     found = Reduction(() if distinct(means) else distinct(sums), distinct(means))
     return found if found.sums or found.means else None
 
 
 def note_tensor_axis(module: nn.Module, grid: Grid, axis: int, style: str) -> None:
-    """A style splits the module along this axis."""
+    """Record that a style shards the module along this axis."""
     module.__dict__.setdefault(_TENSOR_AXES, {})[grid, axis] = style
 
 
 def tensor_axes(module: nn.Module) -> dict[Axis, str]:
-    """The axes along which styles split the module or a part of it, and a sentence for each."""
+    """The tensor axes of the module and its submodules, and the reason for each."""
     found: dict[Axis, str] = {}
     for path, inner in module.named_modules():
         for (grid, axis), style in inner.__dict__.get(_TENSOR_AXES, {}).items():
             where = f"module {path!r}" if path else "the module"
-            found.setdefault((grid, axis), f"{style} splits {where} along it")
+            found.setdefault((grid, axis), f"{style} shards {where} along it")
     return found
 
 
-def forbid_both(data: Iterable[MeshAxes], split: dict[Axis, str], door: str) -> None:
-    """Raise where ranks would have to have both one batch and several."""
+def forbid_both(data: Iterable[MeshAxes], split: dict[Axis, str], caller: str) -> None:
+    """Raise where an axis would be both a data axis and a tensor axis."""
     for axes in data:
         for (grid, axis), reason in split.items():
             if axes.crosses(grid, axis):
                 raise LayoutError(
-                    f"{door}: axis {grid.axis_name(axis)!r} of {grid!r} cannot be a data axis, on "
-                    f"which each rank has its own batch: {reason}, and takes a batch that is the "
-                    "same on all of its ranks. Use two axes: a mesh such as "
+                    f"{caller}: axis {grid.axis_name(axis)!r} of {grid!r} cannot be a data axis, "
+                    f"on which each rank has its own batch: {reason}, and takes a batch that is "
+                    "the same on all of its ranks. Use two axes: a mesh such as "
                     'init_device_mesh(device, (dp, tp), mesh_dim_names=("dp", "tp")), the whole of '
                     'it for parallelize_module (tp may be 1), and mesh["dp"] here.'
                 )

@@ -1,4 +1,4 @@
-"""data_parallel: ranks with a batch each train one module."""
+"""data_parallel: replicas of one module, each rank with its own batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.errors import LayoutError
 from shardwise.training.contract import DataAxes, forbid_both, tensor_axes
 from shardwise.training.mesh_axes import mesh_axes
-from shardwise.training.reducer import declare, door_of
-from shardwise.training.start_values import start_alike
+from shardwise.training.reducer import declare, declared_module
+from shardwise.training.start_values import sync_values
 
 
 def data_parallel(
@@ -20,18 +20,18 @@ def data_parallel(
     bucket_bytes: int = BUCKET_BYTES,
     src_data_rank: int | None = 0,
 ) -> nn.Module:
-    """Let the ranks of a mesh, each with its own batch, train one module; returns the module.
+    """Train one module on the ranks of a mesh, each with its own batch; returns the module.
 
     All axes of `mesh` are data axes: `mesh["dp"]`, `mesh["rep", "shard"]`, or a flattened one.
     After backward, every gradient is that of the mean of the ranks' losses, whatever the parameter
-    is: plain, a DTensor, a table; see docs/concepts/gradients.md. The reductions run in buckets
-    during backward. Parameters and buffers start from the values of coordinate `src_data_rank`.
+    is: plain, a DTensor, a table; see docs/concepts/gradients.md. Reductions run in buckets during
+    backward. Parameters and buffers start from the values of coordinate `src_data_rank`.
 
-    It may be called before or after other doors, on a module inside a data-parallel one, and once
-    more for another axis. Parameters that are unfrozen or added later are reduced as well.
+    It may be called before or after other front doors, on a module inside a data-parallel one, and
+    again for another axis. Parameters that are unfrozen or added later are reduced as well.
 
-    `with module.no_sync():` leaves gradients as each rank has them, to accumulate; the next
-    backward outside of it reduces the sum.
+    `with module.no_sync():` accumulates local gradients; the next backward outside of it reduces
+    the sum.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import data_parallel
@@ -45,13 +45,15 @@ def data_parallel(
     """
     axes = mesh_axes(mesh)
     forbid_both([axes], tensor_axes(module), "data_parallel")
-    door = door_of(module)
-    if door is not None and DataAxes(axes, True) in door.declared:
+    declared = declared_module(module)
+    if declared is not None and DataAxes(axes, True) in declared.data_axes:
         raise LayoutError(
             "The module is data-parallel already: a second time would reduce gradients twice."
         )
-    door = declare(module, DataAxes(axes, True), bucket_bytes=bucket_bytes, source=src_data_rank)
+    declared = declare(
+        module, DataAxes(axes, True), bucket_bytes=bucket_bytes, source=src_data_rank
+    )
     if src_data_rank is not None:
-        start_alike((*module.parameters(), *module.buffers()), axes, src_data_rank)
-    module.no_sync = door.no_sync  # type: ignore[assignment]
+        sync_values((*module.parameters(), *module.buffers()), axes, src_data_rank)
+    module.no_sync = declared.no_sync  # type: ignore[assignment]
     return module

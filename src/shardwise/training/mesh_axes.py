@@ -1,8 +1,8 @@
-"""MeshAxes: some axes of a mesh, and how another mesh runs along them.
+"""MeshAxes: some axes of a mesh, and the corresponding axes of another mesh.
 
-A door is handed `mesh["dp"]`, `mesh["rep", "shard"]`, a flattened axis or a mesh of its own; a
-parameter may lie on the whole mesh, on a part of it, or on another mesh of the same ranks. What all
-of these have in common is ranks, so axes are compared by the ranks that they run through.
+A front door gets `mesh["dp"]`, `mesh["rep", "shard"]`, a flattened axis or another mesh; a
+parameter may be on the whole mesh, on a submesh, or on another mesh of the same ranks. All of these
+have ranks in common, so axes are compared by their ranks.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MeshAxes:
         return [(self.grid, axis) for axis in self.axes]
 
     def collectives(self) -> list[Axis]:
-        """Along what to reduce over all of them: a flattened axis takes one collective."""
+        """The axes of collectives over all of them: a flattened axis takes one collective."""
         if len(self.axes) < 2 or self.given.num_axes > 1:
             return self.each()
         whole = set(self.grid.world.present) <= set(self.given.ranks)
@@ -53,7 +53,7 @@ class MeshAxes:
         return any(len(other & ranks_along(self.grid, a)) > 1 for a in self.axes)
 
     def meet(self, grid: Grid) -> tuple[list[int], list[int]]:
-        """The axes of `grid` that run along these, and those of these that `grid` lacks."""
+        """The axes of `grid` that run along these axes, and those of these that `grid` lacks."""
         here = set(self.grid.ranks).intersection(grid.world.present)
         if not here <= set(grid.ranks):
             raise LayoutError(
@@ -88,7 +88,7 @@ class MeshAxes:
 
 
 def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
-    """All axes of `mesh`, in the whole mesh that it was taken from."""
+    """All axes of `mesh`, as axes of its root mesh."""
     given = grid_of(mesh)
     root = root_mesh(mesh)
     grid = given if root is mesh else grid_of(root)
@@ -110,7 +110,7 @@ def ranks_along(grid: Grid, axis: int) -> frozenset[int]:
 
 
 def distinct(axes: Sequence[Axis]) -> tuple[Axis, ...]:
-    """Without axes whose ranks another one runs through as well, and without those of one rank."""
+    """Without axes of one rank, and without those whose ranks are all along another axis."""
     found: list[tuple[frozenset[int], Axis]] = []
     for axis in sorted(axes, key=lambda axis: -axis[0].shape[axis[1]]):
         ranks = ranks_along(*axis)
@@ -120,7 +120,7 @@ def distinct(axes: Sequence[Axis]) -> tuple[Axis, ...]:
 
 
 def _named(grid: Grid, given: Grid) -> tuple[int, ...] | None:
-    """The axes of `grid` with the names that `given` has; by ranks one of size 1 is not found."""
+    """The axes of `grid` with the names of `given`; ranks cannot identify an axis of size 1."""
     if grid is given:
         return tuple(range(grid.num_axes))
     names, asked = grid.axis_names, given.axis_names
@@ -130,7 +130,7 @@ def _named(grid: Grid, given: Grid) -> tuple[int, ...] | None:
 
 
 def _spanned(grid: Grid, ranks: Sequence[int]) -> tuple[int, ...] | None:
-    """The axes of `grid` along which `ranks` differ, where they are all that there are."""
+    """The axes of `grid` along which `ranks` differ, if `ranks` fill them."""
     if not set(ranks) <= set(grid.ranks):
         return None
     places = [grid.coordinates[rank] for rank in ranks]
@@ -139,7 +139,7 @@ def _spanned(grid: Grid, ranks: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _joined(found: MeshAxes) -> Axis:
-    """The axes as one, in a mesh of all ranks."""
+    """The axes flattened to one, in a mesh of all ranks."""
     grid, first = found.grid, found.axes
     others = tuple(a for a in range(grid.num_axes) if a not in first)
     shape = (found.size, *(grid.shape[a] for a in others))

@@ -1,18 +1,17 @@
-"""Reducer: does to gradients what the contract says, in buckets, while backward runs.
+"""Reducer: reduces gradients as the contract says, in buckets, while backward runs.
 
 Note [Buckets]
 Parameters are put into buckets in reverse order, about the order in which backward reaches them. A
-bucket whose gradients are all there is sent on its way, never before the buckets in front of it:
-all ranks start the same collectives in the same order, whatever they used. At the end of backward
-the rest is started, zeros standing for gradients that a rank lacks, and all are awaited. Each
-bucket carries one flag per parameter, so a parameter that no rank used keeps no gradient. Gradients
-of tables that are known to be rows come last, and rows are gathered instead.
+bucket is sent when all its gradients are there and the buckets before it have been sent: all ranks
+start the same collectives in the same order, whatever they used. At the end of backward the rest is
+started, with zeros for gradients that a rank lacks, and all are awaited. Each bucket carries one
+flag per parameter, so a parameter that no rank used keeps no gradient. Row-sparse gradients of
+tables come last: their rows are gathered.
 
-Note [One reducer for nested doors]
-Doors whose modules have parameters in common share a reducer: each gradient is reduced once, over
-the axes of all of these doors, and one order of buckets holds for all. Doors are what is declared
-and what is copied and pickled with a module; a reducer is made from them, again whenever the
-parameters of their modules are others than before.
+Note [One reducer for nested modules]
+Declared modules that have parameters in common share a reducer: each gradient is reduced once, over
+the axes that all of them declare, in one order of buckets. Declarations are copied and pickled with
+a module; a reducer is made from them, and again whenever the parameters of a module have changed.
 """
 
 from __future__ import annotations
@@ -43,28 +42,28 @@ from shardwise.training.buckets import (
     put_back,
 )
 from shardwise.training.contract import DataAxes, Reduction, reduction_of, tensor_axes
+from shardwise.training.plain_gradients import check_plain_gradients
 from shardwise.training.row_gradients import ROWS, average_rows, kinds_on_all_ranks
-from shardwise.training.start_values import start_alike
-from shardwise.training.whole_gradients import check_alike
+from shardwise.training.start_values import sync_values
 
-#: Where a module keeps its door.
-_DOOR = "_gradient_door"
-#: The reducer of each parameter, by id; it keeps its parameters, so that no id comes twice.
+#: The attribute of a module with its declaration.
+_DECLARED = "_declared_module"
+#: The reducer of each parameter, by id; a reducer keeps its parameters alive, so ids are unique.
 _owners: weakref.WeakValueDictionary[int, Reducer] = weakref.WeakValueDictionary()
 
 
 class DeclaredModule:
-    """What was declared of one module, and whether backward reduces its gradients now."""
+    """The data axes that were declared for one module, and whether backward reduces now."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.declared: list[DataAxes] = []
+        self.data_axes: list[DataAxes] = []
         self.bucket_bytes = BUCKET_BYTES
-        #: Whose values the parameters start with, along the axes declared; None: as they are.
+        #: The coordinate whose values the parameters start with; None: they keep their own.
         self.source: int | None = None
         self.enabled = True
         self.parameters: list[nn.Parameter] = []
-        #: Those whose gradients come as rows.
+        #: Parameters with row-sparse gradients.
         self.tables: list[nn.Parameter] = []
         #: Whether styles split the module along some axis.
         self.is_split = False
@@ -73,16 +72,15 @@ class DeclaredModule:
     # A copy of the module comes with a copy of this; hooks of parameters are not copied.
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "declared": self.all_declared(), "reducer": None}
+        return {**self.__dict__, "data_axes": self.all_data_axes(), "reducer": None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        enrol(self)
+        make_reducer(self)
 
-    def all_declared(self) -> list[DataAxes]:
-        """Also what doors of modules around this one and inside of it declare."""
-        doors = [self] if self.reducer is None else [self, *self.reducer.doors]
-        return list(dict.fromkeys(each for door in doors for each in door.declared))
+    def all_data_axes(self) -> list[DataAxes]:
+        """Also those of declared modules around this one and inside of it."""
+        return _data_axes([self, *(self.reducer.modules if self.reducer is not None else ())])
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -94,9 +92,9 @@ class DeclaredModule:
             self.enabled = before
 
     def attend(self, *_: Any) -> None:
-        """Before the module's forward: it may have other parameters than before."""
-        # Without data axes there is nothing to do once plain gradients were compared.
-        if (self.declared or self.waits_for_check) and not torch.compiler.is_compiling():
+        """Before the module's forward: its parameters may have changed."""
+        # Without data axes there is nothing to do after the check of plain gradients.
+        if (self.data_axes or self.waits_for_check) and not torch.compiler.is_compiling():
             self.follow()
 
     @property
@@ -105,82 +103,86 @@ class DeclaredModule:
 
     @untraced
     def follow(self) -> None:
-        """Work with the parameters that the module has now."""
+        """Take over the parameters that the module has now."""
         found = list(self.module.parameters())
         known = self.parameters
         if len(found) != len(known) or any(a is not b for a, b in zip(found, known, strict=True)):
             before = {id(p) for p in known}
             new = [p for p in found if id(p) not in before]
-            for each in self.declared:
+            for each in self.data_axes:
                 if self.source is not None:
-                    start_alike(new, each.axes, self.source)
-            self.look()
-            enrol(self)
+                    sync_values(new, each.axes, self.source)
+            self.refresh()
+            make_reducer(self)
         elif self.reducer is not None:
             self.reducer.drop_unfinished()
 
-    def look(self) -> None:
-        """Note what the module has now."""
+    def refresh(self) -> None:
+        """Record what the module has now."""
         self.parameters = list(self.module.parameters())
         self.tables = _tables(self.module)
         self.is_split = bool(tensor_axes(self.module))
 
 
+def _data_axes(modules: list[DeclaredModule]) -> list[DataAxes]:
+    return list(dict.fromkeys(each for declared in modules for each in declared.data_axes))
+
+
 def declare(
     module: nn.Module,
-    *declared: DataAxes,
+    *data_axes: DataAxes,
     bucket_bytes: int | None = None,
     source: int | None = None,
 ) -> DeclaredModule:
-    """Say that these are data axes for all parameters of `module`, those that come later too."""
-    door: DeclaredModule | None = module.__dict__.get(_DOOR)
-    fresh = door is None
-    if door is None:
-        door = DeclaredModule(module)
-    before = dict(door.__dict__)
-    door.declared = list(dict.fromkeys([*door.declared, *declared]))
-    door.bucket_bytes = bucket_bytes or door.bucket_bytes
-    door.source = door.source if source is None else source
-    door.look()
+    """Make these data axes of all parameters of `module`, including later ones."""
+    declared: DeclaredModule | None = module.__dict__.get(_DECLARED)
+    fresh = declared is None
+    if declared is None:
+        declared = DeclaredModule(module)
+    before = dict(declared.__dict__)
+    declared.data_axes = list(dict.fromkeys([*declared.data_axes, *data_axes]))
+    declared.bucket_bytes = bucket_bytes or declared.bucket_bytes
+    declared.source = declared.source if source is None else source
+    declared.refresh()
     try:
-        enrol(door)
+        make_reducer(declared)
     except Exception:
-        door.__dict__.update(before)
+        declared.__dict__.update(before)
         raise
     if fresh:
-        module.__dict__[_DOOR] = door
-        module.register_forward_pre_hook(door.attend)
-    return door
+        module.__dict__[_DECLARED] = declared
+        module.register_forward_pre_hook(declared.attend)
+    return declared
 
 
-def door_of(module: nn.Module) -> DeclaredModule | None:
-    return module.__dict__.get(_DOOR)
+def declared_module(module: nn.Module) -> DeclaredModule | None:
+    return module.__dict__.get(_DECLARED)
 
 
-def doors_of(parameters: list[nn.Parameter]) -> list[DeclaredModule]:
-    """The doors that reach some of these parameters."""
+def modules_with(parameters: list[nn.Parameter]) -> list[DeclaredModule]:
+    """The declared modules that have some of these parameters."""
     found: dict[int, DeclaredModule] = {}
     for parameter in parameters:
         reducer = _owners.get(id(parameter))
-        for door in reducer.reached_by[id(parameter)] if reducer is not None else ():
-            found[id(door)] = door
+        for declared in reducer.modules_of[id(parameter)] if reducer is not None else ():
+            found[id(declared)] = declared
     return list(found.values())
 
 
 def reduction_for(parameter: torch.Tensor) -> Reduction | None:
-    """What doors have declared to be done to the gradient of a parameter."""
+    """The declared reduction of the gradient of a parameter."""
     reducer = _owners.get(id(parameter))
     return None if reducer is None else reducer.reductions.get(id(parameter))
 
 
 def follow_all(parameters: list[nn.Parameter]) -> None:
-    """Doors that reach these parameters look whether their modules have others by now."""
-    for door in doors_of(parameters):
-        door.follow()
+    """Declared modules with some of these parameters take over the parameters of now."""
+    for declared in modules_with(parameters):
+        declared.follow()
 
 
 def _tables(module: nn.Module) -> list[nn.Parameter]:
-    """Parameters of modules that ask for sparse gradients, as torch's embeddings do."""
+    """Parameters of modules with `sparse=True`, such as torch's embeddings."""
     return [
         parameter
         for owner in module.modules()
@@ -189,42 +191,42 @@ def _tables(module: nn.Module) -> list[nn.Parameter]:
     ]
 
 
-def enrol(door: DeclaredModule) -> None:
-    """Make the reducer of a door and of those with parameters in common."""
-    found = [_owners.get(id(p)) for p in door.parameters]
-    reducers = list({id(r): r for r in (door.reducer, *found) if r is not None}.values())
-    others = {id(d): d for r in reducers for d in r.doors if d is not door}
-    made = Reducer([door, *others.values()])  # raises before anything is changed
+def make_reducer(declared: DeclaredModule) -> None:
+    """Make the reducer of a declared module and of those with parameters in common."""
+    found = [_owners.get(id(p)) for p in declared.parameters]
+    reducers = list({id(r): r for r in (declared.reducer, *found) if r is not None}.values())
+    others = {id(d): d for r in reducers for d in r.modules if d is not declared}
+    made = Reducer([declared, *others.values()])  # raises before anything is changed
     for reducer in reducers:
         reducer.retire()
     made.watch()
 
 
 class Reducer:
-    """Reduces the gradients of the parameters that some doors reach; see Note [Buckets]."""
+    """Reduces the gradients of declared modules; see Note [Buckets]."""
 
-    def __init__(self, doors: list[DeclaredModule]) -> None:
-        self.doors = sorted(doors, key=lambda door: -len(door.parameters))
-        self.parameters = {id(p): p for door in self.doors for p in door.parameters}
-        self.reached_by: dict[int, list[DeclaredModule]] = {
+    def __init__(self, modules: list[DeclaredModule]) -> None:
+        self.modules = sorted(modules, key=lambda declared: -len(declared.parameters))
+        self.parameters = {id(p): p for declared in self.modules for p in declared.parameters}
+        self.modules_of: dict[int, list[DeclaredModule]] = {
             number: [] for number in self.parameters
         }
-        for door in self.doors:
-            for parameter in door.parameters:
-                self.reached_by[id(parameter)].append(door)
+        for declared in self.modules:
+            for parameter in declared.parameters:
+                self.modules_of[id(parameter)].append(declared)
         self.reductions: dict[int, Reduction] = {}
-        # Where a batch differs along an axis for one part of a model, it does for all: the loss
-        # differs. A mean of gradients that are the same changes nothing.
-        declared = list(dict.fromkeys(each for door in self.doors for each in door.declared))
+        # Where the batch differs along an axis for one module, the loss differs, so all gradients
+        # do. A mean of equal gradients changes nothing.
+        data_axes = _data_axes(self.modules)
         for number, parameter in self.parameters.items():
-            found = reduction_of(parameter, declared)
+            found = reduction_of(parameter, data_axes)
             if found is not None:
                 self.reductions[number] = found
-        self.tables = {id(p) for door in self.doors for p in door.tables}
+        self.tables = {id(p) for declared in self.modules for p in declared.tables}
         self.handles: list[Any] = []
         self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
         #: Whether plain gradients are still to be compared along tensor axes.
-        self.unchecked = any(door.is_split for door in self.doors) and any(
+        self.unchecked = any(declared.is_split for declared in self.modules) and any(
             _is_plain(parameter) for parameter in self.parameters.values()
         )
         self._forget()
@@ -232,8 +234,8 @@ class Reducer:
     # -- watching ----------------------------------------------------------------------------
 
     def watch(self) -> None:
-        for door in self.doors:
-            door.reducer = self
+        for declared in self.modules:
+            declared.reducer = self
         for number, parameter in self.parameters.items():
             _owners[number] = self
             if number in self.reductions or (self.unchecked and _is_plain(parameter)):
@@ -247,7 +249,7 @@ class Reducer:
             self.handles.append(parameter.register_hook(_room_per_rank(parameter)))
 
     def retire(self) -> None:
-        """Another one takes over."""
+        """Remove the hooks: another reducer takes over."""
         for handle in self.handles:
             handle.remove()
         self.handles = []
@@ -267,7 +269,7 @@ class Reducer:
         self.queued = False
 
     def drop_unfinished(self) -> None:
-        """A backward that raised half-way leaves nothing behind."""
+        """Drop the state of a backward that raised."""
         if self.queued and not in_backward():
             self._forget()
 
@@ -298,18 +300,18 @@ class Reducer:
         after_backward(self._finish)
 
     def _current_buckets(self) -> tuple[list[Bucket], list[nn.Parameter]]:
-        """Of what is trained now, outside of `no_sync`, and the parameters that come as rows."""
-        resting = {id(door) for door in self.doors if not door.enabled}
+        """Of what is trained now, outside of `no_sync`; and the parameters of row-sparse tables."""
+        resting = {id(declared) for declared in self.modules if not declared.enabled}
         now = tuple(
             number
             for number in reversed(self.reductions)
             if self.parameters[number].requires_grad
-            and not any(id(door) in resting for door in self.reached_by[number])
+            and not any(id(declared) in resting for declared in self.modules_of[number])
         )
         known = self.known_buckets.get(now)
         if known is None:
             pairs = [(self.parameters[n], self.reductions[n]) for n in now if not self._is_rows(n)]
-            num_bytes = min(door.bucket_bytes for door in self.doors)
+            num_bytes = min(declared.bucket_bytes for declared in self.modules)
             rows = [self.parameters[n] for n in now if self._is_rows(n)]
             known = self.known_buckets[now] = make_buckets(pairs, num_bytes), rows
         return known
@@ -366,10 +368,10 @@ class Reducer:
                     average_rows(parameter, reduction)
 
     def _check(self) -> None:
-        """Once: ranks of a tensor axis have the same plain gradients; see `contract`."""
+        """Once: check that plain gradients are equal along tensor axes; see `contract`."""
         self.unchecked = False
-        for door in self.doors:
-            check_alike(door.module)
+        for declared in self.modules:
+            check_plain_gradients(declared.module)
         if not self.reductions:
             self.retire()
 
@@ -385,7 +387,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def _trained(parameter: nn.Parameter) -> Iterator[bool]:
-    """A frozen parameter takes hooks while it is not frozen, and keeps them."""
+    """Inside, a frozen parameter is trainable, so that it takes hooks; it keeps them."""
     frozen = not parameter.requires_grad
     can_be = parameter.is_floating_point() or parameter.is_complex()
     if frozen and can_be:
@@ -398,7 +400,7 @@ def _trained(parameter: nn.Parameter) -> Iterator[bool]:
 
 
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """A hook: gradients of several ranks cannot be added to one plain tensor."""
+    """A hook for simulated ranks: their gradients cannot be added to one plain tensor."""
 
     @untraced
     def spread(grad: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Gradients of tables that are rows: reduced by gathering rows, so that none is made dense."""
+"""Row-sparse gradients: reduced by gathering rows, so that no dense one is materialised."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import Reduction
 from shardwise.training.mesh_axes import Axis
 
-#: What a rank has of a gradient.
+#: The kinds of a rank's gradient, in the order of precedence.
 NOTHING, ROWS, DENSE = range(3)
 
 
 def kinds_on_all_ranks(parameters: Sequence[nn.Parameter], axes: Sequence[Axis]) -> list[int]:
-    """For each parameter the most that a rank along the axes has of its gradient."""
+    """For each parameter, the highest kind of its gradient on any rank along the axes."""
     mine = [_kind(p.grad) for p in parameters]
     grid = axes[0][0]
     device = parameters[0].device
@@ -45,7 +45,7 @@ def _holds_rows(grad: torch.Tensor) -> bool:
 
 
 def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:
-    """Give a parameter the mean of what the ranks have, as rows."""
+    """Set the gradient of a parameter to the mean over ranks, as rows."""
     grid = reduction.means[0][0]
     rows, values = (localize(grid, each) for each in _parts(parameter, grid))
     for axis in reduction.means:
@@ -68,7 +68,7 @@ def average_rows(parameter: nn.Parameter, reduction: Reduction) -> None:
 
 
 def _parts(parameter: nn.Parameter, grid: Grid) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row numbers and rows of what this rank has; none of either where it has no gradient."""
+    """Row numbers and rows of this rank's gradient; empty where it has none."""
     grad: Any = parameter.grad
     if isinstance(grad, RowSparse):
         return grad._rows, grad._local

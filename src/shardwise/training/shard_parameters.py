@@ -1,4 +1,4 @@
-"""shard_parameters: parameters that lie in shards over data axes too, whole while in use."""
+"""shard_parameters: parameters sharded over data axes, gathered while in use."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.training.contract import DataAxes, forbid_both, tensor_axes
 from shardwise.training.mesh_axes import MeshAxes, mesh_axes
-from shardwise.training.reducer import declare, doors_of, follow_all
-from shardwise.training.start_values import start_alike
+from shardwise.training.reducer import declare, follow_all, modules_with
+from shardwise.training.start_values import sync_values
 
-#: Where a module keeps what `shard_parameters` was asked for.
+#: The attribute of a module with its calls of `shard_parameters`.
 _ASKED = "_sharded_over"
 
 
 @dataclass(slots=True)
 class ShardRequest:
-    """Along which axes to split, and whether around what other axes split."""
+    """The axes to shard over, and whether outside of the axes that shard dim 0 already."""
 
     axes: MeshAxes
     outermost: bool
@@ -32,16 +32,16 @@ class ShardRequest:
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = False) -> nn.Module:
-    """Split DTensor parameters that data axes replicate along their dim 0, in place.
+    """Shard DTensor parameters that data axes replicate along their dim 0, in place.
 
-    Parameters, gradients and what an optimizer keeps of them take a rank 1/n of the memory. A
-    module gathers its own parameters over the axes when it is called, and backward brings their
-    gradients back in shards: a reduce-scatter. The gathered copy lives until then. Where another
-    axis splits dim 0 already, these split within it, or around it with `outermost`.
+    Parameters, gradients and optimizer state take 1/n of the memory on each rank. A module gathers
+    its own parameters over the axes when it is called, and backward reduce-scatters their
+    gradients; the gathered copy lives until then. Where another axis shards dim 0 already, these
+    shard within it, or around it with `outermost`.
 
     Each rank has its own batch along the axes. Plain parameters stay whole: they start from the
     values of the first coordinate, and backward reduces their gradients, as `data_parallel` does.
-    Parameters that `parallelize_module` distributes later are split then.
+    Parameters that `parallelize_module` distributes later are sharded then.
 
     >>> import shardwise, torch
     >>> from shardwise.parallel import parallelize_module, shard_parameters
@@ -56,7 +56,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = F
     axes = mesh_axes(mesh)
     forbid_both([axes], tensor_axes(module), "shard_parameters")
     declare(module, DataAxes(axes, False), source=0)
-    start_alike((*module.parameters(), *module.buffers()), axes, 0)
+    sync_values((*module.parameters(), *module.buffers()), axes, 0)
     asked = module.__dict__.setdefault(_ASKED, [])
     if not asked:
         module.register_forward_pre_hook(_check_split)
@@ -66,15 +66,15 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, *, outermost: bool = F
 
 
 def split_parameters(module: nn.Module) -> None:
-    """Split what `shard_parameters` was called for, here or around this module, and is not yet.
+    """Shard what `shard_parameters`, here or around this module, still has to shard.
 
-    A plan may be applied after it, and make DTensors that were not there.
+    A plan that is applied after it makes new DTensors.
     """
     parameters = list(module.parameters())
-    doors = {id(door): door for door in doors_of(parameters)}
-    for door in doors.values():
-        for asked in door.module.__dict__.get(_ASKED, ()):
-            asked.num_split += _split_all(door.module, asked)
+    declared_modules = {id(declared): declared for declared in modules_with(parameters)}
+    for declared in declared_modules.values():
+        for asked in declared.module.__dict__.get(_ASKED, ()):
+            asked.num_split += _split_all(declared.module, asked)
     follow_all(parameters)
 
 
@@ -105,7 +105,7 @@ def _check_split(module: nn.Module, _: Any) -> None:
 
 
 def _to_split(parameter: torch.Tensor | None, axes: MeshAxes) -> tuple[int, ...]:
-    """The axes of its own mesh along which a parameter is split now."""
+    """The axes of its own mesh along which a parameter is still to be sharded."""
     if not isinstance(parameter, DTensor) or parameter.dim() == 0:
         return ()
     along, _ = axes.meet(parameter._layout.grid)
@@ -115,7 +115,7 @@ def _to_split(parameter: torch.Tensor | None, axes: MeshAxes) -> tuple[int, ...]
 def _split(
     parameter: Any, along: tuple[int, ...], outermost: bool, made: dict[int, nn.Parameter]
 ) -> nn.Parameter:
-    """The parameter in shards; a shared one stays shared."""
+    """The sharded parameter; a tied one stays tied."""
     if id(parameter) not in made:
         others = [a for a in parameter._layout.order if a not in along]
         order = [*along, *others] if outermost else [*others, *along]

@@ -1,4 +1,4 @@
-"""The values that replicas start with: those of one coordinate along the data axes."""
+"""Start values of replicas: those of one coordinate along the data axes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from shardwise.simulation.ranks import is_shared
 from shardwise.training.mesh_axes import MeshAxes
 
 
-def start_alike(tensors: Iterable[torch.Tensor], axes: MeshAxes, source: int) -> None:
-    """Give all ranks along the axes the values that coordinate `source` has.
+def sync_values(tensors: Iterable[torch.Tensor], axes: MeshAxes, source: int) -> None:
+    """Broadcast the values of coordinate `source` along the axes.
 
-    Along axes of its own mesh a DTensor is what it is; along others it is a replica, as a plain
-    tensor is.
+    Along axes of its own mesh a DTensor is left alone; along others it is a replica, like a plain
+    tensor.
     """
     for tensor in tensors:
         along = axes.axes

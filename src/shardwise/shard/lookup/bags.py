@@ -1,6 +1,6 @@
-"""Bags: the ids of `embedding_bag` in any of its forms, as one row of ids and a length per bag.
+"""Bags on one rank's plain tensors: checks, pooling, maxima, and the fused kernels of a GPU.
 
-Everything here is about one rank's plain tensors.
+Bags in any form of `embedding_bag` become flat ids and a length per bag.
 """
 
 from __future__ import annotations
@@ -17,80 +17,13 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.ops.lookup import fused_bags
 from shardwise.ops.lookup.bag_shape import MODE_MEAN, MODE_SUM, Bags
 
-# The bags of one block of a table on a GPU, through the fused kernels, under torch's autograd.
-
+#: The modes of the fused kernels.
 _MODES = {"sum": MODE_SUM, "mean": MODE_MEAN}
-
-
-def takes(table: torch.Tensor, mode: str) -> bool:
-    return mode in _MODES and fused_bags.take_table(table)
-
-
-def fused_lookup(
-    table: torch.Tensor,
-    ids: torch.Tensor,
-    starts: torch.Tensor,
-    mode: str,
-    weights: torch.Tensor | None,
-    padding_idx: int | None,
-    sparse: bool,
-) -> torch.Tensor:
-    """As `F.embedding_bag`; the ids are in range."""
-    edges = torch.nn.functional.pad(starts, (0, 1), value=ids.shape[0])
-    padding = -1 if padding_idx is None else padding_idx
-    return _RowsLookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
-
-
-class _RowsLookup(UntracedFunction):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        table: torch.Tensor,
-        ids: torch.Tensor,
-        edges: torch.Tensor,
-        weights: torch.Tensor | None,
-        mode: int,
-        padding_idx: int,
-        sparse: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(ids, edges, weights, None if weights is None else table)
-        ctx.options = (tuple(table.shape), mode, padding_idx, sparse)
-        return fused_bags.sums(table, Bags(ids, edges, weights, padding_idx), 0, mode)
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ids, edges, weights, table = ctx.saved_tensors
-        shape, mode, padding_idx, sparse = ctx.options
-        bags = Bags(ids, edges, weights, padding_idx)
-        of_table = of_weights = None
-        if ctx.needs_input_grad[0] and sparse:
-            of_table = _row_sparse(grad, bags, shape, mode)
-        elif ctx.needs_input_grad[0]:
-            of_table = fused_bags.table_grad(grad, bags, 0, shape[0], mode)
-        if ctx.needs_input_grad[3]:
-            of_weights = fused_bags.sample_grad(grad, table, bags, 0)
-        return of_table, None, None, of_weights, None, None, None
-
-
-def _row_sparse(grad: torch.Tensor, bags: Bags, shape: tuple[int, int], mode: int) -> torch.Tensor:
-    rows, places = bags.ids, bags.places
-    if bags.padding_idx >= 0:
-        places = (rows != bags.padding_idx).nonzero().squeeze(1)
-        rows = rows.index_select(0, places)
-    rows, values = fused_bags.row_grads(grad, bags, rows, places, mode)
-    return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True
-    )
-
-
-# MERGED
-
 #: The number of mode="max" in torch's own op.
 _MAXIMUM = 2
 
 
-def fault_of_ids(ids: torch.Tensor) -> str | None:
+def ids_fault(ids: torch.Tensor) -> str | None:
     whole = ids.dtype in (torch.int32, torch.int64)
     return None if whole else f"ids are int32 or int64, found {ids.dtype}."
 
@@ -103,14 +36,14 @@ def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
     return low, high
 
 
-def fault_of(
+def batch_fault(
     ids: torch.Tensor,
     offsets: torch.Tensor | None,
     weights: torch.Tensor | None,
     include_last_offset: bool,
 ) -> str | None:
     """What is wrong with a batch of bags, if anything."""
-    if (fault := fault_of_ids(ids)) is not None:
+    if (fault := ids_fault(ids)) is not None:
         return fault
     if weights is not None and weights.shape != ids.shape:
         return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
@@ -120,10 +53,10 @@ def fault_of(
         return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
     if offsets is None or offsets.dim() != 1:
         return "ids of one dim need offsets, of one dim too."
-    return _fault_of_offsets(offsets.tolist(), ids.numel(), include_last_offset)
+    return _offsets_fault(offsets.tolist(), ids.numel(), include_last_offset)
 
 
-def _fault_of_offsets(offsets: list[int], num_ids: int, include_last_offset: bool) -> str | None:
+def _offsets_fault(offsets: list[int], num_ids: int, include_last_offset: bool) -> str | None:
     if include_last_offset and not offsets:
         return "with include_last_offset there is at least one offset."
     if offsets and offsets[0] != 0:
@@ -190,8 +123,8 @@ def lookup(
     """The fused kernels' `embedding_bag`, or torch's own, which does not take empty tables."""
     if not table.numel() or not starts.numel():
         return table.new_zeros(starts.numel(), table.shape[1])
-    if takes(table, mode):
-        return fused_lookup(table, ids, starts, mode, weights, padding_idx, sparse)
+    if mode in _MODES and fused_bags.take_table(table):
+        return _fused_lookup(table, ids, starts, mode, weights, padding_idx, sparse)
     return F.embedding_bag(
         ids,
         table,
@@ -212,3 +145,61 @@ def maximum(
         return table.new_zeros(shape), ids.new_full(shape, -1)
     values, _, _, rows = embedding_bag(table, ids, starts, mode=_MAXIMUM)
     return values, rows
+
+
+def _fused_lookup(
+    table: torch.Tensor,
+    ids: torch.Tensor,
+    starts: torch.Tensor,
+    mode: str,
+    weights: torch.Tensor | None,
+    padding_idx: int | None,
+    sparse: bool,
+) -> torch.Tensor:
+    """As `F.embedding_bag`; the ids are in range."""
+    edges = torch.nn.functional.pad(starts, (0, 1), value=ids.shape[0])
+    padding = -1 if padding_idx is None else padding_idx
+    return _FusedLookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
+
+
+class _FusedLookup(UntracedFunction):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        table: torch.Tensor,
+        ids: torch.Tensor,
+        edges: torch.Tensor,
+        weights: torch.Tensor | None,
+        mode: int,
+        padding_idx: int,
+        sparse: bool,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(ids, edges, weights, None if weights is None else table)
+        ctx.options = (tuple(table.shape), mode, padding_idx, sparse)
+        return fused_bags.sums(table, Bags(ids, edges, weights, padding_idx), 0, mode)
+
+    @staticmethod
+    @differentiated_once("a sharded module")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        ids, edges, weights, table = ctx.saved_tensors
+        shape, mode, padding_idx, sparse = ctx.options
+        bags = Bags(ids, edges, weights, padding_idx)
+        of_table = of_weights = None
+        if ctx.needs_input_grad[0] and sparse:
+            of_table = _row_sparse(grad, bags, shape, mode)
+        elif ctx.needs_input_grad[0]:
+            of_table = fused_bags.table_grad(grad, bags, 0, shape[0], mode)
+        if ctx.needs_input_grad[3]:
+            of_weights = fused_bags.sample_grad(grad, table, bags, 0)
+        return of_table, None, None, of_weights, None, None, None
+
+
+def _row_sparse(grad: torch.Tensor, bags: Bags, shape: tuple[int, int], mode: int) -> torch.Tensor:
+    rows, places = bags.ids, bags.places
+    if bags.padding_idx >= 0:
+        places = (rows != bags.padding_idx).nonzero().squeeze(1)
+        rows = rows.index_select(0, places)
+    rows, values = fused_bags.row_grads(grad, bags, rows, places, mode)
+    return torch.sparse_coo_tensor(
+        rows.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True
+    )

@@ -1,6 +1,6 @@
-"""Lookups in a table that is cut by columns: every rank has a part of every row.
+"""Lookups in a column-sharded table: every rank has some columns of every row.
 
-All ids go to every rank, and columns of rows or of pooled bags come home.
+All ids are gathered on every rank; columns of rows or of pooled bags are sent back.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import torch
 from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.watch import because
 from shardwise.shard.lookup import bags
-from shardwise.shard.lookup.local_batch import Exchange, OwnBatch
+from shardwise.shard.lookup.local_batch import Exchange, LocalBatch
 from shardwise.shard.lookup.lookup_args import BagBatch, Lookup
 from shardwise.shard.lookup.pooling import (
     ColumnsOf,
     PoolByFrequency,
     PooledColumns,
     RowPerId,
+    identity,
     renorm_columns,
-    same,
 )
 from shardwise.shard.lookup.routes import ToEveryone, all_gather_uneven
 from shardwise.shard.lookup.stage import Flat
@@ -30,7 +30,7 @@ from shardwise.simulation.ranks import each_rank, localize
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
-        fault = bags.fault_of_ids(mine)
+        fault = bags.ids_fault(mine)
         return [mine.numel(), *bags.range_of(mine, fault)], fault
 
     counted = gather_numbers(lookup.grid, lookup.what, describe, ids)
@@ -47,7 +47,7 @@ def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
         finish=RowPerId(lookup.by_frequency),
         travels=(),
     )
-    return OwnBatch.apply(lookup.weight, exchange, (everyones,), (ids,))
+    return LocalBatch.apply(lookup.weight, exchange, (everyones,), (ids,))
 
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
@@ -58,18 +58,18 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
         span = bags.range_of(own.ids, own.fault)
         return [own.ids.numel(), own.lengths.numel(), *span], own.fault
 
-    def canonical(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def flatten(_: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         own = batch.of_rank(mine)
         return own.ids, own.lengths
 
     counted = gather_numbers(grid, lookup.what, describe, *tensors)
     num_ids, num_bags, lows, highs = zip(*counted, strict=True)
     lookup.check_range(lows, highs)
-    ids, lengths = each_rank(grid, canonical, *tensors)
+    ids, lengths = each_rank(grid, flatten, *tensors)
     everyones = _gathered(lookup, ids, num_ids)
     weights = () if batch.weights is None else (batch.weights,)
     if lookup.by_frequency:
-        # The gradient is divided before it leaves, row by row.
+        # Gradients are divided row by row, before they are sent: the requester has to pool.
         exchange = _exchange(
             lookup,
             num_ids,
@@ -78,7 +78,7 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
             finish=PoolByFrequency(batch.mode, lookup.padding_idx),
             travels=(False,) * len(weights),
         )
-        return OwnBatch.apply(lookup.weight, exchange, (everyones,), (ids, lengths), *weights)
+        return LocalBatch.apply(lookup.weight, exchange, (everyones,), (ids, lengths), *weights)
     with because(lookup.what, implicit=False):
         all_lengths = all_gather_uneven(localize(grid, lengths), num_bags, grid)
     exchange = _exchange(
@@ -86,11 +86,11 @@ def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
         num_ids,
         num_bags,
         local=PooledColumns(batch.mode, lookup.padding_idx, lookup.sparse),
-        finish=same,
+        finish=identity,
         travels=(True,) * len(weights),
     )
     flat = [Flat.apply(w, grid) for w in weights]
-    return OwnBatch.apply(lookup.weight, exchange, (everyones, all_lengths), (), *flat)
+    return LocalBatch.apply(lookup.weight, exchange, (everyones, all_lengths), (), *flat)
 
 
 def _exchange(
@@ -99,7 +99,7 @@ def _exchange(
     tiling = lookup.weight._tiling
     route = ToEveryone(
         tiling.grid,
-        lookup.blocks,
+        lookup.split,
         joined=True,
         num_columns=tiling.shape[1],
         num_brought=num_brought,
@@ -108,7 +108,7 @@ def _exchange(
     return Exchange(
         lookup.what,
         tiling,
-        lookup.blocks,
+        lookup.split,
         route,
         sparse=lookup.sparse,
         grad_reduction=lookup.weight.grad_reduction,
@@ -117,7 +117,7 @@ def _exchange(
 
 
 def _gathered(lookup: Lookup, flat: torch.Tensor, num_ids: tuple[int, ...]) -> torch.Tensor:
-    """All ranks' ids; the rows that they name are shortened to `max_norm`."""
+    """All ranks' ids; their rows are scaled to `max_norm`."""
     grid = lookup.grid
     with because(lookup.what, implicit=False):
         everyones = all_gather_uneven(localize(grid, flat), num_ids, grid)

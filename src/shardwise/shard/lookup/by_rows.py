@@ -1,8 +1,8 @@
-"""Lookups in a table that is cut by rows: a row is on one rank, and only that rank is asked for it.
+"""Lookups in a row-sharded table: a row has one owner, and only the owner is asked for it.
 
-Rows are asked for once, however often a rank names them. Bags are pooled where their rows are: a
-rank answers a bag with one row at most, and the pieces are put together at home. Where gradients
-are scaled by frequency that is impossible, and the rows come home.
+A rank asks for each different row once. Bags are pooled by the owners of their rows: each owner
+sends at most one row per bag, and the requester combines them. Where gradients are scaled by
+frequency, rows are sent instead, and the requester pools them.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ import torch
 
 from shardwise.comm.id_exchange import by_owner
 from shardwise.shard.lookup import bags
-from shardwise.shard.lookup.bag_pieces import AddPieces, MaximumOfPieces, PoolPieces, StrongestRows
-from shardwise.shard.lookup.local_batch import Exchange, OwnBatch
-from shardwise.shard.lookup.lookup_args import BagBatch, Lookup, OwnBags
+from shardwise.shard.lookup.bag_segments import AddSegments, MaxOfSegments, MaxSegments, SumSegments
+from shardwise.shard.lookup.local_batch import Exchange, LocalBatch
+from shardwise.shard.lookup.lookup_args import BagBatch, LocalBags, Lookup
 from shardwise.shard.lookup.pooling import (
     PoolByFrequency,
+    RequestedRows,
     RowPerId,
-    RowsAsked,
     SpreadRows,
     renorm_rows,
 )
-from shardwise.shard.lookup.row_requests import RowReply, RowRequest, ask, checked
+from shardwise.shard.lookup.row_requests import RowReply, RowRequest, check_ids, request_rows
 from shardwise.shard.lookup.stage import Flat
 from shardwise.shard.tiling import row_owners
 from shardwise.simulation.ranks import each_rank
@@ -31,66 +31,66 @@ from shardwise.simulation.ranks import each_rank
 
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     def request(mine: torch.Tensor) -> RowRequest:
-        return _each_row_once(lookup, mine, bags.fault_of_ids(mine))
+        return _each_row_once(lookup, mine, bags.ids_fault(mine))
 
-    reply, (inverse,) = ask(lookup, request, ids)
+    reply, (inverse,) = request_rows(lookup, request, ids)
     _shorten(lookup, reply)
-    local = RowsAsked(lookup.padding_idx, lookup.sparse)
+    local = RequestedRows(lookup.padding_idx, lookup.sparse)
     finish = SpreadRows(RowPerId(lookup.by_frequency))
     exchange = _exchange(lookup, reply, local=local, finish=finish)
-    return OwnBatch.apply(lookup.weight, exchange, (reply.rows,), (inverse, ids))
+    return LocalBatch.apply(lookup.weight, exchange, (reply.rows,), (inverse, ids))
 
 
 def embedding_bag(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     if lookup.by_frequency:
-        return _pooled_at_home(lookup, batch)
+        return _pooled_by_requester(lookup, batch)
 
     def request(*mine: torch.Tensor) -> RowRequest:
-        return _bags_in_pieces(lookup, batch.of_rank(mine))
+        return _bag_segments(lookup, batch.of_rank(mine))
 
-    reply, own = ask(lookup, request, *batch.tensors)
+    reply, own = request_rows(lookup, request, *batch.tensors)
     _shorten(lookup, reply)
     there = (reply.rows, reply.starts)
     if batch.mode == "max":
-        local = StrongestRows(reply.longest if reply.trains else None)
-        exchange = _exchange(lookup, reply, local=local, finish=MaximumOfPieces(reply.trains))
+        local = MaxSegments(reply.longest if reply.trains else None)
+        exchange = _exchange(lookup, reply, local=local, finish=MaxOfSegments(reply.trains))
         own = (*own, reply.own_starts, reply.route.order)
-        return OwnBatch.apply(lookup.weight, exchange, there, own)
+        return LocalBatch.apply(lookup.weight, exchange, there, own)
     weights = [] if batch.weights is None else [Flat.apply(batch.weights, lookup.grid)]
-    finish = AddPieces(mean=batch.mode == "mean")
+    finish = AddSegments(mean=batch.mode == "mean")
     exchange = _exchange(
         lookup,
         reply,
-        local=PoolPieces(lookup.sparse),
+        local=SumSegments(lookup.sparse),
         finish=finish,
         travels=(True,) * len(weights),
     )
-    return OwnBatch.apply(lookup.weight, exchange, there, own, *weights)
+    return LocalBatch.apply(lookup.weight, exchange, there, own, *weights)
 
 
-def _pooled_at_home(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
+def _pooled_by_requester(lookup: Lookup, batch: BagBatch) -> torch.Tensor:
     def request(*mine: torch.Tensor) -> RowRequest:
         own = batch.of_rank(mine)
         return _each_row_once(lookup, own.ids, own.fault, own.ids, own.lengths)
 
-    reply, own = ask(lookup, request, *batch.tensors)
+    reply, own = request_rows(lookup, request, *batch.tensors)
     _shorten(lookup, reply)
     weights = [] if batch.weights is None else [batch.weights]
     exchange = _exchange(
         lookup,
         reply,
-        local=RowsAsked(None, lookup.sparse),
+        local=RequestedRows(None, lookup.sparse),
         finish=SpreadRows(PoolByFrequency(batch.mode, lookup.padding_idx)),
         travels=(False,) * len(weights),
     )
-    return OwnBatch.apply(lookup.weight, exchange, (reply.rows,), own, *weights)
+    return LocalBatch.apply(lookup.weight, exchange, (reply.rows,), own, *weights)
 
 
 def _exchange(lookup: Lookup, reply: RowReply, travels: Any = (), **functions: Any) -> Exchange:
     return Exchange(
         lookup.what,
         lookup.weight._tiling,
-        lookup.blocks,
+        lookup.split,
         reply.route,
         travels=travels,
         sparse=lookup.sparse,
@@ -99,28 +99,25 @@ def _exchange(lookup: Lookup, reply: RowReply, travels: Any = (), **functions: A
     )
 
 
-# -- what one rank asks for ----------------------------------------------------------------------
-
-
 def _each_row_once(
     lookup: Lookup, given: torch.Tensor, fault: str | None, *keep: torch.Tensor
 ) -> RowRequest:
-    """Every row is a piece; the place of each id among them is kept too."""
+    """Every row is a segment; the index of each id among them is kept."""
     owners = row_owners(lookup.weight._tiling)
-    ids = checked(given, fault, lookup.num_rows)
+    ids = check_ids(given, fault, lookup.num_rows)
     rows, inverse, counts = by_owner(owners.numbered(ids.usable), list(owners.bounds))
     first = torch.ones_like(rows, dtype=torch.bool)
     order = torch.arange(rows.numel(), device=rows.device)
     return RowRequest(ids, rows, first, order, counts, counts, (inverse, *keep))
 
 
-def _bags_in_pieces(lookup: Lookup, own: OwnBags) -> RowRequest:
-    """The rows of one bag that are with one owner are a piece.
+def _bag_segments(lookup: Lookup, own: LocalBags) -> RowRequest:
+    """The rows of one bag with one owner are a segment.
 
-    What is kept is the bag of each piece, and how many ids count in each bag.
+    The bag of each segment is kept, and the number of ids that count in each bag.
     """
     owners = row_owners(lookup.weight._tiling)
-    ids = checked(own.ids, own.fault, lookup.num_rows)
+    ids = check_ids(own.ids, own.fault, lookup.num_rows)
     wanted, padding = ids.usable, lookup.padding_idx
     lengths = own.lengths if wanted.numel() else torch.zeros_like(own.lengths)
     bag = torch.repeat_interleave(lengths)
@@ -154,17 +151,17 @@ def _changes(x: torch.Tensor) -> torch.Tensor:
 
 
 def _shorten(lookup: Lookup, reply: RowReply) -> None:
-    """Shorten the rows that somebody looks up to `max_norm`, the padding row included."""
+    """Scale the rows that any rank looks up to `max_norm`, the padding row included."""
     if lookup.max_norm is None:
         return
     rows, padding = reply.rows, lookup.padding_idx
     if padding is not None and reply.padded:
-        stretches, ranks = lookup.blocks.stretches, lookup.grid.ranks
+        intervals, ranks = lookup.split.intervals, lookup.grid.ranks
 
         def with_padding(place: Any, rows: torch.Tensor) -> torch.Tensor:
-            start, length = stretches[ranks[place[0]]]
-            held = start <= padding < start + length
-            return torch.cat([rows, rows.new_tensor([padding - start])]) if held else rows
+            start, length = intervals[ranks[place[0]]]
+            owned = start <= padding < start + length
+            return torch.cat([rows, rows.new_tensor([padding - start])]) if owned else rows
 
         rows = each_rank(lookup.grid, with_padding, rows)
     renorm_rows(lookup.weight, rows, lookup.max_norm, lookup.norm_type)

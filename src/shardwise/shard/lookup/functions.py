@@ -1,6 +1,6 @@
-"""Lookups: each rank's own ids, pooled or not, in a table of which it holds a block.
+"""`F.embedding` and `F.embedding_bag` of each rank's local ids in a sharded table.
 
-The numbers are those of one device that holds the whole table, however it is cut.
+Results equal those of one device that holds the whole table.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import torch
 
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
-from shardwise.shard.compile import Call, declare, traced
+from shardwise.shard.compile import LayerCall, declare, traced
 from shardwise.shard.lookup import by_columns, by_rows
-from shardwise.shard.lookup.local_batch import blocks_for
+from shardwise.shard.lookup.local_batch import split_of
 from shardwise.shard.lookup.lookup_args import BagBatch, Lookup
 from shardwise.shard.tensor import ShardedTensor
 
@@ -27,12 +27,12 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> torch.Tensor:
-    """`F.embedding` for each rank's own plain ids."""
+    """`F.embedding` for each rank's local plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     if not has_values(weight._local):
         return traced(_EMBEDDING, weight, lookup.options(), input=input)
-    way = by_rows if lookup.blocks.dim == 0 else by_columns
+    way = by_rows if lookup.split.dim == 0 else by_columns
     return way.embedding(lookup, input)
 
 
@@ -49,7 +49,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> torch.Tensor:
-    """`F.embedding_bag` for each rank's own plain bags."""
+    """`F.embedding_bag` for each rank's local plain bags."""
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
@@ -58,11 +58,8 @@ def embedding_bag(
         tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
-    way = by_rows if lookup.blocks.dim == 0 else by_columns
+    way = by_rows if lookup.split.dim == 0 else by_columns
     return way.embedding_bag(lookup, batch)
-
-
-# -- arguments -----------------------------------------------------------------------------------
 
 
 def _lookup(
@@ -74,16 +71,16 @@ def _lookup(
     by_frequency: bool,
     sparse: bool,
 ) -> Lookup:
-    blocks = blocks_for(weight, what)
+    split = split_of(weight, what)
     if sparse and not weight._tiling.natural:
         raise UnsupportedError(
-            f"{what} has sparse gradients for blocks in the order of ranks, found "
+            f"{what} has sparse gradients only for shards in the order of ranks, found "
             f"{weight.sharding_spec()}. Use sparse=False, or reshard(spec) first."
         )
     if max_norm is not None and not norm_type > 0:
         raise ArgumentError(f"{what}: norm_type is a positive number, found {norm_type}.")
     padding = _row(padding_idx, weight, what)
-    return Lookup(what, weight, blocks, padding, max_norm, norm_type, by_frequency, sparse)
+    return Lookup(what, weight, split, padding, max_norm, norm_type, by_frequency, sparse)
 
 
 def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | None:
@@ -110,15 +107,15 @@ def _check_mode(
         raise ArgumentError(f"{what}: mode='max' has no sparse gradients, as in torch.")
 
 
-# -- in compiled code ----------------------------------------------------------------------------
+# The results' shapes, for compiled graphs.
 
 
-def _rows_of(call: Call, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
+def _rows_of(call: LayerCall, weight: torch.Tensor, input: torch.Tensor) -> torch.Tensor:
     return weight.new_empty((*input.shape, call.tiling.shape[1]))
 
 
 def _bags_of(
-    call: Call,
+    call: LayerCall,
     weight: torch.Tensor,
     input: torch.Tensor,
     offsets: torch.Tensor | None = None,

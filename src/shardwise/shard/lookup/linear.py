@@ -1,4 +1,4 @@
-"""Linear layers: each rank's own inputs meet a weight of which it holds a block."""
+"""`F.linear` of each rank's local inputs with a sharded weight."""
 
 from __future__ import annotations
 
@@ -13,27 +13,27 @@ from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
 from shardwise.core.untraced import UntracedFunction
 from shardwise.lookup.ids import has_values
-from shardwise.shard.compile import Call, declare, traced
-from shardwise.shard.lookup.local_batch import Exchange, OwnBatch, blocks_for
+from shardwise.shard.compile import LayerCall, declare, traced
+from shardwise.shard.lookup.local_batch import Exchange, LocalBatch, split_of
 from shardwise.shard.lookup.routes import ToEveryone
 from shardwise.shard.lookup.stage import Flat
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Stretch, natural_spec
+from shardwise.shard.tiling import Interval, natural_spec
 
 
 def linear(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`F.linear` for each rank's own plain inputs; weight, bias or both are sharded."""
+    """`F.linear` for each rank's local plain inputs; weight, bias or both are sharded."""
     x = input
-    whole = own_whole(bias) if isinstance(bias, ShardedTensor) else bias
+    whole = gather_whole(bias) if isinstance(bias, ShardedTensor) else bias
     if not isinstance(weight, ShardedTensor):
         return F.linear(x, weight, whole)
     what = "F.linear"
-    blocks = blocks_for(weight, what)
+    split = split_of(weight, what)
     if not has_values(weight._local):
         return traced(_LINEAR, weight, {}, input=x, bias=whole)
-    dim = blocks.dim
+    dim = split.dim
     grid, (out_features, in_features) = weight._tiling.grid, weight._tiling.shape
 
     def describe(mine: torch.Tensor) -> tuple[Sequence[int], str | None]:
@@ -47,7 +47,7 @@ def linear(
     counts = tuple(n for (n,) in gather_numbers(grid, what, describe, x))
     route = ToEveryone(
         grid,
-        blocks,
+        split,
         joined=dim == 0,
         num_columns=out_features,
         num_brought=counts,
@@ -56,7 +56,7 @@ def linear(
     exchange = Exchange(
         what,
         weight._tiling,
-        blocks,
+        split,
         route,
         local=_outputs if dim == 0 else _terms,
         finish=_shaped,
@@ -64,16 +64,16 @@ def linear(
         grad_reduction=weight.grad_reduction,
     )
     rows = Flat.apply(x, grid, in_features)
-    return OwnBatch.apply(weight, exchange, (), (x,), rows, *([] if whole is None else [whole]))
+    return LocalBatch.apply(weight, exchange, (), (x,), rows, *([] if whole is None else [whole]))
 
 
-def _outputs(_: Stretch, block: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
-    return (F.linear(x, block),)
+def _outputs(_: Interval, shard: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    return (F.linear(x, shard),)
 
 
-def _terms(stretch: Stretch, block: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
-    start, length = stretch
-    return (F.linear(x[:, start : start + length], block),)
+def _terms(interval: Interval, shard: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor]:
+    start, length = interval
+    return (F.linear(x[:, start : start + length], shard),)
 
 
 def _shaped(rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -81,34 +81,31 @@ def _shaped(rows: torch.Tensor, x: torch.Tensor, bias: torch.Tensor | None = Non
     return rows.view(*x.shape[:-1], rows.shape[-1])
 
 
-def own_whole(x: ShardedTensor) -> torch.Tensor:
-    """The whole tensor for each rank's own loss."""
+def gather_whole(x: ShardedTensor) -> torch.Tensor:
+    """The whole tensor, for each rank's local loss."""
     ordered = x if x._tiling.natural else x.reshard(natural_spec(x._tiling))
     whole = ordered.full_tensor(grad_placements=[Partial("sum")])
     if x.grad_reduction == "sum" or not whole.requires_grad:
         return whole
-    return ShareOfGradient.apply(whole, len(x._tiling.grid.ranks))
+    return DivideGradient.apply(whole, len(x._tiling.grid.ranks))
 
 
-class ShareOfGradient(UntracedFunction):
-    """The tensor itself; its gradient divided by a number."""
+class DivideGradient(UntracedFunction):
+    """The identity; the gradient is divided by a number."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, parts: int) -> torch.Tensor:
-        ctx.parts = parts
+    def forward(ctx: Any, x: torch.Tensor, divisor: int) -> torch.Tensor:
+        ctx.divisor = divisor
         return x.view_as(x)
 
     @staticmethod
     @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return grad / ctx.parts, None
-
-
-# -- in compiled code ----------------------------------------------------------------------------
+        return grad / ctx.divisor, None
 
 
 def _outputs_of(
-    call: Call, weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
+    call: LayerCall, weight: torch.Tensor, input: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     dtype = weight.dtype if call.autocast_dtype is None else getattr(torch, call.autocast_dtype)
     if bias is not None:

@@ -1,21 +1,21 @@
-"""Each rank's own batch meets a table or a weight that all ranks share.
+"""Each rank's local batch with a sharded table or weight.
 
-Note [Own batches]
-The weight stays where it is; what every rank brings travels to it:
+Note [Local batches]
+The weight stays where it is, and batches are sent to it:
 
-    1. the ranks tell each other how much they bring, and what is wrong with it
-    2. batches go to the ranks that hold what they ask for
-    3. each rank runs a local function on its block of the weight
-    4. results go home, where they are put together
+    1. the ranks exchange the sizes of their batches, and faults
+    2. batches are sent to the ranks that hold the rows or columns that they need
+    3. each rank runs a local function on its shard of the weight
+    4. results are sent back, and the requester combines them
 
-A weight that is cut along its columns, or along what is summed over, has something for every entry
-on every rank; a table that is cut along its rows has it on one. See `routes` for both ways.
+For a column-sharded table, and for a linear layer, every rank computes something for every entry;
+for a row-sharded table, one rank does. See `routes` for both.
 
-Backward goes the same way in reverse: the gradient of step 4, the local function's gradient, and
-the gradient of what was brought.
+Backward runs the same steps in reverse: the gradient of step 4, of the local function, and of the
+batch.
 
-Each rank has a loss of its own. What it brought gets the gradient of that loss; the weight's is
-that of the mean of the losses, or of their sum, as the tensor's `grad_reduction` says.
+Each rank has its own loss. Its batch gets the gradient of that loss; the weight gets that of the
+mean of the losses, or of their sum, as the tensor's `grad_reduction` says.
 """
 
 from __future__ import annotations
@@ -35,48 +35,48 @@ from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.shard.lookup.routes import BatchRoute
 from shardwise.shard.lookup.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Blocks, Tiling, held_blocks
+from shardwise.shard.tiling import DimSplit, Tiling, local_of_shards
 from shardwise.simulation.parts import is_per_rank, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
 
-#: What a local function gives: a tensor that has a gradient, and perhaps more that have none.
+#: Of a local function: a tensor that has a gradient, and perhaps more that have none.
 Results = tuple[torch.Tensor, ...]
 
 
-def blocks_for(weight: ShardedTensor, what: str) -> Blocks:
-    """How a weight is cut that an own batch can meet."""
+def split_of(weight: ShardedTensor, what: str) -> DimSplit:
+    """How a weight is split; raises where a local batch cannot use it."""
     tiling = weight._tiling
-    if tiling.blocks is None or len(tiling.shape) != 2:
+    if tiling.split is None or len(tiling.shape) != 2:
         raise UnsupportedError(
-            f"{what} needs a weight of two dims, cut along one of them with one block per rank; "
+            f"{what} needs a weight of two dims, split along one of them with one shard per rank; "
             f"found shape {tiling.shape} and {tiling.spec}. Use reshard(spec) first."
         )
-    return tiling.blocks
+    return tiling.split
 
 
 @dataclass(frozen=True, slots=True)
 class Exchange:
-    """What one call does, and where; known before the weight is touched."""
+    """One call, but for its tensors."""
 
     what: str
     tiling: Tiling
-    blocks: Blocks
+    split: DimSplit
     route: BatchRoute
-    #: `local(stretch, block, *there, *travelling)`: what a rank computes for those who ask.
+    #: `local(interval, shard, *there, *travelling)`: what a rank computes for the requesters.
     local: Callable[..., Results]
-    #: `finish(*results, *own, *staying)`: what the caller gets out of the results that came home.
+    #: `finish(*results, *own, *staying)`: the result, on the requester.
     finish: Callable[..., torch.Tensor]
-    #: For each tensor that has a gradient: whether it travels, or stays with the rank it is of.
+    #: For each tensor that has a gradient: whether it is sent, or stays on its rank.
     travels: tuple[bool, ...]
     grad_reduction: str
     #: Whether the weight's gradient holds only the rows that were looked up.
     sparse: bool = False
 
 
-class OwnBatch(UntracedFunction):
-    """`apply(weight, exchange, there, own, *tensors)`; see Note [Own batches].
+class LocalBatch(UntracedFunction):
+    """`apply(weight, exchange, there, own, *tensors)`; see Note [Local batches].
 
-    `there` have travelled already and `own` stay; neither has a gradient.
+    `there` have been sent already and `own` stay; neither has a gradient.
     """
 
     @staticmethod
@@ -93,31 +93,36 @@ class OwnBatch(UntracedFunction):
         needs = ctx.needs_input_grad[4:]
         moving = [i for i, travels in enumerate(exchange.travels) if travels]
         staying = [i for i, travels in enumerate(exchange.travels) if not travels]
-        away = Stage((ctx.needs_input_grad[0], *(needs[i] for i in moving)))
-        home = Stage((ctx.needs_input_grad[0] or any(needs), *(needs[i] for i in staying)))
+        on_owner = Stage((ctx.needs_input_grad[0], *(needs[i] for i in moving)))
+        on_requester = Stage((ctx.needs_input_grad[0] or any(needs), *(needs[i] for i in staying)))
 
         def compute(place: Any, held: torch.Tensor, *rest: torch.Tensor) -> Results:
             rank = grid.ranks[place[0]]
             known, leaves = rest[: len(there)], rest[len(there) :]
-            local = functools.partial(exchange.local, exchange.blocks.stretches[rank])
-            block = tiling.block(rank, held)
-            return away.run(rank, lambda b, *moved: local(b, *known, *moved), [block, *leaves])
+            local = functools.partial(exchange.local, exchange.split.intervals[rank])
+            shard = tiling.shard(rank, held)
+            return on_owner.run(rank, lambda b, *moved: local(b, *known, *moved), [shard, *leaves])
 
         with because(exchange.what, implicit=False):
             travelled = [route.send(tensors[i]) for i in moving]
             results = each_rank(grid, compute, weight._local, *there, *travelled)
-            rows, *more = [route.home(result) for result in results]
+            rows, *more = [route.reply(result) for result in results]
 
         def finish(place: Any, rows: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
             known, leaves = rest[: len(more) + len(own)], rest[len(more) + len(own) :]
-            (out,) = home.run(
+            (out,) = on_requester.run(
                 grid.ranks[place[0]],
                 lambda rows, *stayed: (exchange.finish(rows, *known, *stayed),),
                 [rows, *leaves],
             )
             return out
 
-        ctx.exchange, ctx.weight, ctx.away, ctx.home = exchange, weight, away, home
+        ctx.exchange, ctx.weight, ctx.on_owner, ctx.on_requester = (
+            exchange,
+            weight,
+            on_owner,
+            on_requester,
+        )
         ctx.plain = [not is_per_rank(t) for t in tensors]
         return sized(each_rank(grid, finish, rows, *more, *own, *(tensors[i] for i in staying)))
 
@@ -127,36 +132,36 @@ class OwnBatch(UntracedFunction):
         exchange: Exchange = ctx.exchange
         route, grid = exchange.route, exchange.tiling.grid
         needs = ctx.needs_input_grad[4:]
-        rows, *stayed = ctx.home.backward(grid, grad)
+        rows, *stayed = ctx.on_requester.backward(grid, grad)
         with because(exchange.what, implicit=False):
-            block, *moved = ctx.away.backward(grid, route.back(localize(grid, rows)))
+            shard, *moved = ctx.on_owner.backward(grid, route.reply_grad(localize(grid, rows)))
             grads: list[Any] = []
             for need, travels, plain in zip(needs, exchange.travels, ctx.plain, strict=True):
                 found = (moved if travels else stayed).pop(0)
                 if not need:
                     grads.append(None)
                     continue
-                own = sized(route.send_back(found) if travels else found)
+                own = sized(route.send_grad(found) if travels else found)
                 grads.append(one_for_all(own) if plain else own)
-        weight_grad = _weight_gradient(ctx, block) if ctx.needs_input_grad[0] else None
+        weight_grad = _weight_gradient(ctx, shard) if ctx.needs_input_grad[0] else None
         return weight_grad, None, None, None, *grads
 
 
-def _weight_gradient(ctx: Any, block: torch.Tensor) -> torch.Tensor:
+def _weight_gradient(ctx: Any, shard: torch.Tensor) -> torch.Tensor:
     exchange: Exchange = ctx.exchange
     tiling = exchange.tiling
     num_losses = len(tiling.grid.ranks) if exchange.grad_reduction == "mean" else 1
     if exchange.sparse:
         layout = tiling.layout(ctx.weight.dtype)
-        rows, values = each_rank(tiling.grid, lambda _, g: _rows_of(g), block)
+        rows, values = each_rank(tiling.grid, lambda _, g: _rows_of(g), shard)
         return make_row_sparse(layout, rows, values) / num_losses
     if num_losses > 1:
-        block = each_rank(tiling.grid, lambda _, g: g.div_(num_losses), block)
-    return ShardedTensor.over(held_blocks(tiling, block), tiling, like=ctx.weight)
+        shard = each_rank(tiling.grid, lambda _, g: g.div_(num_losses), shard)
+    return ShardedTensor.over(local_of_shards(tiling, shard), tiling, like=ctx.weight)
 
 
 def _rows_of(grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows of a block that have a gradient, and theirs; none where no lookup was run."""
+    """The rows of a shard that have a gradient, and their gradients; none without a lookup."""
     if grad.layout is torch.sparse_coo:
         return grad._indices()[0], grad._values()
     return torch.empty(0, dtype=torch.int64, device=grad.device), grad[:0]

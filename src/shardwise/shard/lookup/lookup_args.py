@@ -1,4 +1,4 @@
-"""What a lookup wants: the table with its options, and the bags that a rank brings."""
+"""The arguments of a lookup: the table with its options, and the ranks' bags."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import torch
 from shardwise.core.mesh import Grid
 from shardwise.shard.lookup import bags
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Blocks
+from shardwise.shard.tiling import DimSplit
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """A table and what is asked of it, checked."""
+    """A table and the options of a lookup, checked."""
 
     what: str
     weight: ShardedTensor
-    blocks: Blocks
+    split: DimSplit
     padding_idx: int | None
     max_norm: float | None
     norm_type: float
-    #: Whether gradients are divided by how often a rank's batch names their row.
+    #: Whether a row's gradient is divided by its frequency in the rank's batch.
     by_frequency: bool
     #: Whether the table's gradient holds only the rows that were looked up.
     sparse: bool
@@ -38,7 +38,7 @@ class Lookup:
         return self.weight._tiling.shape[0]
 
     def check_range(self, lows: Sequence[int], highs: Sequence[int]) -> None:
-        """Raise where the ids of a rank, from low to high, leave the table; the same on all."""
+        """Raise, on all ranks alike, where ids of some rank are outside the table."""
         for rank, low, high in zip(self.grid.ranks, lows, highs, strict=True):
             if low < 0 or high >= self.num_rows:
                 raise IndexError(
@@ -47,7 +47,7 @@ class Lookup:
                 )
 
     def options(self) -> dict[str, Any]:
-        """What torch's functions call the options of a lookup, as constants."""
+        """The options under the names of torch's functions, as constants."""
         return {
             "padding_idx": None if self.padding_idx is None else int(self.padding_idx),
             "max_norm": None if self.max_norm is None else float(self.max_norm),
@@ -58,8 +58,8 @@ class Lookup:
 
 
 @dataclass(frozen=True, slots=True)
-class OwnBags:
-    """One rank's bags in one form: a row of ids and a length per bag; both empty with a fault."""
+class LocalBags:
+    """One rank's bags as flat ids and a length per bag; both empty where there is a fault."""
 
     ids: torch.Tensor
     lengths: torch.Tensor
@@ -68,7 +68,7 @@ class OwnBags:
 
 @dataclass(frozen=True, slots=True)
 class BagBatch:
-    """Bags in any form that `F.embedding_bag` takes, of all ranks present."""
+    """The bags of all ranks present, in any form that `F.embedding_bag` takes."""
 
     ids: torch.Tensor
     offsets: torch.Tensor | None
@@ -78,17 +78,17 @@ class BagBatch:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What differs between ranks; `of_rank` takes one rank's."""
+        """The tensors that differ between ranks; `of_rank` takes one rank's."""
         return [x for x in (self.ids, self.offsets, self.weights) if x is not None]
 
-    def of_rank(self, mine: Sequence[torch.Tensor]) -> OwnBags:
+    def of_rank(self, mine: Sequence[torch.Tensor]) -> LocalBags:
         left = iter(mine)
         ids = next(left)
         offsets = None if self.offsets is None else next(left)
         weights = None if self.weights is None else next(left)
-        fault = bags.fault_of(ids, offsets, weights, self.include_last_offset)
+        fault = bags.batch_fault(ids, offsets, weights, self.include_last_offset)
         if fault is not None:
             nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
-            return OwnBags(nothing, nothing, fault)
+            return LocalBags(nothing, nothing, fault)
         lengths = bags.lengths_of(ids, offsets, self.include_last_offset)
-        return OwnBags(ids.reshape(-1).long(), lengths, None)
+        return LocalBags(ids.reshape(-1).long(), lengths, None)

@@ -1,6 +1,6 @@
-"""What a rank computes for those who ask, and what it does with the rows that came home.
+"""Local functions of a lookup: on the rank that holds the shard, and on the requester.
 
-Everything here runs on one rank's plain tensors, under torch's own autograd.
+All but `max_norm` runs on one rank's plain tensors, under torch's autograd.
 """
 
 from __future__ import annotations
@@ -16,28 +16,28 @@ from shardwise.comm import collectives
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.lookup import bags
 from shardwise.shard.tensor import ShardedTensor
-from shardwise.shard.tiling import Stretch
+from shardwise.shard.tiling import Interval
 from shardwise.simulation.ranks import each_rank
 
-# -- what one rank computes for those who ask ----------------------------------------------------
+# -- on the rank that holds the shard ------------------------------------------------------------
 
 
-class RowsAsked:
+class RequestedRows:
     """The rows that a rank is asked for."""
 
     def __init__(self, padding_idx: int | None, sparse: bool) -> None:
         self.padding_idx, self.sparse = padding_idx, sparse
 
     def __call__(
-        self, stretch: Stretch, block: torch.Tensor, rows: torch.Tensor, *_: torch.Tensor
+        self, interval: Interval, shard: torch.Tensor, rows: torch.Tensor, *_: torch.Tensor
     ) -> tuple[torch.Tensor]:
         if not rows.numel():
-            return (block.new_zeros(0, block.shape[1]),)
-        start, num_rows = stretch
+            return (shard.new_zeros(0, shard.shape[1]),)
+        start, num_rows = interval
         padding = None
         if self.padding_idx is not None and start <= self.padding_idx < start + num_rows:
             padding = self.padding_idx - start
-        return (F.embedding(rows, block, padding, sparse=self.sparse),)
+        return (F.embedding(rows, shard, padding, sparse=self.sparse),)
 
 
 class ColumnsOf:
@@ -46,10 +46,10 @@ class ColumnsOf:
     def __init__(self, padding_idx: int | None, sparse: bool) -> None:
         self.padding_idx, self.sparse = padding_idx, sparse
 
-    def __call__(self, _: Stretch, block: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
-        if not block.numel():
-            return (block.new_zeros(ids.numel(), block.shape[1]),)
-        return (F.embedding(ids, block, self.padding_idx, sparse=self.sparse),)
+    def __call__(self, _: Interval, shard: torch.Tensor, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        if not shard.numel():
+            return (shard.new_zeros(ids.numel(), shard.shape[1]),)
+        return (F.embedding(ids, shard, self.padding_idx, sparse=self.sparse),)
 
 
 class PooledColumns:
@@ -60,20 +60,20 @@ class PooledColumns:
 
     def __call__(
         self,
-        _: Stretch,
-        block: torch.Tensor,
+        _: Interval,
+        shard: torch.Tensor,
         ids: torch.Tensor,
         lengths: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor]:
         options = self.mode, weights, self.padding_idx, self.sparse
-        return (bags.lookup(block, ids, bags.starts(lengths), *options),)
+        return (bags.lookup(shard, ids, bags.starts(lengths), *options),)
 
 
-# -- what a rank does with what came home --------------------------------------------------------
+# -- on the requester ----------------------------------------------------------------------------
 
 
-def same(rows: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+def identity(rows: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
     return rows.view_as(rows)
 
 
@@ -90,7 +90,7 @@ class RowPerId:
 
 
 class SpreadRows:
-    """The same, out of one row for each different id."""
+    """`finish` on one row per id, out of one row per different id."""
 
     def __init__(self, finish: Callable[..., torch.Tensor]) -> None:
         self.finish = finish
@@ -102,7 +102,7 @@ class SpreadRows:
 
 
 class PoolByFrequency:
-    """Rows to bags; gradients divided by how often this rank's batch names their row."""
+    """Rows to bags; a row's gradient is divided by its frequency in this rank's batch."""
 
     def __init__(self, mode: str, padding_idx: int | None) -> None:
         self.mode, self.padding_idx = mode, padding_idx
@@ -120,7 +120,7 @@ class PoolByFrequency:
 
 
 def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """The rows; their gradient divided by how often this rank's batch names the id."""
+    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
     if not ids.numel():
         return rows
     _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
@@ -139,21 +139,21 @@ class ScaleRows(UntracedFunction):
         return grad * factor, None
 
 
-# Rows that a lookup shortens first: `max_norm`.
+# -- max_norm ------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def renorm_rows(
     weight: ShardedTensor, rows: torch.Tensor, max_norm: float, norm_type: float
 ) -> None:
-    """Shorten these rows of each rank's block to `max_norm`, in place."""
+    """Scale these rows of each rank's shard to `max_norm`, in place."""
     tiling = weight._tiling
 
-    def shorten(place: Any, held: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def shorten(place: Any, local: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         if rows.numel():
-            block = tiling.block(tiling.grid.ranks[place[0]], held)
-            torch.embedding_renorm_(block, rows, max_norm, norm_type)
-        return held
+            shard = tiling.shard(tiling.grid.ranks[place[0]], local)
+            torch.embedding_renorm_(shard, rows, max_norm, norm_type)
+        return local
 
     each_rank(tiling.grid, shorten, weight._local, rows)
 
@@ -162,15 +162,15 @@ def renorm_rows(
 def renorm_columns(
     weight: ShardedTensor, everyones: torch.Tensor, max_norm: float, norm_type: float
 ) -> None:
-    """Shorten each row that somebody looks up to `max_norm`, in place.
+    """Scale each row that any rank looks up to `max_norm`, in place.
 
-    No rank knows a row's norm: they add up their parts of it first.
+    Each rank has some columns of a row, so norms take an all-reduce.
     """
     tiling = weight._tiling
     grid = tiling.grid
 
-    def part(place: Any, held: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        rows = tiling.block(grid.ranks[place[0]], held)[ids.unique()].abs()
+    def part(place: Any, local: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        rows = tiling.shard(grid.ranks[place[0]], local)[ids.unique()].abs()
         if math.isinf(norm_type):
             return rows.amax(1) if rows.shape[1] else rows.new_zeros(rows.shape[0])
         return (rows**norm_type).sum(1)
@@ -180,13 +180,13 @@ def renorm_columns(
     joint = collectives.all_reduce(parts, "max" if infinite else "sum", grid, 0)
 
     def shorten(
-        place: Any, held: torch.Tensor, ids: torch.Tensor, total: torch.Tensor
+        place: Any, local: torch.Tensor, ids: torch.Tensor, total: torch.Tensor
     ) -> torch.Tensor:
-        block = tiling.block(grid.ranks[place[0]], held)
+        shard = tiling.shard(grid.ranks[place[0]], local)
         norms = total if infinite else total ** (1 / norm_type)
-        factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0).to(block.dtype)
+        factor = torch.where(norms > max_norm, max_norm / (norms + 1e-7), 1.0).to(shard.dtype)
         names = ids.unique()
-        block[names] = block[names] * factor.unsqueeze(1)
-        return held
+        shard[names] = shard[names] * factor.unsqueeze(1)
+        return local
 
     each_rank(grid, shorten, weight._local, everyones, joint)

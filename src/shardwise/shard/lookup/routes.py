@@ -1,7 +1,7 @@
-"""Ways between a rank's own batch and the ranks that hold the weight, there and back.
+"""Routes between the ranks' local batches and the ranks that hold the weight.
 
-`send` takes what a rank brings to those that compute with it, and `home` takes their results to the
-rank that asked. `send_back` and `back` are what becomes of gradients on the same ways.
+`send` takes batches to the ranks that compute with them, `reply` takes their results to the
+requesters. `send_grad` and `reply_grad` are the transposes, for gradients.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ from shardwise.comm import collectives
 from shardwise.comm.id_exchange import Counts
 from shardwise.core.mesh import Grid
 from shardwise.shard.moves import exchanged
-from shardwise.shard.tiling import Blocks
+from shardwise.shard.tiling import DimSplit
 from shardwise.simulation.ranks import each_rank, localize
-
-# Collectives of batches of different size: padded to the largest on the wire only.
 
 
 def all_gather_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:
-    """The ranks' rows, joined in their order; rank i of the group has `counts[i]` of them."""
+    """The ranks' rows, concatenated; rank i of the group has `counts[i]` of them.
+
+    They are padded to the largest count while they are sent.
+    """
     longest = max(counts)
     if longest == 0:
         return x
@@ -39,7 +40,7 @@ def all_gather_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> t
 
 
 def reduce_scatter_uneven(x: torch.Tensor, counts: tuple[int, ...], grid: Grid) -> torch.Tensor:
-    """The sum of the ranks' rows, of which rank i of the group gets its `counts[i]`."""
+    """The sum of the ranks' rows, of which rank i of the group gets `counts[i]`."""
     longest = max(counts)
     if longest == 0:
         return x
@@ -67,39 +68,39 @@ class BatchRoute(Protocol):
 
     def send(self, x: torch.Tensor) -> torch.Tensor: ...
 
-    def send_back(self, grad: torch.Tensor) -> torch.Tensor: ...
+    def send_grad(self, grad: torch.Tensor) -> torch.Tensor: ...
 
-    def home(self, results: torch.Tensor) -> torch.Tensor: ...
+    def reply(self, results: torch.Tensor) -> torch.Tensor: ...
 
-    def back(self, grad: torch.Tensor) -> torch.Tensor: ...
+    def reply_grad(self, grad: torch.Tensor) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True, slots=True)
 class ToEveryone:
-    """Everybody's batch goes to every rank, as all of them have something to compute for it.
+    """Every rank gets all batches.
 
-    Ranks compute columns of the result, which are `joined`, or terms, which are added.
+    Ranks compute columns of the result, which are concatenated (`joined`), or terms of a sum.
     """
 
     grid: Grid
-    blocks: Blocks
+    split: DimSplit
     joined: bool
     num_columns: int
-    #: By rank: how much it brings, and how many rows of the result it gets.
+    #: By rank: the size of its batch, and the number of result rows that it gets.
     num_brought: tuple[int, ...]
     num_rows: tuple[int, ...]
 
     def send(self, x: torch.Tensor) -> torch.Tensor:
         return all_gather_uneven(localize(self.grid, x), self.num_brought, self.grid)
 
-    def send_back(self, grad: torch.Tensor) -> torch.Tensor:
+    def send_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return reduce_scatter_uneven(localize(self.grid, grad), self.num_brought, self.grid)
 
     def _columns(self, rank: int) -> int:
         """How many columns of the result a rank computes."""
-        return self.blocks.stretches[rank][1] if self.joined else self.num_columns
+        return self.split.intervals[rank][1] if self.joined else self.num_columns
 
-    def home(self, results: torch.Tensor) -> torch.Tensor:
+    def reply(self, results: torch.Tensor) -> torch.Tensor:
         if not self.joined:
             return reduce_scatter_uneven(results, self.num_rows, self.grid)
         grid = self.grid
@@ -112,13 +113,13 @@ class ToEveryone:
             parts = flat.split([mine * self._columns(sender) for sender in ranks])
             out = flat.new_empty(mine, self.num_columns)
             for sender, part in zip(ranks, parts, strict=True):
-                start, length = self.blocks.stretches[sender]
+                start, length = self.split.intervals[sender]
                 out[:, start : start + length] = part.view(mine, length)
             return out
 
         return each_rank(grid, join, arrived)
 
-    def back(self, grad: torch.Tensor) -> torch.Tensor:
+    def reply_grad(self, grad: torch.Tensor) -> torch.Tensor:
         if not self.joined:
             return all_gather_uneven(localize(self.grid, grad), self.num_rows, self.grid)
         grid = self.grid
@@ -126,11 +127,11 @@ class ToEveryone:
         counts = [[n * self._columns(owner) for owner in ranks] for n in self.num_rows]
 
         def part(_: Any, mine: torch.Tensor) -> torch.Tensor:
-            pieces = []
+            columns = []
             for owner in ranks:
-                start, length = self.blocks.stretches[owner]
-                pieces.append(mine[:, start : start + length].reshape(-1))
-            return torch.cat(pieces)
+                start, length = self.split.intervals[owner]
+                columns.append(mine[:, start : start + length].reshape(-1))
+            return torch.cat(columns)
 
         arrived = exchanged(each_rank(grid, part, grad), counts, grid)
 
@@ -142,18 +143,17 @@ class ToEveryone:
 
 @dataclass(frozen=True, slots=True)
 class ToOwners:
-    """Each entry of a batch goes to the one rank that it concerns, and one row comes back for each
-    piece that was asked of a rank."""
+    """Each entry of a batch goes to one owner, and one row comes back for each segment."""
 
     grid: Grid
-    #: Which of this rank's entries are sent, in the order in which they are, by owner.
+    #: The entries of this rank that are sent, ordered by owner.
     order: torch.Tensor
-    #: One number for each entry of this rank; only its length is looked at.
+    #: One number for each entry of this rank; only its length is used.
     entries: torch.Tensor
     #: Entries that this rank sends to each rank, and gets from each.
     num_sent: Counts
     num_got: Counts
-    #: Pieces that this rank asks each rank for, and that each asks it for.
+    #: Segments that this rank asks each rank for, and that each asks it for.
     num_asked: Counts
     num_given: Counts
 
@@ -164,7 +164,7 @@ class ToOwners:
         picked = each_rank(self.grid, pick, localize(self.grid, x), self.order, axes=())
         return self._moved(picked, self.num_sent, self.num_got)
 
-    def send_back(self, grad: torch.Tensor) -> torch.Tensor:
+    def send_grad(self, grad: torch.Tensor) -> torch.Tensor:
         def put(
             _: Any, arrived: torch.Tensor, order: torch.Tensor, entries: torch.Tensor
         ) -> torch.Tensor:
@@ -174,10 +174,10 @@ class ToOwners:
         arrived = self._moved(localize(self.grid, grad), self.num_got, self.num_sent)
         return each_rank(self.grid, put, arrived, self.order, self.entries, axes=())
 
-    def home(self, results: torch.Tensor) -> torch.Tensor:
+    def reply(self, results: torch.Tensor) -> torch.Tensor:
         return self._moved(results, self.num_given, self.num_asked)
 
-    def back(self, grad: torch.Tensor) -> torch.Tensor:
+    def reply_grad(self, grad: torch.Tensor) -> torch.Tensor:
         return self._moved(localize(self.grid, grad), self.num_asked, self.num_given)
 
     def _moved(self, x: torch.Tensor, num_sent: Counts, num_got: Counts) -> torch.Tensor:

@@ -1,8 +1,9 @@
-"""Asking the owners of rows: each rank says what it wants of each other one.
+"""Row requests: each rank asks the owners of rows for the rows that it looks up.
 
-First go counts, with what else all ranks must know before they go on; then the numbers of rows, to
-their owners alone. The first number of a piece is sent as its complement, which is negative: so an
-owner sees where pieces begin.
+Counts are exchanged first, together with faults and flags that all ranks must know; then row
+numbers are sent to their owners. Rows come in segments, and a segment is answered with one row. The
+first row number of a segment is sent as its bitwise complement, which is negative: so an owner sees
+where segments begin.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from shardwise.simulation.ranks import each_rank
 
 
 @dataclass(frozen=True, slots=True)
-class Ids:
-    """One rank's ids, which are none where the batch has a fault or an id is no row."""
+class CheckedIds:
+    """One rank's ids; `usable` is empty where the batch has a fault or an id is out of range."""
 
     usable: torch.Tensor
     fault: str | None
@@ -35,60 +36,60 @@ class Ids:
     high: int
 
 
-def checked(ids: torch.Tensor, fault: str | None, num_rows: int) -> Ids:
+def check_ids(ids: torch.Tensor, fault: str | None, num_rows: int) -> CheckedIds:
     low, high = bags.range_of(ids, fault)
     bad = fault is not None or low < 0 or high >= num_rows
     nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
-    return Ids(nothing if bad else ids.reshape(-1).long(), fault, low, high)
+    return CheckedIds(nothing if bad else ids.reshape(-1).long(), fault, low, high)
 
 
 @dataclass(frozen=True, slots=True)
 class RowRequest:
-    """What one rank wants: rows in pieces, of which each owner answers every one with a row."""
+    """The rows that one rank asks for, in segments."""
 
-    ids: Ids
-    #: The numbers of rows, by owner, and which of them begin a piece.
+    ids: CheckedIds
+    #: Row numbers, by owner, and which of them begin a segment.
     rows: torch.Tensor
     first: torch.Tensor
-    #: For each of them the entry of the batch that it stands for.
+    #: For each of them, its index in the batch.
     order: torch.Tensor
-    #: By owner: how many rows and how many pieces.
+    #: By owner: the number of rows and of segments.
     num_rows: torch.Tensor
-    num_pieces: torch.Tensor
-    #: What stays with the rank.
+    num_segments: torch.Tensor
+    #: Tensors that the requester keeps.
     keep: tuple[torch.Tensor, ...]
-    #: The most rows in a piece, at most; and whether an id was left out as it is padding.
+    #: An upper bound of the rows in a segment; whether padding ids were left out.
     longest: int = 1
     padded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class RowReply:
-    """What each rank was asked for, and the way back."""
+    """What each rank is asked for, and the route of the answer."""
 
     route: ToOwners
-    #: Rows of this rank's block, piece by piece, and where each piece begins.
+    #: Rows of this rank's shard, segment by segment, and where each segment begins.
     rows: torch.Tensor
     starts: torch.Tensor
-    #: Where each piece begins that this rank asked for.
+    #: Where each segment begins that this rank asked for.
     own_starts: torch.Tensor
-    #: What is true of some rank.
+    #: Over all ranks: the longest segment, whether any rank left out padding, whether any trains.
     longest: int
     padded: bool
     trains: bool
 
 
-def ask(
+def request_rows(
     lookup: Lookup, request: Callable[..., RowRequest], *tensors: torch.Tensor
 ) -> tuple[RowReply, tuple[torch.Tensor, ...]]:
-    """Ask for what `request` makes of each rank's own tensors; also what it keeps."""
+    """Send the request that `request` makes of each rank's tensors; also returns what it keeps."""
     grid = lookup.grid
     trains = torch.is_grad_enabled() and lookup.weight.requires_grad
     faults = Faults(grid, lookup.what, f"{lookup.what}: ")
 
     def tell(place: Any, *mine: torch.Tensor) -> tuple[torch.Tensor, ...]:
         own = request(*mine)
-        ids, counts = own.ids, torch.stack([own.num_rows, own.num_pieces], 1)
+        ids, counts = own.ids, torch.stack([own.num_rows, own.num_segments], 1)
         status = faults.status(place, ids.fault)
         told = counts.new_tensor([status, ids.low, ids.high, own.longest, own.padded, trains])
         starts = own.first.nonzero().squeeze(1)
@@ -101,7 +102,7 @@ def ask(
         statuses, lows, highs, longest, padded, training = said.t().tolist()
         faults.check(statuses)
         lookup.check_range(lows, highs)
-        # How many rows and how many pieces, of each owner and for each rank.
+        # The numbers of rows and of segments, per owner and per requester.
         (sent, wanted), (got, given) = _columns(grid, counts), _columns(grid, arrived)
         route = ToOwners(grid, order, entries, sent, got, wanted, given)
         reply = collectives.all_to_all_uneven(numbers, route.num_sent, route.num_got, grid, 0)
@@ -116,7 +117,7 @@ def _columns(grid: Grid, counts: torch.Tensor) -> list[Counts]:
 
 
 def _decoded(lookup: Lookup, reply: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows of each rank's block, and where pieces begin among them."""
+    """Rows of each rank's shard, and where segments begin among them."""
     bounds = row_owners(lookup.weight._tiling).bounds
 
     def decode(place: Any, numbers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

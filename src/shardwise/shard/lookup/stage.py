@@ -1,4 +1,4 @@
-"""What each rank computes by itself between two collectives, with its gradient."""
+"""Local computation between two collectives, with its gradient."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.simulation.ranks import each_rank, one_for_all
 
 
 class Stage:
-    """A function that each rank runs by itself, under torch's own autograd.
+    """A function that each rank runs locally, under torch's autograd.
 
     It returns a tensor that has a gradient, and perhaps more that have none.
     """
@@ -34,7 +34,7 @@ class Stage:
         return result.detach(), *more
 
     def backward(self, grid: Grid, grad: torch.Tensor) -> list[torch.Tensor]:
-        """The gradient of every leaf; zeros where none is needed or none comes."""
+        """The gradient of every leaf; zeros where none is needed or there is none."""
 
         def here(place: Any, mine: torch.Tensor) -> list[torch.Tensor]:
             leaves, result = self.graphs[grid.ranks[place[0]]]
@@ -54,7 +54,7 @@ class Stage:
 
 
 class Flat(UntracedFunction):
-    """`apply(x, grid, *last)`: `x` as rows of shape `last`, rank by rank, whatever its shape."""
+    """`apply(x, grid, *last)`: each rank's `x`, of any shape, as rows of shape `last`."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, grid: Grid, *last: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
-"""Bags whose rows lie with several ranks: pooled piece by piece there, put together at home.
+"""Bags whose rows have several owners: each owner pools its segment, the requester combines them.
 
-Everything here runs on one rank's plain tensors, under torch's own autograd.
+A segment is the rows of one bag with one owner. Everything here runs on one rank's plain tensors,
+under torch's autograd.
 """
 
 from __future__ import annotations
@@ -12,62 +13,62 @@ import torch
 from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
 from shardwise.shard.lookup import bags
-from shardwise.shard.tiling import Stretch
+from shardwise.shard.tiling import Interval
 
-# -- at the owner of the rows --------------------------------------------------------------------
+# -- on the owner ------------------------------------------------------------------------------
 
 
-class PoolPieces:
-    """The sum of each piece."""
+class SumSegments:
+    """The sum of each segment."""
 
     def __init__(self, sparse: bool) -> None:
         self.sparse = sparse
 
     def __call__(
         self,
-        _: Stretch,
-        block: torch.Tensor,
+        _: Interval,
+        shard: torch.Tensor,
         rows: torch.Tensor,
         starts: torch.Tensor,
         weights: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor]:
-        return (bags.lookup(block, rows, starts, "sum", weights, sparse=self.sparse),)
+        return (bags.lookup(shard, rows, starts, "sum", weights, sparse=self.sparse),)
 
 
-class StrongestRows:
-    """The maximum of each piece; with `longest`, also which of its rows has it, by column.
+class MaxSegments:
+    """The maximum of each segment; with `longest`, also the index of its row, by column.
 
-    That is sent as the smallest kind of number that counts to `longest`.
+    The index is sent in the smallest dtype that holds `longest`.
     """
 
     def __init__(self, longest: int | None) -> None:
         self.longest = longest
 
     def __call__(
-        self, _: Stretch, block: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
+        self, _: Interval, shard: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
         if self.longest is None:
-            return (bags.lookup(block, rows, starts, "max"),)
-        values, winners = PieceMaximum.apply(block, rows, starts)
-        return values, winners.to(_counting_to(self.longest))
+            return (bags.lookup(shard, rows, starts, "max"),)
+        values, winners = SegmentMaximum.apply(shard, rows, starts)
+        return values, winners.to(_index_dtype(self.longest))
 
 
-def _counting_to(longest: int) -> torch.dtype:
+def _index_dtype(longest: int) -> torch.dtype:
     if longest <= 2**8:
         return torch.uint8
     return torch.int32 if longest < 2**31 else torch.int64
 
 
-class PieceMaximum(UntracedFunction):
-    """`apply(block, rows, starts)`: the maximum of each piece, and the place of its row in it."""
+class SegmentMaximum(UntracedFunction):
+    """`apply(shard, rows, starts)`: the maximum of each segment, and its row's index in it."""
 
     @staticmethod
     def forward(
-        ctx: Any, block: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
+        ctx: Any, shard: torch.Tensor, rows: torch.Tensor, starts: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         place = torch.arange(rows.numel(), device=rows.device)
-        values, winners = bags.maximum(block.index_select(0, rows), place, starts)
-        ctx.shape = block.shape
+        values, winners = bags.maximum(shard.index_select(0, rows), place, starts)
+        ctx.shape = shard.shape
         ctx.save_for_backward(rows[winners])
         winners -= starts.unsqueeze(1)
         ctx.mark_non_differentiable(winners)
@@ -83,70 +84,70 @@ class PieceMaximum(UntracedFunction):
         return flat.index_add_(0, at.view(-1), grad.reshape(-1)).view(ctx.shape), None, None
 
 
-# -- at home -------------------------------------------------------------------------------------
+# -- on the requester --------------------------------------------------------------------------
 
 
-class AddPieces:
+class AddSegments:
     """The sum, or the mean, of each bag. An empty bag is zero."""
 
     def __init__(self, mean: bool) -> None:
         self.mean = mean
 
     def __call__(
-        self, pieces: torch.Tensor, bag: torch.Tensor, lengths: torch.Tensor
+        self, segments: torch.Tensor, bag: torch.Tensor, lengths: torch.Tensor
     ) -> torch.Tensor:
-        out = pieces.new_zeros(lengths.numel(), pieces.shape[1]).index_add(0, bag, pieces)
+        out = segments.new_zeros(lengths.numel(), segments.shape[1]).index_add(0, bag, segments)
         return out / lengths.clamp(min=1).unsqueeze(1).to(out.dtype) if self.mean else out
 
 
-class MaximumOfPieces:
+class MaxOfSegments:
     """The maximum of each bag. An empty bag is zero.
 
-    Where rows of several ranks share the maximum, the gradient is the first one's in the bag, as on
-    one device: with `trains`, the places of the pieces' own winners come home too.
+    Where rows of several owners tie, the first one in the bag gets the gradient, as on one device:
+    with `trains`, the owners also send the indices of their maxima.
     """
 
     def __init__(self, trains: bool) -> None:
         self.trains = trains
 
-    def __call__(self, pieces: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+    def __call__(self, segments: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
         if not self.trains:
             bag, lengths, *_ = rest
-            return _maximum_by_bag(pieces, bag, lengths)[0]
+            return _maximum_by_bag(segments, bag, lengths)[0]
         winners, bag, lengths, starts, order = rest
         place = order.int()[starts.unsqueeze(1) + winners]
-        return BagMaximum.apply(pieces, place, bag, lengths)
+        return BagMaximum.apply(segments, place, bag, lengths)
 
 
 def _maximum_by_bag(
-    pieces: torch.Tensor, bag: torch.Tensor, lengths: torch.Tensor
+    segments: torch.Tensor, bag: torch.Tensor, lengths: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of the pieces of each bag, and a piece that has it; zero for an empty bag."""
-    num_pieces = torch.bincount(bag, minlength=lengths.numel())
-    values, piece = bags.maximum(pieces, torch.argsort(bag), bags.starts(num_pieces))
-    return values, piece.clamp_(min=0)
+    """The maximum over each bag's segments, and a segment that has it; zero for an empty bag."""
+    num_segments = torch.bincount(bag, minlength=lengths.numel())
+    values, segment = bags.maximum(segments, torch.argsort(bag), bags.starts(num_segments))
+    return values, segment.clamp_(min=0)
 
 
 class BagMaximum(UntracedFunction):
-    """`apply(pieces, place, bag, lengths)`: the maximum of each bag.
+    """`apply(segments, place, bag, lengths)`: the maximum of each bag.
 
-    `place` says where in the batch each value of a piece is from, `bag` the bag of each piece.
+    `place` is the index in the batch of each value of a segment, `bag` the bag of each segment.
     """
 
     @staticmethod
     def forward(
         ctx: Any,
-        pieces: torch.Tensor,
+        segments: torch.Tensor,
         place: torch.Tensor,
         bag: torch.Tensor,
         lengths: torch.Tensor,
     ) -> torch.Tensor:
-        values, piece = _maximum_by_bag(pieces, bag, lengths)
+        values, segment = _maximum_by_bag(segments, bag, lengths)
         if not bag.numel():
-            ctx.save_for_backward(torch.zeros_like(pieces, dtype=torch.bool), bag)
+            ctx.save_for_backward(torch.zeros_like(segments, dtype=torch.bool), bag)
             return values
-        first = place.gather(0, piece)
-        shared = pieces == values[bag]
+        first = place.gather(0, segment)
+        shared = segments == values[bag]
         if bool((shared & (place < first[bag])).any()):
             late = torch.iinfo(place.dtype).max
             to = bag.unsqueeze(1).expand_as(place)

@@ -1,7 +1,7 @@
-"""The check that ranks of a tensor axis use a plain parameter alike.
+"""The check that plain gradients are equal along tensor axes.
 
-Between layers that are split, each rank has some of the columns, heads or positions. A plain
-parameter that is used there gets a gradient of those alone, and the ranks would drift apart.
+Between sharded layers, each rank has some of the columns, heads or positions. A plain parameter
+that is used there gets a gradient of those only, and the replicas would diverge.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shardwise.simulation.ranks import each_rank, localize, one_for_all
 from shardwise.training.contract import tensor_axes
 from shardwise.training.mesh_axes import ranks_along
 
-#: How far apart sums of the same numbers may be, by the size of the dtype: kernels of a GPU need
-#: not add in the same order.
+#: The tolerance for sums of the same numbers, by the size of the dtype: GPU kernels may add in
+#: different orders.
 _TOLERANCE = {8: 1e-6, 4: 1e-3, 2: 3e-2, 1: 0.2}
 
 
-def check_alike(module: nn.Module) -> None:
+def check_plain_gradients(module: nn.Module) -> None:
     """Raise, on all ranks, where a plain gradient differs along an axis that styles split along."""
     plain = {
         name: p
