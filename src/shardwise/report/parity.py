@@ -23,9 +23,9 @@ from shardwise.report.case import Case
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
-from shardwise.testing.differences import Difference, Values, differences
+from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.train import updates_together
+from shardwise.testing.steps.training import updates_together
 
 RATE = 0.1
 TOLERANCE = 1e-4

@@ -23,11 +23,17 @@ from shardwise.errors import ArgumentError
 from shardwise.report.case import Case, data_axes
 from shardwise.report.parity import TOLERANCE
 from shardwise.testing.batches import call, loss_of
-from shardwise.testing.differences import Difference
+from shardwise.testing.compare import Difference
 from shardwise.testing.mesh import Mesh
 from shardwise.testing.steps.case import OPTIONS, agree
-from shardwise.testing.steps.train import NUM_STEPS, Loss, plain_loss
-from shardwise.testing.steps.training import AUTOCAST_BOUND, Steps, Training
+from shardwise.testing.steps.training import (
+    AUTOCAST_BOUND,
+    NUM_STEPS,
+    Loss,
+    Steps,
+    Training,
+    plain_loss,
+)
 from shardwise.testing.steps.verdict import judge_in_processes, judge_simulated
 
 #: Options that need a model made for them.

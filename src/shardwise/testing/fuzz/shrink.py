@@ -15,8 +15,8 @@ import torch
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.play import ProgramOutcome, play
-from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed
-from shardwise.testing.fuzz.run import run, steady
+from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed, run
+from shardwise.testing.fuzz.undefined import steady
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
 #: Seconds after which what has been found is small enough.

@@ -18,8 +18,8 @@ from shardwise.core.mesh import grid_of
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.testing.op_sweep.compare import gathered
-from shardwise.testing.played import scattered
+from shardwise.testing.compare import gathered
+from shardwise.testing.scatter import scatter
 
 # The values of leaves: bounded, distinct where the dtype allows it, the same for the same seed.
 
@@ -116,7 +116,7 @@ class Sharded(OneDevice):
         normal = normalize(placements, shape, self.grid, order)
         stride = contiguous_stride(shape)
         layout = make_layout(self.grid, normal, shape, stride, dtype, order)
-        local = scattered(values(shape, dtype, seed, high), layout)
+        local = scatter(values(shape, dtype, seed, high), layout)
         return DTensor._wrap(local, layout).requires_grad_(grad)
 
     def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
