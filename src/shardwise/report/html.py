@@ -13,7 +13,7 @@ from html import escape
 from pathlib import Path
 
 from shardwise.debug.comm_mode import ancestry, is_inside
-from shardwise.debug.visualize import COLOURS, colour, parts_svg
+from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.report.memory import RankMemory
 from shardwise.report.step import Collective, ParameterReport, StepReport
 
@@ -199,7 +199,7 @@ def _card(parameter: ParameterReport) -> str:
         f'<div class="card" data-parameter="{escape(parameter.name)}"><b>'
         f"{escape(parameter.name).replace('.', '.<wbr>')}</b>"
         f"<span>{size} {parameter.dtype}, {escape(parameter.placements)}</span>"
-        f"<span>{held} bytes a rank</span>{parts_svg(parameter.shape, parameter.parts)}</div>"
+        f"<span>{held} bytes a rank</span>{shards_svg(parameter.shape, parameter.parts)}</div>"
     )
 
 

@@ -20,7 +20,7 @@ from shardwise.core.placements import short
 from shardwise.debug import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.places import Place
-from shardwise.debug.visualize import HeldBox, tiling
+from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
@@ -281,7 +281,7 @@ def _total(loss: torch.Tensor) -> torch.Tensor:
 
 def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:
     if isinstance(tensor, DTensor):
-        holders = tiling(tensor._layout).holders
+        holders = holder_map(tensor._layout).holders
         parts = tuple(HeldBox(box, held) for box, held in holders.items())
         placements = short(tensor.placements)
     else:
