@@ -14,7 +14,7 @@ import torch
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement, short
-from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, make_event
+from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, make_event, similar
 from shardwise.debug.places import Places
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
@@ -342,13 +342,7 @@ def rich_table(events: Sequence[CommEvent]) -> Table:
         table.add_column(name, overflow="fold")
     table.add_column("calls", f"{len(events):,}", justify="right")
     table.add_column("bytes", f"{num_bytes(events):,}", justify="right")
-    rows: dict[tuple[str, ...], list[CommEvent]] = {}
-    for event in events:
-        because = event.op or "a direct call"
-        because += " (implicit)" if event.implicit else ""
-        row = (event.module, event.phase, event.kind, event.axis or "", because, event.line or "")
-        rows.setdefault(row, []).append(event)
-    for cells, alike in rows.items():
+    for cells, alike in similar(events).items():
         style = "yellow" if alike[0].implicit else None
         table.add_row(*cells, f"{len(alike):,}", f"{num_bytes(alike):,}", style=style)
     return table
