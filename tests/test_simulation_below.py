@@ -21,7 +21,6 @@ FORBIDDEN_ATTRIBUTES = {"LocalTensor", "_parts", "_roster", "simulated"}
 #: Where one of these may stand, and why.
 EXCEPTIONS = {
     ("front.py", "LocalTensor"): "the public name",
-    ("testing/played.py", "_parts"): "a dict of its own, of tensors by layout",
 }
 
 

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Replicate, Shard, distribute_tensor
-from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
+from shardwise.testing.op_sweep.play import Compiler, play_compiled
 from shardwise.testing.op_sweep.table import operators
 
 pytestmark = pytest.mark.slow

@@ -22,7 +22,7 @@ from shardwise.ops.math import gathered
 from shardwise.ops.math.pointwise import pointwise_rule
 from shardwise.ops.random import draws
 from shardwise.testing import Sample, check_doors, check_rule, missing_choices
-from shardwise.testing.rule_doors import DOOR_MESHES
+from shardwise.testing.rule_check import DOOR_MESHES
 
 pytestmark = pytest.mark.slow
 

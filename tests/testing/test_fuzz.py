@@ -16,15 +16,30 @@ from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.fuzz.__main__ import main
 from shardwise.testing.fuzz.generate import Growth, generate
 from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.play import Reference, Result, failures, play, summary, told
-from shardwise.testing.fuzz.program import Leaf, Program, Statement
-from shardwise.testing.fuzz.run import _NAMES, Kinks, run, steady
-from shardwise.testing.fuzz.session import by_mesh, play_seeds, script
+from shardwise.testing.fuzz.play import Reference, play
+from shardwise.testing.fuzz.program import _NAMES, Leaf, Program, Statement, run
+from shardwise.testing.fuzz.session import (
+    Result,
+    by_mesh,
+    failures,
+    play_seeds,
+    script,
+    summary,
+    told,
+)
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
 from shardwise.testing.fuzz.tables.nn import LAYERS
-from shardwise.testing.fuzz.undefined import MEDIAN, OVERLAP, REASONS, ROUNDING, ZERO_TENSOR
+from shardwise.testing.fuzz.undefined import (
+    MEDIAN,
+    OVERLAP,
+    REASONS,
+    ROUNDING,
+    ZERO_TENSOR,
+    Kinks,
+    steady,
+)
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded, values
 
 pytestmark = pytest.mark.slow

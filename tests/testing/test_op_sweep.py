@@ -12,13 +12,11 @@ from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.op_sweep import report
 from shardwise.testing.op_sweep.__main__ import main
-from shardwise.testing.op_sweep.alone import Alone
 from shardwise.testing.op_sweep.cases import Cases
-from shardwise.testing.op_sweep.compare import OpResult
-from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
 from shardwise.testing.op_sweep.doors import reading, repeats_memory
-from shardwise.testing.op_sweep.play import outcome_of, play_operator
-from shardwise.testing.op_sweep.table import OpCall, operators, samples
+from shardwise.testing.op_sweep.play import Compiler, outcome_of, play_compiled, play_operator
+from shardwise.testing.op_sweep.report import OpResult
+from shardwise.testing.op_sweep.table import Alone, OpCall, operators, samples
 from shardwise.testing.op_sweep.ways import OperandLayouts, further_ways, laid_out, ways
 
 pytestmark = pytest.mark.slow

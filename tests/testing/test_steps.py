@@ -9,7 +9,7 @@ import torch
 from shardwise import simulate
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
-from shardwise.testing.steps import Door, StepCase, doors, prove
+from shardwise.testing.steps import Door, StepCase, prove
 from shardwise.testing.steps.__main__ import main
 from shardwise.testing.steps.case import OPTIONS
 from shardwise.testing.steps.draw import MESHES, draw_cases
@@ -98,7 +98,7 @@ def test_a_right_case_is_ok():
 
 
 def test_a_reduction_that_is_left_out_is_found(monkeypatch):
-    monkeypatch.setattr(doors, "data_parallel", lambda module, mesh: module)
+    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", lambda module, mesh: module)
     assert verdict(RIGHT).kind == "wrong"
 
 
@@ -111,7 +111,7 @@ def halved(module, mesh):
 
 
 def test_a_gradient_of_another_size_is_found(monkeypatch):
-    monkeypatch.setattr(doors, "data_parallel", halved)
+    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", halved)
     found = verdict("norms | dp=2 | dp(dp) |  | sgd | 0")
     assert found.kind == "wrong"
     assert "off by" in found.text
@@ -122,7 +122,7 @@ def test_a_parameter_that_is_left_out_is_found(monkeypatch):
         module.gain.requires_grad_(False)
         return data_parallel(module, mesh)
 
-    monkeypatch.setattr(doors, "data_parallel", forgetful)
+    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", forgetful)
     found = verdict("norms | dp=2 | dp(dp) | save | sgd | 0")
     assert "parameters gain off by 1e+02%" in found.text
 
@@ -134,7 +134,7 @@ def test_an_error_is_a_refusal_when_it_is_one_of_shardwise(monkeypatch, error, k
     def refuse(module, mesh):
         raise error
 
-    monkeypatch.setattr(doors, "data_parallel", refuse)
+    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", refuse)
     assert verdict(RIGHT).kind == kind
 
 
@@ -149,7 +149,7 @@ def test_an_error_after_the_first_step_is_no_refusal(monkeypatch):
         module.register_forward_pre_hook(refuse)
         return data_parallel(module, mesh)
 
-    monkeypatch.setattr(doors, "data_parallel", tired)
+    monkeypatch.setattr("shardwise.testing.steps.case.data_parallel", tired)
     found = verdict(RIGHT)
     assert found.kind == "wrong"
     assert "not twice" in found.text

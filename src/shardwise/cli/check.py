@@ -1,4 +1,4 @@
-"""shardwise check: a sharded model beside one device."""
+"""shardwise check: compare a sharded model with one device."""
 
 from __future__ import annotations
 
@@ -61,9 +61,8 @@ def summary(parity: Parity, processes: bool) -> str:
         kinds[each.what] = kinds.get(each.what, 0) + 1
     compared = ", ".join(f"{count} {what}" for what, count in kinds.items())
     num = parity.mesh.num_ranks
-    world = f"{num} {'process' if processes else 'simulated rank'}{'es' if processes else 's'}"
-    if num == 1:
-        world = f"1 {'process' if processes else 'simulated rank'}"
+    one, several = ("process", "processes") if processes else ("simulated rank", "simulated ranks")
+    world = f"{num} {one if num == 1 else several}"
     verdict = "agrees with one device" if parity.agrees else "differs from one device"
     return f"{world} ({parity.mesh}): {verdict}; compared {compared}"
 

@@ -1,4 +1,4 @@
-"""shardwise checkpoint: what a checkpoint holds, whether it is sound, and how to make it whole."""
+"""shardwise checkpoint: inspect, verify and convert checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rich.text import Text
 from shardwise.checkpoint import CheckpointReport, convert, inspect, verify
 from shardwise.cli.console import console
 
-#: Of a list of values, so many are shown; the JSON has them all.
+#: How many values of a list are shown; the JSON has all.
 SHOWN_ITEMS = 4
 
 
@@ -43,12 +43,12 @@ def _tensors(report: CheckpointReport) -> Table:
     table = Table(title="Tensors", title_justify="left")
     for name in ("name", "dtype", "shape"):
         table.add_column(name, overflow="fold")
-    for name in ("pieces", "bytes"):
+    for name in ("chunks", "bytes"):
         table.add_column(name, justify="right")
     for each in report.tensors:
         shape = "x".join(map(str, each.shape)) or "a number"
-        pieces, size = f"{len(each.pieces):,}", f"{each.num_bytes:,}"
-        table.add_row(Text(each.name), each.dtype, shape, pieces, size)
+        chunks, size = f"{len(each.pieces):,}", f"{each.num_bytes:,}"
+        table.add_row(Text(each.name), each.dtype, shape, chunks, size)
     for name, other in report.ties.items():
         table.add_row(Text(name), Text(f"is {other}"), "", "", "")
     return table
@@ -64,7 +64,7 @@ def _files(report: CheckpointReport) -> Table:
 
 
 def _plain(state: Any, name: str = "") -> list[tuple[str, str]]:
-    """The values of a state that are no tensors, by path."""
+    """The values of a state that are not tensors, by path."""
     if isinstance(state, dict):
         rows = [(f"{name}.{key}" if name else str(key), item) for key, item in state.items()]
         return [found for path, item in rows for found in _plain(item, path)]

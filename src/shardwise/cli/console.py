@@ -1,4 +1,4 @@
-"""Where commands print: a terminal with colours, or a pipe that gets whole lines."""
+"""What commands print: the console, error messages, and reports as tables."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.demo.show import memory_table
 from shardwise.errors import CheckpointError, CollectiveError, LaunchError, ShardwiseError
 from shardwise.report.parity import Parity
 from shardwise.report.step import StepReport
 from shardwise.report.training import TrainingParity
 
-#: Where nobody sees the edge of a screen, lines are as long as tables need.
+#: In a pipe, lines may be as long as tables need.
 PIPE_WIDTH = 200
 
 
@@ -27,20 +26,18 @@ def console() -> Console:
     return Console(width=PIPE_WIDTH if piped else None, highlight=False)
 
 
-# What a person is told who made a mistake, or whose model did.
-
-#: What was asked for or given is wrong; something broke while it was done.
+#: Exit statuses: the request is wrong; something broke while it ran.
 MISTAKE, BROKE = 2, 3
 
 
 def exit_status(error: Exception) -> int:
-    """How a command that raised ends."""
+    """The exit status of a command that raised."""
     broke = isinstance(error, (LaunchError, CollectiveError, CheckpointError, OSError))
     return BROKE if broke else MISTAKE
 
 
 def message(error: Exception) -> str:
-    """One paragraph: what is wrong, and where in the person's own files."""
+    """One paragraph: what is wrong, and in which line of the user's files."""
     notes = " ".join(getattr(error, "__notes__", ()))
     if isinstance(error, (ShardwiseError, OSError)):
         return f"{error} {notes}".rstrip()
@@ -50,16 +47,7 @@ def message(error: Exception) -> str:
     return f"{text}\nshardwise --debug shows the traceback."
 
 
-# Reports as tables for a terminal.
-
-__all__ = [
-    "collectives_table",
-    "memory_table",
-    "outputs_table",
-    "parameters_table",
-    "parity_table",
-    "training_table",
-]
+# -- tables ----------------------------------------------------------------------------------
 
 
 def _table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
@@ -75,8 +63,8 @@ def parameters_table(report: StepReport) -> Table:
     table = _table("Parameters", "name", "shape", "placements", numbers=("bytes a rank",))
     for each in report.parameters:
         sizes = sorted(set(each.bytes_per_rank))
-        held = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
-        table.add_row(each.name, "x".join(map(str, each.shape)), Text(each.placements), held)
+        size = f"{sizes[0]:,}" if len(sizes) == 1 else f"{sizes[0]:,}–{sizes[-1]:,}"
+        table.add_row(each.name, "x".join(map(str, each.shape)), Text(each.placements), size)
     return table
 
 
@@ -88,7 +76,7 @@ def outputs_table(report: StepReport) -> Table:
 
 
 def collectives_table(report: StepReport) -> Table:
-    """Alike collectives share a row; those that nobody wrote down are marked."""
+    """Similar collectives share a row; implicit ones are marked."""
     title = (
         f"Communication, per rank: {len(report.collectives)} collectives, "
         f"{report.num_bytes:,} bytes, {report.num_implicit} implicit"
@@ -121,7 +109,7 @@ def parity_table(parity: Parity, *, everything: bool = False) -> Table:
 
 
 def training_table(runs: Sequence[TrainingParity]) -> Table:
-    """A row for each training run: what it did besides, what was compared, and the verdict."""
+    """A row for each training run: its options, what was compared, and the verdict."""
     table = _table("", "training steps", "compared", "verdict", numbers=("furthest off",))
     for run in runs:
         kinds = dict.fromkeys(each.what for each in run.compared)
@@ -130,7 +118,7 @@ def training_table(runs: Sequence[TrainingParity]) -> Table:
         worst = run.worst
         figure = f"{worst.largest / worst.scale:.1e} {worst.name}" if worst is not None else ""
         verdict = {"ok": "agrees", "refused": "refused", "wrong": "differs"}[run.kind]
-        text = run.text.partition("\n")[0]  # where it was raised is for --json
+        text = run.text.partition("\n")[0]  # --json has where it was raised
         said = f"{verdict}: {text}" if text else verdict
         style = None if run.kind == "ok" else "yellow" if run.kind == "refused" else "red"
         words = ", ".join(run.options) or "plain"

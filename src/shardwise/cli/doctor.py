@@ -50,10 +50,12 @@ INTERNALS = (
     frames,
 )
 
+MARKS = {True: "[green]works[/green]", False: "[red]fails[/red]", None: "[dim]note [/dim]"}
+
 
 @dataclass(frozen=True)
 class Finding:
-    """`ok` is None for what is only worth knowing."""
+    """`ok` is None for a mere note."""
 
     name: str
     ok: bool | None
@@ -61,14 +63,13 @@ class Finding:
 
 
 def run_doctor() -> int:
-    """0 when what everybody needs works, else 1."""
+    """0 when nothing fails, else 1."""
     out = console()
     out.print(f"shardwise {__version__}, Python {platform.python_version()}, {platform.platform()}")
     broken = 0
     for examine in (_torch, _simulation, _gloo, _nccl, _ports, _cores, _kernels, _extras):
         found = _try(examine)
-        mark = {True: "[green]works[/green]", False: "[red]fails[/red]", None: "[dim]note [/dim]"}
-        out.print(f"{mark[found.ok]}  [bold]{found.name}[/bold]: ", end="")
+        out.print(f"{MARKS[found.ok]}  [bold]{found.name}[/bold]: ", end="")
         out.print(found.text, markup=False)
         broken += found.ok is False
     broken += _print_internals(out)
@@ -76,14 +77,13 @@ def run_doctor() -> int:
 
 
 def _print_internals(out: Console) -> int:
-    """What shardwise relies on and torch does not promise; the number of faults."""
+    """Print the probes of torch's internals; returns the number that failed."""
     table = Table("", "torch's internals", "what they are for, or what stops working", box=None)
-    marks = {True: "[green]works[/green]", False: "[red]fails[/red]", None: "[dim]note[/dim]"}
     broken = 0
-    for room in INTERNALS:
-        found = room.probe()
-        text = found.text or (room.__doc__ or "").partition("\n")[0]
-        table.add_row(marks[found.ok], room.__name__.rpartition(".")[2], escape(text))
+    for module in INTERNALS:
+        found = module.probe()
+        text = found.text or (module.__doc__ or "").partition("\n")[0]
+        table.add_row(MARKS[found.ok], module.__name__.rpartition(".")[2], escape(text))
         broken += found.ok is False
     out.print(table)
     return broken
@@ -144,7 +144,7 @@ def _ports() -> Finding:
         try:
             usual.bind((LOOPBACK, int(port)))
         except OSError as error:
-            return Finding("ports", None, f"{port}, torchrun's, cannot be had: {error.strerror}")
+            return Finding("ports", None, f"{port}, torchrun's, is not available: {error.strerror}")
     return Finding("ports", True, f"{port}, torchrun's, is free")
 
 

@@ -1,4 +1,4 @@
-"""shardwise explain: one simulated step of somebody's model."""
+"""shardwise explain: one simulated step of a user's model."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.console import (
-    collectives_table,
-    console,
-    memory_table,
-    outputs_table,
-    parameters_table,
-)
+from shardwise.cli.console import collectives_table, console, outputs_table, parameters_table
+from shardwise.demo.show import memory_table
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
 from shardwise.report.memory import optimizer_tensors
@@ -86,7 +81,7 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
 
 
 def _without_own_line(each: Collective) -> Collective:
-    """Backward is called by this command, whose line nobody asks for."""
+    """Without the line of this command, which calls backward."""
     own = each.line is not None and each.line.startswith(f"{Path(sys.argv[0]).name}:")
     return replace(each, line=None) if own else each
 

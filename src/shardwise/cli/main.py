@@ -29,7 +29,7 @@ taken as the module's arguments, a dict as its keyword arguments.
 
 
 class Commands(click.Group):
-    """Turns what a command raises into one message; --debug shows where it came from."""
+    """Prints an error as one message; --debug shows the traceback."""
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -51,7 +51,7 @@ class Commands(click.Group):
 @click.version_option(__version__, prog_name="shardwise")
 @click.option("--debug", is_flag=True, help="Show a traceback with an error.")
 def main(debug: bool) -> None:
-    """Tensors, embedding tables and layers sharded over many devices, with the numbers of one."""
+    """Shard tensors, embedding tables and layers over many devices, with one device's results."""
 
 
 def _plan_option(command: Any) -> Any:
@@ -62,7 +62,7 @@ def _plan_option(command: Any) -> Any:
 @main.command()
 @click.option("--model", type=click.Choice(_MODELS), default="dlrm", show_default=True)
 @click.option("--ranks", type=click.IntRange(1), default=4, show_default=True)
-@click.option("--processes", type=click.IntRange(1), help="Real processes, so many, over gloo.")
+@click.option("--processes", type=click.IntRange(1), help="So many real processes, over gloo.")
 @click.option("--steps", type=click.IntRange(1), help="Training steps.")
 @click.option("--seed", type=int, default=0, show_default=True)
 @_plan_option
@@ -77,16 +77,18 @@ def _plan_option(command: Any) -> Any:
     "--checkpoints", metavar="FOLDER", default="checkpoints", show_default=True, type=click.Path()
 )
 @click.option("--keep", type=click.IntRange(1), default=2, show_default=True, help="Of the last.")
-@click.option("--resume", is_flag=True, help="Go on from the latest checkpoint, if there is one.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the latest checkpoint, if there is one."
+)
 @click.pass_context
 def demo(ctx: click.Context, /, **options: Any) -> None:
     """Train a small model on one device and sharded, and compare.
 
-    dlrm is a recommender whose tables are sharded by a mixed plan, on a click log with a planted
-    truth; gpt a tensor-parallel language model on the text that `help()` shows.
+    dlrm is a recommender whose tables are sharded by a mixed plan, on a synthetic click log; gpt a
+    tensor-parallel language model on the text that `help()` shows.
 
     Also under torchrun, whose processes are then the ranks. Exit status 1 when the numbers are not
-    those of one device, 3 when the run broke: --resume goes on from the last whole checkpoint.
+    those of one device, 3 when the run broke: --resume continues from the last checkpoint.
     """
     from shardwise.cli.console import console
     from shardwise.demo.run import Options, run_demo
@@ -105,7 +107,9 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--html", metavar="FILE", help="Write the report as a page.")
 @click.option(
-    "--ranks", type=click.IntRange(1), help="Price a plan of tables for so many, from layouts."
+    "--ranks",
+    type=click.IntRange(1),
+    help="Price a plan of tables for so many; nothing runs.",
 )
 @click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks.")
 @click.option("--batch", type=click.IntRange(1), help="With --ranks: bags of a feature in a step.")
@@ -148,9 +152,7 @@ Examples:
     show_default=True,
     help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
 )
-@click.option(
-    "--mesh", help="A mesh (or several): training steps are taken on it, with the options below."
-)
+@click.option("--mesh", help="A mesh (or several) for training steps, with the options below.")
 @click.option(
     "--data",
     type=click.Choice(["data_parallel", "shard_parameters"]),
@@ -161,7 +163,7 @@ Examples:
 @click.option(
     "--options",
     default="",
-    help="What training steps do, together: accumulate,clip,late,... Else each that applies.",
+    help="Of one training run: accumulate,clip,late,... Else a run for each that applies.",
 )
 @click.option("--processes", is_flag=True, help="In real processes instead of simulated ranks.")
 @click.option("--tolerance", type=float, default=1e-4, show_default=True)
@@ -203,11 +205,13 @@ Examples:
 @click.option("-o", "--output", metavar="FILE", help="Write the plan, as .toml or .json.")
 @click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")
 @click.option("--seconds", type=float, default=60.0, show_default=True, help="CPU seconds at most.")
-@click.option("--gap", type=float, default=0.005, show_default=True, help="Good enough.")
+@click.option(
+    "--gap", type=float, default=0.005, show_default=True, help="Relative gap to stop at."
+)
 @click.option("--constants", default="cpu", show_default=True, help="cpu, h200, or a file.")
 @click.option("--calibrate", "calibrate_to", metavar="FILE", help="Measure this machine first.")
 @click.option("--compare", "compared", metavar="PLAN", multiple=True, help="Price other plans too.")
-@click.option("--no-solver", is_flag=True, help="Own search alone, also where HiGHS is installed.")
+@click.option("--no-solver", is_flag=True, help="Only the built-in search, without HiGHS.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--html", metavar="FILE", help="Write the plan as a page.")
 def plan(**options: Any) -> None:
@@ -246,7 +250,7 @@ def checkpoint() -> None:
 def inspect(path: str, as_json: bool) -> None:
     """Show what a checkpoint holds.
 
-    Tensors, their pieces and files, and plain values. No tensor is read.
+    Tensors, their chunks and files, and plain values. No tensor is read.
     """
     from shardwise.cli.checkpoint import run_inspect
 
@@ -269,7 +273,7 @@ def verify(ctx: click.Context, path: str) -> None:
 @checkpoint.command()
 @click.argument("source", type=click.Path())
 @click.argument("target", type=click.Path())
-@click.option("--prefix", default="", help="Only tensors whose names begin so; it is cut off.")
+@click.option("--prefix", default="", help="Only tensors whose names start with it; it is removed.")
 @click.option(
     "--max-file-bytes",
     type=click.IntRange(1),
@@ -303,7 +307,7 @@ def rules(op: str | None) -> None:
 @main.command()
 @click.pass_context
 def doctor(ctx: click.Context) -> None:
-    """What works on this machine, and what will not and why."""
+    """Check what works on this machine, and why something does not."""
     from shardwise.cli.doctor import run_doctor
 
     ctx.exit(run_doctor())

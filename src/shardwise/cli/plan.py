@@ -82,7 +82,7 @@ def run_plan(
     work = read_workload(source, batch, sample)
     if find_highs() is None and not no_solver:
         print(
-            "highspy is not installed: own search and bound alone. For HiGHS: "
+            "highspy is not installed: only the built-in search and bound. For HiGHS: "
             "pip install 'shardwise[plan]'",
             file=sys.stderr,
         )
@@ -113,7 +113,7 @@ def run_plan(
 
 
 def _tell(progress: Progress) -> None:
-    """A line of progress, on the terminal alone."""
+    """A line of progress, only on a terminal."""
     if sys.stderr.isatty():
         text = (
             f"\r{progress.seconds:6.2f} s  {1e3 * progress.cost_s:.4g} ms  gap "
@@ -203,7 +203,7 @@ def run_price(
     constants: str,
     as_json: bool,
 ) -> None:
-    """A step of a plan of tables, from layouts alone."""
+    """Price a step of a plan of tables without running it."""
     if plan_file is None:
         raise ArgumentError("--ranks prices a plan of tables: give it with --plan.")
     work = read_workload(target, batch, None)

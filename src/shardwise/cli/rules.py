@@ -21,7 +21,7 @@ from shardwise.dtensor.fallback import parts_of
 from shardwise.errors import ArgumentError
 from shardwise.ops.catalog import RULES
 
-#: What a dim is long in the example that choices are shown for, and how many `...` stands for.
+#: In the example whose choices are shown: the size of a dim, and how many dims `...` stands for.
 SIZE, BATCH_DIMS = 8, 2
 
 
@@ -55,14 +55,14 @@ def ops_named(name: str) -> list[Any]:
 
 
 def how(op: Any) -> str:
-    """In which way an op is covered."""
+    """How an op is covered."""
     if op in RULES:
         return "a rule of its own"
     if find_rule(op) is not None:
         return "the rule of its kind"
-    # A few that TorchScript alone uses are unknown to the dispatcher.
+    # The dispatcher does not know a few ops that only TorchScript uses.
     known = has_kernel(op.name())
-    return "taken apart" if known and parts_of(op) is not None else "no rule"
+    return "decomposed" if known and parts_of(op) is not None else "no rule"
 
 
 def _coverage() -> None:
@@ -122,7 +122,7 @@ def example_choices(op: Any, rule: Rule) -> list[Choice] | None:
         outputs = tuple(map(_meta, pattern.outputs))
         call = Call(op, inputs, {}, inputs, outputs, axis_size=2)
         return list(dict.fromkeys(rule.choices(call)))
-    except Exception:  # a rule that wants to know more than shapes
+    except Exception:  # a rule that needs more than shapes
         return None
 
 

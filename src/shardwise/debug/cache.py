@@ -1,4 +1,4 @@
-"""How well the plans of calls are reused."""
+"""Checks of a running program: are plans reused, do ranks draw the same random numbers?"""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from shardwise.random.draws import compare_generators
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Calls of this process that found their plan, calls that had to be planned, plans kept now,
-    and how many may be kept before all are dropped."""
+    """Calls of this process with a cached plan, calls that were planned, plans in the cache, and
+    how many it may hold before all are dropped."""
 
     hits: int
     misses: int
@@ -26,7 +26,7 @@ class CacheStats:
 
 
 def cache_stats() -> CacheStats:
-    """What the cache of planned calls has done so far. Training that goes on must not add misses.
+    """Hits and misses of the plan cache so far. A steady training loop must not add misses.
 
     >>> import shardwise
     >>> from shardwise.debug import cache_stats
@@ -43,14 +43,11 @@ def cache_stats() -> CacheStats:
     return CacheStats(*cache_counts())
 
 
-# Asking whether all ranks would draw the same random numbers.
-
-
 def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None = None) -> None:
     """Raise on every rank, naming the ranks, when their generators are in different states.
 
-    Asks about `generator`, or else about the default ones of the CPU and of the mesh's device. All
-    ranks of the mesh (without one, of the world) must call it. Costs one all-gather of 8 bytes per
+    Compares `generator`, or else the default ones of the CPU and of the mesh's device. All ranks of
+    the mesh (without one, of the world) must call it. Costs one all-gather of 8 bytes per
     generator and mesh axis.
 
     >>> import shardwise
@@ -68,7 +65,7 @@ def check_rng(mesh: DeviceMesh | None = None, generator: torch.Generator | None 
 
 
 def _everyone() -> Grid:
-    """All ranks in a row, on a device that their process group can send from."""
+    """All ranks along one axis, on a device that their process group supports."""
     world = current_world()
     device_type = "cuda" if dist.get_backend() == "nccl" else "cpu"
     return grid_like(device_type, (world.size,), tuple(range(world.size)), None)

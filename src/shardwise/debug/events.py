@@ -1,4 +1,4 @@
-"""CommEvent: one collective that ran, and how an op call becomes one."""
+"""CommEvent: one collective that ran, made from the call of its op."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,10 +23,10 @@ declare_collectives()  # as ops, which are counted below
 
 @dataclass(frozen=True, slots=True)
 class CommEvent:
-    """One collective: what ran, along which mesh axis, how many bytes each rank put in, and why.
+    """One collective: its kind, its mesh axis, how many bytes each rank sent, and why.
 
-    `op` is what caused it; None when somebody called the collective, or compiled code did.
-    `implicit` says that nobody wrote it down. `module` is the path of the module that it ran for,
+    `op` is what caused it; None for a direct call of the collective, or of compiled code.
+    `implicit` says that dispatch inserted it. `module` is the path of the module that it ran for,
     `line` the line of the program that led to it.
     """
 
@@ -38,6 +38,19 @@ class CommEvent:
     line: str | None = None
     phase: str = "forward"
     implicit: bool = False
+
+
+EventT = TypeVar("EventT", bound=CommEvent)
+
+
+def similar(events: Iterable[EventT]) -> dict[tuple[str, ...], list[EventT]]:
+    """The rows of a table of events: module, phase, kind, axis, cause and line."""
+    rows: dict[tuple[str, ...], list[EventT]] = {}
+    for event in events:
+        cause = (event.op or "a direct call") + (" (implicit)" if event.implicit else "")
+        row = (event.module, event.phase, event.kind, event.axis or "", cause, event.line or "")
+        rows.setdefault(row, []).append(event)
+    return rows
 
 
 def _packets() -> Iterator[tuple[Any, Any]]:
@@ -57,7 +70,7 @@ def _packets() -> Iterator[tuple[Any, Any]]:
         "all_to_all_single",
         "broadcast",
     ):
-        # What torch.compile's inductor makes of them writes to a tensor that is there already.
+        # Inductor's variants write to an existing tensor.
         for variant in (name, f"{name}_", f"{name}_out"):
             if hasattr(native, variant):
                 yield getattr(native, variant), getattr(public, name, getattr(native, name))
@@ -66,8 +79,8 @@ def _packets() -> Iterator[tuple[Any, Any]]:
             yield getattr(in_place, name), getattr(in_place, name)
 
 
-#: torch.distributed's own: where in the arguments stands what a rank sends. A rank that is not the
-#: source of a scatter sends nothing; what it receives is counted there.
+#: torch.distributed's own ops, by the position of what a rank sends. A rank that is not the source
+#: of a scatter sends nothing; what it receives is counted there.
 _SENT_FIRST = ("allreduce_", "allreduce_coalesced_", "broadcast_", "reduce_", "scatter_")
 _SENT_SECOND = (
     "allgather_",
@@ -119,7 +132,7 @@ def _group_name(values: Iterable[Any]) -> str | None:
         if isinstance(value, dist.ProcessGroup):
             return value.group_name
         if isinstance(value, str):
-            found = value  # the group comes after the reduction's name
+            found = value  # the last string is the group, the one before it the reduction
         elif isinstance(value, torch.ScriptObject) and hasattr(dist.ProcessGroup, "unbox"):
             try:
                 return dist.ProcessGroup.unbox(value).group_name
@@ -138,7 +151,7 @@ def _axis(group_name: str | None) -> str | None:
 
 
 def _learn_axes(world: World) -> None:
-    """Ask the known meshes for their groups: somebody else may use them before this library."""
+    """Ask the known meshes for their groups, which others may use before this library does."""
     for grid in world.grids.values():
         for axis in range(grid.num_axes):
             with contextlib.suppress(RuntimeError):  # a mesh without groups

@@ -1,9 +1,8 @@
 """explain: the plan of every call that a function makes on DTensors, as it ran.
 
-Note [Noting calls]
-While a function is explained, the table of planned calls is replaced by one that notes down the
-entry of each hit, and the function that moves tensors by one that notes down each move. Calls that
-nobody explains do not pay for it.
+Note [Recording calls]
+While a function is explained, the plan cache is replaced by one that records each hit, and the
+function that redistributes by one that records each call. Other calls pay nothing for it.
 """
 
 from __future__ import annotations
@@ -28,12 +27,10 @@ from shardwise.redistribute.steps import Step
 if TYPE_CHECKING:
     from rich.console import Group
 
-    pass  # MERGED
-
 
 @dataclass(frozen=True, slots=True)
 class InputMove:
-    """One step for one input. It did not run when an earlier call had left its result."""
+    """One step for one input. It does not run where an earlier call has left its result."""
 
     step: Step
     ran: bool
@@ -46,10 +43,10 @@ class InputMove:
 
 @dataclass(frozen=True, slots=True)
 class PlannedCall:
-    """One call: how its inputs lay, how each was moved, and how its outputs lie.
+    """One call: the layouts of its inputs, how each was moved, and the layouts of its outputs.
 
-    `plan` is the very plan that ran; a redistribution, and a collective that somebody called, has
-    none. `events` are the collectives of the call.
+    `plan` is the plan that ran; a redistribution or a direct call of a collective has none.
+    `events` are the collectives of the call.
     """
 
     op: str
@@ -63,12 +60,12 @@ class PlannedCall:
 
     @property
     def num_bytes(self) -> int:
-        """What each rank put into collectives."""
+        """The bytes that each rank sent."""
         return sum(event.num_bytes for event in self.events)
 
     @property
     def cost_s(self) -> float:
-        """Seconds that the moves are expected to take, by the cost that planning uses."""
+        """Expected seconds of the moves, by the cost model of dispatch."""
         moved_s = sum(move.cost_s for moves in self.moves for move in moves)
         return moved_s + (self.plan.sent_s if self.plan is not None else 0.0)
 
@@ -92,7 +89,7 @@ class Explanation(Sequence[PlannedCall]):
 
     @property
     def num_bytes(self) -> int:
-        """What each rank put into collectives."""
+        """The bytes that each rank sent."""
         return sum(call.num_bytes for call in self.calls)
 
     @property
@@ -134,7 +131,7 @@ class _Redistribution:
 
 
 class _Notes(list[Any]):
-    """What `watch.notes` is while a function is explained: notes get the place they come from."""
+    """Stands in for `watch.notes`: adds to each note the place it comes from."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +143,7 @@ class _Notes(list[Any]):
 
 
 class _Listener(CommDebugMode):
-    """Lets the notes see collectives, and every op that tells them where the program is."""
+    """Adds collectives to the notes, and shows each op to their `places`."""
 
     def __init__(self, notes: _Notes) -> None:
         super().__init__()
@@ -163,7 +160,7 @@ class _Listener(CommDebugMode):
 
 
 class _NotingTable(dict[Any, Entry]):
-    """Stands before the table of entries; a miss is noted where it is planned."""
+    """Stands in for the plan cache and notes hits; planning itself notes a miss."""
 
     def __init__(self, table: dict[Any, Entry], notes: _Notes) -> None:
         super().__init__()
@@ -217,7 +214,7 @@ def _noting(notes: _Notes) -> Iterator[None]:
 
 
 def _calls(noted: Sequence[tuple[Any, Place]]) -> Iterator[PlannedCall]:
-    """A note of a call, and the events after it that it caused, make one call."""
+    """Calls: a note and the events after it that it caused."""
     at = 0
     while at < len(noted):
         note, place = noted[at]
@@ -270,7 +267,7 @@ def _call(note: Any, place: Place, op: str | None, events: tuple[CommEvent, ...]
     )
 
 
-#: The kind of a step -> that of the collective which it runs.
+#: The kind of a step -> that of its collective.
 _COLLECTIVES = {
     "all_gather": "all_gather_into_tensor",
     "reduce_scatter": "reduce_scatter_tensor",
@@ -283,7 +280,7 @@ _COLLECTIVES = {
 def _moves(
     steps: Sequence[Sequence[Step]], events: Sequence[CommEvent]
 ) -> tuple[tuple[InputMove, ...], ...]:
-    """Each step with what it sent: events come in the order of steps."""
+    """Each step with the bytes it sent; events are in the order of steps."""
     left = list(events)
 
     def move(step: Step) -> InputMove:
@@ -296,10 +293,9 @@ def _moves(
     return tuple(tuple(map(move, each)) for each in steps)
 
 
-# An Explanation as text and as a table for terminals.
+# -- as text and as a table ------------------------------------------------------------------
 
-
-#: A longer line sticks out; it does not push the others to the right.
+#: Longer lines do not widen the column.
 _MAX_WIDTH = 60
 
 

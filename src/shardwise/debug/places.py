@@ -1,10 +1,10 @@
 """Where in a program an op runs: for which module, at which line, forward or backward.
 
 Note [Modules without hooks]
-Hooks on all modules would be traced by torch.compile and be part of its guards, so that every mode
-that comes and goes would compile the model anew. The running modules are read off the Python stack
-instead. In backward they are not on it: there the autograd node that runs tells its number, and
-the forward pass has written down for which module the nodes of that number were made.
+torch.compile would trace hooks on modules and guard on them, so entering a mode would recompile the
+model. The running modules are found on the Python stack instead. In backward they are not on it:
+there the autograd node that runs has a sequence number, and forward has recorded for which module
+the nodes with that number were made.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Place:
 
 
 class Places:
-    """Tells the place of what runs now, from the ops that it is shown."""
+    """Tells the place of what runs now; `mark` is called with each op."""
 
     def __init__(self) -> None:
         #: The modules that were called from outside any module, with their paths.
@@ -45,9 +45,9 @@ class Places:
         self._makers = [""]
 
     def mark(self) -> None:
-        """To be called with each op: remembers for which module nodes were made since the last."""
+        """Called with each op: records for which module nodes were made since the last."""
         if threading.get_ident() != self._thread:
-            return  # other threads count their nodes themselves
+            return  # sequence numbers are per thread
         number = next_node_number()
         if number == self._numbers[-1] and torch.is_grad_enabled():
             return
@@ -91,9 +91,9 @@ class Places:
             outer = self._paths[id(module)][1]
 
     def _add_root(self, module: nn.Module, outer: str | None) -> None:
-        """A module that no known one holds; `outer` is the path of the one that calls it."""
-        held = {id(inner) for inner in module.modules()}
-        self.roots = [(path, root) for path, root in self.roots if id(root) not in held]
+        """A module that no known one contains; `outer` is the path of its caller."""
+        inside = {id(inner) for inner in module.modules()}
+        self.roots = [(path, root) for path, root in self.roots if id(root) not in inside]
         prefix = ""
         if self.roots:
             taken = {path for path, _ in self.roots}
@@ -109,7 +109,7 @@ class Places:
         if variable is None:
             place = bisect_right(self._numbers, node._sequence_nr())
             return self._makers[place] if place < len(self._makers) else ""
-        # A gradient that is added up has no number; it belongs to where its parameter is.
+        # AccumulateGrad has no number; it belongs to the module of its parameter.
         for path, module in self.modules():
             if any(p is variable for p in module._parameters.values()):
                 return path
@@ -126,6 +126,6 @@ class Places:
 
 
 def _join(prefix: str, name: str) -> str:
-    """A path; what torch.compile wraps around a module is not part of it."""
+    """A path, without torch.compile's wrapper."""
     parts = [p for p in (*prefix.split("."), *name.split(".")) if p and p != "_orig_mod"]
     return ".".join(parts)

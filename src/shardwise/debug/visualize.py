@@ -1,4 +1,4 @@
-"""visualize_sharding: a picture of which ranks hold which part of a tensor."""
+"""visualize_sharding: which ranks hold which shard of a tensor, as text, in colour, as SVG."""
 
 from __future__ import annotations
 
@@ -20,12 +20,8 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-# Who holds which part of a tensor, as SVG.
-
-#: Dark enough for white letters, on a light page and on a dark one.
-COLOURS = ("#2f6fb4", "#2e8555", "#b1565b", "#7a5cb0", "#0f7f8c", "#a2671a", "#b04a8c", "#5c6670")
-WIDTH, HEIGHT = 160.0, 88.0
-_DEPTH = 10.0
+#: `(start, stop)` along one dim.
+Span = tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,107 +32,11 @@ class HeldBox:
     ranks: tuple[int, ...]
 
 
-def colour(*ranks: int) -> str:
-    """That of a rank; what several hold is grey."""
-    return COLOURS[ranks[0] % (len(COLOURS) - 1)] if len(ranks) == 1 else COLOURS[-1]
-
-
-def ranks_text(ranks: Sequence[int]) -> str:
-    """
-    >>> ranks_text((3,)), ranks_text((0, 1, 2, 3)), ranks_text((0, 2))
-    ('3', '0–3', '0, 2')
-    """
-    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
-        return f"{ranks[0]}–{ranks[-1]}"
-    shown = [str(rank) for rank in ranks[:4]] + ["…"] * (len(ranks) > 4)
-    return ", ".join(shown)
-
-
-def parts_svg(shape: Sequence[int], parts: Iterable[HeldBox]) -> str:
-    """A picture of the parts: rows downwards, columns to the right, leading dims as layers.
-
-    Vectors are one row. Layers of a tensor of three dims or more lie behind each other.
-    """
-    blocks = list(parts)
-    layers = sorted({block.box[:-2] for block in blocks}) if len(shape) > 2 else [()]
-    shift = min(_DEPTH, WIDTH / 3 / max(1, len(layers)))
-    width = WIDTH - shift * (len(layers) - 1)
-    height = HEIGHT - shift * (len(layers) - 1)
-    drawn = []
-    for number, layer in reversed(list(enumerate(layers))):
-        x, y = shift * number, shift * (len(layers) - 1 - number)
-        for block in blocks:
-            if len(shape) <= 2 or block.box[:-2] == layer:
-                drawn.append(_rect(block, shape, x, y, width, height))
-    return (
-        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" '
-        f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
-    )
-
-
-def _rect(
-    block: HeldBox, shape: Sequence[int], x: float, y: float, width: float, height: float
-) -> str:
-    rows, columns = (0.0, 1.0), (0.0, 1.0)
-    if len(shape) > 1:
-        rows = _share(block.box[-2], shape[-2])
-    if shape:
-        columns = _share(block.box[-1], shape[-1])
-    left, top = x + width * columns[0], y + height * rows[0]
-    wide, high = width * (columns[1] - columns[0]), height * (rows[1] - rows[0])
-    where = ", ".join(f"{start}:{stop}" for start, stop in block.box) or "all"
-    label = ranks_text(block.ranks)
-    text = ""
-    if wide > 6 * len(label) and high > 10:
-        text = (
-            f'<text x="{left + wide / 2:.2f}" y="{top + high / 2 + 3.5:.2f}" fill="#fff" '
-            f'font-size="10" font-family="sans-serif" text-anchor="middle">{label}</text>'
-        )
-    held = f"{'ranks' if len(block.ranks) > 1 else 'rank'} {label}"
-    return (
-        f'<g data-box="{where}" data-ranks="{" ".join(map(str, block.ranks))}">'
-        f"<title>{escape(where)}: {held}</title>"
-        f'<rect x="{left:.2f}" y="{top:.2f}" width="{wide:.2f}" height="{high:.2f}" '
-        f'fill="{colour(*block.ranks)}" stroke="#fff" stroke-width="0.8"/>{text}</g>'
-    )
-
-
-def _share(span: tuple[int, int], size: int) -> tuple[float, float]:
-    return (span[0] / size, span[1] / size) if size and math.isfinite(size) else (0.0, 1.0)
-
-
-#: `(start, stop)` along one dim.
-Span = tuple[int, int]
-
-
-@dataclass(frozen=True, slots=True)
-class HolderMap:
-    """The parts of a tensor: the spans of each dim, and the ranks that hold each block of spans."""
-
-    spans: tuple[tuple[Span, ...], ...]
-    holders: dict[tuple[Span, ...], tuple[int, ...]]
-    idle: tuple[int, ...]
-
-
-def tiling(layout: Layout) -> HolderMap:
-    """Who holds what. The dims are cut independently, so blocks are products of spans."""
-    holders: dict[tuple[Span, ...], list[int]] = {}
-    idle = []
-    for rank, coordinate in layout.grid.coordinates.items():
-        box = layout.box(coordinate)
-        if 0 in box.sizes and 0 not in layout.shape:
-            idle.append(rank)
-            continue
-        holders.setdefault(box.spans, []).append(rank)
-    spans = tuple(tuple(sorted(set(along))) for along in zip(*holders, strict=True))
-    return HolderMap(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
-
-
 def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None = None) -> None:
-    """Print who holds which part of a tensor: a cell per part, with the ranks that hold it.
+    """Print which ranks hold which shard of a tensor: a cell per shard, with its ranks.
 
     One- and two-dimensional tensors are one grid; of others, each slice of the leading dims is
-    one. Ranks that hold the same part share its cell. With `use_rich` each rank has a colour; by
+    one. Ranks that hold the same shard share its cell. With `use_rich` each rank has a colour; by
     default that is so on a terminal. A notebook gets a `ShardingPicture`. Of several processes the
     one at the origin of the mesh prints.
 
@@ -174,7 +74,7 @@ def visualize_sharding(dtensor: DTensor, header: str = "", use_rich: bool | None
 
 
 class ShardingPicture:
-    """Who holds which part of a tensor, drawn by a notebook as SVG; printed, it is text.
+    """Which ranks hold which shard of a tensor: SVG in a notebook, text when printed.
 
     >>> import shardwise
     >>> from shardwise.debug import ShardingPicture
@@ -196,18 +96,41 @@ class ShardingPicture:
     __repr__ = __str__
 
     def _repr_svg_(self) -> str:
-        tiles = tiling(self._layout)
-        return parts_svg(self._layout.shape, [HeldBox(*held) for held in tiles.holders.items()])
+        shards = holder_map(self._layout)
+        return shards_svg(self._layout.shape, [HeldBox(*each) for each in shards.holders.items()])
 
     def _repr_html_(self) -> str:
         said = [self._header] * bool(self._header) + [_title(self._layout)]
-        said += _remarks(self._layout, tiling(self._layout))
+        said += _remarks(self._layout, holder_map(self._layout))
         text = "<br>".join(map(escape, said))
         return f'<div style="max-width:20rem"><small>{text}</small>{self._repr_svg_()}</div>'
 
 
+@dataclass(frozen=True, slots=True)
+class HolderMap:
+    """The shards of a tensor: the ranges of each dim, the ranks of each box, ranks with nothing."""
+
+    spans: tuple[tuple[Span, ...], ...]
+    holders: dict[tuple[Span, ...], tuple[int, ...]]
+    idle: tuple[int, ...]
+
+
+def holder_map(layout: Layout) -> HolderMap:
+    """Which rank holds what. Dims are split independently, so boxes are products of ranges."""
+    holders: dict[tuple[Span, ...], list[int]] = {}
+    idle = []
+    for rank, coordinate in layout.grid.coordinates.items():
+        box = layout.box(coordinate)
+        if 0 in box.sizes and 0 not in layout.shape:
+            idle.append(rank)
+            continue
+        holders.setdefault(box.spans, []).append(rank)
+    spans = tuple(tuple(sorted(set(along))) for along in zip(*holders, strict=True))
+    return HolderMap(spans, {b: tuple(sorted(r)) for b, r in holders.items()}, tuple(sorted(idle)))
+
+
 def _in_notebook() -> bool:
-    """Whether a Jupyter kernel runs this; one that was never imported does not."""
+    """Whether a Jupyter kernel runs this; then IPython is imported."""
     module = sys.modules.get("IPython")
     shell = module.get_ipython() if module is not None else None
     return shell is not None and hasattr(shell, "kernel")
@@ -217,13 +140,13 @@ def _title(layout: Layout) -> str:
     return f"{layout_text(layout)}, {layout.dtype} on {layout.grid!r}"
 
 
-def _remarks(layout: Layout, tiles: HolderMap) -> Iterator[str]:
+def _remarks(layout: Layout, shards: HolderMap) -> Iterator[str]:
     for axis, placement in enumerate(layout.placements):
         if isinstance(placement, Partial):
             name = layout.grid.axis_name(axis)
             yield f"Along axis {name!r} ranks hold terms of a {placement.reduce_op}, not values."
-    if tiles.idle:
-        yield f"{_holders(tiles.idle).capitalize()} hold{'s' * (len(tiles.idle) == 1)} nothing."
+    if shards.idle:
+        yield f"{_holders(shards.idle).capitalize()} hold{'s' * (len(shards.idle) == 1)} nothing."
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,20 +159,20 @@ class _Grid:
     cells: list[list[tuple[int, ...]]]
 
 
-def _grids(tiles: HolderMap) -> Iterator[_Grid]:
-    """A grid for each block of the leading dims; a missing row or column dim has one entry."""
+def _grids(shards: HolderMap) -> Iterator[_Grid]:
+    """A grid for each box of the leading dims; a missing row or column dim has one entry."""
     rows: Sequence[tuple[Span, ...]] = [()]
     columns: Sequence[tuple[Span, ...]] = [()]
-    if tiles.spans:
-        columns = [(span,) for span in tiles.spans[-1]]
-    if len(tiles.spans) > 1:
-        rows = [(span,) for span in tiles.spans[-2]]
-    for block in itertools.product(*tiles.spans[:-2]):
+    if shards.spans:
+        columns = [(span,) for span in shards.spans[-1]]
+    if len(shards.spans) > 1:
+        rows = [(span,) for span in shards.spans[-2]]
+    for block in itertools.product(*shards.spans[:-2]):
         yield _Grid(
             f"[{', '.join([*map(_span, block), ':, :'])}]" if block else "",
             [_span(*row) for row in rows],
             [_span(*column) for column in columns],
-            [[tiles.holders[(*block, *row, *column)] for column in columns] for row in rows],
+            [[shards.holders[(*block, *row, *column)] for column in columns] for row in rows],
         )
 
 
@@ -270,15 +193,15 @@ def _holders(ranks: Sequence[int]) -> str:
 
 
 def _lines(layout: Layout, header: str) -> Iterator[str]:
-    tiles = tiling(layout)
+    shards = holder_map(layout)
     if header:
         yield header
     yield _title(layout)
-    for grid in _grids(tiles):
+    for grid in _grids(shards):
         if grid.title:
             yield grid.title
         yield from _plain_grid(grid)
-    yield from _remarks(layout, tiles)
+    yield from _remarks(layout, shards)
 
 
 def _plain_grid(grid: _Grid) -> Iterator[str]:
@@ -317,13 +240,13 @@ def _print_rich(layout: Layout, header: str) -> None:
     from rich.text import Text  # placements in brackets would be taken for markup
 
     console = Console()
-    tiles = tiling(layout)
+    shards = holder_map(layout)
     if header:
         console.print(Text(header, style="bold"))
     console.print(Text(_title(layout)))
-    for grid in _grids(tiles):
+    for grid in _grids(shards):
         console.print(_coloured_grid(grid))
-    for remark in _remarks(layout, tiles):
+    for remark in _remarks(layout, shards):
         console.print(Text(remark))
 
 
@@ -343,3 +266,80 @@ def _coloured_grid(grid: _Grid) -> Table:
         ]
         table.add_row(name, *cells)
     return table
+
+
+# -- as SVG ----------------------------------------------------------------------------------
+
+#: Dark enough for white letters, on a light page and on a dark one.
+COLOURS = ("#2f6fb4", "#2e8555", "#b1565b", "#7a5cb0", "#0f7f8c", "#a2671a", "#b04a8c", "#5c6670")
+WIDTH, HEIGHT = 160.0, 88.0
+_DEPTH = 10.0
+
+
+def colour(*ranks: int) -> str:
+    """The colour of a rank; what several hold is grey."""
+    return COLOURS[ranks[0] % (len(COLOURS) - 1)] if len(ranks) == 1 else COLOURS[-1]
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """
+    >>> ranks_text((3,)), ranks_text((0, 1, 2, 3)), ranks_text((0, 2))
+    ('3', '0–3', '0, 2')
+    """
+    if len(ranks) > 2 and ranks[-1] - ranks[0] == len(ranks) - 1:
+        return f"{ranks[0]}–{ranks[-1]}"
+    shown = [str(rank) for rank in ranks[:4]] + ["…"] * (len(ranks) > 4)
+    return ", ".join(shown)
+
+
+def shards_svg(shape: Sequence[int], shards: Iterable[HeldBox]) -> str:
+    """A picture of the shards: rows downwards, columns to the right, leading dims as layers.
+
+    Vectors are one row. Layers of a tensor of three dims or more are drawn behind each other.
+    """
+    boxes = list(shards)
+    layers = sorted({shard.box[:-2] for shard in boxes}) if len(shape) > 2 else [()]
+    shift = min(_DEPTH, WIDTH / 3 / max(1, len(layers)))
+    width = WIDTH - shift * (len(layers) - 1)
+    height = HEIGHT - shift * (len(layers) - 1)
+    drawn = []
+    for number, layer in reversed(list(enumerate(layers))):
+        x, y = shift * number, shift * (len(layers) - 1 - number)
+        for shard in boxes:
+            if len(shape) <= 2 or shard.box[:-2] == layer:
+                drawn.append(_rect(shard, shape, x, y, width, height))
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {HEIGHT:g}" preserveAspectRatio="none" role="img" '
+        f'xmlns="http://www.w3.org/2000/svg">{"".join(drawn)}</svg>'
+    )
+
+
+def _rect(
+    shard: HeldBox, shape: Sequence[int], x: float, y: float, width: float, height: float
+) -> str:
+    rows, columns = (0.0, 1.0), (0.0, 1.0)
+    if len(shape) > 1:
+        rows = _fraction(shard.box[-2], shape[-2])
+    if shape:
+        columns = _fraction(shard.box[-1], shape[-1])
+    left, top = x + width * columns[0], y + height * rows[0]
+    wide, high = width * (columns[1] - columns[0]), height * (rows[1] - rows[0])
+    where = ", ".join(f"{start}:{stop}" for start, stop in shard.box) or "all"
+    label = ranks_text(shard.ranks)
+    text = ""
+    if wide > 6 * len(label) and high > 10:
+        text = (
+            f'<text x="{left + wide / 2:.2f}" y="{top + high / 2 + 3.5:.2f}" fill="#fff" '
+            f'font-size="10" font-family="sans-serif" text-anchor="middle">{label}</text>'
+        )
+    holders = f"{'ranks' if len(shard.ranks) > 1 else 'rank'} {label}"
+    return (
+        f'<g data-box="{where}" data-ranks="{" ".join(map(str, shard.ranks))}">'
+        f"<title>{escape(where)}: {holders}</title>"
+        f'<rect x="{left:.2f}" y="{top:.2f}" width="{wide:.2f}" height="{high:.2f}" '
+        f'fill="{colour(*shard.ranks)}" stroke="#fff" stroke-width="0.8"/>{text}</g>'
+    )
+
+
+def _fraction(span: tuple[int, int], size: int) -> tuple[float, float]:
+    return (span[0] / size, span[1] / size) if size and math.isfinite(size) else (0.0, 1.0)

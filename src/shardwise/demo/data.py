@@ -1,8 +1,13 @@
-"""A click log with a planted truth: who clicks what is known, and can be learned.
+"""Click logs: a synthetic one whose true probabilities are known, and files in Criteo's format.
 
-Ids follow a power law: the r-th most frequent of a table is drawn about 1/r as often as the first.
+Ids of the synthetic log follow a power law: the r-th most frequent of a table is drawn about 1/r as
+often as the first.
 Every id has a hidden score and some have a hidden taste; the log-odds of a click are a sum of
 scores, a product of the tastes of user and item, and a linear function of the dense features.
+
+A line of Criteo's format has a label, 13 integers and 26 hexadecimal ids, separated by tabs. A
+field may be empty. Lines of another form are counted, and the first are listed. Only the examples
+that are used, and one line, are in memory.
 """
 
 from __future__ import annotations
@@ -24,7 +29,7 @@ WIDTH = 16
 NUM_DENSE = 13
 HISTORY = 5
 
-#: Name -> rows, from a table that one would split to one that one would copy.
+#: Name -> rows, from a table to shard to one to replicate.
 SIZES = {
     "user": 60_000,
     "item": 30_000,
@@ -53,7 +58,7 @@ class Batch:
 
 
 def tables() -> list[Table]:
-    """A table per kind of id; items are looked up twice, as what is shown and as what was seen."""
+    """A table per kind of id; the items' table has two features: the item shown, and those seen."""
     features = {"item": ("item", "seen")}
     return [
         Table(name, rows, WIDTH, features=features.get(name, (name,)), pooling="mean")
@@ -67,7 +72,7 @@ class ClickLog:
     def __init__(self, seed: int) -> None:
         planted = torch.Generator().manual_seed(seed)
         self._draws = torch.Generator().manual_seed(seed + 1)
-        # Frequent ids lie anywhere in a table, not in its first rows.
+        # Frequent ids are anywhere in a table, not in its first rows.
         self._order = {n: torch.randperm(rows, generator=planted) for n, rows in SIZES.items()}
         self._score = {n: torch.randn(rows, generator=planted) for n, rows in SIZES.items()}
         self._taste = {
@@ -103,7 +108,7 @@ class ClickLog:
 
 
 def _bags(ids: dict[str, torch.Tensor], seen: torch.Tensor) -> Jagged:
-    """One id per bag, and the items that a user saw before in a bag."""
+    """One id per bag, and a bag of the items that a user saw before."""
     values, lengths, features = [], [], []
     for table in tables():
         for feature in table.features:
@@ -115,22 +120,19 @@ def _bags(ids: dict[str, torch.Tensor], seen: torch.Tensor) -> Jagged:
 
 
 def best_loss(batches: Sequence[Batch]) -> float:
-    """The loss of someone who knows the planted truth."""
+    """The loss of the true probabilities."""
     truth = torch.cat([b.truth for b in batches if b.truth is not None])
     clicks = torch.cat([b.clicks for b in batches])
     return float(torch.nn.functional.binary_cross_entropy_with_logits(truth, clicks))
 
 
-# Criteo's format: per line a label, 13 integers and 26 hexadecimal ids, separated by tabs.
-#
-# A field may be empty. Lines that are not of this form are counted, and the first are named. Of a
-# file, no more is held in memory than the examples that are asked for, and one line.
+# -- Criteo's format -------------------------------------------------------------------------
 
 NUM_IDS = 26
 MOST_ROWS = 20_000
-#: A line of the format has less than a tenth of this.
+#: Characters of a line; good ones have less than a tenth of this.
 MAX_LINE = 16 << 10
-#: So many bad lines are remembered with what is wrong; the others are counted.
+#: How many bad lines are listed with what is wrong; the others are counted.
 MOST_NAMED = 1000
 
 _INTEGER = re.compile(r"-?[0-9]{1,18}")
@@ -154,7 +156,7 @@ class ClickFile:
         return len(self.labels)
 
     def tables(self) -> list[Table]:
-        """A table per field, as large as the field has ids; of many, some share a row."""
+        """A table per field with a row per id, up to a limit: then some ids share a row."""
         return [
             Table(f"c{number + 1}", min(MOST_ROWS, self._num_ids(number)), WIDTH, pooling="mean")
             for number in range(NUM_IDS)
@@ -164,7 +166,7 @@ class ClickFile:
         return max(1, len(self.ids[:, number].unique()))
 
     def batches(self, num: int, size: int) -> Iterator[Batch]:
-        """That many batches; the file is begun again when it ends."""
+        """`num` batches; at its end the file starts again."""
         tables = self.tables()
         for start in range(0, num * size, size):
             rows = torch.arange(start, start + size) % len(self)
@@ -217,7 +219,7 @@ def read_clicks(path: str, most: int | None = None) -> ClickFile:
 
 
 def _lines(file: TextIO) -> Iterator[str]:
-    """The lines of a file without their ends; of one that is too long, its beginning."""
+    """The lines of a file without line ends; only the start of one that is too long."""
     while line := file.readline(MAX_LINE):
         rest = line
         while not rest.endswith("\n") and (rest := file.readline(MAX_LINE)):

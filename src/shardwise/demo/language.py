@@ -20,7 +20,7 @@ NUM_SYMBOLS = 128
 EXAMPLES_PER_STEP = 16
 RATE = 3e-3
 
-#: Attention and MLP split by columns and then by rows: one all-reduce each, forward.
+#: Attention and MLP are sharded by columns and then by rows: one all-reduce each in forward.
 TENSOR_PLAN: dict[str, Any] = {
     "embed": "rowwise",
     "position": "replicate",
@@ -46,7 +46,7 @@ class TransformerBlock(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         seen = self.norm_1(x)
-        # Each rank has some of the heads, so their number is found, not written down.
+        # Each rank has some of the heads, so their number is inferred.
         q, k, v = (
             layer(seen).unflatten(-1, (-1, WIDTH // NUM_HEADS)).transpose(1, 2)
             for layer in (self.q, self.k, self.v)
@@ -82,7 +82,7 @@ def python_text() -> torch.Tensor:
 
 @dataclass
 class Writing:
-    """Half a millionth of a language model's usual work."""
+    """The task: predict the next character of Python's documentation."""
 
     num_steps: int
     seed: int
@@ -96,7 +96,7 @@ class Writing:
         return LanguageModel()
 
     def optimizers(self, model: nn.Module) -> list[torch.optim.Optimizer]:
-        # A larger epsilon: Adam blows a gradient up that is rounding and nothing else.
+        # A larger epsilon: Adam amplifies gradients that are only rounding errors.
         return [torch.optim.AdamW(model.parameters(), lr=RATE, eps=1e-5)]
 
     def optimizers_within(self, model: nn.Module) -> list[Any]:
@@ -114,7 +114,7 @@ class Writing:
         plan = TENSOR_PLAN if self.plan is None else load_plan(self.plan)
         return parallelize_module(model, mesh, plan, strict=True)
 
-    def _cuts(self, generator: torch.Generator, first: int, last: int) -> torch.Tensor:
+    def _excerpts(self, generator: torch.Generator, first: int, last: int) -> torch.Tensor:
         starts = torch.randint(first, last - LENGTH - 1, (self.size, 1), generator=generator)
         return self._text[starts + torch.arange(LENGTH + 1)]
 
@@ -124,7 +124,7 @@ class Writing:
 
     def batches(self) -> Iterator[torch.Tensor]:
         generator = torch.Generator().manual_seed(self.seed)
-        return (self._cuts(generator, 0, self._split) for _ in range(self.num_steps))
+        return (self._excerpts(generator, 0, self._split) for _ in range(self.num_steps))
 
     def loss(self, model: nn.Module, batch: torch.Tensor, num_ranks: int) -> torch.Tensor:
         scores = model(batch[:, :-1])
@@ -135,11 +135,11 @@ class Writing:
 
     @torch.no_grad()
     def examine(self, model: nn.Module) -> dict[str, Any]:
-        """On text that it has not seen."""
+        """Metrics on text that the model has not seen."""
         generator = torch.Generator().manual_seed(self.seed + 1)
-        cuts = [self._cuts(generator, self._split, len(self._text)) for _ in range(4)]
-        scores = torch.cat([model(cut[:, :-1]) for cut in cuts]).flatten(0, 1)
-        target = torch.cat([cut[:, 1:] for cut in cuts]).flatten()
+        excerpts = [self._excerpts(generator, self._split, len(self._text)) for _ in range(4)]
+        scores = torch.cat([model(excerpt[:, :-1]) for excerpt in excerpts]).flatten(0, 1)
+        target = torch.cat([excerpt[:, 1:] for excerpt in excerpts]).flatten()
         share = torch.bincount(self._text[: self._split], minlength=NUM_SYMBOLS) / self._split
         return {
             "loss": float(F.cross_entropy(scores, target)),

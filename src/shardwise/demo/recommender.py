@@ -1,4 +1,4 @@
-"""The recommender as a task: a click log, planted or from a file, and a plan for the tables."""
+"""The recommender as a task: a click log, synthetic or from a file, and a plan for the tables."""
 
 from __future__ import annotations
 
@@ -18,16 +18,14 @@ from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAda
 from shardwise.parallel import data_parallel
 from shardwise.testing.batches import per_rank, split_batch
 
-# A recommender of the DLRM kind: tables, two MLPs, and products between all their outputs.
-
 TABLE_RATE = 0.1
 
 
 def mlp(*widths: int) -> nn.Sequential:
-    """Linear layers with a smooth function between them.
+    """Linear layers with a smooth activation.
 
-    With ReLU, rounding decides whether a value near its kink passes a gradient, and two trainings
-    that differ by rounding alone drift apart by whole updates.
+    With ReLU, rounding decides whether a value near zero has a gradient, and two trainings that
+    differ only by rounding would drift apart.
     """
     layers: list[nn.Module] = []
     for number, (before, after) in enumerate(itertools.pairwise(widths)):
@@ -36,7 +34,7 @@ def mlp(*widths: int) -> nn.Sequential:
 
 
 class Recommender(nn.Module):
-    """Predicts the log-odds of a click."""
+    """Predicts the log-odds of a click, as DLRM: tables, two MLPs, products of their outputs."""
 
     pairs: torch.Tensor
 
@@ -66,7 +64,7 @@ class Recommender(nn.Module):
 EXAMPLES_PER_STEP = 1024
 DENSE_RATE = 0.05
 
-#: Large tables by rows, the next by columns, small ones whole somewhere, tiny ones everywhere.
+#: Large tables by rows, the next by columns, small ones on one rank, tiny ones on all.
 MIXED_PLAN = Plan(
     {
         "user": "row_wise",
@@ -81,7 +79,7 @@ MIXED_PLAN = Plan(
 
 @dataclass
 class Recommending:
-    """Without `data`, clicks are drawn from a planted truth."""
+    """The task: predict clicks, of a synthetic log without `data`."""
 
     num_steps: int
     seed: int
@@ -129,7 +127,7 @@ class Recommending:
 
     @torch.no_grad()
     def examine(self, model: nn.Module) -> dict[str, Any]:
-        """On examples that follow the training: loss, and how often the truth's side was taken."""
+        """Metrics on new examples: loss, and how often the side of the truth is predicted."""
         if self.data is not None:
             return {}
         log = ClickLog(self.seed)

@@ -37,7 +37,7 @@ SHOWN_LINES = 5
 
 @dataclass(frozen=True)
 class Options:
-    """What may be asked of the demonstration."""
+    """The options of the command."""
 
     model: str = "dlrm"
     ranks: int = 4
@@ -58,7 +58,7 @@ def run_demo(options: Options, console: Console) -> int:
 
     Under torchrun, this process is one of the ranks, and the first of them reports.
     """
-    torch.set_num_threads(1)  # the model is small: more threads wait for each other
+    torch.set_num_threads(1)  # more threads are slower on a small model
     joined = dist.is_torchelastic_launched()
     if joined:
         options = _joined(options)
@@ -108,7 +108,7 @@ def _report(
     one: TrainingRun, many: TrainingRun, world: str, options: Options, console: Console
 ) -> int:
     assert many.report is not None, "a sharded training reports a step"
-    # Every line of the demonstration is the package's own.
+    # All lines are the demo's own: not worth showing.
     many.report.collectives = [replace(each, line=None) for each in many.report.collectives]
     if many.num_resumed:
         world += f", the first {many.num_resumed} steps in an earlier run"
@@ -147,12 +147,12 @@ def _task(options: Options, console: Console) -> Task:
     task = Recommending(num_steps, options.seed, plan, data)
     if task.size % num_ranks:
         raise LayoutError(f"{task.size} examples per step do not divide among {num_ranks} ranks.")
-    plan.cuts(task.tables(), num_ranks)  # or the mistake would be found after a training
+    plan.cuts(task.tables(), num_ranks)  # raises before the training starts
     return task
 
 
 def _plan_for(data: ClickFile) -> Plan:
-    """Large tables by rows, small ones whole: on one rank, or on all where they are tiny."""
+    """Large tables by rows, small ones on one rank, tiny ones on all."""
     entries = {}
     for table in data.tables():
         rows = table.num_embeddings
@@ -162,7 +162,7 @@ def _plan_for(data: ClickFile) -> Plan:
 
 
 def _read(path: str, most: int, console: Console) -> ClickFile:
-    """As many examples as the training takes; a shorter file is begun again."""
+    """As many examples as the training takes, if the file has them."""
     data = read_clicks(path, most)
     console.print(f"{path}: {len(data):,} examples.", highlight=False)
     if data.bad:

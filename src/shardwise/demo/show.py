@@ -1,4 +1,4 @@
-"""What the demonstration shows: a bar while it trains, and a short report."""
+"""What the demo shows: a progress bar, and a short report."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BOUND = 1e-4
 
 @contextlib.contextmanager
 def bar(console: Console, label: str, num_steps: int) -> Iterator[training.Progress]:
-    """A bar with loss and examples/s; where there is no terminal, ten lines instead."""
+    """A bar with loss and examples/s; ten lines where there is no terminal."""
     if not console.is_terminal:
         every = max(1, num_steps // 10)
 
@@ -49,7 +49,7 @@ def bar(console: Console, label: str, num_steps: int) -> Iterator[training.Progr
 
 
 def facts(one: TrainingRun, many: TrainingRun, world: str) -> dict[str, str]:
-    """The figures of a demonstration, as text."""
+    """The figures of a run, as text."""
     found = {
         "training": f"{len(many.losses)} steps, {many.num_examples:,} examples, {world}",
         "loss on one device": f"{one.losses[0]:.6f} to {one.losses[-1]:.6f}",

@@ -1,15 +1,15 @@
 """Training: the same steps on one device, on simulated ranks and in processes.
 
 Note [A training that can be killed]
-What a training has to remember is its model, its optimizers, the number of steps that are done and
-their losses. Batches are drawn anew from the seed, so a training that goes on from a checkpoint
-takes the same steps as one that was never stopped.
+A checkpoint has the model, the optimizers, the number of steps done and their losses. Batches are
+drawn again from the seed, so a training that continues from a checkpoint takes the same steps as
+one that was never stopped.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -26,6 +26,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError
 from shardwise.launch import Note, launch
 from shardwise.report import Mesh, StepReport, report_step
+from shardwise.report.memory import optimizer_tensors
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 
@@ -34,7 +35,7 @@ Progress = Callable[[int, float, float], None]
 
 
 class Task(Protocol):
-    """A model, how it is sharded, and its examples. Importable, so that processes can have it."""
+    """A model, how it is sharded, and its examples. Picklable, for processes."""
 
     num_steps: int
     title: str
@@ -48,7 +49,7 @@ class Task(Protocol):
         ...
 
     def identity(self) -> dict[str, Any]:
-        """What makes two trainings the same, apart from the number of steps and ranks."""
+        """Equal for two runs of one training, whatever the number of steps and ranks."""
         ...
 
     def shard(self, model: nn.Module, mesh: DeviceMesh) -> nn.Module: ...
@@ -62,26 +63,26 @@ class Task(Protocol):
     def num_examples(self, batch: Any) -> int: ...
 
     def examine(self, model: nn.Module) -> dict[str, Any]:
-        """What a model that was trained on one device, or gathered, knows."""
+        """Metrics of a plain, trained model."""
         ...
 
 
 @dataclass(frozen=True)
 class Keeping:
-    """Where a training is kept, and how often; see Note [A training that can be killed]."""
+    """Where and how often a training is saved; see Note [A training that can be killed]."""
 
     folder: str
     #: Every so many steps, and at the end; None saves nothing.
     every: int | None = None
     #: How many checkpoints stay.
     keep: int = 2
-    #: Whether to go on from the latest checkpoint, if there is one.
+    #: Whether to continue from the latest checkpoint, if there is one.
     resume: bool = False
 
 
 @dataclass
 class TrainingRun:
-    """What a training left behind."""
+    """The result of a training."""
 
     losses: list[float]
     parameters: dict[str, torch.Tensor]
@@ -89,7 +90,7 @@ class TrainingRun:
     num_examples: int
     report: StepReport | None = None
     found: Mapping[str, Any] = field(default_factory=dict)
-    #: How many steps were done before, in a run that ended early.
+    #: How many steps an earlier run did.
     num_resumed: int = 0
 
 
@@ -134,7 +135,7 @@ def _one_process(
 def train_sharded(
     task: Task, num_ranks: int, progress: Progress, keeping: Keeping | None = None
 ) -> TrainingRun:
-    """In the world that is there; every rank calls it and gets the same."""
+    """In the current world; every rank calls it and gets the same."""
     mesh = Mesh(("ranks",), (num_ranks,)).make()
     request = f"{task.title}: {task.identity()}, {task.num_steps} steps, {keeping}"
     agree(grid_of(mesh), "the training", request)
@@ -143,7 +144,7 @@ def train_sharded(
 
 
 class _Training:
-    """A model on its way through the steps of a task; without a mesh, on one device."""
+    """The training loop; without a mesh, on one device."""
 
     def __init__(
         self,
@@ -155,7 +156,7 @@ class _Training:
     ) -> None:
         self.task, self.model, self.num_ranks, self.mesh = task, model, num_ranks, mesh
         self.optimizers = task.optimizers(model)
-        #: Of all ranks together, and what this process has not shared with the others yet.
+        #: Those of all ranks, and those that this process has not exchanged yet.
         self._losses: list[float] = []
         self._own_losses: list[float] = []
         self.num_done = 0
@@ -194,7 +195,7 @@ class _Training:
         parameters = {name: whole(p.detach()) for name, p in self.model.named_parameters()}
         losses = self._losses_of_all()
         if report is None and self.mesh is not None:
-            report = self._reported_step(batch)  # all was done before: the step is only looked at
+            report = self._reported_step(batch)  # resumed at the end
         if report is not None and len(each := _from_all(report.memory)) > 1:
             report.memory = [memory[rank] for rank, memory in enumerate(each)]
         return TrainingRun(
@@ -215,7 +216,7 @@ class _Training:
             optimizer.zero_grad()
 
     def _reported_step(self, batch: Any) -> StepReport:
-        assert self.mesh is not None, "what is communicated is reported of ranks"
+        assert self.mesh is not None, "only a sharded step is reported"
 
         def forward() -> torch.Tensor:
             loss = self.task.loss(self.model, batch, self.num_ranks)
@@ -223,7 +224,7 @@ class _Training:
             return loss
 
         def kept() -> list[torch.Tensor]:
-            found = [t for optimizer in self.optimizers for t in _states(optimizer)]
+            found = [t for optimizer in self.optimizers for t in optimizer_tensors(optimizer)]
             for optimizer in self.task.optimizers_within(self.model):
                 found += [t for states in optimizer.state.values() for t in states.values()]
             return found
@@ -270,18 +271,12 @@ class _Training:
 
 
 def _from_all(value: Any) -> list[Any]:
-    """What each process has for `value`, in the order of ranks."""
+    """The `value` of each process, in the order of ranks."""
     if not dist.is_initialized() or len(current_world().present) == dist.get_world_size():
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
-
-
-def _states(optimizer: torch.optim.Optimizer) -> Sequence[torch.Tensor]:
-    from shardwise.report.memory import optimizer_tensors
-
-    return optimizer_tensors(optimizer)
 
 
 def mean_of(loss: torch.Tensor) -> float:
@@ -300,7 +295,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def largest_difference(one: TrainingRun, many: TrainingRun) -> tuple[float, str]:
-    """Between the parameters of two runs, and in which."""
+    """The largest difference between the parameters of two runs, and where."""
     found = (0.0, "")
     for name, value in one.parameters.items():
         difference = float((value - many.parameters[name]).abs().max()) if value.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Case: somebody's model, a batch for it, and the plan that shards it."""
+"""Case: a user's model, a batch for it, and the plan that shards it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardwise.parallel import data_parallel, load_plan, parallelize_module, sha
 from shardwise.plans.files import read_content
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 
-#: How ranks with batches of their own train a model, by the front door.
+#: The front doors for ranks with their own batches.
 DATA = ("data_parallel", "shard_parameters")
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
@@ -38,7 +38,7 @@ class ShardedCase:
         return self.mesh.num_parts(self.data_axes)
 
     def part_of(self, rank: int) -> int:
-        """Which part of the batch a rank brings."""
+        """The number of a rank's part of the batch."""
         return self.mesh.part_of(rank, self.data_axes)
 
 
@@ -112,10 +112,10 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
 def apply_plan(
     module: nn.Module, mesh: DeviceMesh, plan: str | None, data: str = DATA[0]
 ) -> ShardedCase:
-    """Shard a module as a plan file says, and let ranks train it along the data axes.
+    """Shard a module by a plan file, and let ranks train it along the data axes.
 
-    A plan of tables shards the collections in the module, on a mesh of one axis. With `data` of
-    "shard_parameters" the last data axis holds the parameters in pieces.
+    A plan of tables shards the collections in the module, on a mesh of one axis. With
+    `data="shard_parameters"` the parameters are sharded along the last data axis.
     """
     said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
     axes = data_axes(said, plan)
@@ -146,7 +146,7 @@ def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: De
 
 
 def _train_along(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], data: str) -> None:
-    """The front doors of data axes: one that shards, and one for those that replicate."""
+    """Call the front doors of the data axes: one that shards, and one that replicates."""
     whole = mesh.ndim == 1
     if data == "shard_parameters" and axes:
         shard_parameters(module, mesh if whole else mesh[axes[-1]])
@@ -156,7 +156,7 @@ def _train_along(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], dat
 
 
 def _section(plan: str) -> str:
-    """Which kind of plan a file holds; whether it is a good one is found when it is read."""
+    """The kind of plan in a file; loading it checks the content."""
     path = Path(plan)
     if not path.is_file():
         raise ArgumentError(f"There is no plan file {plan!r}.")

@@ -1,6 +1,6 @@
-"""A StepReport as one HTML file: nothing is loaded from elsewhere, and no script runs.
+"""Reports as one HTML file: nothing is loaded from elsewhere, and no script runs.
 
-Figures carry their numbers as `data-` attributes, and the whole report is in the file as JSON, in
+Figures have their numbers as `data-` attributes, and the whole report is in the file as JSON, in
 the element `data`.
 """
 
@@ -13,16 +13,15 @@ from html import escape
 from pathlib import Path
 
 from shardwise.debug.comm_mode import ancestry, is_inside
-from shardwise.debug.visualize import COLOURS, colour, parts_svg
+from shardwise.debug.events import similar
+from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.report.memory import RankMemory
 from shardwise.report.step import Collective, ParameterReport, StepReport
-
-# Communication by module as nested boxes: a module's box lies below that of the one around it.
 
 
 @dataclass(frozen=True)
 class Flame:
-    """One box; `left` and `width` are shares of the whole."""
+    """Communication of a module as a box below its parent's; `left` and `width` are fractions."""
 
     path: str
     depth: int
@@ -98,21 +97,29 @@ dt { color: var(--soft) } dd { margin: 0 }
 
 def write_html(report: StepReport, path: str | os.PathLike[str]) -> None:
     """Write a report, whole or not at all."""
+    write_page(to_html(report), path)
+
+
+def write_page(text: str, path: str | os.PathLike[str]) -> None:
     file = Path(path)
     half = file.with_name(f".{file.name}.half")
-    half.write_text(to_html(report), encoding="utf-8")
+    half.write_text(text, encoding="utf-8")
     os.replace(half, file)
 
 
 def to_html(report: StepReport) -> str:
-    data = report.to_json().replace("<", "\\u003c")
-    body = "\n".join(_sections(report))
+    return page(report.title, "\n".join(_sections(report)), report.to_json())
+
+
+def page(title: str, body: str, data: str) -> str:
+    """An HTML file; `data` is JSON."""
+    escaped = data.replace("<", "\\u003c")
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{escape(report.title)}</title><style>{STYLE}</style></head><body>
+<title>{escape(title)}</title><style>{STYLE}</style></head><body>
 {body}
-<script type="application/json" id="data">{data}</script>
+<script type="application/json" id="data">{escaped}</script>
 </body></html>
 """
 
@@ -121,22 +128,21 @@ def _sections(report: StepReport) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
     yield f"<dl>{''.join(_row(n, t) for n, t in report.facts.items())}</dl>"
     yield _section("The mesh", _mesh_text(report), _mesh(report))
-    yield _section("Memory of each rank", "What is held after backward.", _memory(report))
+    yield _section("Memory of each rank", "What a rank holds after backward.", _memory(report))
     text = (
-        "A picture for each parameter. A block has the colour of its rank; grey, several hold it."
+        "A picture for each parameter. A shard has the colour of its rank; grey: several hold it."
     )
     cards = "".join(map(_card, report.parameters))
     yield _section("Who holds what", text, f'<div class="cards">{cards}</div>')
     text = (
         f"{len(report.collectives):,} collectives, {report.num_bytes:,} bytes from each rank; "
-        f"{report.num_implicit:,} that nobody wrote down. Wide is many bytes; below a module are "
-        "the modules inside it."
+        f"{report.num_implicit:,} implicit. Wide is many bytes; below a module are its submodules."
     )
     yield _section("Communication by module", text, _flame(report))
     text = (
         f"{1000 * report.seconds:.1f} ms in this process. Where one process plays all ranks, it "
-        "computes for all of them in turn; a collective is drawn where it began, as wide as it is "
-        "expected to take."
+        "computes for all of them in turn; a collective is drawn where it began, with its expected "
+        "duration."
     )
     yield _section("One step", text, _timeline(report))
     yield _section("Collectives", "", _collectives(report.collectives))
@@ -157,7 +163,7 @@ def _row(name: str, text: str) -> str:
 
 def _mesh_text(report: StepReport) -> str:
     axes = " × ".join(f"{name} = {size}" for name, size in report.axes)
-    return f"{len(report.ranks)} ranks: {axes}. Along the last axis ranks stand side by side."
+    return f"{len(report.ranks)} ranks: {axes}. Ranks along the last axis are side by side."
 
 
 def _mesh(report: StepReport) -> str:
@@ -199,7 +205,7 @@ def _card(parameter: ParameterReport) -> str:
         f'<div class="card" data-parameter="{escape(parameter.name)}"><b>'
         f"{escape(parameter.name).replace('.', '.<wbr>')}</b>"
         f"<span>{size} {parameter.dtype}, {escape(parameter.placements)}</span>"
-        f"<span>{held} bytes a rank</span>{parts_svg(parameter.shape, parameter.parts)}</div>"
+        f"<span>{held} bytes a rank</span>{shards_svg(parameter.shape, parameter.parts)}</div>"
     )
 
 
@@ -270,13 +276,8 @@ def _timeline(report: StepReport) -> str:
 
 def _collectives(collectives: Sequence[Collective]) -> str:
     heads = ("module", "phase", "collective", "axis", "because of", "at")
-    rows: dict[tuple[str, ...], list[Collective]] = {}
-    for each in collectives:
-        because = (each.op or "a direct call") + (" (implicit)" if each.implicit else "")
-        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
-        rows.setdefault(row, []).append(each)
     lines = []
-    for key, alike in rows.items():
+    for key, alike in similar(collectives).items():
         cells = "".join(f"<td>{escape(cell)}</td>" for cell in key)
         size = sum(each.num_bytes for each in alike)
         mark = ' class="yes"' if alike[0].implicit else ""

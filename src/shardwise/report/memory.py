@@ -1,4 +1,4 @@
-"""Memory of each rank: what tensors of a model, its gradients and its optimizer take there."""
+"""Memory of each rank: parameters, gradients, optimizer state and activations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RankMemory:
 
 
 def bytes_on(tensor: torch.Tensor, rank: int) -> int:
-    """What a tensor takes on a rank; a plain one is whole on each."""
+    """The bytes of a tensor on a rank; a plain one is whole on each."""
     if isinstance(tensor, DTensor):
         layout = tensor._layout
         coordinate = layout.grid.coordinates.get(rank)
@@ -42,7 +42,7 @@ def bytes_on(tensor: torch.Tensor, rank: int) -> int:
 
 
 def _inside(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors that a sparse or jagged one is made of."""
+    """The plain tensors of a sparse or jagged one."""
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     if tensor.layout is torch.jagged:
@@ -55,7 +55,7 @@ def sum_on(tensors: Iterable[torch.Tensor], rank: int) -> int:
 
 
 class SavedTensors:
-    """Adds up what autograd saves while it listens, each tensor once, without parameters."""
+    """Adds up the bytes that autograd saves, each tensor once, without parameters."""
 
     def __init__(self, parameters: Iterable[torch.Tensor], num_ranks: int) -> None:
         self.bytes = [0] * num_ranks
@@ -76,7 +76,7 @@ class SavedTensors:
 
 
 def _places(tensor: torch.Tensor) -> list[int]:
-    """Where the memory of a tensor begins, on each rank that this process plays."""
+    """The addresses of a tensor, on each rank that this process plays."""
     local = tensor._local if isinstance(tensor, DTensor) else tensor
     return [
         part.untyped_storage().data_ptr()

@@ -1,10 +1,10 @@
 """Parity: whether a sharded model computes what one device does, tensor by tensor.
 
 Note [What is compared]
-The batch is cut into as many parts as there are data-parallel ranks. One device computes the mean
-of the parts' losses; the sharded model has each rank compute its own, as in training. Compared are
-the outputs on each rank, the gradients, the parameters after a step of SGD, and the numbers that
-the generator would draw next. `testing.differences` says what a difference counts against.
+The batch is split into as many parts as there are data-parallel ranks. One device computes the mean
+of the parts' losses; each rank of the sharded model computes its own, as in training. Compared are
+the outputs on each rank, the gradients, the parameters after a step of SGD, and the next random
+numbers. `testing.compare.SMALLEST` says what a difference is relative to.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from shardwise.report.case import Case
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
-from shardwise.testing.differences import Difference, Values, differences
+from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.train import updates_together
+from shardwise.testing.steps.training import updates_together
 
 RATE = 0.1
 TOLERANCE = 1e-4
@@ -50,7 +50,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step gave: per kind, tensors by name."""
+    """The tensors of a step by kind and name."""
 
     outputs: Values
     gradients: Values
@@ -97,14 +97,14 @@ def _compare(
 
 
 def play_alone(case: Case, parts: tuple[int, ...]) -> StepResult:
-    """One step on one device; `parts` tells for each rank which part of the batch it brings."""
+    """One step on one device; `parts` has the number of each rank's part of the batch."""
     module, batch = case.build()
     torch.manual_seed(case.seed)
     outputs: Values = {}
     losses = []
     for index, part in enumerate(split_batch(batch, 1 + max(parts))):
         output = call(module, part)
-        for rank in (rank for rank, brought in enumerate(parts) if brought == index):
+        for rank in (rank for rank, number in enumerate(parts) if number == index):
             outputs |= _named(output, rank)
         losses.append(loss_of(output))
     total = torch.stack(losses).mean()
@@ -114,7 +114,7 @@ def play_alone(case: Case, parts: tuple[int, ...]) -> StepResult:
 
 
 def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
-    """One step in the world that is there, and which part of the batch each rank brought."""
+    """One step in the current world, and the number of each rank's part of the batch."""
     module, batch = case.build()
     sharded = case.shard(module, mesh.make())
     parts = split_batch(batch, sharded.num_parts)
@@ -126,8 +126,8 @@ def play_sharded(case: Case, mesh: Mesh) -> tuple[StepResult, tuple[int, ...]]:
         mine = [_on_rank(leaf, rank) for leaf in tensors_of(output)]
         outputs |= _named(mine, rank)
     loss_of(output).backward()
-    brought = tuple(sharded.part_of(rank) for rank in range(world.size))
-    return _finish(sharded.module, outputs), brought
+    numbers = tuple(sharded.part_of(rank) for rank in range(world.size))
+    return _finish(sharded.module, outputs), numbers
 
 
 def _finish(module: nn.Module, outputs: Values) -> StepResult:

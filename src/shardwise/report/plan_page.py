@@ -1,18 +1,17 @@
-"""A plan of tables as one HTML file: bars per rank, choices, and other plans beside it."""
+"""A plan of tables as one HTML file: bars per rank, choices, and other plans."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from html import escape
-from pathlib import Path
 
 from shardwise.planner.explaining import Comparison, choices, describe_result, to_json
 from shardwise.planner.planning import PlanResult, show_bytes
 from shardwise.planner.price import Price
-from shardwise.report.html import STYLE
+from shardwise.report.html import page, write_page
 
-#: Bars of more ranks than these would be a page of their own.
+#: At most so many ranks have bars.
 MOST_RANKS = 256
 
 
@@ -20,27 +19,16 @@ def write_plan_page(
     result: PlanResult, comparisons: Sequence[Comparison], path: str | os.PathLike[str]
 ) -> None:
     """Write the page, whole or not at all."""
-    file = Path(path)
-    half = file.with_name(f".{file.name}.half")
-    half.write_text(plan_page(result, comparisons), encoding="utf-8")
-    os.replace(half, file)
+    write_page(plan_page(result, comparisons), path)
 
 
 def plan_page(result: PlanResult, comparisons: Sequence[Comparison]) -> str:
-    data = to_json(result, list(comparisons)).replace("<", "\\u003c")
+    num_tables = len(result.work.uses)
+    head = f"<h1>A plan of {num_tables} tables on {result.setting.num_ranks} ranks</h1>\n"
     facts = "".join(f"<p>{escape(line)}</p>" for line in describe_result(result).splitlines())
-    body = (
-        facts + _bars("This plan", result.price) + _choices(result) + _compared(result, comparisons)
-    )
-    return f"""<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>A plan of {len(result.work.uses)} tables</title><style>{STYLE}</style></head><body>
-<h1>A plan of {len(result.work.uses)} tables on {result.setting.num_ranks} ranks</h1>
-{body}
-<script type="application/json" id="data">{data}</script>
-</body></html>
-"""
+    figures = _bars("This plan", result.price) + _choices(result) + _compared(result, comparisons)
+    data = to_json(result, list(comparisons))
+    return page(f"A plan of {num_tables} tables", head + facts + figures, data)
 
 
 def _bars(title: str, priced: Price) -> str:

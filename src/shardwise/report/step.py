@@ -1,4 +1,4 @@
-"""StepReport: one training step as data, and how it is taken."""
+"""StepReport: one training step as data."""
 
 from __future__ import annotations
 
@@ -20,18 +20,16 @@ from shardwise.core.placements import short
 from shardwise.debug import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.places import Place
-from shardwise.debug.visualize import HeldBox, tiling
+from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.report.memory import RankMemory, SavedTensors, bytes_on, sum_on
 from shardwise.simulation.parts import parts_of
 
-# Timeline: when the modules of a step ran in this process, and when it communicated.
-
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of time in which one module ran."""
+    """A time span in which one module ran."""
 
     module: str
     phase: str
@@ -40,11 +38,10 @@ class Span:
 
 
 class Timeline(CommDebugMode):
-    """Notes when each collective began, and which module each op ran for.
+    """Records when each collective began, and for which module each op ran.
 
     Times are those of this process. One that plays all ranks computes for all of them, one after
-    another, and sends nothing; `expected_s` says what a collective would take by the cost that
-    planning uses.
+    another, and sends nothing; `expected_s` is the time of a collective by the cost model.
     """
 
     def __init__(self) -> None:
@@ -100,7 +97,7 @@ _COSTS = {
 
 
 def expected_s(event: CommEvent, num_ranks: int) -> float:
-    """Seconds that a collective is expected to take; `num_bytes` is what a rank puts in."""
+    """The expected seconds of a collective."""
     kind = _COSTS.get(event.kind, "all_reduce")
     larger = event.num_bytes * (num_ranks if kind == "all_gather" else 1)
     return collective_s(kind, num_ranks, larger)
@@ -108,7 +105,7 @@ def expected_s(event: CommEvent, num_ranks: int) -> float:
 
 @dataclass(frozen=True)
 class ParameterReport:
-    """One parameter: how it lies, and who holds what of it."""
+    """One parameter: its placements, and which ranks hold which shard."""
 
     name: str
     shape: tuple[int, ...]
@@ -120,25 +117,17 @@ class ParameterReport:
 
 @dataclass(frozen=True)
 class OutputReport:
-    """What a module gave: a shape and placements, or the shapes of each rank's own tensor."""
+    """A module's output: a shape and placements, or the shapes of each rank's own tensor."""
 
     module: str
     kind: str
     text: str
 
 
-@dataclass(frozen=True)
-class Collective:
-    """One collective of the step; see `debug.CommEvent`."""
+@dataclass(frozen=True, kw_only=True)
+class Collective(CommEvent):
+    """One collective of the step."""
 
-    kind: str
-    axis: str | None
-    num_bytes: int
-    op: str | None
-    module: str
-    line: str | None
-    phase: str
-    implicit: bool
     start_s: float
     expected_s: float
 
@@ -156,12 +145,12 @@ class StepReport:
     memory: list[RankMemory] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
     seconds: float = 0.0
-    #: Further figures that whoever took the step wants shown, in order.
+    #: Further figures to show, in order.
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """What each rank puts into collectives."""
+        """The bytes that each rank sent."""
         return sum(each.num_bytes for each in self.collectives)
 
     @property
@@ -188,7 +177,7 @@ class StepReport:
 
 
 class Outputs:
-    """Notes what each module gives; listens while it is entered."""
+    """Records the output of each module; a context manager."""
 
     def __init__(self, module: nn.Module) -> None:
         self.found: dict[str, OutputReport] = {}
@@ -238,10 +227,10 @@ def report_step(
     update: Callable[[], None],
     state: Callable[[], Iterable[torch.Tensor]],
 ) -> StepReport:
-    """Take one step and say what it did: `forward` gives the loss, `update` changes parameters.
+    """Take one step and report it: `forward` returns the loss, `update` changes parameters.
 
-    `state` lists what the optimizer keeps. The world is the one that the mesh is in; of several
-    processes each reports its own rank's memory, and all ranks' parts of parameters.
+    `state` lists the tensors of the optimizer. Of several processes each reports its own rank's
+    memory, and all ranks' shards of parameters.
     """
     grid = grid_of(mesh)
     ranks = tuple(sorted(grid.coordinates))
@@ -252,7 +241,7 @@ def report_step(
             loss = forward()
         _total(loss).backward()
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
-        held = [sum_on(gradients, rank) for rank in ranks]
+        gradient_bytes = [sum_on(gradients, rank) for rank in ranks]
         update()
     assert isinstance(timeline, Timeline), "entered above"
     report = StepReport(title, tuple(zip(names, mesh.shape, strict=True)), ranks)
@@ -268,7 +257,7 @@ def report_step(
     kept = list(state())
     for rank in ranks:
         parameters = sum_on(module.parameters(), rank)
-        memory = RankMemory(parameters, held[rank], sum_on(kept, rank), saved.bytes[rank])
+        memory = RankMemory(parameters, gradient_bytes[rank], sum_on(kept, rank), saved.bytes[rank])
         report.memory.append(memory)
     return report
 
@@ -281,8 +270,8 @@ def _total(loss: torch.Tensor) -> torch.Tensor:
 
 def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:
     if isinstance(tensor, DTensor):
-        holders = tiling(tensor._layout).holders
-        parts = tuple(HeldBox(box, held) for box, held in holders.items())
+        holders = holder_map(tensor._layout).holders
+        parts = tuple(HeldBox(*each) for each in holders.items())
         placements = short(tensor.placements)
     else:
         parts, placements = (HeldBox(Box.whole(tensor.shape).spans, tuple(ranks)),), "on each rank"

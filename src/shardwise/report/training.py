@@ -1,7 +1,7 @@
-"""Training steps of somebody's model, with each option that applies, beside one device.
+"""Training steps of a user's model, with each option that applies, compared with one device.
 
-The same loop as that of `shardwise.testing.steps`: three optimizer steps on the sample batch, in
-double precision. One device takes the mean of the losses of the ranks' parts.
+The loop is that of `shardwise.testing.steps`: three optimizer steps on the sample batch, in double
+precision. One device takes the mean of the losses of the ranks' parts.
 """
 
 from __future__ import annotations
@@ -23,20 +23,26 @@ from shardwise.errors import ArgumentError
 from shardwise.report.case import Case, data_axes
 from shardwise.report.parity import TOLERANCE
 from shardwise.testing.batches import call, loss_of
-from shardwise.testing.differences import Difference
+from shardwise.testing.compare import Difference
 from shardwise.testing.mesh import Mesh
 from shardwise.testing.steps.case import OPTIONS, agree
-from shardwise.testing.steps.train import NUM_STEPS, Loss, plain_loss
-from shardwise.testing.steps.training import AUTOCAST_BOUND, Steps, Training
+from shardwise.testing.steps.training import (
+    AUTOCAST_BOUND,
+    NUM_STEPS,
+    Loss,
+    Steps,
+    Training,
+    plain_loss,
+)
 from shardwise.testing.steps.verdict import judge_in_processes, judge_simulated
 
 #: Options that need a model made for them.
 OF_OWN_MODELS = ("unused", "sometimes", "penalty")
-#: What somebody's model can be trained with.
+#: Options for any model.
 APPLY = tuple(option for option in OPTIONS if option not in OF_OWN_MODELS)
-#: What it is trained with unless options are named: bfloat16 compares but roughly, and a model
-#: that was typed in cannot be pickled.
-UNASKED = tuple(option for option in APPLY if option not in ("autocast", "pickle"))
+#: The default: bfloat16 can only be compared roughly, and a model of an interactive session cannot
+#: be pickled.
+DEFAULT = tuple(option for option in APPLY if option not in ("autocast", "pickle"))
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class Subject:
 
 @dataclass(frozen=True)
 class TrainingParity:
-    """One run beside one device: `kind` is "ok", "refused" or "wrong"."""
+    """One run compared with one device: `kind` is "ok", "refused" or "wrong"."""
 
     options: tuple[str, ...]
     kind: str
@@ -61,7 +67,7 @@ class TrainingParity:
 
     @property
     def worst(self) -> Difference | None:
-        """What is furthest off, of how far it went."""
+        """The largest relative difference."""
         figures = [each for each in self.compared if each.scale]
         return max(figures, key=lambda each: each.largest / each.scale, default=None)
 
@@ -93,17 +99,17 @@ def check_training(
 
 
 def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
-    """The options that say something about this model, each by itself."""
+    """The options that apply to this model, each by itself."""
     module, _ = case.build()
     updating = any(getattr(inner, "optimizer", None) is not None for inner in _collections(module))
     left_out = {"no_sync", "zeros"} if updating else set()
     if _sparse(module):
         left_out |= {"clip", "zeros"}
     if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
-        left_out.add("save")  # each rank has statistics of its own: no common value to save
+        left_out.add("save")  # ranks have different statistics: no common value to save
     if not data_axes(mesh, case.plan):
         left_out.add("no_sync")
-    return [frozenset([option]) for option in UNASKED if option not in left_out]
+    return [frozenset([option]) for option in DEFAULT if option not in left_out]
 
 
 def _collections(module: nn.Module) -> list[nn.Module]:
@@ -112,7 +118,7 @@ def _collections(module: nn.Module) -> list[nn.Module]:
 
 
 def _sparse(module: nn.Module) -> bool:
-    """Whether torch has no norm of some gradient, and no zeros in its place."""
+    """Whether some gradient is sparse: torch cannot clip it or set it to zero."""
     return any(
         getattr(inner, "sparse", False) or getattr(inner, "_sparse", False)
         for inner in module.modules()
@@ -121,7 +127,7 @@ def _sparse(module: nn.Module) -> bool:
 
 def training_of(subject: Subject) -> Training:
     case, mesh, options = subject.case, subject.mesh, subject.options
-    loss: Loss = _loss_computed_twice if "recompute" in options else plain_loss
+    loss: Loss = _recomputed_loss if "recompute" in options else plain_loss
     return Training(
         mesh,
         data_axes(mesh, case.plan),
@@ -152,5 +158,5 @@ def _shard(case: Case, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return case.shard(module, mesh).module
 
 
-def _loss_computed_twice(module: nn.Module, batch: Any) -> torch.Tensor:
+def _recomputed_loss(module: nn.Module, batch: Any) -> torch.Tensor:
     return checkpoint(lambda: loss_of(call(module, batch)), use_reentrant=False)

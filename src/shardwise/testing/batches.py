@@ -1,4 +1,4 @@
-"""Batches: how one is split over data axes and handed to each rank; the loss of what comes out."""
+"""Batches: split over data axes and given to ranks; calls of a module and their loss."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.simulation.ranks import on_every_rank
 
 
 def split_batch(batch: Any, num_parts: int) -> list[Any]:
-    """The batch in equal parts along dim 0 of each tensor; bags of ids are dealt out alike.
+    """The batch in equal parts along dim 0 of each tensor; bags of ids are split alike.
 
     >>> split_batch({"x": torch.arange(4), "scale": 2}, 2)
     [{'x': tensor([0, 1]), 'scale': 2}, {'x': tensor([2, 3]), 'scale': 2}]
@@ -28,7 +28,7 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
 
 
 def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
-    """What each rank brings: the part that `index_of(rank)` names.
+    """Each rank's part of a batch, with the number `index_of(rank)`.
 
     In a simulated world, tensors of all ranks; in a process, its own part.
     """
@@ -46,7 +46,7 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> torch.Tensor:
-    """The loss that an output is or has; else the mean square of its tensors, for want of one."""
+    """The output if it is a scalar, its `loss`, or else the mean square of its tensors."""
     loss = output if isinstance(output, torch.Tensor) else getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor) and not loss.dim():
         return loss
@@ -110,7 +110,7 @@ def _bags(batch: Jagged, index: int, num_parts: int) -> Jagged:
 
 
 def _gather(parts: list[Any], index_of: Callable[[int], int]) -> Any:
-    """One structure whose tensors hold each rank's part."""
+    """One structure whose tensors have each rank's part."""
     first = parts[0]
     if isinstance(first, Jagged):
         fields = {

@@ -49,11 +49,11 @@ class Mesh:
         return math.prod(self.sizes)
 
     def num_parts(self, axes: Collection[str]) -> int:
-        """How many parts a batch has that differs along some axes."""
+        """The number of parts of a batch that is split along some axes."""
         return math.prod(s for n, s in zip(self.names, self.sizes, strict=True) if n in axes)
 
     def part_of(self, rank: int, axes: Collection[str]) -> int:
-        """Which of them a rank brings.
+        """The number of a rank's part.
 
         >>> [Mesh.parse("dp=2,tp=2").part_of(rank, ["dp"]) for rank in range(4)]
         [0, 0, 1, 1]
@@ -66,7 +66,7 @@ class Mesh:
         return part
 
     def make(self) -> DeviceMesh:
-        """The mesh, in the world that is there now."""
+        """The mesh in the current world."""
         return init_device_mesh("cpu", self.sizes, mesh_dim_names=self.names)
 
     def __str__(self) -> str:

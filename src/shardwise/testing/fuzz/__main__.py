@@ -4,28 +4,34 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
-from shardwise.testing.children import Lost, ask, serve_all
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.play import Result, as_json, failures, summary, told
-from shardwise.testing.fuzz.session import MOST_SHRUNK, Meshes, by_mesh, play_seeds, replay
-from shardwise.testing.op_sweep.__main__ import part_of_several
+from shardwise.testing.fuzz.session import (
+    MOST_SHRUNK,
+    Meshes,
+    Result,
+    as_json,
+    by_mesh,
+    failures,
+    play_seeds,
+    replay,
+    summary,
+    told,
+)
+from shardwise.testing.workers import Lost, answer, ask, part_of_several, serve_all
 
 #: Seeds of `--seed S` start at S times this, so that two runs share none.
 SEEDS = 1_000_000
-#: Programs of one process at most.
+#: At most so many programs for one process.
 CHUNK = 400
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Play programs; 0 where none failed."""
+    """Play programs; returns 0 if none failed."""
     options = _parser().parse_args(argv)
     meshes: Meshes = tuple(options.mesh or MESHES)
     torch.set_num_threads(1)
@@ -57,16 +63,9 @@ def _replay(options: argparse.Namespace, meshes: Meshes) -> int:
 
 
 def _work(options: argparse.Namespace, meshes: Meshes) -> int:
-    """Play seeds one after another, a line of JSON each."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is no answer
     if options.forked:
-        results: Iterator[Result] = (replay(seed, meshes, True) for seed in options.seeds)
-    else:
-        results = play_seeds(options.seeds, meshes, options.shrink)
-    for result in results:
-        print(json.dumps(asdict(result)), file=answers, flush=True)
-    return 0
+        return answer(replay(seed, meshes, True) for seed in options.seeds)
+    return answer(play_seeds(options.seeds, meshes, options.shrink))
 
 
 def _in_processes(seeds: list[int], options: argparse.Namespace, meshes: Meshes) -> list[Result]:
@@ -75,28 +74,25 @@ def _in_processes(seeds: list[int], options: argparse.Namespace, meshes: Meshes)
     command += [f"--mesh={'x'.join(map(str, mesh))}" for mesh in meshes if options.mesh]
     found: dict[str, Result] = {}
 
-    def answers(chunk: list[str]) -> Iterator[tuple[str, str | Lost]]:
-        return ask(command, chunk, options.timeout)
-
-    def note(name: str, answer: str | Lost) -> None:
-        if isinstance(answer, Lost) and not answer.late:
+    def done(name: str, line: str | Lost) -> None:
+        if isinstance(line, Lost) and not line.late:
             # Once more, each trial in a process of its own.
             ((_, again),) = ask([*command, "--forked"], [name], 10 * options.timeout)
-            answer = again if isinstance(again, str) else answer
-        found[name] = _read(int(name), answer, meshes)
+            line = again if isinstance(again, str) else line
+        found[name] = _decode(int(name), line, meshes)
         if options.verbose:
             print(f"{len(found)} of {len(seeds)}", found[name].kind, file=sys.stderr, flush=True)
 
     size = max(1, min(CHUNK, -(-len(seeds) // options.workers)))
-    serve_all(list(map(str, seeds)), size, options.workers, answers, note)
+    serve_all(command, list(map(str, seeds)), size, options.workers, options.timeout, done)
     return [found[str(seed)] for seed in seeds]
 
 
-def _read(seed: int, answer: str | Lost, meshes: Meshes) -> Result:
+def _decode(seed: int, line: str | Lost, meshes: Meshes) -> Result:
     mesh = mesh_of(seed, meshes)
-    if isinstance(answer, Lost):
-        return Result(seed, mesh, 0, "crash", "process", f"the process ended: {answer.why}")
-    result = Result(**json.loads(answer))
+    if isinstance(line, Lost):
+        return Result(seed, mesh, 0, "crash", "process", f"the process ended: {line.why}")
+    result = Result(**json.loads(line))
     result.mesh = mesh
     return result
 
@@ -125,12 +121,14 @@ def _parser() -> argparse.ArgumentParser:
         "--mesh", type=_mesh, action="append", help="such as 2x2, several times; else 1 to 3 axes"
     )
     parser.add_argument(
-        "--shrink", type=int, default=MOST_SHRUNK, help="failures of a kind to make smaller"
+        "--shrink", type=int, default=MOST_SHRUNK, help="failures of a kind to shrink"
     )
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one program")
     parser.add_argument("--out", type=Path, help="write counts and failures here, as JSON")
     parser.add_argument("-v", "--verbose", action="store_true", help="a line per program")
-    parser.add_argument("--forked", action="store_true", help="survive what ends the process")
+    parser.add_argument(
+        "--forked", action="store_true", help="a process for each trial, to survive a crash"
+    )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("seeds", nargs="*", type=int, help=argparse.SUPPRESS)
     return parser

@@ -1,9 +1,9 @@
 """Growing a program: each step runs on one device before it is kept.
 
-A second run of the same program, with rounding errors added to every result, says which steps hang
-on the last bit: ties, comparisons of what should be equal, cancellation, the sign of a zero (which
-a sum of terms loses), the truth of a float next to zero. Those are not kept, so that no tolerance
-has to allow for them.
+A second run of the same program, with rounding errors added to every result, shows which steps
+depend on the last bit: ties, comparisons of equal values, cancellation, the sign of a zero (which a
+sum of terms loses), the truth of a float next to zero. Those are not kept, so that no tolerance has
+to allow for them.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
-from shardwise.testing.fuzz.program import Item, Program, Statement
-from shardwise.testing.fuzz.run import Kinks, WorldState, alike, bounded, disturb, execute
+from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState, execute
 from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import scalar
+from shardwise.testing.fuzz.undefined import Kinks, alike, bounded, disturb
 from shardwise.testing.fuzz.worlds import OneDevice
 
 MESHES: tuple[tuple[int, ...], ...] = (
@@ -66,7 +66,7 @@ class Growth:
         self._restart()
 
     def grown(self) -> Program:
-        """A program of some steps, ended by a backward where there is something to go back to."""
+        """A program of some steps, with backward at the end where something requires grad."""
         for _ in range(self.random.choice((1, 1, 2))):
             self._add_leaves([self.hand.new(self.hand.shape())])
         wanted, tries = self.random.randint(3, 12), 0
@@ -93,7 +93,7 @@ class Growth:
         return self._try(Draft(draft) if isinstance(draft, str) else draft)
 
     def _end(self) -> None:
-        """Backward from what nobody has gone back from yet."""
+        """Backward from some of the results that require grad."""
         hand = self.hand
         tracked = [
             name
@@ -140,7 +140,7 @@ class Growth:
             if not 1 <= len(made) <= 6 or not all(isinstance(m, torch.Tensor) for m in made):
                 raise NoFit
             names = tuple(self._new_name() for _ in made)
-            # A comma makes one result of a tuple its only entry.
+            # A trailing comma unpacks a tuple of one.
             targets = ", ".join(names) + ("," if len(names) == 1 else "")
         else:
             if not isinstance(made, torch.Tensor | bool | int | float):
@@ -150,7 +150,7 @@ class Growth:
         return Statement(f"{draft.before}{targets} = {draft.code}", names)
 
     def _result(self, draft: Draft) -> Any:
-        """What an expression gives; an error is the step's own and comes again when it runs."""
+        """The value of an expression; an error is raised again when the step runs."""
         scope = self.exact.scope
         torch.set_rng_state(self.exact.rng)
         try:
@@ -166,20 +166,20 @@ class Growth:
     # -- what is worth keeping ---------------------------------------------------------------
 
     def _worth_refusing(self, error: Exception) -> bool:
-        """Whether the program may end with an error: some do, to see that ours raises too."""
+        """Whether the program may end with this error: some do, to see that ours raises too."""
         text = str(error)
-        # A kernel that torch lacks for a dtype, and mistakes of the program's text.
+        # Mistakes of the program's text, and kernels that torch lacks for a dtype.
         mine = isinstance(error, (NoFit, NameError, AttributeError, SyntaxError))
         if mine or "not implemented for" in text or "requires_grad" in text:
             return False
         return self.random.random() < 0.08 and len(self.items) > 2
 
     def _sound(self, step: Statement) -> bool:
-        """Whether all is bounded, and the same in spite of rounding errors."""
+        """Whether all values are bounded and do not depend on rounding errors."""
         slots = self.exact.slots()
         if not all(map(bounded, slots.values())):
             return False
-        # An op may return its operand or another tensor like it: which, is nobody's business.
+        # An op may return its operand or an equal tensor: programs must not depend on which.
         if len({id(v) for v in slots.values() if isinstance(v, torch.Tensor)}) < sum(
             isinstance(v, torch.Tensor) for v in slots.values()
         ):

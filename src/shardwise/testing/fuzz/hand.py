@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from shardwise.core.placements import REDUCE_OPS, REPLICATE, Partial, Placement,
 from shardwise.testing.fuzz.program import Leaf, placed
 
 T = TypeVar("T")
-#: Entries of a tensor at most: programs are about meaning, not about size.
+#: Entries of a tensor at most.
 MOST = 96
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 COMPLEX = (torch.complex128, torch.complex64)
@@ -29,8 +30,8 @@ class NoFit(Exception):
 class Draft:
     """What a row proposes: an expression, or a statement that makes no slot.
 
-    `before` opens a block around it. `local` says that every rank holds what comes out whole;
-    `frozen` names slots that must not be written to from now on, nor what comes out.
+    `before` opens a block around it. `local` says that the result is a plain tensor, whole on every
+    rank; `frozen` names slots that must not be written to from now on, and nor must the result.
     """
 
     code: str
@@ -49,12 +50,12 @@ class Hand:
     def __init__(self, random: Random, mesh: tuple[int, ...], main: torch.dtype) -> None:
         self.random, self.mesh, self.main = random, mesh, main
         self.values: Mapping[str, Any] = {}
-        #: Slots that are held whole on every rank, and slots that must not be written to.
+        #: Slots that are plain tensors on every rank, and slots that must not be written to.
         self.local: set[str] = set()
         self.frozen: set[str] = set()
-        #: Leaves that the row at work has asked for.
+        #: Leaves that the current row has made.
         self.made: list[Leaf] = []
-        #: The slot that the row at work writes to, for the rest of its arguments.
+        #: The slot that the current row writes to, for its other arguments.
         self.chosen = ""
         self.next_number = 0
 
@@ -148,7 +149,7 @@ class Hand:
         return self.tensor((*FLOATS, *INTS), _range(dims), nonempty)
 
     def whole(self) -> str:
-        """A slot that every rank holds whole, not a DTensor."""
+        """A slot that is a plain tensor, whole on every rank."""
         return self.pick(sorted(self.local & set(self.values)))
 
     def like(self, x: str, dtype: torch.dtype | None = None, exact: bool = False) -> str:
@@ -180,13 +181,13 @@ class Hand:
         return self.chance(0.2)
 
     def writable(self, where: Callable[[torch.Tensor], bool] = lambda t: True) -> str:
-        """A slot that may be written to: no door stands between it and another."""
+        """A slot that may be written to: no conversion has made it or used it."""
         shut = {_storage(self[name]) for name in self.frozen if name in self.values}
         found = self.names(lambda t: _storage(t) not in shut and where(t))
         return self.pick(found)
 
     def write(self, target: str, code: str, frozen: tuple[str, ...] = ()) -> Draft:
-        """A statement that writes to `target`, without grad where autograd would not have it."""
+        """A statement that writes to `target`, without grad where autograd forbids the write."""
         value = self[target]
         if value.requires_grad and value.is_leaf and not self.chance(0.06):
             code = f"with torch.no_grad(): {code}"
@@ -212,7 +213,7 @@ class Hand:
         if self.main in among and self.chance(0.85):
             return self.main
         if among == FLOATS or self.main in among:
-            # Halves only now and then: what they hold depends on the order of sums.
+            # Half precision now and then: its values depend on the order of sums.
             among = [d for d in among if d.itemsize > 2 or self.chance(0.2)] or among
         return self.random.choice(list(among))
 
@@ -272,10 +273,9 @@ class Hand:
     def _shard(self, shape: tuple[int, ...], parts: int, before: Sequence[Placement]) -> Placement:
         dim = self.random.randrange(len(shape))
         if self.chance(0.2) and not any(p.is_shard(dim) for p in before):
-            cuts = sorted(self.random.randint(0, shape[dim]) for _ in range(parts - 1))
-            return Shard(
-                dim, tuple(b - a for a, b in zip([0, *cuts], [*cuts, shape[dim]], strict=True))
-            )
+            stops = sorted(self.random.randint(0, shape[dim]) for _ in range(parts - 1))
+            bounds = itertools.pairwise([0, *stops, shape[dim]])
+            return Shard(dim, tuple(stop - start for start, stop in bounds))
         return Shard(dim)
 
     def anywhere(self, x: str) -> str:
@@ -291,7 +291,7 @@ class Hand:
 
 
 def reductions(dtype: torch.dtype) -> tuple[str, ...]:
-    """The terms in which a tensor of this dtype may lie."""
+    """The reductions of a Partial tensor of this dtype."""
     if dtype is torch.bool:
         return ("max", "min")
     if dtype.is_complex:

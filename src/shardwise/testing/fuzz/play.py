@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import (
     ArgumentError,
     LayoutError,
@@ -18,32 +17,29 @@ from shardwise.errors import (
     MixedTensorsError,
     UnsupportedError,
 )
-from shardwise.testing.fuzz import undefined
-from shardwise.testing.fuzz.compare import (
-    Different,
-    difference,
+from shardwise.testing.compare import Different, brief, difference, gathered, tolerance
+from shardwise.testing.fuzz.program import Program, WorldState, run
+from shardwise.testing.fuzz.undefined import (
+    ROUNDING,
+    UndefinedMode,
     grad_of,
-    misplaced,
-    tolerance,
-    whole,
+    hangs_on_rounding,
+    undefined_error,
 )
-from shardwise.testing.fuzz.program import Program
-from shardwise.testing.fuzz.run import WorldState, hangs_on_rounding, run
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
-from shardwise.testing.op_sweep.compare import brief
 
 #: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
-#: an error that is no refusal, `refused` what shardwise says it does not do, `torch-refused` what
-#: raises on one device as well, `undefined` what one device does not define (`REASONS`).
+#: an error that is no refusal, `refused` what shardwise does not support, `torch-refused` what
+#: raises on one device as well, `undefined` what one device does not define (`undefined.REASONS`).
 OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "undefined", "ok")
 FAILURES = OUTCOMES[:3]
-#: The errors by which shardwise says that it does not do something.
+#: The errors with which shardwise refuses what it does not support.
 REFUSALS = (UnsupportedError, LayoutError, MixedTensorsError, LeafError, ArgumentError)
 
 
 @dataclass(frozen=True)
 class ProgramOutcome:
-    """How a program ended: `aspect` is what differs, in `slot`, and `note` says it in words."""
+    """How a program ended: `aspect` is what differs, in `slot`; `note` is for people."""
 
     kind: str
     aspect: str = ""
@@ -72,14 +68,14 @@ class Reference:
                 self._note()
             done = self.run.done
             try:
-                with undefined.Watch() as watch:
+                with UndefinedMode() as watch:
                     self.run.execute(item)
             except Exception as error:
                 self.run.error = error
             if self.run.error is None:
                 self.undefined = watch.found
             else:
-                self.undefined = undefined.raised(self.run.error, item.code)
+                self.undefined = undefined_error(self.run.error, item.code)
             if self.undefined is not None or self.run.error is not None:
                 self.run.done = done
                 break
@@ -91,7 +87,7 @@ class Reference:
 
 
 def play(program: Program, world: Sharded) -> ProgramOutcome:
-    """Play in the simulated world that is entered."""
+    """Play in the current simulated world."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return _play(program, world)
@@ -100,7 +96,7 @@ def play(program: Program, world: Sharded) -> ProgramOutcome:
 def _play(program: Program, world: Sharded) -> ProgramOutcome:
     expected = Reference(program)
     if expected.undefined is not None:
-        # What came before must be right all the same.
+        # What came before must still be right.
         before = _play(program.upto(expected.run.done), world)
         note = repr(program.items[expected.run.done].code)
         return before if before.failed else ProgramOutcome("undefined", expected.undefined, note)
@@ -114,17 +110,17 @@ def _play(program: Program, world: Sharded) -> ProgramOutcome:
             note = f"accepted {code!r}, where one device raises {type(error).__name__}: "
             return ProgramOutcome("wrong", "accepted", note + brief(error))
     outcome = _compare(expected, found)
-    if outcome is not None and _turned_since(program, outcome):
-        return ProgramOutcome("ok")  # torch too leaves a gradient as it is when its leaf is turned
+    if outcome is not None and _transposed_since(program, outcome):
+        return ProgramOutcome("ok")  # torch too leaves the gradient of a transposed leaf as it is
     if outcome is not None and outcome.kind == "wrong" and _is_rounding(program, outcome, world):
-        return ProgramOutcome("undefined", undefined.ROUNDING, outcome.note)
+        return ProgramOutcome("undefined", ROUNDING, outcome.note)
     if outcome is None and expected.run.error is not None:
         return ProgramOutcome("torch-refused", note=brief(expected.run.error))
     return outcome or ProgramOutcome("ok")
 
 
 def _is_rounding(program: Program, outcome: ProgramOutcome, world: Sharded) -> bool:
-    """Whether a number differs that hangs on rounding on one device, and not in float64."""
+    """Whether a number depends on rounding on one device, and agrees in float64."""
     if outcome.aspect not in ("value", "gradient value"):
         return False
     if not hangs_on_rounding(program, outcome.slot):
@@ -133,8 +129,8 @@ def _is_rounding(program: Program, outcome: ProgramOutcome, world: Sharded) -> b
     return wide == program or not _play(wide, world).failed
 
 
-def _turned_since(program: Program, outcome: ProgramOutcome) -> bool:
-    """Whether a gradient lies otherwise since its leaf was turned after the last backward."""
+def _transposed_since(program: Program, outcome: ProgramOutcome) -> bool:
+    """Whether a gradient is placed differently because its leaf was transposed after backward."""
     if outcome.aspect != "gradient place":
         return False
     name = outcome.slot.removesuffix(".grad")
@@ -148,7 +144,7 @@ def _turned_since(program: Program, outcome: ProgramOutcome) -> bool:
 
 
 def _raised(program: Program, world: Sharded, found: WorldState) -> ProgramOutcome:
-    """Ours raises where one device does not; what came before must be right all the same."""
+    """Ours raises where one device does not; what came before must still be right."""
     error = found.error
     assert error is not None, "an error is told about"
     before = play(program.upto(found.done), world)
@@ -161,7 +157,7 @@ def _raised(program: Program, world: Sharded, found: WorldState) -> ProgramOutco
 
 
 def _plain(error: BaseException) -> str:
-    """The text of an error without what changes with shapes and layouts."""
+    """The text of an error without shapes and layouts."""
     return " ".join(word for word in str(error).split()[:14] if word.isalpha())
 
 
@@ -180,15 +176,15 @@ def _compare(expected: Reference, found: WorldState) -> ProgramOutcome | None:
             return ProgramOutcome("crash", aspect, f"reading {name}: {brief(error)}", name)
         before = expected.history.get(name, [])[-1:] if expected.run.error is not None else []
         if why and not _held_before(whole(ours[name]), before, allowed):
-            # A kernel that raises may have written to some entries; who checks first has to none.
+            # A kernel that raises may have written some entries; a check before it writes none.
             if _held_before(whole(ours[name]), expected.history.get(name, []), allowed):
                 return ProgramOutcome(
                     "stale", "value", f"{name} {why}, as it was before a write", name
                 )
             return ProgramOutcome("wrong", _aspect(why), f"{name} {why}", name)
-    # Where both raised, backward may have come to any point.
+    # Where both raised, backward may have stopped anywhere.
     if expected.run.error is None:
-        # An op that returns its operand has made no other tensor.
+        # An op may return its operand: compare each tensor once.
         distinct = {id(value): name for name, value in reversed(theirs.items())}
         for name in reversed(distinct.values()):
             if _tracked(ours[name]) != _tracked(theirs[name]):
@@ -197,7 +193,7 @@ def _compare(expected: Reference, found: WorldState) -> ProgramOutcome | None:
                 )
                 try:
                     ours[name].clone()
-                except REFUSALS as error:  # nobody can use it, nor differentiate it
+                except REFUSALS as error:  # every use of it is refused
                     return ProgramOutcome(
                         "refused", _plain(error), f"using {name}: {brief(error)}", name
                     )
@@ -225,11 +221,11 @@ def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
         return ""
     expected, found = grad_of(theirs), grad_of(ours)
     if found is None and expected is not None and not expected.any():
-        return ""  # nothing stands for zeros
+        return ""  # None stands for zeros
     if found is None or expected is None:
         return "" if found is expected else f"{_word(found)} instead of {_word(expected)}"
     try:
-        # As an optimizer reads it, by an op.
+        # Read by an op, as an optimizer does.
         return difference(whole(found.detach() * 1), expected, allowed) or misplaced(ours, found)
     except Different as error:
         return str(error)
@@ -244,66 +240,27 @@ def _held_before(found: Any, history: list[Any], allowed: float) -> bool:
 
 
 def _aspect(why: str) -> str:
-    for word, aspect in (("instead of torch", "dtype"), ("has shape", "shape"), ("lies", "place")):
+    for word, aspect in (
+        ("instead of torch", "dtype"),
+        ("has shape", "shape"),
+        ("placed", "place"),
+    ):
         if word in why:
             return aspect
     return "value" if "differs" in why or why.startswith("is [") else why.split()[0]
 
 
-# What is known about a program that was played.
-
-# MERGED
-
-
-@dataclass
-class Result:
-    """How the program with this seed ended, and its script where it was shrunk."""
-
-    seed: int
-    mesh: tuple[int, ...]
-    num_items: int
-    kind: str
-    aspect: str = ""
-    note: str = ""
-    script: str = ""
+def whole(value: Any) -> Any:
+    """A value as one device would hold it; raises `Different` where the ranks disagree."""
+    with torch.no_grad():
+        return gathered([value])[0]
 
 
-def counts(results: Sequence[Result]) -> dict[str, int]:
-    """Programs by outcome, the worst first."""
-    found = Counter(result.kind for result in results)
-    return {kind: found[kind] for kind in OUTCOMES}
-
-
-def summary(results: Sequence[Result]) -> str:
-    """A line of counts, what was refused and what is undefined, the most frequent first."""
-    steps = sum(result.num_items for result in results)
-    told = ", ".join(f"{num} {kind}" for kind, num in counts(results).items())
-    lines = [f"{len(results)} programs, {steps} leaves and steps: {told}"]
-    for kind in ("refused", "undefined"):
-        texts = Counter(result.aspect for result in results if result.kind == kind)
-        lines += [f"  {kind} {num:5} times: {text}" for text, num in texts.most_common(20)]
-    return "\n".join(lines)
-
-
-def failures(results: Sequence[Result]) -> list[Result]:
-    """What failed, scripts first, alike ones together."""
-    found = [result for result in results if result.kind in FAILURES]
-    order = {kind: place for place, kind in enumerate(OUTCOMES)}
-    return sorted(found, key=lambda r: (not r.script, order[r.kind], r.aspect, r.seed))
-
-
-def told(result: Result) -> str:
-    """A failure in words, with its script or the way to get it."""
-    head = f"=== seed {result.seed}, mesh {result.mesh}: {result.kind}: {result.note}"
-    again = f"    python -m shardwise.testing.fuzz --replay {result.seed}"
-    return f"{head}\n{result.script or again}"
-
-
-def as_json(results: Sequence[Result], settings: dict[str, Any]) -> dict[str, Any]:
-    return {
-        "settings": settings,
-        "counts": counts(results),
-        "failures": [asdict(result) for result in failures(results)],
-        "refused": [asdict(result) for result in results if result.kind == "refused"],
-        "undefined": [asdict(result) for result in results if result.kind == "undefined"],
-    }
+def misplaced(leaf: Any, grad: Any) -> str:
+    """How the placements of a leaf's gradient break the contract; empty where they do not."""
+    if not isinstance(leaf, DTensor) or not isinstance(grad, DTensor) or not leaf.is_leaf:
+        return ""
+    for axis, (here, there) in enumerate(zip(leaf.placements, grad.placements, strict=True)):
+        if here.is_shard() != there.is_shard() or (here.is_shard() and here != there):
+            return f"is placed as {there!r} along axis {axis} of a leaf that is {here!r}"
+    return ""

@@ -1,15 +1,23 @@
-"""A program as data: leaves and statements that name slots, and its text as Python."""
+"""A program: leaves and statements over named slots, its text as Python, and a run of it."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import functools
+import math
 import re
-from dataclasses import dataclass, replace
+import traceback
+from dataclasses import dataclass, field, replace
 from types import CodeType
+from typing import Any
 
 import torch
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from shardwise.core.placements import Partial, Placement
+from shardwise.core.placements import Partial, Placement, Replicate, Shard
+from shardwise.testing.fuzz.worlds import OneDevice
 
 _DOUBLE = {
     torch.bfloat16: torch.float64,
@@ -69,7 +77,7 @@ Item = Leaf | Statement
 
 @dataclass(frozen=True)
 class Program:
-    """Items in order, on a mesh of this shape; `seed` is that of the draws."""
+    """Items in order, on a mesh of this shape; `seed` seeds the random ops."""
 
     seed: int
     mesh: tuple[int, ...]
@@ -84,7 +92,7 @@ class Program:
         return replace(self, items=self.items[:num])
 
     def without(self, index: int) -> Program:
-        """Item `index` left out, with everything that needs a slot that it makes."""
+        """Without item `index` and all items that need a slot of it."""
         gone = set(self.items[index].makes)
         kept = list(self.items[:index])
         for item in self.items[index + 1 :]:
@@ -115,7 +123,7 @@ class Program:
 
 @functools.lru_cache(maxsize=10_000)
 def compiled(code: str) -> CodeType:
-    """The code of a statement, which shrinking runs many times."""
+    """The compiled statement; shrinking runs each many times."""
     return compile(code, "<program>", "exec")
 
 
@@ -123,3 +131,84 @@ def placed(placements: tuple[Placement, ...]) -> str:
     """Placements as Python."""
     words = [f'Partial("{p.reduce_op}")' if isinstance(p, Partial) else repr(p) for p in placements]
     return f"[{', '.join(words)}]"
+
+
+_NAMES = {
+    "torch": torch,
+    "F": F,
+    "math": math,
+    "copy": copy,
+    "checkpoint": checkpoint,
+    "Shard": Shard,
+    "Replicate": Replicate,
+    "Partial": Partial,
+}
+_CAST = re.compile(r'autocast\("cpu", torch\.(\w+)\)')
+
+
+def execute(code: str, scope: dict[str, Any]) -> None:
+    """Run a statement. An error keeps no frame alive.
+
+    A context manager in a frame stays entered as long as the frame lives: in torch 2.11, a
+    `checkpoint` whose function raises would recompute it in the backward of later programs.
+    """
+    try:
+        exec(compiled(code), scope)
+    except Exception as error:
+        traceback.clear_frames(error.__traceback__)
+        raise
+
+
+@dataclass
+class WorldState:
+    """What a world holds after some items: the slots, and its own generator state."""
+
+    world: OneDevice
+    seed: int
+    scope: dict[str, Any] = field(default_factory=dict)
+    error: Exception | None = None
+    #: How many items ran; with an error, the number of the one that raised.
+    done: int = 0
+    #: The dtypes of autocast blocks that ran.
+    casts: set[torch.dtype] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.scope = dict(_NAMES) | {"w": self.world}
+        self.rng = torch.Generator().manual_seed(self.seed).get_state()
+
+    def execute(self, item: Item) -> None:
+        """Run one item; its errors are raised."""
+        torch.set_rng_state(self.rng)
+        try:
+            execute(item.code, self.scope)
+        finally:
+            self.rng = torch.get_rng_state()
+        self._look()
+        self.casts.update(getattr(torch, name) for name in _CAST.findall(item.code))
+        self.done += 1
+
+    def _look(self) -> None:
+        """Ask each value whether it is a leaf, so that no later step depends on the first question.
+
+        Until then torch takes a view whose base was written to for a leaf, and refuses a write.
+        """
+        for value in self.slots().values():
+            if isinstance(value, torch.Tensor):
+                with contextlib.suppress(Exception):  # torch may forbid reading a view
+                    _ = value.is_leaf
+
+    def slots(self) -> dict[str, Any]:
+        """The values by name, in the order in which they were made."""
+        return {name: v for name, v in self.scope.items() if name[0] == "v" and name[1:].isdigit()}
+
+
+def run(program: Program, world: OneDevice) -> WorldState:
+    """Run until the end or an error."""
+    state = WorldState(world, program.seed)
+    for item in program.items:
+        try:
+            state.execute(item)
+        except Exception as error:
+            state.error = error
+            break
+    return state

@@ -1,4 +1,4 @@
-"""Many programs one after another: those of one mesh share a simulated world."""
+"""Many programs one after another, their results and scripts."""
 
 from __future__ import annotations
 
@@ -6,15 +6,29 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.play import ProgramOutcome, Result, play
+from shardwise.testing.fuzz.play import FAILURES, OUTCOMES, ProgramOutcome, play
 from shardwise.testing.fuzz.program import Program
 from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
 from shardwise.testing.fuzz.worlds import Sharded
 
-# A program as a script that runs on its own and prints what both worlds hold.
+
+@dataclass
+class Result:
+    """How the program with this seed ended, and its script where it was shrunk."""
+
+    seed: int
+    mesh: tuple[int, ...]
+    num_items: int
+    kind: str
+    aspect: str = ""
+    note: str = ""
+    script: str = ""
+
 
 _HEAD = """\
 import copy
@@ -30,7 +44,7 @@ from shardwise.testing.fuzz import OneDevice, Sharded
 
 
 def script(program: Program, outcome: ProgramOutcome) -> str:
-    """The text of the script, with what was found as a comment at its top."""
+    """A script that runs on its own and prints what both worlds hold."""
     lines = [f"    {line}" for line in program.text.splitlines()]
     shown = f"w.read({outcome.slot})" if outcome.slot else '"no error"'
     return f"""\
@@ -49,16 +63,16 @@ with shardwise.simulate({math.prod(program.mesh)}):
 """
 
 
-#: Programs of one world; a fresh one keeps its caches from growing.
+#: Programs that share a simulated world; a new one now and then keeps caches small.
 OF_ONE_WORLD = 100
-#: Failures of one kind that are made smaller.
+#: Failures of one kind that are shrunk.
 MOST_SHRUNK = 3
 
 Meshes = tuple[tuple[int, ...], ...]
 
 
 def by_mesh(seeds: Sequence[int], meshes: Meshes = MESHES) -> list[int]:
-    """The seeds in an order in which worlds are seldom changed."""
+    """The seeds ordered by mesh, since programs of one mesh share a world."""
     return sorted(seeds, key=lambda seed: (mesh_of(seed, meshes), seed))
 
 
@@ -80,7 +94,7 @@ def play_seeds(
 
 
 def replay(seed: int, meshes: Meshes = MESHES, forked: bool = False) -> Result:
-    """One program in a world of its own; `forked` survives what ends the process."""
+    """One program in a world of its own; with `forked`, in a process of its own."""
     program = generate(seed, meshes)
     return _result(program, (play_forked if forked else play_alone)(program), True, forked)
 
@@ -96,7 +110,7 @@ def _result(
     text = ""
     if outcome.failed and smaller:
         play_one = play_forked if forked else play_alone
-        # In a world of its own it may not fail: then only the whole program is known to.
+        # Alone in a world it may not fail: then the whole program is shown.
         small = shrink(program, outcome, play_one) if play_one(program).failed else None
         text = script(*small) if small else script(program, outcome)
     return Result(
@@ -108,3 +122,44 @@ def _result(
         outcome.note,
         text,
     )
+
+
+def counts(results: Sequence[Result]) -> dict[str, int]:
+    """Programs by outcome, the worst first."""
+    found = Counter(result.kind for result in results)
+    return {kind: found[kind] for kind in OUTCOMES}
+
+
+def summary(results: Sequence[Result]) -> str:
+    """Counts, and the most frequent reasons of what was refused or is undefined."""
+    steps = sum(result.num_items for result in results)
+    told = ", ".join(f"{num} {kind}" for kind, num in counts(results).items())
+    lines = [f"{len(results)} programs, {steps} leaves and steps: {told}"]
+    for kind in ("refused", "undefined"):
+        texts = Counter(result.aspect for result in results if result.kind == kind)
+        lines += [f"  {kind} {num:5} times: {text}" for text, num in texts.most_common(20)]
+    return "\n".join(lines)
+
+
+def failures(results: Sequence[Result]) -> list[Result]:
+    """The failures, those with a script first, similar ones together."""
+    found = [result for result in results if result.kind in FAILURES]
+    order = {kind: place for place, kind in enumerate(OUTCOMES)}
+    return sorted(found, key=lambda r: (not r.script, order[r.kind], r.aspect, r.seed))
+
+
+def told(result: Result) -> str:
+    """A failure as text, with its script or the command that makes it."""
+    head = f"=== seed {result.seed}, mesh {result.mesh}: {result.kind}: {result.note}"
+    again = f"    python -m shardwise.testing.fuzz --replay {result.seed}"
+    return f"{head}\n{result.script or again}"
+
+
+def as_json(results: Sequence[Result], settings: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "settings": settings,
+        "counts": counts(results),
+        "failures": [asdict(result) for result in failures(results)],
+        "refused": [asdict(result) for result in results if result.kind == "refused"],
+        "undefined": [asdict(result) for result in results if result.kind == "undefined"],
+    }

@@ -15,23 +15,23 @@ import torch
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.simulation.world import simulate
 from shardwise.testing.fuzz.play import ProgramOutcome, play
-from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed
-from shardwise.testing.fuzz.run import run, steady
+from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed, run
+from shardwise.testing.fuzz.undefined import steady
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
-#: Seconds after which what has been found is small enough.
+#: Seconds after which shrinking ends.
 LIMIT_S = 20.0
 _LIST = re.compile(r"\[((?:Shard|Replicate|Partial)\([^\[\]]*)\](?:, \(([\d, ]+)\))?")
 
 
 def play_alone(program: Program) -> ProgramOutcome:
-    """Play in a world of its own, where nothing is remembered from other programs."""
+    """Play in a new world, without caches of other programs."""
     with simulate(math.prod(program.mesh)):
         return play(program, Sharded(program.mesh))
 
 
 def play_forked(program: Program) -> ProgramOutcome:
-    """As `play_alone`, in a copy of the process: what ends that one is an outcome."""
+    """As `play_alone`, in a forked process: a crash of it is an outcome."""
     reading, writing = os.pipe()
     child = os.fork()
     if not child:
@@ -59,8 +59,8 @@ def shrink(
     improved = True
     while improved and time.monotonic() < until:
         improved = False
-        for candidates in _WAYS:
-            # What a way leaves is tried by the same way again, until it gives nothing more.
+        for candidates in _REDUCTIONS:
+            # Repeat each reduction until it gives nothing more.
             while time.monotonic() < until:
                 better = _first_failing(program, outcome, candidates(program), play_one, until)
                 if better is None:
@@ -82,7 +82,7 @@ def _first_failing(
             return None
         try:
             found = play_one(candidate)
-        except Exception:  # a candidate that is no program, such as a Shard of a dim that is gone
+        except Exception:  # not a valid program, such as a Shard of a removed dim
             continue
         if found.kind == outcome.kind and found.aspect == outcome.aspect and steady(candidate):
             return candidate, found
@@ -97,8 +97,8 @@ def _fewer_items(program: Program) -> Iterator[Program]:
         yield program.without(index)
 
 
-def _cut(program: Program) -> Iterator[Program]:
-    """A leaf in place of a step: what led to it is not needed any more."""
+def _leaf_for_step(program: Program) -> Iterator[Program]:
+    """A leaf in place of a step, without what led to it."""
     values = run(program, OneDevice()).slots()
     whole = (REPLICATE,) * len(program.mesh)
     for index in reversed(range(len(program.items))):
@@ -121,12 +121,12 @@ def _cut(program: Program) -> Iterator[Program]:
         ]
         choices += [_along(whole, axis, Partial()) for axis in range(len(whole))]
         for placements in choices:
-            cut = program.with_item(index, replace(leaf, placements=placements))
-            yield _only_needed(cut)
+            shorter = program.with_item(index, replace(leaf, placements=placements))
+            yield _only_needed(shorter)
 
 
 def _skip(program: Program) -> Iterator[Program]:
-    """What a step reads in place of what it makes, where both have the same shape."""
+    """Without a step: its operand in place of its result, where both have the same shape."""
     values = run(program, OneDevice()).slots()
     for index in reversed(range(len(program.items))):
         item = program.items[index]
@@ -184,11 +184,11 @@ def _simpler(leaf: Leaf) -> Iterator[Leaf]:
             yield replace(leaf, placements=_along(leaf.placements, axis, Partial()))
 
 
-def _simpler_doors(program: Program) -> Iterator[Program]:
-    """Doors to Replicate along an axis."""
+def _simpler_conversions(program: Program) -> Iterator[Program]:
+    """Conversions to Replicate along an axis."""
     for index, item in enumerate(program.items):
         if isinstance(item, Statement) and (found := _LIST.search(item.code)):
-            placements = _read(found)
+            placements = _placements(found)
             for axis, placement in enumerate(placements):
                 if placement != REPLICATE:
                     code = _LIST.sub(placed(_along(placements, axis, REPLICATE)), item.code)
@@ -214,14 +214,14 @@ def _without_axis(program: Program, axis: int) -> Program:
             order = item.order and tuple(a - (a > axis) for a in item.order if a != axis)
             items.append(replace(item, placements=left(item.placements), order=order))
         elif found := _LIST.search(item.code):
-            items.append(replace(item, code=_LIST.sub(placed(left(_read(found))), item.code)))
+            items.append(replace(item, code=_LIST.sub(placed(left(_placements(found))), item.code)))
         else:
             items.append(item)
     return replace(program, mesh=program.mesh[:axis] + program.mesh[axis + 1 :], items=tuple(items))
 
 
 def _smaller_shapes(program: Program) -> Iterator[Program]:
-    """One size less wherever it occurs: sizes that belong together stay together."""
+    """A smaller size wherever it occurs, so that related sizes stay equal."""
     for size in sorted({s for leaf in program.leaves for s in leaf.shape if s > 1}, reverse=True):
         for smaller in (2, size - 1):
             if smaller < size:
@@ -242,9 +242,17 @@ def _resized(item: Item, size: int, smaller: int) -> Item:
     return replace(item, shape=tuple(smaller if s == size else s for s in item.shape))
 
 
-def _read(found: re.Match[str]) -> tuple[Placement, ...]:
+def _placements(found: re.Match[str]) -> tuple[Placement, ...]:
     names = {"Shard": Shard, "Replicate": Replicate, "Partial": Partial}
     return tuple(eval(f"[{found[1]}]", names))
 
 
-_WAYS = (_fewer_items, _skip, _cut, _smaller_mesh, _simpler_leaves, _simpler_doors, _smaller_shapes)
+_REDUCTIONS = (
+    _fewer_items,
+    _skip,
+    _leaf_for_step,
+    _smaller_mesh,
+    _simpler_leaves,
+    _simpler_conversions,
+    _smaller_shapes,
+)

@@ -1,17 +1,22 @@
-"""What torch leaves open or gets wrong on one device, so that there is nothing to compare with.
+"""What torch leaves undefined or gets wrong on one device: there is nothing to compare with.
 
 A program is compared up to the step at which one of these is found, and counted as `undefined`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode
-from shardwise._torch.pytree import tree_leaves
+from shardwise._torch.pytree import tree_leaves, tree_map
+from shardwise.testing.compare import difference, tolerance
+from shardwise.testing.fuzz.hand import MOST
+from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState
+from shardwise.testing.fuzz.worlds import OneDevice
 
 aten = torch.ops.aten
 
@@ -22,20 +27,20 @@ ROUNDING = "rounding"
 
 #: Every reason not to compare, and why it is one.
 REASONS = {
-    OVERLAP: "an op writes to memory that it also reads at other places: what comes out depends on "
+    OVERLAP: "an op writes to memory that it also reads at other indices: the result depends on "
     "the order in which a kernel goes through memory",
-    MEDIAN: "torch does not say which index it gives, and along an expanded dim its kernel reads "
-    "memory that nobody has written to",
+    MEDIAN: "torch does not say which index it returns, and along an expanded dim its kernel "
+    "reads uninitialized memory",
     ZERO_TENSOR: "the gradient of sgn is a ZeroTensor, and one device cannot add the gradient of a "
     "second backward to it",
-    ROUNDING: "one device gives another number in this place when rounding errors are added, and "
-    "with leaves in float64 both give the same",
+    ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
+    "float64 both worlds agree",
 }
 _MEDIANS = frozenset({aten.median.dim, aten.nanmedian.dim})
 
 
-class Watch(TorchDispatchMode):
-    """Notes the first reason, at the moment in which an op runs on one device."""
+class UndefinedMode(TorchDispatchMode):
+    """Finds the first reason while ops run on one device."""
 
     found: str | None = None
 
@@ -51,8 +56,8 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def raised(error: Exception, code: str) -> str | None:
-    """The reason by which one device raises and should not."""
+def undefined_error(error: Exception, code: str) -> str | None:
+    """The reason why one device raises where it should not."""
     known = "backward(" in code and "ZeroTensors are immutable" in str(error)
     return ZERO_TENSOR if known else None
 
@@ -94,3 +99,189 @@ def _has_equal(x: torch.Tensor, dim: int) -> bool:
         return False
     ordered = x.sort(dim)[0]
     return bool((ordered.diff(dim=dim) == 0).any())
+
+
+# -- rounding: which programs depend on the last bit --------------------------------------------
+
+#: The largest number that a program may hold.
+LARGEST = 100.0
+#: The share of the tolerance that rounding errors may reach on one device.
+SHARE = 0.1
+
+
+class Kinks(TorchDispatchMode):
+    """Finds ops whose bools or integers depend on whether a float is zero or next to it.
+
+    The place of the largest entry depends on rounding where another is next to it.
+
+    A cancellation that is exact in one order of the terms is not in another. Then a comparison, a
+    logical op, `nonzero` or a cast gives another result. Leaves hold nothing next to zero.
+    """
+
+    found = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        moved = []
+        drawn = torch.Tag.nondeterministic_seeded in func.tags
+        given = [] if self.found or drawn else _tensors((args, kwargs))
+        if any(_next_to_zero(x).any() for x in given):
+            # Before the op runs, which may write to them.
+            moved = [tree_map(_with_zeros(sign), (args, kwargs)) for sign in (1, 0, -1)]
+        if func in _PLACES:
+            moved += [tree_map(_rounded(seed), (args, kwargs)) for seed in range(4)]
+        result = func(*args, **kwargs)
+        made = _tensors(result)
+        if made and not any(x.is_floating_point() or x.is_complex() for x in made):
+            for near in moved:
+                again = _tensors(func(*near[0], **near[1]))
+                self.found |= not all(map(torch.equal, made, again))
+        return result
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return list(filter(_has_memory, tree_leaves(values)))
+
+
+def _has_memory(x: Any) -> bool:
+    """Whether `x` is a tensor with readable memory: no ZeroTensor of backward, no meta tensor."""
+    return isinstance(x, torch.Tensor) and not x._is_zerotensor() and not x.is_meta
+
+
+def _next_to_zero(x: torch.Tensor) -> torch.Tensor:
+    """Where `x` is as small as what cancellation leaves of a program's numbers."""
+    if not (x.is_floating_point() or x.is_complex()):
+        return torch.zeros(())
+    return x.abs() <= 16 * torch.finfo(x.dtype).eps
+
+
+#: Ops that return places of entries, and no values.
+_PLACES = (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)
+
+
+def _rounded(seed: int) -> Callable[[Any], Any]:
+    """Copies tensors; floats get rounding errors of some units in the last place."""
+
+    def copied(x: Any) -> Any:
+        if not _has_memory(x) or not x.is_floating_point():
+            return x
+        generator = torch.Generator().manual_seed(seed)
+        noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
+        return (x.double() * (1 + 8 * torch.finfo(x.dtype).eps * noise)).to(x.dtype)
+
+    return copied
+
+
+def _with_zeros(sign: int) -> Callable[[Any], Any]:
+    """Copies tensors; what is next to zero becomes zero, or the tiniest number of a sign."""
+
+    def copied(x: Any) -> Any:
+        if not _has_memory(x):
+            return x
+        there = _next_to_zero(x)
+        return torch.where(there, sign * torch.finfo(x.dtype).tiny, x) if there.any() else x.clone()
+
+    return copied
+
+
+def hangs_on_rounding(program: Program, slot: str) -> bool:
+    """Whether rounding errors, in one of several draws, change `slot` (`v2` or `v2.grad`)."""
+    name, grad = slot.removesuffix(".grad"), slot.endswith(".grad")
+    for draw in range(1, 9):
+        exact, noisy = _both(program, draw)
+        values = [run.slots().get(name) for run in (noisy, exact)]
+        found, expected = map(grad_of, values) if grad else values
+        if difference(found, expected, tolerance(exact.slots().values(), exact.casts)):
+            return True
+    return False
+
+
+def steady(program: Program) -> bool:
+    """Whether rounding errors leave the program's result on one device as it is."""
+    kinks = Kinks()
+    exact, noisy = _both(program, kinks=kinks)
+    return not kinks.found and exact.done == noisy.done and alike(exact, noisy)
+
+
+def _both(program: Program, draw: int = 0, kinks: Any = None) -> tuple[WorldState, WorldState]:
+    """The program without and with rounding errors, the latter watched by `kinks`."""
+    exact, noisy = WorldState(OneDevice(), program.seed), WorldState(OneDevice(), program.seed)
+    with contextlib.suppress(Exception):
+        for item in program.items:
+            exact.execute(item)
+            with kinks or contextlib.nullcontext():
+                noisy.execute(item)
+            disturb(noisy, item, exact, draw)
+    return exact, noisy
+
+
+def alike(exact: WorldState, noisy: WorldState) -> bool:
+    """Whether two runs hold the same values, up to a share of the tolerance."""
+    slots, others = exact.slots(), noisy.slots()
+    allowed = tolerance(slots.values(), exact.casts) * SHARE
+    try:
+        for name, value in slots.items():
+            pairs = ((others[name], value), (grad_of(others[name]), grad_of(value)))
+            if any(not bounded(ours) or difference(other, ours, allowed) for other, ours in pairs):
+                return False
+    except RuntimeError:  # torch may forbid reading one of several views after a write
+        return False
+    return True
+
+
+def bounded(value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return True
+    if value.numel() > 2 * MOST or value.dim() > 5:
+        return False
+    value = value.detach()
+    if value.is_floating_point() or value.is_complex():
+        size = value.abs()
+        return bool((size <= LARGEST).all())
+    return value.dtype is torch.bool or bool((value.abs() <= LARGEST).all())
+
+
+def disturb(state: WorldState, item: Item, exact: WorldState, draw: int = 0) -> None:
+    """Add rounding errors to results of the item that own their memory.
+
+    They are relative to the largest entry, since cancellation may leave such an error in any entry,
+    and pull towards zero: an entry next to zero changes its sign. A zero gets the sign that it does
+    not have in `exact`.
+    """
+    if not isinstance(item, Statement):
+        return
+    slots, others = state.slots(), exact.slots()
+    taken = {
+        v.untyped_storage()._cdata
+        for name, v in slots.items()
+        if name not in item.makes and isinstance(v, torch.Tensor)
+    }
+    for name in item.makes:
+        value = slots[name]
+        if not isinstance(value, torch.Tensor) or value.untyped_storage()._cdata in taken:
+            continue
+        if not (value.is_floating_point() or value.is_complex()) or not value.numel():
+            continue
+        if 0 in value.stride():
+            continue
+        generator = torch.Generator().manual_seed(value.numel() + draw)
+        noise = torch.rand(value.shape, generator=generator, dtype=torch.float64)
+        eps = torch.finfo(value.dtype).eps
+        other = others[name].detach()
+        data = value.data  # autograd does not count this write
+        with contextlib.suppress(RuntimeError):  # entries that share memory are left alone
+            wide = data.to(_WIDE[data.is_complex()])
+            rounded = wide - 2 * eps * noise * wide.sgn() * wide.abs().amax()
+            data.copy_(torch.where((data == 0) & (other == 0), -other, rounded))
+
+
+_WIDE = (torch.float64, torch.complex128)
+
+
+def grad_of(value: Any) -> Any:
+    """The accumulated gradient of a slot, or None."""
+    if not isinstance(value, torch.Tensor) or not (value.is_leaf or value.retains_grad):
+        return None
+    return value.grad

@@ -1,6 +1,6 @@
-"""The two worlds that a program is played in: how each makes leaves and passes doors.
+"""The two worlds that a program runs in: their leaves and conversions.
 
-On one device a door is a copy. What a program writes to after a door is therefore left open: the
+On one device a conversion is a copy. Writes after a conversion are therefore undefined: the
 generator writes to neither side of one.
 """
 
@@ -18,16 +18,14 @@ from shardwise.core.mesh import grid_of
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.testing.op_sweep.compare import gathered
-from shardwise.testing.played import scattered
-
-# The values of leaves: bounded, distinct where the dtype allows it, the same for the same seed.
+from shardwise.testing.compare import gathered
+from shardwise.testing.scatter import scatter
 
 
 def values(
     shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, high: int = 5
 ) -> torch.Tensor:
-    """A tensor of the given shape.
+    """The values of a leaf: bounded, and the same for the same seed.
 
     Floats are distinct odd multiples of 1/32: exact in every dtype, without ties, none of them 0.
     Integers are below `high`.
@@ -67,7 +65,7 @@ class OneDevice:
         grad: bool = False,
         high: int = 5,
     ) -> Any:
-        # Not the view that `values` may give: a view of a tensor without grad is no usual leaf.
+        # A copy: `values` may return a view, which would not be an ordinary leaf.
         return values(shape, dtype, seed, high).clone().requires_grad_(grad)
 
     def redistribute(self, x: Any, placements: Placements, order: Any = None) -> Any:
@@ -86,7 +84,7 @@ class OneDevice:
         return x.detach().clone()
 
     def weighted(self, x: Any) -> Any:
-        """A sum in which places count differently, so that their gradients do."""
+        """A weighted sum, so that entries have different gradients."""
         return (x * _weights(x)).sum()
 
     def read(self, x: Any) -> Any:
@@ -95,7 +93,7 @@ class OneDevice:
 
 
 class Sharded(OneDevice):
-    """DTensors on a mesh of the given shape, in the simulated world that is entered."""
+    """DTensors on a mesh of the given shape, in the current simulated world."""
 
     def __init__(self, mesh: tuple[int, ...]) -> None:
         self.mesh = init_device_mesh("cpu", mesh)
@@ -116,7 +114,7 @@ class Sharded(OneDevice):
         normal = normalize(placements, shape, self.grid, order)
         stride = contiguous_stride(shape)
         layout = make_layout(self.grid, normal, shape, stride, dtype, order)
-        local = scattered(values(shape, dtype, seed, high), layout)
+        local = scatter(values(shape, dtype, seed, high), layout)
         return DTensor._wrap(local, layout).requires_grad_(grad)
 
     def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
@@ -134,6 +132,7 @@ class Sharded(OneDevice):
         terms = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
         if terms - {"sum"} or layout.order != canonical_order(layout.placements, None):
             x = x.redistribute(placements=[REPLICATE] * len(layout.placements))
+        x = x.clone()  # strides with gaps are lost, as on one device
         local = x.to_local()
         return DTensor.from_local(
             local, self.mesh, x.placements, shape=tuple(x.shape), stride=x.stride()
@@ -144,11 +143,11 @@ class Sharded(OneDevice):
         return DTensor.from_local(x, self.mesh, [REPLICATE] * self.mesh.ndim)
 
     def distribute(self, x: torch.Tensor, placements: Placements) -> DTensor:
-        """A new tensor of what every rank holds whole."""
+        """A new DTensor of a plain tensor that every rank has."""
         return distribute_tensor(x.detach(), self.mesh, placements)
 
     def weighted(self, x: torch.Tensor) -> Any:
-        """A sum in which places count differently, of what one device would hold."""
+        """The same weighted sum of what one device would hold."""
         weights = _weights(x)
         return (x * (self.from_whole(weights) if isinstance(x, DTensor) else weights)).sum()
 

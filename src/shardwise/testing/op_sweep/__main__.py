@@ -6,23 +6,22 @@ import argparse
 import json
 import os
 import sys
-from dataclasses import asdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 
 from shardwise.testing.op_sweep import report
-from shardwise.testing.op_sweep.compare import KINDS, OpResult
-from shardwise.testing.op_sweep.compiled import Compiler, play_compiled
-from shardwise.testing.op_sweep.play import play_operator
-from shardwise.testing.op_sweep.report import names_of, sweep
+from shardwise.testing.op_sweep.play import Compiler, play_compiled, play_operator
+from shardwise.testing.op_sweep.report import KINDS, OpResult, names_of, sweep
 from shardwise.testing.op_sweep.table import full_name, operators
+from shardwise.testing.workers import answer, part_of_several
 
 
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     if options.worker:
-        return _work(options)
+        return answer(_play_all(options))
     names = names_of(options.patterns)
     if not names:
         print(f"No operator of torch's table matches {options.patterns}.", file=sys.stderr)
@@ -55,20 +54,16 @@ def main(argv: list[str] | None = None) -> int:
     return int(any(r.worst(kind) == "wrong" for r in results for kind in r.counts))
 
 
-def _work(options: argparse.Namespace) -> int:
-    """Play operators one after another, a line of JSON each."""
+def _play_all(options: argparse.Namespace) -> Iterator[OpResult]:
+    """Play operators one after another."""
     torch.set_num_threads(1)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what torch prints is no answer
     by_name = {full_name(entry): entry for entry in operators()}
     for name in options.patterns:
         given = (by_name[name], options.samples, options.ways, options.kinds)
         if options.compiled:
-            result = play_compiled(*given, Compiler(options.backend, options.dynamic))
+            yield play_compiled(*given, Compiler(options.backend, options.dynamic))
         else:
-            result = play_operator(*given, options.doors)
-        print(json.dumps(asdict(result)), file=answers, flush=True)
-    return 0
+            yield play_operator(*given, options.doors)
 
 
 def _fill_in(options: argparse.Namespace) -> None:
@@ -79,14 +74,6 @@ def _fill_in(options: argparse.Namespace) -> None:
         options.ways = 2 if options.compiled else 16
     if options.kinds is None:
         options.kinds = ("forward", "backward") if options.compiled else KINDS
-
-
-def part_of_several(text: str) -> tuple[int, int]:
-    """What `3/16` says."""
-    part, slash, num_parts = text.partition("/")
-    if not (slash and part.isdigit() and num_parts.isdigit() and 1 <= int(part) <= int(num_parts)):
-        raise argparse.ArgumentTypeError(f"a part of several, such as 3/16; got {text!r}")
-    return int(part), int(num_parts)
 
 
 def _kinds(text: str) -> tuple[str, ...]:
@@ -110,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
         "--doors",
         type=int,
         default=1,
-        help="further meshes of each sample, readings and writes of each case, drawn by lot",
+        help="further meshes of each sample, reads and writes of each case, drawn at random",
     )
     parser.add_argument(
         "--kinds",

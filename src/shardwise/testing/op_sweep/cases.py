@@ -1,4 +1,4 @@
-"""One sample in one layout: what is run there, and compared with one device."""
+"""One sample in one layout, run and compared with one device."""
 
 from __future__ import annotations
 
@@ -16,15 +16,7 @@ from shardwise.core.placements import REPLICATE, Placement
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.testing.op_sweep.alone import (
-    Alone,
-    copied,
-    doubled,
-    fixed_gradients,
-    gradients,
-    placed,
-)
-from shardwise.testing.op_sweep.compare import Different, compare, gathered
+from shardwise.testing.compare import Different, compare, gathered
 from shardwise.testing.op_sweep.doors import (
     Reading,
     Written,
@@ -34,12 +26,22 @@ from shardwise.testing.op_sweep.doors import (
     repeats_memory,
     written,
 )
-from shardwise.testing.op_sweep.table import OpCall, full_name, tensors_of
-from shardwise.testing.op_sweep.ways import OperandLayouts, laid_out, lots_of
+from shardwise.testing.op_sweep.table import (
+    Alone,
+    OpCall,
+    copied,
+    doubled,
+    fixed_gradients,
+    full_name,
+    gradients,
+    placed,
+    tensors_of,
+)
+from shardwise.testing.op_sweep.ways import OperandLayouts, laid_out, random_of
 
 
 class Cases:
-    """A sample laid out in one way: the op, its gradients, and the forms that write."""
+    """A sample in one layout: the op, its gradients, and the variants that write."""
 
     def __init__(
         self,
@@ -50,20 +52,20 @@ class Cases:
         through: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda fn: fn,
         num_doors: int = 0,
     ) -> None:
-        """`number` is that of the way; what is run is what `through` makes of the op.
+        """`number` is that of the layout; `through` wraps the op before it is called.
 
-        `num_doors` is how many readings and how many writes are played.
+        `num_doors` is how many reads and how many writes are tried.
         """
         self._alone, self._way, self._mesh, self._number = alone, way, mesh, number
         self._through, self._num_doors = through, num_doors
-        #: What `forward` got, and the leaves that want a gradient.
+        #: The result of `forward`, and the leaves that want a gradient.
         self._result: Any = None
         self._leaves: list[torch.Tensor] = []
         #: kind -> the tensors that were compared, as one device would hold them
         self.found: dict[str, list[Any]] = {}
 
     def each(self) -> Iterator[tuple[str, Callable[[], None]]]:
-        """The kinds of cases that one device runs, and what plays them, `forward` first."""
+        """The kinds of cases that one device runs, with their functions, `forward` first."""
         alone, way, doors = self._alone, self._way, self._num_doors
         yield "forward", self.forward
         if alone.grads is not None:
@@ -109,8 +111,8 @@ class Cases:
         return gathered(result) if kind == "forward" else self._grads(result, leaves)
 
     def doors(self, key: str) -> None:
-        """Read the results through doors that `key` draws, and bring gradients back there."""
-        alone, flat = self._alone, lots_of(key).random() < 0.3
+        """Read the results through conversions that `key` draws, with their gradients."""
+        alone, flat = self._alone, random_of(key).random() < 0.3
         read: list[Reading | None] = []
         with _noted(read):
             values, grads = self._through_doors(alone.sample, key, flat, read)
@@ -136,7 +138,7 @@ class Cases:
     def _through_doors(
         self, sample: OpCall, key: str, flat: bool, read: list[Reading | None]
     ) -> tuple[list[Any], list[Any]]:
-        """The values and the gradients; the readings are added to `read`."""
+        """The values and the gradients; the conversions are added to `read`."""
         result, leaves = self._run(sample)
         grads: Sequence[torch.Tensor | None]
         if self._alone.grads is None:
@@ -263,14 +265,14 @@ class Cases:
         return gathered(gradients(differentiable, leaves, self._like))
 
     def _like(self, grad: torch.Tensor, result: Any) -> torch.Tensor:
-        # Half of the cases bring gradients that lie like the result, half whole ones.
+        # Half of the cases have gradients laid out like the result, half replicated ones.
         layout: Layout = gradient_layout(result._layout)
         where = layout.placements if self._number % 2 else [REPLICATE] * len(layout.placements)
         return distribute_tensor(grad, layout.grid.mesh, where, src_data_rank=None)
 
 
 def _blank(leaf: Any) -> Any:
-    """A tensor to write a result to; it lies like the result, and whole where that is Partial."""
+    """A tensor for `out=`, laid out like the result, and replicated where that is Partial."""
     if not isinstance(leaf, DTensor):
         return leaf
     layout = gradient_layout(leaf._layout)
@@ -285,7 +287,7 @@ def _compare_states(expected: torch.Tensor | None) -> None:
 
 
 def _repeats(tensor: torch.Tensor) -> bool:
-    # What is expanded, torch refuses to write to.
+    # Torch refuses a write to an expanded tensor.
     return 0 not in tensor.stride() and repeats_memory(tensor)
 
 
@@ -299,7 +301,7 @@ def _must_refuse(case: Callable[[], Any], refusal: Exception) -> None:
 
 @contextlib.contextmanager
 def _noted(notes: Sequence[Any]) -> Iterator[None]:
-    """Errors inside carry the notes, as they are by then."""
+    """Add the notes, as they are by then, to errors raised inside."""
     try:
         yield
     except Exception as error:

@@ -1,7 +1,12 @@
-"""Readings of a result: whole, in other placements, as local tensors; with their gradients.
+"""Reads of a result through conversions, and writes to operands and results.
 
-A reading is a path through one or two of the doors (`redistribute`, `full_tensor`, `to_local`), and
-the gradient that comes back through them.
+A reading is one or two of the conversions `redistribute`, `full_tensor` and `to_local`, and the
+gradient that comes back through them.
+
+After a write to an operand or a result, all operands and results are read, with the gradients of
+the operands: what shares memory on one device shares values everywhere. A write that one device
+refuses must be refused. Whether backward needs an overwritten value may differ, since a rank may
+have kept a copy of it: either side may refuse, and what is not refused must be right.
 """
 
 from __future__ import annotations
@@ -18,19 +23,18 @@ from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard,
 from shardwise.dtensor.autograd import gradient_layout
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import sized_copy
-from shardwise.testing.op_sweep.alone import fixed_gradients, placed
-from shardwise.testing.op_sweep.compare import Different
-from shardwise.testing.op_sweep.table import OpCall, tensors_of
-from shardwise.testing.op_sweep.ways import laid_out, lots_of
+from shardwise.testing.compare import Different
+from shardwise.testing.op_sweep.table import OpCall, fixed_gradients, placed, tensors_of
+from shardwise.testing.op_sweep.ways import laid_out, random_of
 
-#: How a tensor is handed over at the end: as it lies, whole, or each rank's part of it. With
-#: `terms`, the gradients that ranks bring back for a replica add up to the gradient.
+#: How a tensor is read at the end: as it is placed, whole, or each rank's shard. With `terms`, the
+#: gradients that ranks give for a replica add up to the gradient.
 _ENDS = ("placed", "whole", "whole, terms", "local", "local, terms")
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Where a tensor is moved to, if anywhere, and how it is handed over there."""
+    """The placements to redistribute a tensor to, if any, and how it is read there."""
 
     target: tuple[Placement, ...] | None
     order: tuple[int, ...] | None
@@ -39,12 +43,12 @@ class Reading:
     def __str__(self) -> str:
         order = "" if self.order is None else f" in order {self.order}"
         moved = "" if self.target is None else f"moved to {short(self.target)}{order}, "
-        return moved + {"placed": "read as it lies"}.get(self.end, f"read {self.end}")
+        return moved + {"placed": "read as placed"}.get(self.end, f"read {self.end}")
 
     def read(
         self, x: DTensor, grad: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """What is read of `x`, the gradient of that, and a DTensor of the same values."""
+        """What is read of `x`, its gradient, and a DTensor of the same values."""
         if self.target is not None:
             x = x.redistribute(placements=self.target, order=self.order)
             _check_order(x._layout, self.order)
@@ -68,7 +72,7 @@ class Reading:
 
 
 def _check_order(found: Layout, asked: tuple[int, ...] | None) -> None:
-    """Without an order the axes are in their own: placements alone then say who holds what."""
+    """Without an order, placements alone say which rank holds what."""
     if found.order != canonical_order(found.placements, asked):
         raise Different(f"moved to {found!r}, asked for order {asked}")
 
@@ -78,47 +82,42 @@ def _inside(read: torch.Tensor) -> torch.Tensor:
 
 
 def reading(layout: Layout, key: str) -> Reading:
-    """A reading of a tensor that lies so, drawn by lot: the same for the same key."""
-    lots = lots_of(key)
-    # Programs read results as they come more often than not.
-    if lots.random() < 0.5:
-        return Reading(None, None, lots.choice(_ENDS[1:]))
+    """A reading of a tensor in this layout, drawn at random by `key`."""
+    random = random_of(key)
+    # Most programs read results as they come.
+    if random.random() < 0.5:
+        return Reading(None, None, random.choice(_ENDS[1:]))
     num_axes = layout.grid.num_axes
     choices: list[Placement] = [REPLICATE, *map(Shard, range(len(layout.shape)))]
     if layout.dtype.is_floating_point or layout.dtype.is_complex:
         # Terms along several axes have to be of one kind.
         real = layout.dtype.is_floating_point
-        choices.append(lots.choice([SUM, SUM, Partial("avg"), Partial("max")]) if real else SUM)
-    placements = [lots.choice(choices) for _ in range(num_axes)]
-    order = tuple(lots.sample(range(num_axes), num_axes)) if lots.random() < 0.5 else None
+        choices.append(random.choice([SUM, SUM, Partial("avg"), Partial("max")]) if real else SUM)
+    placements = [random.choice(choices) for _ in range(num_axes)]
+    order = tuple(random.sample(range(num_axes), num_axes)) if random.random() < 0.5 else None
     last = placements[-1]
-    if isinstance(last, Shard) and order is None and not _is_cut_before(placements):
+    if isinstance(last, Shard) and order is None and not _is_sharded_before(placements):
         parts = layout.grid.shape[-1]
         sizes = (*[0] * (parts - 1), layout.shape[last.dim])
-        placements[-1] = lots.choice([last, Shard(last.dim, sizes)])
-    return Reading(tuple(placements), order, lots.choice(_ENDS))
+        placements[-1] = random.choice([last, Shard(last.dim, sizes)])
+    return Reading(tuple(placements), order, random.choice(_ENDS))
 
 
-def _is_cut_before(placements: list[Placement]) -> bool:
-    """Whether an axis before the last one shards its dim: no sizes are named inside of a shard."""
+def _is_sharded_before(placements: list[Placement]) -> bool:
+    """Whether an earlier axis shards the last one's dim, so that no sizes may be given."""
     *before, last = placements
     return isinstance(last, Shard) and any(p.is_shard(last.dim) for p in before)
 
 
-# Writes after a call: what shares memory on one device shares values everywhere.
-#
-# An operand or a result is written to, and then all operands and all results are read, with the
-# gradients of the operands. A write that one device refuses must be refused. What backward needs
-# is another matter: where one device finds it overwritten, a rank may have kept a copy of it, and
-# the other way round. Then either may refuse, and what is not refused must be right.
+# -- writes ----------------------------------------------------------------------------------
 
-#: What the operands are to autograd: plain tensors, results of an earlier op, or leaves.
+#: The autograd history of the operands: none, results of an earlier op, or leaves.
 _HISTORIES = ("none", "op", "leaf")
 
 
 @dataclass(frozen=True)
 class Write:
-    """Which tensor is written to, and what the operands are to autograd."""
+    """Which tensor is written to, and the autograd history of the operands."""
 
     to: str
     number: int
@@ -139,12 +138,12 @@ class Written:
 
 
 def drawn_write(sample: OpCall, num_results: int, differentiable: bool, key: str) -> Write:
-    """A write to an operand or a result, drawn by lot: the same for the same key."""
-    lots = lots_of(key)
+    """A write to an operand or a result, drawn at random by `key`."""
+    random = random_of(key)
     names = [("operand", i) for i in range(len(sample.tensors))]
     names += [("result", i) for i in range(num_results)]
-    to, number = lots.choice(names)
-    return Write(to, number, lots.choice(_HISTORIES) if differentiable else "none")
+    to, number = random.choice(names)
+    return Write(to, number, random.choice(_HISTORIES) if differentiable else "none")
 
 
 def written(
@@ -182,7 +181,7 @@ def written(
 
 
 def repeats_memory(tensor: torch.Tensor) -> bool:
-    """Whether entries share memory, as those of overlapping windows: a write is then undefined."""
+    """Whether entries share memory, as in overlapping windows: a write is then undefined."""
     if not tensor.numel():
         return False
     reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
@@ -191,7 +190,7 @@ def repeats_memory(tensor: torch.Tensor) -> bool:
 
 
 def is_overwritten(error: BaseException) -> bool:
-    """Whether autograd refuses since a write has changed what a backward pass needs."""
+    """Whether autograd refuses because a write changed what backward needs."""
     return "modified by an inplace operation" in str(error)
 
 

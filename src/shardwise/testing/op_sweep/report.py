@@ -1,16 +1,56 @@
-"""What a sweep found, as a table, as JSON and in one line."""
+"""The outcomes of operators, and the sweep over them: as a table, as JSON and in one line."""
 
 from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from shardwise._torch.compat import VERSION
-from shardwise.testing.children import Lost, ask, serve_all
-from shardwise.testing.op_sweep.compare import KINDS, OUTCOMES, OpResult, tally
 from shardwise.testing.op_sweep.table import full_name, operators
+from shardwise.testing.workers import Lost, serve_all
+
+#: How a case can end, the worst first; an op has the worst of its cases. In compiled code, `torch`
+#: is what torch does not compile on one device, and `eager` what eager code does not run.
+OUTCOMES = ("wrong", "crash", "timeout", "error", "raises", "eager", "torch", "ok")
+#: What is compared: the result, the gradients, the result read through conversions, what shares
+#: memory, the variants that write, and what must be refused.
+KINDS = ("forward", "backward", "doors", "writes", "inplace", "out", "refused")
+_NOTES_KEPT = 3
+
+
+@dataclass
+class OpResult:
+    """The outcomes of one operator."""
+
+    name: str
+    random: bool = False
+    seconds: float = 0.0
+    #: kind -> outcome -> number of cases
+    counts: dict[str, dict[str, int]] = field(default_factory=dict)
+    #: kind -> the first cases that failed, as text
+    notes: dict[str, list[str]] = field(default_factory=dict)
+
+    def add(self, kind: str, outcome: str, note: str = "") -> None:
+        count = self.counts.setdefault(kind, {})
+        count[outcome] = count.get(outcome, 0) + 1
+        if outcome != "ok" and count[outcome] <= _NOTES_KEPT:
+            self.notes.setdefault(kind, []).append(f"{outcome}: {note}")
+
+    def worst(self, kind: str) -> str:
+        """The worst outcome of a kind; empty when there was no case."""
+        return next((o for o in OUTCOMES if self.counts.get(kind, {}).get(o)), "")
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self) | {kind: self.worst(kind) for kind in KINDS}
+
+
+def tally(results: Sequence[OpResult], kind: str) -> Counter[str]:
+    """How many operators have each outcome, those without a case left out."""
+    return Counter(filter(None, (r.worst(kind) for r in results)))
 
 
 def summary(results: Sequence[OpResult]) -> str:
@@ -28,7 +68,7 @@ def summary(results: Sequence[OpResult]) -> str:
 
 
 def table(results: Sequence[OpResult], *, notes: bool = True) -> str:
-    """A line per operator, and below it what did not go well."""
+    """A line per operator, with its failures below it."""
     width = max((len(r.name) for r in results), default=4)
     lines = [" ".join([f"{'op':{width}}", *(f"{k:9}" for k in KINDS)]).rstrip()]
     for result in results:
@@ -49,9 +89,7 @@ def as_json(results: Sequence[OpResult], settings: dict[str, Any]) -> dict[str, 
     }
 
 
-# Processes that play operators: a crash or an endless loop costs one operator, not the sweep.
-
-#: Operators of one process. A fresh one now and then keeps torch's caches from growing.
+#: Operators for one process at most; a new process now and then keeps torch's caches small.
 CHUNK = 40
 
 
@@ -68,22 +106,19 @@ def sweep(
     command = [sys.executable, "-m", "shardwise.testing.op_sweep", "--worker", *options]
     found: dict[str, OpResult] = {}
 
-    def answers(chunk: list[str]) -> Iterator[tuple[str, str | Lost]]:
-        return ask(command, chunk, timeout_s)
-
-    def note(name: str, answer: str | Lost) -> None:
-        found[name] = _result(name, answer)
+    def note(name: str, line: str | Lost) -> None:
+        found[name] = _result(name, line)
         done(found[name])
 
-    serve_all(names, size, num_processes, answers, note)
+    serve_all(command, names, size, num_processes, timeout_s, note)
     return [found[name] for name in names]
 
 
-def _result(name: str, answer: str | Lost) -> OpResult:
-    if isinstance(answer, str):
-        return OpResult(**json.loads(answer))
+def _result(name: str, line: str | Lost) -> OpResult:
+    if isinstance(line, str):
+        return OpResult(**json.loads(line))
     failed = OpResult(name)
-    failed.add("forward", "timeout" if answer.late else "crash", answer.why)
+    failed.add("forward", "timeout" if line.late else "crash", line.why)
     return failed
 
 

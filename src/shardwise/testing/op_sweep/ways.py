@@ -1,4 +1,4 @@
-"""The ways in which the sweep lays out the tensors of a sample."""
+"""The layouts in which the sweep runs a sample."""
 
 from __future__ import annotations
 
@@ -16,13 +16,11 @@ from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard,
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.ranks import each_rank
-from shardwise.testing.played import scattered
+from shardwise.testing.scatter import scatter
 
-# Tensors in any placements, Partial ones included.
-
-#: What each coordinate of an axis holds of a Partial tensor, in multiples of it. Any two neighbours
+#: The term of each coordinate along a Partial axis, in multiples of the tensor. Any two neighbours
 #: add up without rounding, and no function that is not linear gives the same sum.
-_SHARES = {2: (2, -1), 4: (-1, 2, 1, -1)}
+_TERMS = {2: (2, -1), 4: (-1, 2, 1, -1)}
 
 
 def laid_out(
@@ -37,20 +35,20 @@ def laid_out(
     sharded = distribute_tensor(whole, mesh, reduced, src_data_rank=None)
     if order is not None:
         layout = sharded._layout.with_placements(sharded.placements, order)
-        # Cut here, not moved: a move may itself be wrong.
-        blocks = scattered(whole, layout)
-        local = each_rank(layout.grid, lambda _, part: part.clone(), blocks, axes=())
+        # Scattered here, not redistributed: a redistribution may itself be wrong.
+        shards = scatter(whole, layout)
+        local = each_rank(layout.grid, lambda _, shard: shard.clone(), shards, axes=())
         sharded = DTensor._wrap(local, layout)
     partial = [axis for axis, p in enumerate(placements) if isinstance(p, Partial)]
     if not partial:
         return sharded
     if not all(placements[axis].is_partial("sum") for axis in partial):
         layout = sharded._layout.with_placements(tuple(placements))
-        return DTensor._wrap(scattered(whole, layout), layout)
+        return DTensor._wrap(scatter(whole, layout), layout)
 
     def term(coordinate: Any, part: torch.Tensor) -> torch.Tensor:
-        shares = [_SHARES[mesh.shape[axis]][coordinate[axis]] for axis in partial]
-        factor = torch.tensor(shares, dtype=part.real.dtype).prod()
+        terms = [_TERMS[mesh.shape[axis]][coordinate[axis]] for axis in partial]
+        factor = torch.tensor(terms, dtype=part.real.dtype).prod()
         first = all(coordinate[axis] == 0 for axis in partial)
         return torch.where(part.isfinite(), part * factor, part if first else 0)
 
@@ -59,36 +57,32 @@ def laid_out(
     return DTensor._wrap(local, layout.with_placements(tuple(placements), layout.order))
 
 
-# Some of a list, spread over all of it.
-
 T = TypeVar("T")
 Pick = Callable[[Sequence[T], int], list[T]]
 
 
 def evenly(every: Sequence[T], limit: int) -> list[T]:
-    """At most `limit`, the first among them."""
+    """At most `limit` entries, evenly spaced, the first among them."""
     if len(every) <= limit:
         return list(every)
     return [every[i * len(every) // limit] for i in range(limit)]
 
 
 def middles(every: Sequence[T], limit: int) -> list[T]:
-    """At most `limit`, from the middle of each stretch: what comes first is often trivial."""
+    """At most `limit`, from the middle of equal ranges: the first entries are often trivial."""
     if len(every) <= limit:
         return list(every)
     return [every[(2 * i + 1) * len(every) // (2 * limit)] for i in range(limit)]
 
 
-def by_lot(every: Sequence[T], limit: int, key: str) -> list[T]:
-    """At most `limit`, drawn by lot; the same key draws the same, in every process."""
-    return list(every) if limit >= len(every) else lots_of(key).sample(every, limit)
+def draw(every: Sequence[T], limit: int, key: str) -> list[T]:
+    """At most `limit`, drawn at random; the same key draws the same, in every process."""
+    return list(every) if limit >= len(every) else random_of(key).sample(every, limit)
 
 
-def lots_of(key: str) -> random.Random:
+def random_of(key: str) -> random.Random:
     return random.Random(zlib.crc32(key.encode()))
 
-
-# MERGED
 
 RANKS = 4
 ONE_AXIS, TWO_AXES, THREE_AXES = (4,), (2, 2), (2, 2, 2)
@@ -111,14 +105,14 @@ class OperandLayouts:
 def ways(
     tensors: Sequence[torch.Tensor], limit: int, pick: Pick[OperandLayouts] = evenly
 ) -> list[OperandLayouts]:
-    """At most `limit` ways: replicated, sharded alike, apart, unevenly, Partial, on two axes."""
+    """At most `limit`: replicated, sharded alike, differently, unevenly, Partial, on two axes."""
     return pick(list(dict.fromkeys(w for w in _every(tensors) if _fits(w, tensors))), limit)
 
 
 def further_ways(tensors: Sequence[torch.Tensor], num: int, key: str) -> list[OperandLayouts]:
-    """`num` ways on two and three axes in any order, drawn by lot: the same for the same key."""
+    """`num` layouts on two and three axes in any order, drawn at random by `key`."""
     every = dict.fromkeys(w for w in _in_any_order(tensors) if _fits(w, tensors))
-    return by_lot(list(every), num, key)
+    return draw(list(every), num, key)
 
 
 def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[OperandLayouts]:
@@ -134,11 +128,11 @@ def _in_any_order(tensors: Sequence[torch.Tensor]) -> Iterator[OperandLayouts]:
             for number, tensor in enumerate(tensors):
                 turn = number % num_axes if apart else 0
                 turned = pattern[turn:] + pattern[:turn]
-                placements.append(tuple(_as_said(tensor, word, last) for word in turned))
+                placements.append(tuple(_placement(tensor, word, last) for word in turned))
             yield OperandLayouts(mesh, tuple(placements), None if order == orders[0] else order)
 
 
-def _as_said(tensor: torch.Tensor, word: str, last: int) -> Placement:
+def _placement(tensor: torch.Tensor, word: str, last: int) -> Placement:
     match word:
         case "first":
             return _shard(tensor, 0)

@@ -1,7 +1,7 @@
-"""A prover of training steps: whether ranks train a model as one device does.
+"""Whether ranks train a model as one device does.
 
-A case is a model, a mesh, front doors in some order, and options. Three steps are taken, and all
-parameters compared. `python -m shardwise.testing.steps` draws cases and plays them.
+A case is a model, a mesh, front doors in some order, and options. It takes three steps, and all
+parameters are compared. `python -m shardwise.testing.steps` draws cases and plays them.
 """
 
 from shardwise.testing.steps.case import Door, StepCase

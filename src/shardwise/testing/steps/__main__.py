@@ -1,4 +1,4 @@
-"""The command line of the prover."""
+"""The command line: draw cases, play them, print what is wrong."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import time
 import torch
 
 from shardwise.errors import ArgumentError
-from shardwise.testing.op_sweep.__main__ import part_of_several
 from shardwise.testing.steps.case import StepCase
 from shardwise.testing.steps.draw import draw_cases
 from shardwise.testing.steps.verdict import StepVerdict, prove
+from shardwise.testing.workers import part_of_several
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def summary(verdicts: list[StepVerdict], seconds: float) -> str:
-    """How many of each kind, and what was refused: each text once, with a case."""
+    """How many of each kind, and each refusal once, with a case."""
     count = collections.Counter(verdict.kind for verdict in verdicts)
     lines = [
         f"{len(verdicts)} cases in {seconds:.0f} s: {count['ok']} ok, {count['refused']} refused, "
@@ -61,7 +61,7 @@ def summary(verdicts: list[StepVerdict], seconds: float) -> str:
 
 
 def _in_parts(options: argparse.Namespace) -> int:
-    """Several processes, a part of the cases each."""
+    """Several processes, each with a part of the cases."""
     part, num_parts = options.part
     running = []
     for worker in range(options.workers):

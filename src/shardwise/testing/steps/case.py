@@ -1,17 +1,27 @@
-"""Case: a model, a mesh, doors in an order, options and an optimizer; as text and back."""
+"""Cases: encoded as text and decoded, and their front doors called."""
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.placements import Placement, Replicate, Shard
+from shardwise.dtensor.create import distribute_module, distribute_tensor
 from shardwise.errors import ArgumentError
+from shardwise.parallel import data_parallel, parallelize_module, shard_parameters
+from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
-from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS
+from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, Kind
 
-# What a training loop may do besides forward, backward and step.
-
-#: By word: what it means.
+#: What a training loop may do besides forward, backward and step.
 OPTIONS: dict[str, str] = {
     "accumulate": "two batches a step, each reduced",
     "no_sync": "two batches a step, the first inside no_sync()",
@@ -19,9 +29,9 @@ OPTIONS: dict[str, str] = {
     "recompute": "activations are computed again in backward",
     "autocast": "forward in bfloat16",
     "copy": "after a step, training goes on with a deep copy",
-    "pickle": "after a step, training goes on with what was pickled and read",
-    "unused": "a layer that no step reaches",
-    "sometimes": "a layer that one step reaches",
+    "pickle": "after a step, training goes on with a pickled copy",
+    "unused": "a layer that no step uses",
+    "sometimes": "a layer that one step uses",
     "late": "parameters that are frozen at first",
     "freeze": "parameters that are frozen after a step",
     "two": "two optimizers share the parameters",
@@ -30,16 +40,16 @@ OPTIONS: dict[str, str] = {
     "zeros": "gradients are set to zero, not to None",
 }
 
-#: Options that say two things about one matter.
+#: Options that contradict each other.
 EXCLUSIVE = (
     {"accumulate", "no_sync"},
     {"copy", "pickle"},
     {"unused", "sometimes"},
     {"late", "freeze"},
     {"autocast", "penalty"},
-    # The second optimizer would divide by what rounding left.
+    # The second optimizer would divide by rounding errors.
     {"autocast", "two"},
-    # A gradient of zeros is not none: frozen and unreached parameters would still be decayed.
+    # Zeros are not None: frozen and unused parameters would still be decayed.
     {"zeros", "freeze"},
 )
 
@@ -48,9 +58,7 @@ def agree(options: frozenset[str]) -> bool:
     return not any(pair <= options for pair in EXCLUSIVE)
 
 
-# MERGED
-
-#: Front doors, by the words of a case.
+#: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "sm", "tables", "dm")
 _DOOR = re.compile(r"(\w+)(?:\(([\w*+]*)(?:,(\w+))?\))?(?:@([\w.*]+))?")
 
@@ -68,7 +76,7 @@ class Door:
     | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |
     | `dp(rep*shard)@body` | `data_parallel(model.body, mesh["rep", "shard"]._flatten("data"))` |
     | `fs(shard)@*` | `shard_parameters(child, mesh["shard"])` of every child |
-    | `sm(0)` | `shard_module`: the model's tables cut along dim 0 over all ranks |
+    | `sm(0)` | `shard_module`: the model's tables sharded along dim 0 over all ranks |
     | `tables(dev,row_wise)` | `model.tables.shard(mesh["dev"], "row_wise")` |
     | `dm` | `distribute_module(model, mesh, ...)`; the batch and the loss are DTensors |
 
@@ -104,7 +112,8 @@ class Door:
 
 @dataclass(frozen=True)
 class StepCase:
-    """
+    """A model, a mesh, front doors in an order, options and an optimizer.
+
     >>> text = "norms | dp=2,tp=2 | tp; dp(dp) | clip, late | sgd | 0"
     >>> case = StepCase.parse(text)
     >>> case.data_axes, case.num_parts, str(case) == text
@@ -146,13 +155,13 @@ class StepCase:
 
     @property
     def data_axes(self) -> tuple[str, ...]:
-        """The axes along which ranks bring their own parts, since a door was told so."""
+        """The axes along which ranks have their own batches, by the doors of the case."""
         names = self.mesh.names
         tensor = TENSOR_AXIS if TENSOR_AXIS in names else names[-1]
         declared: set[str] = set()
         for door in self.doors:
             if door.name == "tp" and door.axes:
-                continue  # a part of the mesh that has no data axis
+                continue  # a submesh without a data axis
             if door.name in ("tp", "dm"):
                 declared.update(name for name in names if name != tensor)
             if door.name == "dm" and TENSOR_AXIS not in names:
@@ -165,3 +174,118 @@ class StepCase:
     @property
     def num_parts(self) -> int:
         return self.mesh.num_parts(self.data_axes)
+
+
+# -- the front doors of a case ----------------------------------------------------------------
+
+
+def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Call the front doors of the case in order; returns the module."""
+    flattened: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def axes_of(door: Door) -> DeviceMesh:
+        if mesh.ndim == 1:
+            return mesh
+        if len(door.axes) == 1:
+            return mesh[door.axes[0]]
+        if door.flattened:
+            if door.axes not in flattened:
+                flattened[door.axes] = mesh[door.axes]._flatten("data")
+            return flattened[door.axes]
+        return mesh[door.axes]
+
+    for door in case.doors:
+        axes = functools.partial(axes_of, door)
+        module = _CALLS[door.name](door, KINDS[case.kind], module, mesh, axes)
+    return module
+
+
+Axes = Callable[[], DeviceMesh]
+
+
+def _parallelize(
+    door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, axes: Axes
+) -> nn.Module:
+    part = axes() if door.axes else mesh
+    return parallelize_module(module, part, dict(kind.plan), strict=True)
+
+
+def _replicate(_: Door, __: Kind, module: nn.Module, mesh: DeviceMesh, ___: Axes) -> nn.Module:
+    layers = [
+        name
+        for name, layer in module.named_modules()
+        if name and not any(layer.children()) and any(True for _ in layer.parameters())
+    ]
+    return parallelize_module(module, mesh, dict.fromkeys(layers, "replicate"), strict=True)
+
+
+def _data_parallel(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
+    for target in _targets(door, module):
+        data_parallel(target, axes())
+    return module
+
+
+def _shard_parameters(
+    door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes
+) -> nn.Module:
+    for target in _targets(door, module):
+        shard_parameters(target, axes())
+    return module
+
+
+def _shard_module(door: Door, kind: Kind, module: nn.Module, _: DeviceMesh, __: Axes) -> nn.Module:
+    ranks = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    spec = ChunkShardingSpec(dim=int(door.detail), placements=list(ranks))
+    return shard_module(module, ShardingPlan(dict.fromkeys(kind.sharded, spec)))
+
+
+def _tables(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
+    collection: Any = module.tables
+    collection.shard(axes(), door.detail)
+    return module
+
+
+def _distribute(_: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, __: Axes) -> nn.Module:
+    return distribute_module(module, mesh, functools.partial(_by_plan, kind))
+
+
+def _by_plan(kind: Kind, name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard what the plan splits along the tensor axis; `distribute_module` replicates the rest."""
+    names = mesh.mesh_dim_names or ()
+    dim = {"colwise": 0, "rowwise": 1}.get(kind.plan.get(name, ""))
+    if TENSOR_AXIS not in names or dim is None or not isinstance(layer, nn.Linear):
+        return
+    for key, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.dim() > dim:
+            placements: list[Placement] = [Replicate()] * mesh.ndim
+            placements[names.index(TENSOR_AXIS)] = Shard(dim)
+            made = distribute_tensor(parameter.detach(), mesh, placements)
+            layer._parameters[key] = nn.Parameter(made, parameter.requires_grad)
+
+
+def _targets(door: Door, module: nn.Module) -> Iterator[nn.Module]:
+    if door.path == "*":
+        yield from (child for child in module.children() if any(True for _ in child.parameters()))
+    else:
+        yield module.get_submodule(door.path)
+
+
+_CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]] = {
+    "tp": _parallelize,
+    "replicate": _replicate,
+    "dp": _data_parallel,
+    "fs": _shard_parameters,
+    "sm": _shard_module,
+    "tables": _tables,
+    "dm": _distribute,
+}
+
+
+def global_batch(case: StepCase, batch: Any, mesh: DeviceMesh) -> Any:
+    """A batch as DTensors, sharded along dim 0 over the data axes."""
+    placements = [Shard(0) if name in case.data_axes else Replicate() for name in case.mesh.names]
+
+    return tuple(
+        distribute_tensor(value, mesh, placements) if isinstance(value, torch.Tensor) else value
+        for value in batch
+    )

@@ -1,4 +1,4 @@
-"""Drawing cases: the same for a seed, and so that pairs of choices soon have all been tried."""
+"""Random cases, the same for a seed, chosen to cover all pairs of choices soon."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardwise.testing.steps.models import KINDS, Kind
 
 TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 
-#: By the names of a mesh's axes: sets of doors, to be called in any order.
+#: By the names of a mesh's axes: sets of front doors, to be called in any order.
 DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
     ("tp",): ("tp",),
     ("dp",): (
@@ -83,12 +83,13 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
     ),
 }
-#: The same doors for axes in another order, in which torch wants them named.
+#: The same doors for axes in another order: torch wants them named in mesh order.
 DOORS["tp", "dp"] = tuple(
     text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
 )
 
-#: Doors that take one axis out of a mesh and forget the others: a simulated world has all ranks.
+#: Doors on one axis of a mesh, which know nothing of the others: only in processes, since a
+#: simulated world has all ranks.
 IN_PROCESSES = {
     ("dp", "tp"): ("tp(tp); dp(dp)", "tp(tp); fs(dp)", "tp(tp); fs(dp); dp(dp)"),
     ("rep", "shard", "tp"): ("tp(tp); dp(rep+shard)", "tp(tp); fs(shard); dp(rep)"),
@@ -109,12 +110,12 @@ MESHES = (
     "rep=2,shard=2,tp=1",
     "host=2,dev=2",
 )
-#: How many drawn cases compete for being the next one.
+#: How many drawn cases compete to be the next one.
 NUM_CANDIDATES = 12
 
 
 def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list[StepCase]:
-    """So many cases, each of which tries as many new pairs of choices as one of a few can."""
+    """Draw cases; of a few candidates, the one with the most new pairs of choices is taken."""
     chance = random.Random(seed)
     meshes = [Mesh.parse(text) for text in MESHES]
     if in_processes:
@@ -149,7 +150,7 @@ def _draw(
             chance.shuffle(doors)
         case = StepCase(name, mesh, tuple(doors))
         options = _draw_options(chance, kind, case)
-        # Adam and Adagrad divide by what is small, and make rounding large.
+        # Adam and Adagrad divide by small numbers, which amplifies rounding.
         steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
         optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
         return StepCase(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
@@ -158,7 +159,7 @@ def _draw(
 def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozenset[str]:
     allowed = [option for option in OPTIONS if option not in kind.without]
     if not any(door.name == "dp" for door in case.doors):
-        allowed.remove("no_sync") if "no_sync" in allowed else None
+        allowed = [option for option in allowed if option != "no_sync"]
     while True:
         options = frozenset(chance.sample(allowed, chance.choice((0, 1, 1, 2, 2, 3))))
         if agree(options):
@@ -173,14 +174,14 @@ def _fits(kind: Kind, text: str) -> bool:
             "tp" not in text or bool(kind.plan)
         )
     if text.startswith("sm"):
-        return bool(kind.cut)
+        return bool(kind.sharded)
     if text.startswith("dm"):
         return kind.whole_module
     return not text.startswith("tp") or bool(kind.plan)
 
 
 def _pairs(case: StepCase) -> Iterator[frozenset[str]]:
-    """The pairs of choices of a case: of its doors the set, whether it is in order, and each."""
+    """The pairs of choices of a case; its doors count together and each for itself."""
     choices = {
         case.kind,
         f"mesh {case.mesh}",

@@ -1,7 +1,7 @@
-"""Small models of the kinds that fall between front doors: each returns the loss of a batch.
+"""Small models with what is easily sharded wrongly, and the table of them, `KINDS`.
 
-Plain modules that know nothing of shards. The mean over the examples is the loss, so a batch in
-equal parts has the mean of the parts' losses.
+Plain modules that know nothing of shards; each returns the loss of a batch. It is a mean over the
+examples, so the loss of a batch is the mean of the losses of its equal parts.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
 
 
 class Trained(nn.Module):
-    """What all share: layers that a step may not reach, and a body that may be computed twice."""
+    """The base: a spare layer that a step may not use, and a body that may be recomputed."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Whether backward computes the body again instead of keeping its activations.
+        #: Whether backward recomputes the body instead of keeping its activations.
         self.recompute = False
         #: Whether `spare` is used; changed between steps.
         self.reaches_spare = False
@@ -53,7 +53,7 @@ class MLP(nn.Module):
 
 
 class Norms(Trained):
-    """Norms, a vector and a number that scale, and a head: no plan names them."""
+    """Norms, scales and a head that no plan names."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,7 +114,7 @@ class Bert(Trained):
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a product of two narrow ones beside it."""
+    """A frozen layer with a low-rank adapter."""
 
     def __init__(self, in_features: int, out_features: int, rank: int = 2) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Mixture(Trained):
 
 
 class Tables(Trained):
-    """A collection of tables and a dense part; the tables update themselves where `optimizer`."""
+    """A collection of tables and a dense part; with `optimizer` the tables update in backward."""
 
     FEATURES = ("user", "item", "day")
     ROWS = (13, 9, 5)
@@ -200,7 +200,7 @@ class Tables(Trained):
 
 
 class TorchBags(Trained):
-    """Torch's own tables, with gradients of rows alone or whole ones."""
+    """Torch's own tables, with sparse or dense gradients."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -214,13 +214,13 @@ class TorchBags(Trained):
 
 
 class Statistics(Trained):
-    """Batch norm, whose statistics are those of each rank's own part, and a buffer that stays."""
+    """Batch norm, whose statistics are those of each rank's own batch, and a constant buffer."""
 
     anchor: Tensor
 
     def __init__(self) -> None:
         super().__init__()
-        # No bias: the norm takes it away again, and what is left of its gradient is rounding.
+        # No bias: the norm cancels it, and its gradient would be rounding errors.
         self.first, self.norm = nn.Linear(WIDTH, 8, bias=False), nn.BatchNorm1d(8)
         self.body, self.head = MLP(8, 12), nn.Linear(8, 3)
         self.register_buffer("anchor", torch.linspace(-1, 1, 8))
@@ -231,7 +231,7 @@ class Statistics(Trained):
 
 
 class LossOf(Trained):
-    """One of `shardwise.testing.models`, which have their loss as a method."""
+    """One of `shardwise.testing.models`, whose loss is a method."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -251,9 +251,6 @@ class SmallRecommender(LossOf):
         super().__init__(models.ClickModel(rows=(11, 7), width=4))
 
 
-# The models of the prover as data: how each is made, fed, planned, and what it cannot do.
-# MERGED
-
 Batch = tuple[object, ...]
 ANY_OPTIMIZER = ("sgd", "momentum", "adamw", "adagrad")
 MLP_PLAN = {"body.up": "colwise", "body.down": "rowwise"}
@@ -263,14 +260,14 @@ MLP_PLAN = {"body.up": "colwise", "body.down": "rowwise"}
 class Kind:
     """One model.
 
-    `plan` is for `parallelize_module`, `cut` names the weights that `shard_module` shards,
-    `without` the options that one device cannot do either, or that have no single answer.
+    `plan` is for `parallelize_module`, `sharded` names the weights that `shard_module` shards,
+    `without` the options that one device cannot run either, or whose result is not defined.
     """
 
     make: Callable[[], Trained]
     batch: Callable[[nn.Module, int], Batch]
     plan: Mapping[str, str] = field(default_factory=dict)
-    cut: tuple[str, ...] = ()
+    sharded: tuple[str, ...] = ()
     collection: bool = False
     fused: bool = False
     whole_module: bool = True
@@ -305,11 +302,11 @@ def _own(module: nn.Module, size: int) -> Batch:
     return module.body.batch(size)  # type: ignore[union-attr, operator]
 
 
-#: What needs a gradient of the inputs, and inputs that have one.
+#: A penalty needs a gradient of the inputs.
 NO_PENALTY = frozenset({"penalty"})
-#: Torch has no norm, and no zeros, of a gradient of rows alone.
+#: Torch cannot clip sparse gradients or set them to zero.
 SPARSE = NO_PENALTY | {"clip", "zeros"}
-#: An update in backward leaves nothing to clip or to put off.
+#: An update in backward leaves no gradient to accumulate or to set to zero.
 FUSED = NO_PENALTY | {"no_sync", "zeros"}
 #: Buffers that differ between ranks have no common value to save.
 OWN_STATISTICS = frozenset({"save"})
@@ -321,7 +318,11 @@ SPARE = frozenset({"unused", "sometimes", "recompute"})
 KINDS: dict[str, Kind] = {
     "norms": Kind(Norms, _numbers, MLP_PLAN),
     "tied": Kind(
-        Tied, _tokens, MLP_PLAN | {"tokens": "rowwise"}, cut=("tokens.weight",), without=NO_PENALTY
+        Tied,
+        _tokens,
+        MLP_PLAN | {"tokens": "rowwise"},
+        sharded=("tokens.weight",),
+        without=NO_PENALTY,
     ),
     "tied_head": Kind(
         Tied, _tokens, MLP_PLAN | {"head": "colwise_rep"}, whole_module=False, without=NO_PENALTY
@@ -367,14 +368,14 @@ KINDS: dict[str, Kind] = {
         lambda: TorchBags(False),
         _bags,
         MLP_PLAN | {"user": "rowwise"},
-        cut=("user.weight", "items.weight"),
+        sharded=("user.weight", "items.weight"),
         without=NO_PENALTY,
     ),
     "sparse_bags": Kind(
         lambda: TorchBags(True),
         _bags,
         MLP_PLAN,
-        cut=("user.weight", "items.weight"),
+        sharded=("user.weight", "items.weight"),
         optimizers=("sgd", "adagrad"),
         without=SPARSE,
     ),
@@ -392,7 +393,7 @@ KINDS: dict[str, Kind] = {
         SmallRecommender,
         _own,
         {"body.bottom.0": "colwise", "body.bottom.2": "rowwise"},
-        cut=("body.tables.0.weight", "body.tables.1.weight"),
+        sharded=("body.tables.0.weight", "body.tables.1.weight"),
         without=NO_PENALTY | SPARE,
     ),
 }

@@ -1,4 +1,10 @@
-"""Verdicts: a case right, refused or wrong."""
+"""Verdicts: a case is right, refused or wrong.
+
+Cases run in a simulated world, or in processes that talk through gloo. One world plays many. A run
+that fails in processes may leave ranks waiting for each other: the processes are ended, and the
+next runs get new ones. What is played is anything that pickles, with a function that makes a
+training run of it.
+"""
 
 from __future__ import annotations
 
@@ -18,22 +24,20 @@ from shardwise import checkpoint
 from shardwise.errors import ShardwiseError
 from shardwise.launch import launch
 from shardwise.simulation.world import simulate
-from shardwise.testing.differences import Difference, Values, differences
-from shardwise.testing.steps.case import StepCase
-from shardwise.testing.steps.doors import global_batch, open_doors
+from shardwise.testing.compare import Difference, Values, differences
+from shardwise.testing.steps.case import StepCase, global_batch, open_doors
 from shardwise.testing.steps.models import KINDS, WIDTH, Trained
-from shardwise.testing.steps.train import NUM_STEPS, plain_loss
 from shardwise.testing.steps.training import (
     AUTOCAST_BOUND,
     BOUND,
+    NUM_STEPS,
     Steps,
     Training,
     TrainingOutcome,
+    plain_loss,
     play,
     play_alone,
 )
-
-# A case as a training run: its model, its batches, its doors.
 
 EXAMPLES_PER_PART = 4
 
@@ -80,9 +84,6 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-# What ranks hold in the end, beside one device.
-
-
 @dataclass(frozen=True)
 class Judgement:
     """`kind` is "ok", "refused" or "wrong"; `text` says why, and `compared` what was compared."""
@@ -93,7 +94,7 @@ class Judgement:
 
 
 def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> Judgement:
-    """The outcomes of all ranks, and what they saved in the folder."""
+    """Compare the outcomes of all ranks, and what they saved in the folder, with one device."""
     if any(outcome.failed for outcome in outcomes):
         return Judgement("wrong", _first(outcomes, "failed"))
     refusals = {outcome.refused for outcome in outcomes}
@@ -135,8 +136,8 @@ def _rounding(training: Training, alone: TrainingOutcome) -> dict[str, float]:
 def _roughly(
     each: Difference, found: Sequence[Difference], rounding: Mapping[str, float]
 ) -> Difference:
-    """Less the rounding, and counted against a tenth of the largest: terms of a sum in bfloat16
-    may be much larger than the sum."""
+    """The difference without the rounding, relative to at least a tenth of the largest: terms of a
+    sum in bfloat16 may be much larger than the sum."""
     largest = max(other.scale for other in found if other.what == each.what)
     gap = max(0.0, each.largest - rounding.get(each.name, 0.0))
     return replace(each, largest=gap, scale=max(each.scale, largest / 10))
@@ -144,7 +145,7 @@ def _roughly(
 
 def _first(outcomes: list[TrainingOutcome], what: str) -> str:
     said = [getattr(o, what) for o in outcomes if getattr(o, what)]
-    # A rank that fails takes its connections with it; what it says itself is the cause.
+    # A rank that fails closes its connections, so others fail too; its own error is the cause.
     return next((text for text in said if "gloo/transport" not in text), said[0])
 
 
@@ -155,7 +156,7 @@ def _said(each: Difference) -> str:
 
 
 def _loaded(training: Training, expected: Values, folder: Path) -> Iterator[Difference]:
-    """What all ranks saved, loaded by one device: the parameters that ranks hold, and the loss."""
+    """Load on one device what all ranks saved: compare the parameters and the loss."""
     module, steps, _ = training.begin()
     module.eval()
     parameters = dict(module.named_parameters(remove_duplicate=False))
@@ -170,13 +171,7 @@ def _loaded(training: Training, expected: Values, folder: Path) -> Iterator[Diff
     yield from differences("loaded", {"the loss": plain_loss(module, steps[0][0]).detach()}, found)
 
 
-# Training runs in a world: a simulated one, or processes that talk through gloo.
-#
-# What is played is anything that pickles, with a function that makes a training run of it. One
-# world plays many. A run that fails in processes may leave ranks waiting for each other: its set
-# of processes is ended, and the next runs get another.
-
-#: How long a rank waits for the others; much longer than a run takes.
+#: How long a rank waits for the others, in seconds; much longer than a run takes.
 WAIT_S = 30.0
 
 Subject = TypeVar("Subject")
@@ -186,7 +181,7 @@ Make = Callable[[Subject], Training]
 def judge_simulated(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
-    """What becomes of each in one process that plays all ranks."""
+    """Judge each in one process that plays all ranks."""
     trainings = [make(subject) for subject in subjects]
     with TemporaryDirectory() as folder:
         homes = [Path(folder, str(number)) for number in range(len(subjects))]
@@ -198,7 +193,7 @@ def judge_simulated(
 def judge_in_processes(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
-    """What becomes of each in so many processes; `make` has to be importable."""
+    """Judge each in `num_ranks` processes; `make` has to be importable."""
     judgements: list[Judgement] = []
     while len(judgements) < len(subjects):
         judgements += _judge_some(make, subjects[len(judgements) :], num_ranks)
@@ -208,7 +203,7 @@ def judge_in_processes(
 def _judge_some(
     make: Make[Subject], subjects: Sequence[Subject], num_ranks: int
 ) -> list[Judgement]:
-    """What becomes of the first ones: of all, or up to one that ended the processes."""
+    """Judge all, or the first ones up to one that ended the processes."""
     heard: dict[int, dict[int, TrainingOutcome]] = {}
 
     def on_note(rank: int, said: tuple[int, TrainingOutcome]) -> None:
@@ -247,7 +242,7 @@ def _play_all(
 ) -> None:
     """On each rank: play until one fails."""
     torch.set_num_threads(1)
-    # Ranks that are done with a run meet in a group of their own, not amid others' collectives.
+    # A group of its own keeps this exchange apart from the runs' collectives.
     meeting = dist.new_group(backend="gloo")
     for number, subject in enumerate(subjects):
         (outcome,) = play(make(subject), Path(folder, str(number)))
@@ -258,10 +253,7 @@ def _play_all(
             return
 
 
-# MERGED
-# MERGED
-
-#: Cases that share a world. A simulated one finds the plan of a call once.
+#: Cases that share a world; a simulated one plans each call once.
 CASES_PER_WORLD = 60
 
 
@@ -284,7 +276,7 @@ def prove(
     *,
     in_processes: bool = False,
 ) -> list[StepVerdict]:
-    """The verdicts of cases that are played in simulated worlds, or in processes."""
+    """Play cases in simulated worlds, or in processes."""
     verdicts = []
     judge = judge_in_processes if in_processes else judge_simulated
     for group in _worlds(cases):
@@ -296,7 +288,7 @@ def prove(
 
 
 def _worlds(cases: Iterable[StepCase]) -> Iterator[list[StepCase]]:
-    """Cases of as many ranks together, a limited number at a time."""
+    """Groups of cases with the same number of ranks, of limited size."""
     by_size: dict[int, list[StepCase]] = {}
     for case in cases:
         by_size.setdefault(case.mesh.num_ranks, []).append(case)

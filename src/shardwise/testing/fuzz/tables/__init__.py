@@ -1,7 +1,6 @@
 """The tables of what a program can do. A row makes the text of a step from the values at hand.
 
-To add an op, add a row to the table of its family; a row raises `NoFit` where nothing at hand
-serves it.
+To add an op, add a row to the table of its family; a row raises `NoFit` where no value fits.
 """
 
 from __future__ import annotations

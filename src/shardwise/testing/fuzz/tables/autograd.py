@@ -1,4 +1,4 @@
-"""What autograd offers: backward from anywhere, gradients of gradients, hooks, recomputation."""
+"""Autograd (backward, second derivatives, hooks, recomputation), and conversions of DTensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def _inner(t: torch.Tensor) -> bool:
 
 
 def _hookable(t: torch.Tensor) -> bool:
-    """Not a view: torch ends the process where the base of one was written to without grad."""
+    """Not a view: torch crashes where the base of one was written to without grad."""
     return t.requires_grad and not t._is_view()
 
 
@@ -46,7 +46,7 @@ def _backward(h: Hand) -> Draft:
 
 
 def _given(h: Hand) -> Draft:
-    """Backward with a gradient of one's own."""
+    """Backward with a given gradient."""
     x = h.pick(h.names(_inner))
     return Draft(f"{x}.backward(torch.ones_like({x}), retain_graph=True)", statement=True)
 
@@ -55,7 +55,7 @@ def _grad(h: Hand) -> Draft:
     x, leaf = h.pick(h.names(_inner)), h.pick(h.names(_tracked))
     graph = h.pick(("create_graph=True", "create_graph=True", "retain_graph=True"))
     loss = scalar(h, x)
-    # The new graph keeps what came through the door, which on one device is a copy.
+    # The new graph keeps the result of a conversion, which on one device is a copy.
     frozen = (x,) if "w.full_tensor(" in loss else ()
     return Draft(f"torch.autograd.grad({loss}, {leaf}, {graph})[0]", frozen=frozen)
 
@@ -95,7 +95,7 @@ AUTOGRAD: tuple[Row, ...] = (
 )
 
 
-# Doors: other placements, whole tensors, local tensors, and back.
+# -- conversions -----------------------------------------------------------------------------
 
 
 def _redistribute(h: Hand) -> Draft:
@@ -109,7 +109,7 @@ def _full(h: Hand) -> Draft:
 
 
 def _on_local(h: Hand) -> Draft:
-    """An op on what every rank holds whole."""
+    """An op on a plain tensor that every rank has."""
     x = h.whole()
     return Draft(h.pick((f"{x} * 0.5", f"{x} + {x}", f"{x}.sum()", f"{x}.clone()")), local=True)
 

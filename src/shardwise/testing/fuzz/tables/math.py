@@ -1,4 +1,4 @@
-"""Ops on each entry: arithmetic, comparisons, masks, casts and promotion."""
+"""Pointwise ops, reductions, orderings and products."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNARY = (
     "sin cos tanh sigmoid erf atan abs neg exp floor ceil round sign sgn trunc frac square "
     "expm1 nan_to_num relu rad2deg isfinite signbit"
 )
-# Not hardsigmoid and hardswish: one device has 1/6 in single precision in them.
+# Without hardsigmoid and hardswish: torch computes 1/6 in single precision there.
 _UNARY_F = (
     "relu gelu silu softplus elu selu celu leaky_relu hardtanh logsigmoid "
     "mish softsign tanhshrink hardshrink softshrink relu6"
@@ -112,7 +112,7 @@ def _points(h: Hand, x: str) -> str:
     return h.new((h.size(), h[x].shape[1]), h[x].dtype)
 
 
-# Reductions, orderings and running sums.
+# -- reductions, orderings and running sums --------------------------------------------------
 
 
 def _dims(h: Hand, x: str) -> str:
@@ -199,7 +199,7 @@ def _ordered(h: Hand) -> str:
     return f"torch.sort({h.new((h.between(1, 5),), grad=False)})[0]"
 
 
-# Products: matrices, linear layers, einsum, convolutions, attention.
+# -- products --------------------------------------------------------------------------------
 
 _EINSUMS_ONE = ("ij->ji", "ij->i", "ij->j", "ij->", "ij->ij")
 _EINSUMS_TWO = (
@@ -330,7 +330,7 @@ PRODUCTS: tuple[Row, ...] = (
         f"F.bilinear({(x := h.floats(2, 2))}, {(y := _operand(h, x, h[x].shape[0], -1))}, "
         f"{h.new((2, h[x].shape[1], h[y].shape[1]), h[x].dtype)})"
     ),
-    # Not kron: a write to an operand before backward goes unnoticed on one device.
+    # Without kron: one device does not notice a write to an operand before backward.
     lambda h: f"torch.trace({h.floats(2, 2)})",
     lambda h: f"torch.cross({(x := h.new((h.size(), 3)))}, {h.like(x, exact=True)}, dim=1)",
 )

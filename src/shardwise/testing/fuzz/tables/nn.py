@@ -1,4 +1,4 @@
-"""What layers are made of: norms, softmax, losses, lookups, pooling, resizing, padding."""
+"""Layers (norms, softmax, losses, lookups, pooling, padding), random ops, ops under autocast."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _group_norm(h: Hand) -> str:
     groups = h.pick([g for g in (1, 2, channels) if channels % g == 0])
     affine = _affine(h, x, (channels,))
     if affine.startswith("weight=None"):
-        # Not a bias alone: backward fails on one device ("tensor does not have a device").
+        # No bias without a weight: backward fails on one device ("tensor does not have a device").
         affine = "weight=None"
     return f"F.group_norm({x}, {groups}, {affine})"
 
@@ -121,7 +121,7 @@ LAYERS: tuple[Row, ...] = (
 )
 
 
-# Random numbers: those of one device, from the same generator.
+# -- random numbers --------------------------------------------------------------------------
 
 _IN_PLACE = (
     "normal_()",
@@ -162,9 +162,9 @@ DRAWS: tuple[Row, ...] = (
 )
 
 
-# Ops under autocast.
+# -- autocast --------------------------------------------------------------------------------
 
-#: Twice the products: they are what autocast is about.
+#: Products twice, since autocast mostly concerns them.
 _TABLES = (*PRODUCTS, *PRODUCTS, *LAYERS, *POINTWISE)
 
 

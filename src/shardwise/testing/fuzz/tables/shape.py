@@ -1,4 +1,4 @@
-"""Views of all kinds, and ops that put tensors together or take them apart."""
+"""Views, ops that concatenate and split, and ops that index, gather and scatter."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def _expand(h: Hand) -> str:
 
 
 def _ones(h: Hand) -> str:
-    """An expand of a tensor that has something to expand."""
+    """An expand of a tensor with a dim of size 1."""
     x = h.tensor(None, (1, 3), where=lambda t: 1 in t.shape)
     sizes = [h.between(2, 4) if s == 1 else s for s in h[x].shape]
     return f"{x}.expand({', '.join(map(str, sizes))})"
@@ -165,11 +165,11 @@ JOINS: tuple[Row, ...] = (
 )
 
 
-# Reading by index, gathering and scattering.
+# -- indexing --------------------------------------------------------------------------------
 
 
 def index_of(h: Hand, x: str) -> str:
-    """What stands between the brackets: slices, numbers, None, an ellipsis."""
+    """An index as text: slices, numbers, None, an ellipsis."""
     words = []
     for size in h[x].shape[: h.between(1, max(h[x].dim(), 1))]:
         kind = h.between(0, 5)
@@ -241,7 +241,7 @@ def _scatter(name: str) -> Row:
     def row(h: Hand) -> str:
         x = h.floats(1)
         dim, index, source = scatter_args(h, x)
-        if name == "scatter":  # an index that occurs twice has no one result
+        if name == "scatter":  # with a repeated index the result is undefined
             return f"torch.scatter({x}, {dim}, {index}, {h.number()})"
         if name == "scatter_reduce":
             reduce = h.pick(("sum", "amax", "amin", "mean", "prod"))

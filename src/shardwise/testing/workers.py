@@ -1,33 +1,41 @@
-"""Child processes that answer one line per name: a crash or an endless loop costs one name."""
+"""Worker processes that answer one line of JSON per name: a crash or an endless loop costs one.
+
+A command starts itself as a worker: `serve_all` hands names out, `answer` runs in the worker.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import queue
 import subprocess
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Lost:
-    """No answer came: the process ended, with `why` on its stderr, or was `late`."""
+    """No answer: the process ended, with `why` on its stderr, or was `late`."""
 
     why: str
     late: bool
 
 
 def serve_all(
+    command: Sequence[str],
     names: Sequence[str],
-    size: int,
-    num_processes: int,
-    answers: Callable[[list[str]], Iterator[tuple[str, str | Lost]]],
+    chunk_size: int,
+    num_workers: int,
+    timeout_s: float,
     done: Callable[[str, str | Lost], None],
 ) -> None:
-    """Chunks of `size` names, several at a time; `answers` may end early, and is asked again."""
+    """Hand chunks of names to workers, several at a time; after a crash a new one goes on."""
     waiting: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    for start in range(0, len(names), size):
-        waiting.put(list(names[start : start + size]))
+    for start in range(0, len(names), chunk_size):
+        waiting.put(list(names[start : start + chunk_size]))
 
     def serve() -> None:
         while True:
@@ -36,11 +44,11 @@ def serve_all(
             except queue.Empty:
                 return
             while chunk:
-                for name, answer in answers(list(chunk)):
+                for name, line in ask(command, list(chunk), timeout_s):
                     chunk.remove(name)
-                    done(name, answer)
+                    done(name, line)
 
-    threads = [threading.Thread(target=serve) for _ in range(num_processes)]
+    threads = [threading.Thread(target=serve) for _ in range(num_workers)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -50,7 +58,7 @@ def serve_all(
 def ask(
     command: Sequence[str], names: Sequence[str], timeout_s: float
 ) -> Iterator[tuple[str, str | Lost]]:
-    """The lines that one process gives before it ends, crashes or hangs; the last may be lost."""
+    """The lines of one worker until it ends, crashes or hangs; the last may be `Lost`."""
     worker = subprocess.Popen(
         [*command, *names],
         stdout=subprocess.PIPE,
@@ -89,3 +97,20 @@ def _close(worker: subprocess.Popen[str], drain: threading.Thread) -> None:
     for pipe in (worker.stdout, worker.stderr):
         if pipe is not None:
             pipe.close()
+
+
+def answer(results: Iterable[Any]) -> int:
+    """In a worker: print each result, a dataclass, as a line of JSON; the exit code."""
+    lines = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what torch prints goes to stderr
+    for result in results:
+        print(json.dumps(asdict(result)), file=lines, flush=True)
+    return 0
+
+
+def part_of_several(text: str) -> tuple[int, int]:
+    """The argument of `--part`: `3/16`."""
+    part, slash, num_parts = text.partition("/")
+    if not (slash and part.isdigit() and num_parts.isdigit() and 1 <= int(part) <= int(num_parts)):
+        raise argparse.ArgumentTypeError(f"a part of several, such as 3/16; got {text!r}")
+    return int(part), int(num_parts)
