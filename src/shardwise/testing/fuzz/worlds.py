@@ -132,7 +132,7 @@ class Sharded(OneDevice):
         terms = {p.reduce_op for p in layout.placements if isinstance(p, Partial)}
         if terms - {"sum"} or layout.order != canonical_order(layout.placements, None):
             x = x.redistribute(placements=[REPLICATE] * len(layout.placements))
-        x = x.clone()  # strides with gaps are lost, as on one device
+        x = cast(DTensor, x.clone())  # strides with gaps are lost, as on one device
         local = x.to_local()
         return DTensor.from_local(
             local, self.mesh, x.placements, shape=tuple(x.shape), stride=x.stride()
