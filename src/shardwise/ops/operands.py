@@ -35,6 +35,11 @@ def are_distributed(*operands: Any) -> bool:
     return all(x is None or isinstance(x, DTensor) for x in operands)
 
 
+def fake(x: Any) -> Any:
+    """`x` without values: torch's ops check shapes and dtypes on the meta device."""
+    return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="meta")
+
+
 def merged(x: Any, num: int) -> Any:
     """`x` as torch keeps it for backward when it makes one dim of its first `num` dims.
 

@@ -285,10 +285,6 @@ def _returned_choices(call: Call) -> Iterator[Choice]:
             )
 
 
-RULES: Table = table(
-    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
-    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
-)
 _table_lookup = aten.embedding.default
 _table_grad = aten.embedding_dense_backward.default
 
@@ -370,5 +366,10 @@ def embedding(
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
 
+
+RULES: Table = table(
+    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
+    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("embedding", embedding),)

@@ -21,6 +21,7 @@ from shardwise.dispatch.notation import (
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
+from shardwise.ops.operands import fake
 
 aten = torch.ops.aten
 
@@ -138,12 +139,6 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
         sides.append("".join(letters))
     rows, columns = "M" if len(left) > 1 else "", "N" if len(right) > 1 else ""
     return f"{sides[0]}{rows}K", f"{sides[1]}K{columns}", "".join(results) + rows + columns
-
-
-RULES: Table = table(
-    ((contract,), Rule(contract_choices, "einsum")),
-    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
-)
 
 
 # `einsum` as one op, above autograd: see Note [Above autograd].
@@ -293,10 +288,14 @@ def _einsum_dtype(
 
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
     if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
-        fake = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
-        aten.bilinear.default(*fake)  # torch's checks: it does not take all that are empty
+        aten.bilinear.default(fake(left), fake(right), fake(weight))  # torch's checks
     out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
     return out if bias is None else out + bias
 
+
+RULES: Table = table(
+    ((contract,), Rule(contract_choices, "einsum")),
+    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("einsum", einsum), ("bilinear", bilinear))

@@ -131,26 +131,6 @@ def trilinear_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0,), (1,), (2,)))
 
 
-RULES: Table = table(
-    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
-    adding(aten.addmm.default, product="m k, k n -> m n"),
-    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
-    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
-    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
-    adding(aten.addr.default, product="m, n -> m n"),
-    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
-    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
-    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
-    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
-    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
-    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
-    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
-    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
-    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
-    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
-)
-
-
 # `matmul` as one op, above autograd: see Note [Above autograd].
 #
 # Torch would merge the batch dims for a product of matrices, and what is merged cannot stay
@@ -240,9 +220,6 @@ class Product(UntracedFunction):
 
 
 _apply_product = direct_apply(Product)
-
-
-KERNELS: tuple[tuple[str, Any], ...] = (("matmul", matmul),)
 
 
 # Linear layers, above autograd: see Note [Above autograd].
@@ -336,4 +313,26 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return run(op, x, weight) if bias is None else run(op, x, weight, bias)
 
 
-KERNELS += (("linear", linear),)
+RULES: Table = table(
+    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
+    adding(aten.addmm.default, product="m k, k n -> m n"),
+    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
+    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
+    adding(aten.addr.default, product="m, n -> m n"),
+    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
+    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
+    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
+    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
+    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
+    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
+    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
+    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("matmul", matmul),
+    ("linear", linear),
+)

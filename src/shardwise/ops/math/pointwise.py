@@ -53,40 +53,6 @@ def _twin(prim: Any) -> Any:
     return next((getattr(packet, n) for n in names if n in ("Tensor", "default")), prim)
 
 
-RULES: Table = table(
-    ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
-    ((aten.mul.Tensor,), elementwise(EACH)),
-    (
-        (
-            aten.div.Tensor,
-            aten.mul.Scalar,
-            aten.div.Scalar,
-            aten.neg.default,
-            aten.clone.default,
-            aten._to_copy.default,
-            aten.positive.default,
-            aten.real.default,
-            aten.imag.default,
-            aten.zero.default,
-            aten._conj_physical.default,
-        ),
-        elementwise(FIRST),
-    ),
-    ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
-    ((aten.fill.Scalar,), elementwise()),
-    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
-    ((aten.complex.default,), elementwise(TOGETHER)),
-    ((aten.polar.default,), elementwise(FIRST)),
-    # Not tagged by torch.
-    ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
-    # Not tagged by torch. Linear in the gradient that comes in.
-    ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
-)
-
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
-REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
-
-
 # `sgn`, above autograd: see Note [Above autograd].
 #
 # Torch's formula for the gradient of real numbers makes a plain tensor of zeros, which lies
@@ -124,5 +90,38 @@ def sgn(x: Any) -> Any:
 def sgn_(x: Any) -> Any:
     return x.copy_(sgn(x.clone())) if x.is_complex() else x.sign_()
 
+
+RULES: Table = table(
+    ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
+    ((aten.mul.Tensor,), elementwise(EACH)),
+    (
+        (
+            aten.div.Tensor,
+            aten.mul.Scalar,
+            aten.div.Scalar,
+            aten.neg.default,
+            aten.clone.default,
+            aten._to_copy.default,
+            aten.positive.default,
+            aten.real.default,
+            aten.imag.default,
+            aten.zero.default,
+            aten._conj_physical.default,
+        ),
+        elementwise(FIRST),
+    ),
+    ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
+    ((aten.fill.Scalar,), elementwise()),
+    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
+    ((aten.complex.default,), elementwise(TOGETHER)),
+    ((aten.polar.default,), elementwise(FIRST)),
+    # Not tagged by torch.
+    ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
+    # Not tagged by torch. Linear in the gradient that comes in.
+    ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))

@@ -86,21 +86,6 @@ def scalar_choices(call: Call) -> Iterator[Choice]:
     yield Choice((REPLICATE,) * len(call.inputs), ())
 
 
-RULES: Table = table(
-    ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
-    ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
-    (
-        (
-            aten._local_scalar_dense.default,
-            aten.equal.default,
-            aten.allclose.default,
-            aten.is_nonzero.default,
-        ),
-        Rule(scalar_choices, "replicated -> number"),
-    ),
-)
-
-
 # Maxima, minima, products, any and all: a sharded dim leaves each rank a term of the result.
 
 
@@ -162,16 +147,6 @@ def _reduction(*ops: Any, terms: tuple[str, ...], of_part: bool = False) -> Any:
     return ops, Rule(choices, "... [reduced] -> ...")
 
 
-RULES |= table(
-    _reduction(aten.amax.default, aten.max.default, terms=("max",), of_part=True),
-    _reduction(aten.amin.default, aten.min.default, terms=("min",), of_part=True),
-    _reduction(aten.aminmax.default, terms=("min", "max"), of_part=True),
-    _reduction(aten.prod.default, aten.prod.dim_int, terms=("product",)),
-    _reduction(aten.any.default, aten.any.dim, aten.any.dims, terms=("max",)),
-    _reduction(aten.all.default, aten.all.dim, aten.all.dims, terms=("min",)),
-)
-
-
 # Norms of vectors: shards have norms of their own, and the norm of those is the norm.
 
 
@@ -217,14 +192,6 @@ def vector_norm_choices(call: Call) -> Iterator[Choice]:
     for term in terms:
         if isinstance(term, NormPartial) and term in call.placed:
             yield Choice((term,), (term,), local)
-
-
-RULES |= table(
-    (
-        (aten.linalg_vector_norm.default,),
-        Rule(vector_norm_choices, "... [reduced] -> ...", by_value=True),
-    ),
-)
 
 
 # `prod`, above autograd: see Note [Above autograd].
@@ -285,5 +252,29 @@ def _prod(op: Any, x: Any, args: tuple[Any, ...], dtype: Any) -> Any:
         return Prod.apply(x, op, args, kwargs)
     return DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
 
+
+RULES: Table = table(
+    ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
+    ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
+    (
+        (
+            aten._local_scalar_dense.default,
+            aten.equal.default,
+            aten.allclose.default,
+            aten.is_nonzero.default,
+        ),
+        Rule(scalar_choices, "replicated -> number"),
+    ),
+    _reduction(aten.amax.default, aten.max.default, terms=("max",), of_part=True),
+    _reduction(aten.amin.default, aten.min.default, terms=("min",), of_part=True),
+    _reduction(aten.aminmax.default, terms=("min", "max"), of_part=True),
+    _reduction(aten.prod.default, aten.prod.dim_int, terms=("product",)),
+    _reduction(aten.any.default, aten.any.dim, aten.any.dims, terms=("max",)),
+    _reduction(aten.all.default, aten.all.dim, aten.all.dims, terms=("min",)),
+    (
+        (aten.linalg_vector_norm.default,),
+        Rule(vector_norm_choices, "... [reduced] -> ...", by_value=True),
+    ),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("prod", prod), ("prod.dim_int", prod_dim))

@@ -56,6 +56,9 @@ def whole(
     return ops, Rule(choices, "... [n] -> ...")
 
 
+# Fourier transforms: the transformed dims must be whole.
+
+
 RULES: Table = table(
     whole(
         aten.max.dim,
@@ -87,12 +90,6 @@ RULES: Table = table(
     whole(aten.flip.default, aten.roll.default, dims=_listed_dims, linear=True),
     whole(aten.tril.default, aten.triu.default, dims=_last_two, linear=True),
     whole(aten.constant_pad_nd.default, dims=_padded),
-)
-
-
-# Fourier transforms: the transformed dims must be whole.
-
-RULES |= table(
     whole(
         aten._fft_r2c.default,
         aten._fft_c2r.default,

@@ -15,7 +15,7 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import Group, linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.ops.math.batched import batched
-from shardwise.ops.parts import UnlessEmpty
+from shardwise.ops.nn.empty_shards import UnlessEmpty
 
 aten = torch.ops.aten
 
@@ -182,6 +182,20 @@ def _affine_grid_choices(call: Call) -> Iterator[Choice]:
         yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
 
 
+# Padding that repeats or mirrors values: the padded dims, the last ones, must be whole.
+
+_FORWARD = {
+    1: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
+    2: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
+    3: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
+}
+_BACKWARD = {
+    1: (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default),
+    2: (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
+    3: (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default),
+}
+
+
 RULES: Table = table(
     (
         (aten.affine_grid_generator.default,),
@@ -258,28 +272,6 @@ RULES: Table = table(
         (aten.native_channel_shuffle.default,),
         Rule(channel_shuffle_choices, "n [c] ... -> n [c] ..."),
     ),
-)
-
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
-REFUSED: dict[Any, slice] = dict.fromkeys(
-    (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
-)
-
-
-# Padding that repeats or mirrors values: the padded dims, the last ones, must be whole.
-
-_FORWARD = {
-    1: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
-    2: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
-    3: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
-}
-_BACKWARD = {
-    1: (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default),
-    2: (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
-    3: (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default),
-}
-
-RULES |= table(
     *(
         batched(*ops, inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
         for n, ops in _FORWARD.items()
@@ -288,4 +280,9 @@ RULES |= table(
         batched(*ops, inputs=(n, n), outputs=(n,), linear=((0,),), fails_on_empty=True)
         for n, ops in _BACKWARD.items()
     ),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
 )

@@ -255,36 +255,6 @@ def whole_choices(call: Call) -> Iterator[Choice]:
     yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), collective=True))
 
 
-RULES: Table = table(
-    (
-        (aten.normal_.default, aten.bernoulli_.float, *_WRITERS),
-        Rule(fill_choices, "... -> ..."),
-    ),
-    ((aten.bernoulli.default, aten.bernoulli.Tensor), Rule(bernoulli_choices, "..., ... -> ...")),
-    (
-        (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
-        Rule(normal_choices, "..., ... -> ..."),
-    ),
-    ((aten.native_dropout.default,), Rule(dropout_choices, "... -> ..., ...")),
-    (
-        (
-            aten.poisson.default,
-            aten._standard_gamma.default,
-            aten._sample_dirichlet.default,
-            aten.binomial.default,
-            aten.multinomial.default,
-            rrelu_slopes,
-        ),
-        Rule(whole_choices, "[...] -> [...]"),
-    ),
-)
-
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
-REFUSED: dict[Any, slice] = dict.fromkeys(
-    (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
-)
-
-
 # `normal` with a tensor of means or deviations, above autograd: see Note [Above autograd].
 #
 # Torch's formula for the gradient makes a plain tensor of zeros, which lies nowhere.
@@ -319,12 +289,6 @@ def _kernel(op: Any) -> Any:
         return _draw(op, mean, std, options)
 
     return normal
-
-
-KERNELS: tuple[tuple[str, Any], ...] = tuple(
-    (f"normal.{overload}", _kernel(getattr(aten.normal, overload)))
-    for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")
-)
 
 
 # Leaky ReLU with drawn slopes, above autograd: see Note [Above autograd].
@@ -364,4 +328,40 @@ def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) 
     return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
 
 
-KERNELS += (("rrelu", rrelu), ("rrelu_", rrelu_))
+RULES: Table = table(
+    (
+        (aten.normal_.default, aten.bernoulli_.float, *_WRITERS),
+        Rule(fill_choices, "... -> ..."),
+    ),
+    ((aten.bernoulli.default, aten.bernoulli.Tensor), Rule(bernoulli_choices, "..., ... -> ...")),
+    (
+        (aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor),
+        Rule(normal_choices, "..., ... -> ..."),
+    ),
+    ((aten.native_dropout.default,), Rule(dropout_choices, "... -> ..., ...")),
+    (
+        (
+            aten.poisson.default,
+            aten._standard_gamma.default,
+            aten._sample_dirichlet.default,
+            aten.binomial.default,
+            aten.multinomial.default,
+            rrelu_slopes,
+        ),
+        Rule(whole_choices, "[...] -> [...]"),
+    ),
+)
+
+#: The inputs whose values the op may refuse; see `dispatch.refused`.
+REFUSED: dict[Any, slice] = dict.fromkeys(
+    (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    *tuple(
+        (f"normal.{overload}", _kernel(getattr(aten.normal, overload)))
+        for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")
+    ),
+    ("rrelu", rrelu),
+    ("rrelu_", rrelu_),
+)

@@ -324,6 +324,14 @@ def view(
     return ops, Rule(lambda call: choices(call, links(call)), text, {shape: 0} if shape else {})
 
 
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
+    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
+        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
 RULES: Table = table(
     view(
         aten.view.default,
@@ -345,14 +353,5 @@ RULES: Table = table(
     ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
     view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
 )
-
-
-def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
-    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
-    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
-    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
-
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.repeat.default: _repeat}
