@@ -1,4 +1,4 @@
-"""Elementwise ops: torch's own tag names them, so only how Partial passes through is listed."""
+"""Elementwise ops: torch tags them, so only those that pass a Partial on are listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.dtensor.tensor import run
 
 aten = torch.ops.aten
 
-#: Linear in the first operand, in both together, in each alone; see rules.notation.
+#: Linear in the first operand, in both together, in each alone; see dispatch.notation.
 FIRST: Sequence[Group] = ((0,),)
 TOGETHER: Sequence[Group] = ((0, 1),)
 EACH: Sequence[Group] = ((0,), (1,))
@@ -29,7 +29,7 @@ def elementwise(linear: Sequence[Group] = ()) -> Rule:
         operands = ", ".join(["..."] * len(call.inputs))
         results = ", ".join(["..."] * len(call.outputs))
         pattern = parse(f"{operands} -> {results}")
-        # With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
+        # With a number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
         here = [group for group in linear if max(group) < len(call.inputs)]
         yield from pattern_choices(pattern, call, here, reduce_op=None)
 
@@ -39,7 +39,7 @@ def elementwise(linear: Sequence[Group] = ()) -> Rule:
 def pointwise_rule(op: Any) -> Rule | None:
     """The rule of an op that torch marks as elementwise, unless it draws random numbers."""
     if getattr(op, "namespace", "") == "prims":
-        # Torch does not tag them; an op of aten of the same name that is elementwise is its twin.
+        # Torch does not tag prims; the aten op of the same name has the tag.
         op = _twin(op)
     tags = op.tags
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
@@ -53,14 +53,11 @@ def _twin(prim: Any) -> Any:
     return next((getattr(packet, n) for n in names if n in ("Tensor", "default")), prim)
 
 
-# `sgn`, above autograd: see Note [Above autograd].
-#
-# Torch's formula for the gradient of real numbers makes a plain tensor of zeros, which lies
-# nowhere.
+# -- sgn, above autograd: torch's gradient formula for real numbers makes plain zeros --------
 
 
 class Unit(UntracedFunction):
-    """The complex number of size 1 in the same direction; zero for zero."""
+    """`sgn` of complex numbers: magnitude 1, same direction; zero for zero."""
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
@@ -72,7 +69,7 @@ class Unit(UntracedFunction):
         (x,) = ctx.saved_tensors
         unit, size = torch.sgn(x), x.abs()
         zero = size == 0
-        along = unit * (grad * unit.conj()).real  # what changes the size, and not the direction
+        along = unit * (grad * unit.conj()).real  # changes the magnitude, not the direction
         return ((grad - along) / size.masked_fill(zero, 1)).masked_fill(zero, 0)
 
 
@@ -112,12 +109,12 @@ RULES: Table = table(
     ),
     ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
     ((aten.fill.Scalar,), elementwise()),
-    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
+    # Not tagged by torch. Its decomposition gives other strides.
     ((aten.complex.default,), elementwise(TOGETHER)),
     ((aten.polar.default,), elementwise(FIRST)),
     # Not tagged by torch.
     ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
-    # Not tagged by torch. Linear in the gradient that comes in.
+    # Not tagged by torch. Linear in the incoming gradient.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )
 

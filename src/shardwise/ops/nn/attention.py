@@ -73,16 +73,16 @@ class Attention:
         sizes: tuple[int, ...] | None,
         grouped: bool,
     ) -> Iterator[Choice]:
-        cut, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
+        shard, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
         masks = [
             _mask_placement(meta.shape, dim, whole, sizes) if name in _MASKS else None
             for meta, name in zip(call.inputs, names, strict=True)
         ]
         inputs = tuple(
-            mask or (cut if name in _WITH_HEADS else REPLICATE)
+            mask or (shard if name in _WITH_HEADS else REPLICATE)
             for name, mask in zip(names, masks, strict=True)
         )
-        outputs: list[Placement] = [cut] * min(self.num_with_heads, len(call.outputs))
+        outputs: list[Placement] = [shard] * min(self.num_with_heads, len(call.outputs))
         if self.mask_grad and len(call.outputs) > len(outputs):
             mask = next((m for m in masks if m is not None), REPLICATE)
             outputs.append(mask if mask.is_shard() else SUM)

@@ -66,17 +66,17 @@ def batch_norm_choices(call: Call) -> Iterator[Choice]:
     if call.argument("training"):
         return
     num = len(call.inputs) - 1
-    local = LocalCall(normalised_part)
+    local = LocalCall(normalised_shard)
     yield replace(call.replicated(), local=local)
     for dim in range(call.inputs[0].ndim):
         places = [(0, dim)] + (_per_channel(call, 1) if dim == 1 else [])
         for sizes in call.splits(places):
-            cut = Shard(dim, sizes)
+            shard = Shard(dim, sizes)
             other = Shard(0, sizes) if dim == 1 else REPLICATE
-            yield Choice((cut, *[other] * num), (cut, REPLICATE, REPLICATE), local)
+            yield Choice((shard, *[other] * num), (shard, REPLICATE, REPLICATE), local)
 
 
-def normalised_part(x: torch.Tensor, *rest: Any) -> Any:
+def normalised_shard(x: torch.Tensor, *rest: Any) -> Any:
     """A shard, normalised by given statistics; there are none to return."""
     nothing = x.new_empty(0)
     if not x.numel():
@@ -91,19 +91,19 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
     asked = call.argument("output_mask")
     num = len(call.inputs) - 2
     yield call.replicated()
-    local = LocalCall(normalised_grad_part, per_rank=True)
+    local = LocalCall(normalised_shard_grad, per_rank=True)
     for dim in range(call.inputs[0].ndim):
         places = [(0, dim), (1, dim)] + (_per_channel(call, 2) if dim == 1 else [])
         for sizes in call.splits(places):
-            cut = Shard(dim, sizes)
+            shard = Shard(dim, sizes)
             other, each = (Shard(0, sizes),) * 2 if dim == 1 else (REPLICATE, SUM)
-            grads = (cut, each, each)
+            grads = (shard, each, each)
             outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-            yield Choice((cut, cut, *[other] * num), outputs, local)
+            yield Choice((shard, shard, *[other] * num), outputs, local)
     yield from linear_choices(call, ((0,),))
 
 
-def normalised_grad_part(
+def normalised_shard_grad(
     coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, x: torch.Tensor, *rest: Any
 ) -> Any:
     asked = rest[-1]

@@ -12,9 +12,9 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class UnlessEmpty:
-    """The op on a rank's planes; results without elements where it has none.
+    """The op on a rank's shards; zeros where the input or the output is empty.
 
-    `shapes` names arguments that hold the shape of an output, by their position.
+    `shapes` has the positions of arguments that hold the shape of an output, and its number.
     """
 
     op: Any

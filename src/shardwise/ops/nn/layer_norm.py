@@ -59,7 +59,7 @@ class ChannelSplit:
     groups: Placement
 
 
-def _group_cuts(call: Call, x: int) -> Iterator[ChannelSplit]:
+def _channel_splits(call: Call, x: int) -> Iterator[ChannelSplit]:
     channels, groups = call.inputs[x].shape[1], call.argument("group")
     per_group = channels // groups
     for sizes in call.splits([(x, 1)]):
@@ -83,19 +83,19 @@ def _group_cuts(call: Call, x: int) -> Iterator[ChannelSplit]:
 def group_norm_choices(call: Call) -> Iterator[Choice]:
     """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
     num = len(call.inputs) - 1
-    local = LocalCall(group_norm_of_parts, per_rank=True)
+    local = LocalCall(group_norm_of_shards, per_rank=True)
     # Torch needs dense operands, and a shard of a dense tensor need not be dense.
     yield replace(call.replicated(), local=local)
     for sizes in call.splits([(0, 0)]):
-        cut = Shard(0, sizes)
-        yield Choice((cut, *[REPLICATE] * num), (cut,) * 3, local)
-    for group_cut in _group_cuts(call, 0):
-        inputs = (group_cut.channels, *[group_cut.per_channel] * num)
-        outputs = (group_cut.channels, group_cut.groups, group_cut.groups)
+        shard = Shard(0, sizes)
+        yield Choice((shard, *[REPLICATE] * num), (shard,) * 3, local)
+    for split in _channel_splits(call, 0):
+        inputs = (split.channels, *[split.per_channel] * num)
+        outputs = (split.channels, split.groups, split.groups)
         yield Choice(inputs, outputs, local, alone=((0, 1),))
 
 
-def group_norm_of_parts(
+def group_norm_of_shards(
     coordinate: Any,
     layouts: Sequence[Any],
     x: torch.Tensor,
@@ -123,23 +123,23 @@ def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
     """Gradient, input, mean, deviation, perhaps weight -> gradients of input, weight and bias."""
     asked = call.argument("output_mask")
     num = len(call.inputs) - 4
-    local = LocalCall(group_norm_grad_of_parts, per_rank=True)
+    local = LocalCall(group_norm_grad_of_shards, per_rank=True)
 
     def kept(*grads: Placement) -> tuple[Placement, ...]:
         return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
 
     yield replace(call.replicated(), local=local)
     for sizes in call.splits([(i, 0) for i in range(4)]):
-        cut = Shard(0, sizes)
-        yield Choice((*[cut] * 4, *[REPLICATE] * num), kept(cut, SUM, SUM), local)
-    for group_cut in _group_cuts(call, 1):
-        channels, each, groups = group_cut.channels, group_cut.per_channel, group_cut.groups
+        shard = Shard(0, sizes)
+        yield Choice((*[shard] * 4, *[REPLICATE] * num), kept(shard, SUM, SUM), local)
+    for split in _channel_splits(call, 1):
+        channels, each, groups = split.channels, split.per_channel, split.groups
         inputs = (channels, channels, groups, groups, *[each] * num)
         yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
     yield from linear_choices(call, ((0,),))
 
 
-def group_norm_grad_of_parts(
+def group_norm_grad_of_shards(
     coordinate: Any,
     layouts: Sequence[Any],
     grad: torch.Tensor,
