@@ -249,7 +249,7 @@ def test_a_write_to_a_sum_that_is_not_reduced_yet(mesh):
 
 def test_masked_scatter_refuses_a_source_that_is_too_short(mesh):
     x, mask = (distribute_tensor(t, mesh, [Shard(0)]) for t in (torch.zeros(6), torch.ones(6)))
-    with pytest.raises(RuntimeError, match="names 6 entries, and the source has 5"):
+    with pytest.raises(RuntimeError, match="6 true entries, but the source has only 5"):
         x.masked_scatter(mask.bool(), distribute_tensor(torch.arange(5.0), mesh, [Shard(0)]))
 
 

@@ -169,5 +169,5 @@ def test_arithmetic_and_what_is_refused(mesh):
     torch.testing.assert_close(value(found.to_dense()), expected)
     with pytest.raises(NotImplementedError, match=r"row-sparse DTensor.*to_dense"):
         found.exp()
-    with pytest.raises(shardwise.LayoutError, match="must lie alike"):
+    with pytest.raises(shardwise.LayoutError, match="must have the same placements"):
         lay(torch.ones(ROWS, COLUMNS), mesh, [S1]).add_(found)

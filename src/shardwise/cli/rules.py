@@ -17,7 +17,7 @@ from shardwise.core.placements import short
 from shardwise.dispatch.catalog import find_rule
 from shardwise.dispatch.notation import parse
 from shardwise.dispatch.rule import Call, Choice, Rule, TensorMeta
-from shardwise.dtensor.fallback import parts_of
+from shardwise.dtensor.fallback import decomposition_of
 from shardwise.errors import ArgumentError
 from shardwise.ops.catalog import RULES
 
@@ -62,7 +62,7 @@ def how(op: Any) -> str:
         return "the rule of its kind"
     # The dispatcher does not know a few ops that only TorchScript uses.
     known = has_kernel(op.name())
-    return "decomposed" if known and parts_of(op) is not None else "no rule"
+    return "decomposed" if known and decomposition_of(op) is not None else "no rule"
 
 
 def _coverage() -> None:

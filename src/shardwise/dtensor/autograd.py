@@ -1,8 +1,8 @@
-"""Redistribution, and the doors between local and distributed tensors, with their gradients.
+"""Redistribution, and the conversions `from_local` and `to_local`, with their gradients.
 
 Note [Gradients are global]
 The gradient of a DTensor is a DTensor whose global value is what one device would have; its layout
-is whatever was cheapest. Only where local tensors enter and leave does a layout have to be chosen:
+is whatever was cheapest. Only conversions from and to local tensors have to choose a layout:
 
     forward placement   default gradient placement
     Shard               Shard
@@ -10,10 +10,10 @@ is whatever was cheapest. Only where local tensors enter and leave does a layout
     Partial             Replicate
 
 Note [The gradient of a gradient]
-The two doors are each other's derivative, at any order. A door reads a local tensor as placements
-A and its gradient as placements B. What a second derivative sends back to that gradient is of the
-kind of the tensor itself: it is read as A. So the backward of `to_local` with (A, B) is
-`from_local` with (B, A), and the other way round; docs/concepts/gradients.md works it out.
+The two conversions are each other's derivative, at any order. A conversion gives a local tensor
+placements A and its gradient placements B. The gradient of that gradient has the placements of the
+tensor itself, A. So the backward of `to_local` with (A, B) is `from_local` with (B, A), and the
+other way round; docs/concepts/gradients.md works it out.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shardwise.simulation.ranks import localize, one_for_all
 
 
 def gradient_layout(layout: Layout) -> Layout:
-    """Where the gradient of a tensor in `layout` lies by default."""
+    """The default layout of the gradient of a tensor in `layout`."""
     if layout.expanded:
         layout = own_entries(layout)
     for placement in layout.placements:
@@ -60,7 +60,7 @@ def gradient_layout(layout: Layout) -> Layout:
     return layout.with_placements(placements)
 
 
-#: The same for a layout that is symbolic, or not: then it is looked up.
+#: Indexed by `layout.symbolic`: cached for layouts without symbols.
 gradient_layout_of = (functools.lru_cache(maxsize=4096)(gradient_layout), gradient_layout)
 world_caches.append(gradient_layout_of[0].cache_clear)
 
@@ -68,7 +68,7 @@ world_caches.append(gradient_layout_of[0].cache_clear)
 def own_entries(layout: Layout) -> Layout:
     """`layout` without expanded dims: for a clone, and for a gradient.
 
-    Where one entry of a tensor stands for many, each of them has a gradient of its own.
+    Entries that share memory have gradients of their own.
     """
     if not layout.expanded:
         return layout
@@ -78,7 +78,7 @@ def own_entries(layout: Layout) -> Layout:
 def placed(
     layout: Layout, placements: Sequence[Placement], order: Sequence[int] | None = None
 ) -> Layout:
-    """`layout` with the placements that a user gave, checked. Without `order`, in the default."""
+    """`layout` with a user's placements, checked; `order` is the default one if not given."""
     axes = None if order is None else tuple(order)
     if not isinstance(placements, Placement):
         placements = tuple(placements)
@@ -103,9 +103,9 @@ def whole_layout(layout: Layout) -> Layout:
 
 
 def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -> Any:
-    """`x` in another layout, below autograd. With `own`, never sharing memory with `x`.
+    """`x` in another layout, below autograd. With `own`, the result never shares memory with `x`.
 
-    With `async_op`, the last collective may still run; see comm.pending.
+    With `async_op`, the last collective may still be running; see comm.pending.
     """
     if x._layout.snapshot:
         current(x)
@@ -140,7 +140,7 @@ def _move_apart(x: Any, target: Layout, *, own: bool) -> Any:
 
 
 def _halves(source: Layout, target: Layout) -> tuple[Run, Run, dict[Any, torch.Tensor]]:
-    """What starts and what finishes a move, and what is known of the results."""
+    """Functions that start and finish a move, and a cache for fakes of the results."""
     return *prepare_async(find_steps(source, target)), {}
 
 
@@ -149,7 +149,7 @@ world_caches.append(_cached_halves.cache_clear)
 
 
 def _route(source: Layout, target: Layout) -> tuple[Run, bool]:
-    """What moves a local tensor between two layouts, and whether its memory may stay the same."""
+    """A function that moves a local tensor, and whether its result may share the memory."""
     steps = find_steps(source, target)
     return prepare(steps), not any(step.communicates for step in steps)
 
@@ -161,16 +161,15 @@ world_caches.append(_cached_route.cache_clear)
 def bare_apply(function: type[torch.autograd.Function]) -> Any:
     """`function.apply` without its Python layer, which only looks for functorch transforms.
 
-    The one around `backward` goes too: it only asks which of two names the function has used.
-    Whoever calls it has made snapshots `current`: inside of `forward` nobody could tell that
-    gradients will be asked for.
+    The layer around `backward` is skipped too. The caller has made snapshots `current`: `forward`
+    cannot tell whether a gradient is needed.
     """
     function._backward_cls.apply = function.backward  # type: ignore[attr-defined]
     return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
 
 def direct_apply(function: type[torch.autograd.Function]) -> Any:
-    """As `bare_apply`, with a look at each argument for snapshots."""
+    """As `bare_apply`, and makes snapshots among the arguments `current`."""
     apply = bare_apply(function)
 
     def applied(*args: Any) -> Any:
@@ -195,11 +194,11 @@ class Redistribute(UntracedFunction):
 
 
 def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
-    """`x` in layout `target`, differentiable; `x` itself when it lies there already."""
+    """`x` in layout `target`, differentiable; `x` itself if that is its layout."""
     if x._layout is target:
         return x
     if x.is_sparse:
-        x = x.terms()  # rows that lie elsewhere travel dense
+        x = x.terms()  # row-sparse gradients are moved dense
     if torch.is_grad_enabled() and x.requires_grad:
         if x._layout.snapshot:
             current(x)
@@ -208,21 +207,21 @@ def redistribute(x: Any, target: Layout, async_op: bool = False) -> Any:
 
 
 def in_formula() -> bool:
-    """Whether one of torch's own backward formulas runs now.
+    """Whether one of torch's backward formulas is running.
 
-    Some make tensors of their own (zeros, a range), which are the same on every rank.
+    Some make plain tensors (zeros, a range), which are the same on every rank.
     """
     node = current_node()
     return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
 def _is_batch(grad: torch.Tensor) -> bool:
-    """Whether this stands for many gradients, as under torch.vmap: what it holds is distributed."""
+    """Whether `grad` is a batch of gradients, as under torch.vmap; it wraps a DTensor."""
     return is_legacy_batch(grad) or is_transformed(grad)
 
 
 def refuse_transformed(x: torch.Tensor, where: str) -> None:
-    """Raise for a tensor of torch.func or torch.vmap, which hides what it holds."""
+    """Raise for a tensor of torch.func or torch.vmap, which hides what it wraps."""
     if is_legacy_batch(x) or is_transformed(x) or current_transform() is not None:
         raise UnsupportedError(
             f"{where}: torch.func's transforms, torch.vmap, vectorize=True and is_grads_batched "
@@ -233,10 +232,10 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
 
 @untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
-    """A hook that moves a gradient to where its leaf lies; None when it lies there.
+    """A hook that moves a gradient to the layout of its leaf; None if nothing changes.
 
-    It stays Partial over the axes that replicate the leaf: that is reduced when it is used. A
-    plain gradient was made whole by one of torch's formulas.
+    It stays Partial over axes that replicate the leaf, and is reduced when it is used. A plain
+    gradient comes from one of torch's formulas and counts as replicated.
     """
     if type(grad) is cls and grad._layout is layout:  # nearly always
         return None
@@ -252,14 +251,14 @@ def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
         else:
             wrapped = cls._wrap(localize(layout.grid, grad), made)
         return redistribute(wrapped, made.with_placements(layout.placements, layout.order))
-    if grad._layout is layout:  # of a subclass, which may have no placements to compare
+    if grad._layout is layout:  # a subclass, which may have no placements to compare
         return None
     target = tuple(
         found if own.is_replicate() and found.is_partial() else own
         for found, own in zip(grad.placements, layout.placements, strict=True)
     )
     if grad.placements == target and grad._layout.order == layout.order:
-        # Nobody writes to what a formula took a view of; but someone may write to the gradient.
+        # A gradient may be written to, and a snapshot should not be.
         return grad.clone() if grad._layout.snapshot else None
     wanted = grad._layout.with_placements(target, layout.order)
     if watch.strict:
@@ -272,18 +271,17 @@ _apply_redistribute = bare_apply(Redistribute)
 
 
 class ToLocal(UntracedFunction):
-    """With `plain`, ranks that hold the same are one plain tensor in a simulated world too."""
+    """With `plain`, equal values of all ranks are one plain tensor in a simulated world too."""
 
     @staticmethod
     def forward(
         ctx: Any, x: Any, grad_layout: Layout, async_op: bool = False, plain: bool = False
     ) -> torch.Tensor:
-        ctx.door = type(x), x._layout, grad_layout, async_op, plain
-        # Autograd marks what is returned here; the tensor inside the DTensor must stay unmarked.
+        ctx.saved = type(x), x._layout, grad_layout, async_op, plain
+        # Autograd gives the result a grad_fn; the tensor inside the DTensor must not have one.
         if async_op or not x.is_leaf:
             return _handed_out(x, async_op, plain)
-        # The memory is that of a leaf: autograd refuses to write in place to a view that was made
-        # here, as it does to a view of a leaf on one device.
+        # A view: autograd then refuses in-place writes to it, as to a view of a leaf.
         if type(x._local) is torch.Tensor:
             return x._local[...]
         local = _handed_out(x, False, plain)
@@ -291,12 +289,12 @@ class ToLocal(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        cls, own_layout, grad_layout, async_op, plain = ctx.door
+        cls, own_layout, grad_layout, async_op, plain = ctx.saved
         if plain and isinstance(grad, Wrapped):  # a number that met DTensors
             return grad, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
-        if _repeats_entries(grad):  # which nobody could add to in place
+        if _repeats_entries(grad):  # cannot be accumulated into
             grad = grad.clone(memory_format=torch.contiguous_format)
         layout = with_dtype(grad_layout, grad.dtype)
         if torch.is_grad_enabled() and grad.requires_grad:
@@ -307,7 +305,7 @@ class ToLocal(UntracedFunction):
 
 
 def _repeats_entries(local: torch.Tensor) -> bool:
-    """Whether entries share memory on some rank, as in the gradient of a sum."""
+    """Whether entries share memory on some rank, as in the gradient of `sum`."""
     return any(
         type(stride) is int and stride == 0 and (type(size) is not int or size > 1)
         for part in parts_of(local)
@@ -316,7 +314,7 @@ def _repeats_entries(local: torch.Tensor) -> bool:
 
 
 class FromLocal(UntracedFunction):
-    """With `held`, `local` is what a DTensor of this layout holds: `localize` has seen it."""
+    """With `held`, `local` has been through `localize`."""
 
     @staticmethod
     def forward(
@@ -328,8 +326,8 @@ class FromLocal(UntracedFunction):
         async_op: bool = False,
         held: bool = False,
     ) -> Any:
-        terms, share = (_terms if layout.symbolic else _cached_terms)(layout)
-        ctx.door = terms, grad_layout, share, async_op, not is_per_rank(local)
+        terms, weight = (_terms if layout.symbolic else _cached_terms)(layout)
+        ctx.saved = terms, grad_layout, weight, async_op, not is_per_rank(local)
         alias = (local if held else localize(layout.grid, local)).detach()
         return cls._wrap_view(alias, layout) if local.is_leaf else cls._wrap(alias, layout)
 
@@ -337,15 +335,15 @@ class FromLocal(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
-        terms, grad_layout, share, async_op, plain = ctx.door
+        terms, grad_layout, weight, async_op, plain = ctx.saved
         target = relaid(grad_layout, grad._layout)
         moved = redistribute(grad, target, async_op)
         if torch.is_grad_enabled() and moved.requires_grad:
-            source = relaid(_as_sums(terms), moved._layout)  # `share` makes them an average
+            source = relaid(_as_sums(terms), moved._layout)  # `weight` makes them an average
             local = to_local(moved, source, async_op, plain)
         else:
             local = _handed_out(moved, async_op, plain)
-        return local if share == 1 else local * share, None, None, None, None, None
+        return local if weight == 1 else local * weight, None, None, None, None, None
 
 
 def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
@@ -356,8 +354,8 @@ def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     return local
 
 
-def _linear_terms(layout: Layout, door: str) -> Layout:
-    """`layout`, whose Partials a derivative goes through: sums and averages, nothing else."""
+def _linear_terms(layout: Layout, asked: str) -> Layout:
+    """`layout`, whose Partials must be differentiable: sums and averages."""
     if not any(isinstance(p, Partial) for p in layout.placements):
         return layout
     terms: list[Placement] = []
@@ -365,7 +363,7 @@ def _linear_terms(layout: Layout, door: str) -> Layout:
         if isinstance(placement, Partial):
             if placement.reduce_op not in ("sum", "avg"):
                 raise UnsupportedError(
-                    f"{door} of a tensor that requires grad has no gradient through {placement}: "
+                    f"{asked} of a tensor that requires grad has no gradient through {placement}: "
                     "which rank's term counts depends on the values. Use Partial('sum')."
                 )
             placement = Partial(placement.reduce_op)  # not a MaskPartial
@@ -380,17 +378,13 @@ def _as_sums(layout: Layout) -> Layout:
     return layout.with_placements(sums, layout.order)
 
 
-def _share(layout: Layout) -> float:
-    """How much of the global gradient a rank's term gets: 1 of a sum, 1/n of an average."""
-    share = 1.0
+def _terms(layout: Layout) -> tuple[Layout, float]:
+    """`_linear_terms`, and the weight of a rank's term: 1 in a sum, 1/n in an average."""
+    weight = 1.0
     for axis, placement in enumerate(layout.placements):
         if placement.is_partial("avg"):
-            share /= layout.grid.shape[axis]
-    return share
-
-
-def _terms(layout: Layout) -> tuple[Layout, float]:
-    return _linear_terms(layout, "from_local()"), _share(layout)
+            weight /= layout.grid.shape[axis]
+    return _linear_terms(layout, "from_local()"), weight
 
 
 _cached_terms = functools.lru_cache(maxsize=4096)(_terms)
@@ -398,7 +392,7 @@ world_caches.append(_cached_terms.cache_clear)
 
 
 def relaid(layout: Layout, other: Layout) -> Layout:
-    """The placements of `layout` for the tensor of `other`: a gradient may differ in stride."""
+    """`other` with the placements of `layout`: a gradient may differ in stride."""
     return other.with_placements(layout.placements, layout.order)
 
 
@@ -410,7 +404,7 @@ def with_dtype(layout: Layout, dtype: torch.dtype) -> Layout:
     )
 
 
-#: Of a DTensor that is no snapshot, or is current.
+#: For a DTensor that is no snapshot, or is current.
 current_to_local = bare_apply(ToLocal)
 to_local = direct_apply(ToLocal)
 from_local = bare_apply(FromLocal)

@@ -1,10 +1,16 @@
-"""How torch.compile takes a DTensor apart: plain tensors, and a value that says what they are.
+"""DTensors under torch.compile and torch.export: flattening, conversions as ops, views.
+
+torch.compile cannot trace how a tensor subclass is made, but takes an op as it is. So `from_local`,
+the factories and `distribute_tensor` are ops of `torch.ops.shardwise` while a region is traced;
+their arguments are ints and strings, so placements and meshes are encoded. torch.export records
+ops on DTensors and must know where each local tensor came from: there `redistribute` and
+`to_local` are ops too.
 
 Note [Part names]
-In a simulated world a DTensor is taken apart down to the parts of its LocalTensor, which halves the
-sizes that the compiler has to track. The names of the parts carry their number, `_part0of2`: torch
-describes a parameter and its `.grad` by one set of names when the names of one are all among those
-of the other, but a gradient that is Partial has more parts than a replicated parameter.
+In a simulated world a DTensor is flattened to the parts of its LocalTensor, which halves the sizes
+that the compiler has to track. Their names carry the number of parts, `_part0of2`: torch describes
+a parameter and its `.grad` by one set of names if one set contains the other, but a Partial
+gradient has more parts than a replicated parameter.
 """
 
 from __future__ import annotations
@@ -44,10 +50,10 @@ _MAX_KNOWN = 64
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class FlatContext:
-    """What a compiled graph knows of a DTensor besides its tensors: all but the sizes.
+    """What a compiled graph knows of a DTensor besides its plain tensors and the sizes.
 
-    Sizes come separately, so that a new batch size does not mean a new graph. Equal ones are one
-    object: guards compare two of these for each input of each call, and identity needs no Python.
+    Sizes are separate, so that a new batch size needs no new graph. Contexts are interned: guards
+    compare two for each input of each call, and comparing identity needs no Python.
     """
 
     grid: Grid
@@ -56,11 +62,11 @@ class FlatContext:
     dtype: torch.dtype
     #: Which rank holds which part; None in a real process.
     roster: Roster | None
-    #: Layouts by shape and stride: every run of compiled code asks for those of its outputs.
+    #: Layouts by shape and stride; every run of compiled code looks up those of its outputs.
     known: dict[Any, Layout] = field(default_factory=dict, repr=False)
 
     def __deepcopy__(self, memo: Any) -> FlatContext:
-        return self  # one object per value
+        return self  # interned
 
     def __reduce__(self) -> Any:
         return make_context, (self.grid, self.placements, self.order, self.dtype, self.roster)
@@ -82,7 +88,7 @@ class FlatContext:
     def restored(
         self, inner: dict[str, torch.Tensor], shape: Any, stride: Any
     ) -> tuple[torch.Tensor, Layout]:
-        """The local tensor out of its parts, and its layout."""
+        """The local tensor, assembled from its parts, and its layout."""
         local = from_parts(tuple(inner.values()), self.roster)
         layout = self.layout(shape, stride)
         if layout.symbolic and _ties_sizes(local, layout):
@@ -104,17 +110,16 @@ def make_context(
     key = (grid, placements, order, dtype, roster)
     try:
         found = _interned.get(key)
-    except TypeError:  # a placement that remembers a symbolic size has no hash
+    except TypeError:  # a placement with symbolic sizes has no hash
         return FlatContext(*key)
     return _interned.setdefault(key, FlatContext(*key)) if found is None else found
 
 
 def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
-    """Tell the compiler what pieces of known size say about a symbolic whole; whether they did.
+    """Tell the compiler what concrete shard sizes say about symbolic global sizes; whether any did.
 
-    A piece of size 0 or 1 has no symbol, and explicit sizes are numbers. What follows for the whole
-    must be known before the first op: torch loses the size of an output that turns out to be
-    constant later on.
+    A shard of size 0 or 1 has no symbol, and explicit sizes are ints. This must be known before the
+    first op: torch loses the size of an output that becomes constant later on.
     """
     tied = False
     for placement in layout.placements:
@@ -123,42 +128,42 @@ def _ties_sizes(local: torch.Tensor, layout: Layout) -> bool:
             tied = (type(size) is not int and bool(size == sum(placement.sizes))) or tied
     values = rank_values(layout.grid, local)
     for dim in range(layout.ndim):
-        pieces = [part.shape[dim] for _, part in values]
-        tied = _ties_dim(layout, dim, [coordinate for coordinate, _ in values], pieces) or tied
+        sizes = [part.shape[dim] for _, part in values]
+        tied = _ties_dim(layout, dim, [coordinate for coordinate, _ in values], sizes) or tied
     return tied
 
 
 def _ties_dim(
-    layout: Layout, dim: int, coordinates: Sequence[Coordinate], pieces: Sequence[Any]
+    layout: Layout, dim: int, coordinates: Sequence[Coordinate], shard_sizes: Sequence[Any]
 ) -> bool:
-    """Where one symbol stands for the pieces of all ranks, the whole is a multiple of it.
+    """Where the shards of all ranks have one size, the global size is a multiple of it.
 
-    Otherwise all that follows would be computed with both, and compared. Where pieces have symbols
-    of their own, a graph may serve sizes that divide and sizes that do not.
+    Otherwise later sizes would be computed from both symbols, and compared. Where shards have
+    symbols of their own, one graph may serve even and uneven sizes.
     """
-    size, first = layout.shape[dim], pieces[0]
-    num_pieces = math.prod(layout.grid.shape[axis] for axis in layout.axes_of(dim))
-    # A process knows its own piece only.
-    alike = len(pieces) > 1 or (type(first) is int and splits_evenly(size, num_pieces))
-    alike = alike and all(surely_equal(first, other) for other in pieces)
-    if type(size) is not int and num_pieces > 1 and alike:
-        return bool(size == num_pieces * first)
+    size, first = layout.shape[dim], shard_sizes[0]
+    num_shards = math.prod(layout.grid.shape[axis] for axis in layout.axes_of(dim))
+    # A process knows only its own shard.
+    alike = len(shard_sizes) > 1 or (type(first) is int and splits_evenly(size, num_shards))
+    alike = alike and all(surely_equal(first, other) for other in shard_sizes)
+    if type(size) is not int and num_shards > 1 and alike:
+        return bool(size == num_shards * first)
     tied = False
-    for coordinate, found in zip(coordinates, pieces, strict=True):
+    for coordinate, found in zip(coordinates, shard_sizes, strict=True):
         if (type(size) is int) != (type(found) is int):
             tied = bool(layout.local_shape(coordinate)[dim] == found) or tied
     return tied
 
 
-#: The names of the tensors of a DTensor in a real process.
+#: The attribute that holds the plain tensor of a DTensor in a real process.
 LOCAL = ["_local"]
-#: What a DTensor in a real process is taken apart into, by layout: names and context. Emptied when
-#: full, and with the world.
+#: How a DTensor in a real process is flattened, by layout: names and context. Emptied when full,
+#: and with the world.
 plain_parts: dict[Layout, tuple[list[str], FlatContext]] = {}
 
 
 def flattened(x: Any) -> tuple[list[str], FlatContext]:
-    """The names of attributes of a DTensor that hold its plain tensors, and all else."""
+    """The names of a DTensor's attributes that hold plain tensors, and the rest as a context."""
     local, layout = x._local, x._layout
     roster = roster_of(local)
     if roster is None:
@@ -191,9 +196,9 @@ world_caches += [_cached_context.cache_clear, plain_parts.clear]
 
 @functools.cache
 def part_names(num_parts: int, cls: Any, held: str = "_local", prefix: str = "_part") -> list[str]:
-    """See Note [Part names]. Each is a property of `cls` from now on, of the parts of `held`.
+    """See Note [Part names]. Defines a property of `cls` for each part of the attribute `held`.
 
-    A `__getattr__` would do, but torch.compile does not read other attributes of such a class.
+    A class with `__getattr__` would need none, but torch.compile cannot read its other attributes.
     """
     names = [f"{prefix}{number}of{num_parts}" for number in range(num_parts)]
     for number, name in enumerate(names):
@@ -206,7 +211,7 @@ def _part(number: int, held: str) -> property:
         return parts_of(getattr(x, held))[number]
 
     def write(x: Any, part: torch.Tensor) -> None:
-        """torch puts a copy in place of a gradient's part that lies otherwise than it expected."""
+        """torch replaces a gradient's part by a copy if its strides are not those expected."""
         local = getattr(x, held)
         parts = list(parts_of(local))
         parts[number] = part
@@ -216,7 +221,7 @@ def _part(number: int, held: str) -> property:
 
 
 def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
-    """What torch's compile caches need to know of a DTensor, and of the code behind it."""
+    """The key of a DTensor, and of this package's code, in torch's compile caches."""
     roster = roster_of(local)
     return repr(
         (
@@ -236,14 +241,7 @@ def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
     )
 
 
-# Local tensors that become DTensors inside a compiled region, and moves in exported programs.
-#
-# torch.compile reads the Python of a region and refuses what it cannot read, such as the making
-# of a tensor subclass. An op of ours it takes as it is. The arguments of an op are numbers and
-# texts, so placements are encoded as numbers and meshes as text.
-#
-# `torch.export` notes ops on DTensors, not what they do to local tensors, and asks for the origin
-# of each local tensor that is read: `redistribute` and `to_local` are ops there too.
+# -- conversions as ops ----------------------------------------------------------------------
 
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
@@ -256,6 +254,10 @@ _library.define(
 )
 _library.define("to_local(Tensor x, int[]? grad_placements) -> Tensor")
 _library.define("from_uneven(Tensor local, str mesh, int[] placements) -> Tensor")
+_library.define(
+    "create(SymInt[] size, Scalar? value, str mesh, int[]? placements, ScalarType? dtype) -> Tensor"
+)
+_library.define("distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor")
 
 
 def traced_from_local(
@@ -267,10 +269,10 @@ def traced_from_local(
     stride: Sequence[int] | None,
     grad_placements: Sequence[Placement] | None,
 ) -> Any:
-    """`DTensor.from_local`, as torch.compile reads it."""
+    """`DTensor.from_local` as an op."""
     if run_check:
         raise UnsupportedError(
-            "from_local(run_check=True) in compiled code: what the ranks hold is compared in "
+            "from_local(run_check=True) in compiled code: local tensors are compared in "
             "Python. Check outside torch.compile, and leave run_check out inside."
         )
     return torch.ops.shardwise.from_local(
@@ -284,12 +286,12 @@ def traced_from_local(
 
 
 def traced_from_uneven(local: torch.Tensor, mesh: str, placements: Any) -> Any:
-    """What `install_from_uneven` was given, as torch.compile reads it."""
+    """The function that `install_from_uneven` was given, as an op."""
     return torch.ops.shardwise.from_uneven(local, mesh, encode_placements(placements))
 
 
 def install_from_uneven(from_uneven: Callable[[torch.Tensor, Any, list[Placement]], Any]) -> None:
-    """Let the op do what this does."""
+    """Implement the op `from_uneven` with this function."""
 
     def run(local: torch.Tensor, mesh: str, placements: Any) -> Any:
         return from_uneven(local, decode_mesh(mesh), decode_placements(placements) or [])
@@ -298,17 +300,17 @@ def install_from_uneven(from_uneven: Callable[[torch.Tensor, Any, list[Placement
 
 
 def is_traced() -> bool:
-    """Whether a compiler or an exporter notes the calls of the program that runs."""
+    """Whether torch.compile or torch.export traces the program."""
     return torch.compiler.is_dynamo_compiling() or is_exported()
 
 
 def is_exported() -> bool:
-    """Whether torch.export watches the program: not inside our ops, which it takes as they are."""
+    """Whether torch.export traces the program; not so inside our ops."""
     return torch.compiler.is_exporting() and is_function_mode_enabled()
 
 
 def unwatched(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, of which torch.export does not see what it reads: it knows no tensor made in there."""
+    """`fn`, hidden from torch.export, which knows no tensor that is made inside."""
 
     def run(*args: Any) -> Any:
         with without_torch_function():
@@ -324,19 +326,19 @@ def exported_redistribute(
     forward_dtype: torch.dtype | None = None,
     backward_dtype: torch.dtype | None = None,
 ) -> Any:
-    """`x.redistribute(...)`, as torch.export notes it."""
+    """`x.redistribute(...)` as an op."""
     return torch.ops.shardwise.redistribute(
         x, encode_placements(placements), order, forward_dtype, backward_dtype
     )
 
 
 def exported_to_local(x: torch.Tensor, grad_placements: Sequence[Placement] | None) -> Any:
-    """`x.to_local(...)`, as torch.export notes it."""
+    """`x.to_local(...)` as an op."""
     return torch.ops.shardwise.to_local(x, encode_placements(grad_placements))
 
 
 def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
-    """Let the ops do what these do."""
+    """Implement the ops with these functions."""
 
     def run(
         local: torch.Tensor, mesh: str, placements: Any, shape: Any, stride: Any, grad: Any
@@ -359,24 +361,23 @@ def install(from_local: Any, redistribute: Any, to_local: Any) -> None:
             backward_dtype=backward_dtype,
         )
 
-    def leave(x: Any, grad_placements: Any) -> Any:
+    def run_to_local(x: Any, grad_placements: Any) -> Any:
         return to_local(x, grad_placements=decode_placements(grad_placements))
 
     _library.impl("from_local", unwatched(run), "CompositeImplicitAutograd")
     _library.impl("redistribute", unwatched(move), "CompositeImplicitAutograd")
-    _library.impl("to_local", unwatched(leave), "CompositeImplicitAutograd")
+    _library.impl("to_local", unwatched(run_to_local), "CompositeImplicitAutograd")
 
 
-# How a view of a DTensor enters a compiled region.
+# -- views that enter a compiled region ------------------------------------------------------
 #
-# torch.compile replays the view on a stand-in for the tensor that it was taken of. Numbers of the
-# view, such as where a slice starts, are symbols then that belong to no input, and a rule that
-# asks about one of them leaves a guard that torch cannot write down. A view of a DTensor knows
-# its parts and its layout: it is put together from stand-ins for those, as a tensor that is no
-# view would be, and said to be a view of the other.
+# torch.compile replays a view on a fake of its base. Numbers of the view, such as the start of a
+# slice, become symbols of no input, and a rule that compares one leaves a guard that torch cannot
+# express. A view of a DTensor has its parts and its layout: it is assembled from fakes of the
+# parts, as a tensor that is no view would be, and declared a view of the base.
 
-#: The last DTensor that was put together from parts: torch makes a stand-in for a view just before
-#: it replays the view.
+#: The last DTensor that was assembled from parts: torch makes the fake of a view just before it
+#: replays the view.
 _last: weakref.ref[Any] | None = None
 
 
@@ -386,7 +387,7 @@ def remember(x: Any) -> None:
 
 
 class _Returned(TorchDispatchMode):
-    """Any view of a tensor is this one, which is there already."""
+    """A mode in which every view op returns `result`."""
 
     def __init__(self, result: torch.Tensor) -> None:
         super().__init__()
@@ -395,26 +396,26 @@ class _Returned(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> torch.Tensor:
-        # By its memory torch finds out which inputs overlap.
+        # It must share the base's storage: torch finds overlapping inputs by storage.
         return return_and_correct_aliasing(func, args, kwargs or {}, self._result)
 
 
 def replayed(
     view: Any,
     base: torch.Tensor,
-    stand_in: Callable[[torch.Tensor], torch.Tensor],
+    fake: Callable[[torch.Tensor], torch.Tensor],
     wrap: Callable[[torch.Tensor, Layout], Any],
 ) -> torch.Tensor:
-    """`view`, of stand-ins for its parts, as a view of `base`."""
+    """`view`, with fakes of its parts, as a view of `base`."""
     local = view._local
-    parts = [stand_in(part) for part in parts_of(local)]
+    parts = [fake(part) for part in parts_of(local)]
     result = wrap(from_parts(parts, roster_of(local)), _traced_layout(view, parts))
     with _Returned(result):
         return torch.ops.aten.alias.default(base)
 
 
 def _traced_layout(view: Any, parts: list[torch.Tensor]) -> Layout:
-    """The layout with the sizes that the compiler gave to the stand-in for `view`."""
+    """The layout with the sizes that the compiler gave to the fake of `view`."""
     made = _last() if _last is not None else None
     if made is not None:
         theirs = parts_of(made._local)
@@ -423,22 +424,13 @@ def _traced_layout(view: Any, parts: list[torch.Tensor]) -> Layout:
     return view._layout
 
 
-# New tensors inside a compiled region.
-#
-# As in `traced`, the compiler takes an op where it would refuse to read how a subclass is made.
-# One makes a tensor of one number, or without values; draws are then written to it, as to any
-# tensor.
-_library.define(
-    "create(SymInt[] size, Scalar? value, str mesh, int[]? placements, ScalarType? dtype) -> Tensor"
-)
-_library.define("distribute(Tensor x, str mesh, int[]? placements, int? source) -> Tensor")
+# -- factories as ops ------------------------------------------------------------------------
 
 
 def is_traceable(requires_grad: bool, generator: torch.Generator | None = None) -> bool:
-    """Whether torch.compile reads the program and takes such a call.
+    """Whether the program is traced and such a factory call can be traced.
 
-    As of plain tensors, it makes no leaves that require grad and knows no generators but the
-    default one.
+    As with plain tensors, neither leaves that require grad nor generators can.
     """
     return is_traced() and not requires_grad and generator is None
 
@@ -451,9 +443,9 @@ def traced_create(
     mesh: DeviceMesh | None,
     placements: Sequence[Placement] | None,
 ) -> Any:
-    """A tensor of one number, or without values where that is None."""
+    """A tensor filled with `value`, or an empty one if that is None; draws then write to it."""
     if layout is not torch.strided:
-        raise ArgumentError(f"A DTensor is strided, and layout={layout} was asked for.")
+        raise ArgumentError(f"A DTensor is strided, but layout={layout} was given.")
     encoded = encode_mesh(mesh if mesh is not None else current_mesh())
     return torch.ops.shardwise.create(size, value, encoded, encode_placements(placements), dtype)
 
@@ -470,7 +462,7 @@ def traced_distribute(
 
 
 def install_factories(create: Callable[..., Any], distribute: Callable[..., Any]) -> None:
-    """Let the ops do what these do.
+    """Implement the ops with these functions.
 
     They are called as `create(size, value, device_mesh=, placements=, dtype=)` and
     `distribute(tensor, mesh, placements, src_data_rank=)`.

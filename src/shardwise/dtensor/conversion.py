@@ -1,4 +1,4 @@
-"""Where local tensors become global ones: the layout they get, and whether they fit it."""
+"""Conversions between local and global tensors: layouts and checks, casts, values for Python."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def local_layout(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> Layout:
-    """The layout of the global tensor whose parts look like `local`, which fit into it."""
+    """The layout of the global tensor with `local` as its shards, checked against their shapes."""
     if shape is None and stride is None and placements is not None and not is_per_rank(local):
-        # The common case, many times over: one dictionary lookup.
+        # The common case: one dictionary lookup.
         key = (
             grid,
             (placements,) if isinstance(placements, Placement) else tuple(placements),
@@ -90,8 +90,8 @@ def _local_layout(
         whole: Shape = tuple(shape)
         normal = normalize(placements, whole, grid)
     else:
-        # An uneven LocalTensor has no one shape: asking for it says so, and names the ranks. With
-        # explicit sizes the first part will do, and all are checked against the sizes.
+        # `shape` of an uneven LocalTensor raises and names the ranks. With explicit sizes any
+        # shard will do: all are checked against the sizes later.
         first = one_part(local) if gives_sizes(placements) else local
         local_shape = tuple(first.shape)
         # Checks the number of placements and the dims; sizes are checked with the global shape.
@@ -110,7 +110,7 @@ def listed(placements: Any) -> list[Any]:
 
 
 def gives_sizes(placements: Any) -> bool:
-    """Whether a placement says how long each rank's piece is."""
+    """Whether a placement gives explicit shard sizes."""
     for placement in (placements,) if isinstance(placements, Placement) else placements or ():
         if isinstance(placement, Shard) and placement.sizes:
             return True
@@ -143,7 +143,7 @@ def _grown(
     explicit: Sequence[tuple[int, ...] | None],
     grid: Grid,
 ) -> Shape:
-    """The global shape when every rank holds a part of the same shape."""
+    """The global shape when all ranks hold shards of the same shape."""
     whole = list(local_shape)
     for axis, placement in enumerate(placements):
         if isinstance(placement, Shard):
@@ -160,12 +160,12 @@ def stride_like(local: torch.Tensor, shape: Sequence[Size]) -> Shape:
     local_stride = local.stride()
     outermost_first = sorted(range(local.dim()), key=lambda d: -local_stride[d])
     if local_stride != dense_stride(local.shape, outermost_first):
-        return contiguous_stride(shape)  # a view with gaps or repeats has no order worth keeping
+        return contiguous_stride(shape)  # not dense: no memory order to keep
     return dense_stride(shape, outermost_first)
 
 
 def check_plain_part(value: Any, asked: str) -> None:
-    """Raise where `value` cannot be what a rank holds: no tensor, a DTensor, not strided."""
+    """Raise where `value` cannot be a local tensor: no tensor, a DTensor, not strided."""
     if type(value) is torch.Tensor and value.layout is torch.strided:
         return
     if not isinstance(value, torch.Tensor):
@@ -173,17 +173,17 @@ def check_plain_part(value: Any, asked: str) -> None:
     if isinstance(value, Wrapped):
         raise ArgumentError(
             f"{asked} takes a plain tensor, found {value._layout!r}: it is distributed already. "
-            "Use it as it is, or redistribute() it; its part on this rank is to_local()."
+            "Use it as it is, or redistribute() it; its shard on this rank is to_local()."
         )
     if value.layout is not torch.strided:
         raise ArgumentError(
-            f"{asked} takes a strided tensor, found one of layout {value.layout}: a shard of it "
-            "has no one place in memory. Pass x.to_dense()."
+            f"{asked} takes a strided tensor, found one of layout {value.layout}. "
+            "Pass x.to_dense()."
         )
 
 
 def check_fits(local: torch.Tensor, layout: Layout) -> None:
-    """Every rank present holds a part of the shape that the layout gives it."""
+    """Raise unless every rank present holds a shard of the shape that the layout gives it."""
     if layout.symbolic or any(type(s) is not int for s in torch.Tensor.size(local)):
         return
     for coordinate, part in rank_values(layout.grid, local):
@@ -205,7 +205,7 @@ def check_all_ranks(
 ) -> None:
     """Compare shapes and dtypes over all ranks of the mesh, so that all of them raise.
 
-    Nothing that one rank alone could see may be raised before the ranks have met.
+    No rank may raise before this for a reason that it alone can see.
     """
     rows = all_metas(local, grid, "from_local(run_check=True)")
     first = torch.empty(rows[0][1], dtype=rows[0][0], device="meta")
@@ -213,9 +213,9 @@ def check_all_ranks(
     if shape is None and any(row != rows[0] for row in rows):
         unlike = {c: row for c, row in found.items() if row != rows[0]}
         raise LayoutError(
-            f"The ranks hold other parts than rank {grid.ranks[0]}'s {rows[0]}: at mesh "
-            f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or parts "
-            "that are alike."
+            f"Local tensors differ from rank {grid.ranks[0]}'s {rows[0]}: at mesh "
+            f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or local "
+            "tensors of one shape and dtype."
         )
     layout = _local_layout(first, grid, placements, shape, stride)
     for coordinate, (dtype, sizes) in found.items():
@@ -246,11 +246,11 @@ _DTYPES = sorted(
 )
 
 
-# Redistribution in another dtype: what travels is cast before it leaves, on the way back too.
+# -- redistribution in another dtype ---------------------------------------------------------
 
 
-class CastParts(UntracedFunction):
-    """Each rank's part in another dtype: also the terms of a Partial, before they are added."""
+class CastShards(UntracedFunction):
+    """Cast each rank's shard; the terms of a Partial are cast before they are added."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, dtype: torch.dtype) -> Any:
@@ -264,7 +264,7 @@ class CastParts(UntracedFunction):
 
 
 class CastAndMove(UntracedFunction):
-    """One node, since autograd casts what passes between two to the dtype of the tensor there."""
+    """Cast and redistribute in one node: between two, autograd would cast the gradient back."""
 
     @staticmethod
     def forward(
@@ -284,7 +284,7 @@ class CastAndMove(UntracedFunction):
 
 
 def _cast(x: Any, dtype: torch.dtype) -> Any:
-    return x if x.dtype == dtype else CastParts.apply(x, dtype)
+    return x if x.dtype == dtype else CastShards.apply(x, dtype)
 
 
 def redistribute_as(
@@ -294,7 +294,10 @@ def redistribute_as(
     backward_dtype: torch.dtype | None,
     async_op: bool,
 ) -> Any:
-    """`x` in the placements of `target` and in `forward_dtype`; its gradient in `x`'s own dtype."""
+    """`x` in the placements of `target` and in `forward_dtype`; the gradient has `x`'s dtype.
+
+    Both are cast before they are sent, the gradient to `backward_dtype`.
+    """
     for name, dtype in (("forward_dtype", forward_dtype), ("backward_dtype", backward_dtype)):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise ArgumentError(f"{name} is a torch.dtype or None, found {dtype!r}.")
@@ -302,11 +305,14 @@ def redistribute_as(
     return CastAndMove.apply(x, target, forward_dtype or own, backward_dtype or own, async_op)
 
 
-# Reading a DTensor into Python or numpy: all ranks get the whole, as with `item()` a number.
+# -- values for Python and numpy -------------------------------------------------------------
 
 
 def whole_values(x: Any, asked: str) -> torch.Tensor:
-    """The whole tensor as a plain one, outside autograd; in strict mode only where it lies so."""
+    """The whole tensor as a plain one, outside autograd, on every rank.
+
+    In strict mode, only if it is replicated.
+    """
     target = autograd.whole_layout(x._layout)
     if watch.strict and x._layout is not target:
         forbid_move(f"DTensor.{asked}", 0, find_steps(x._layout, target), target)
@@ -316,14 +322,14 @@ def whole_values(x: Any, asked: str) -> torch.Tensor:
 
 def as_numpy(x: Any, force: bool) -> Any:
     if x.requires_grad and not force:
-        return torch.empty(0, requires_grad=True).numpy()  # torch says what is wrong
-    # A copy also where the tensor is replicated: ranks that wrote to their own would differ.
+        return torch.empty(0, requires_grad=True).numpy()  # raises torch's error
+    # Copied even if replicated: writes of one rank would make the replicas differ.
     return whole_values(x, "numpy").resolve_conj().resolve_neg().clone().numpy(force=force)
 
 
 def refuse_memory(asked: str) -> NoReturn:
-    """What would read or write memory at an address: a DTensor has none of its own."""
+    """Raise for a method that needs an address in memory, which a DTensor does not have."""
     raise UnsupportedError(
-        f"DTensor.{asked} has no meaning: the memory is that of the local tensors. Call it on "
+        f"DTensor.{asked} has no meaning: a DTensor has no memory of its own. Call it on "
         "x.to_local() or on x.full_tensor()."
     )

@@ -1,4 +1,4 @@
-"""Making DTensors and distributing modules."""
+"""`distribute_tensor`, `distribute_module` and the factories."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def distribute_tensor(
     *,
     src_data_rank: int | None = 0,
 ) -> DTensor:
-    """Lay a tensor that every rank has out over a mesh, as a new leaf.
+    """Shard a tensor that every rank has over a mesh, as a new leaf.
 
-    Every rank gets its part of the values of coordinate `src_data_rank` of each mesh axis, and no
-    more than that part is sent to it. With None, each rank takes its part of its own values and
-    nothing is communicated. A tensor on the meta device stays there: `Module.to_empty` and
+    Every rank gets its shard of the values at coordinate `src_data_rank` of each mesh axis, and
+    nothing more is sent to it. With None, each rank takes its shard of its own values and nothing
+    is communicated. A tensor on the meta device stays there: `Module.to_empty` and
     `reset_parameters` give it memory and values.
 
     >>> import shardwise, torch
@@ -94,15 +94,15 @@ def distribute_tensor(
     target = layout.with_placements(normal)
     local, layout = execute(local, find_steps(layout, target)), target
     if src_data_rank is None:
-        # A part of its own: a view would keep the whole tensor alive.
+        # Copied: a view would keep the whole tensor alive.
         local = each_rank(grid, lambda _, part: part.clone(), local, axes=())
-    # No view of a message: inductor fails over a view whose gradient is none.
+    # Not a view of a message: inductor fails on a view whose gradient is none.
     local = each_rank(grid, lambda _, part: in_memory_order(part, layout).detach(), local, axes=())
     return DTensor._wrap(local, layout).requires_grad_(requires_grad)
 
 
 def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] | None) -> DTensor:
-    """A DTensor that is to be distributed: itself, where it lies that way already."""
+    """`tensor` itself, if it has the given mesh and placements; else raises."""
     if tensor._layout.grid is not grid:
         raise LayoutError(
             f"The tensor is distributed already, as {tensor._layout!r}; it cannot be distributed "
@@ -120,12 +120,12 @@ def _already_there(tensor: DTensor, grid: Grid, placements: Sequence[Placement] 
 def _sent_out(
     local: torch.Tensor, layout: Layout, placements: Sequence[Placement], source: int
 ) -> tuple[torch.Tensor, Layout]:
-    """The values of coordinate `source` of each axis: cut first, and what is left broadcast."""
+    """The values at coordinate `source` of each axis: scattered first, the rest broadcast."""
     grid = layout.grid
     sharded = [axis for axis, p in enumerate(placements) if isinstance(p, Shard)]
     for axis in sharded:
         shard = placements[axis]
-        assert isinstance(shard, Shard), "only shards are cut"
+        assert isinstance(shard, Shard), "only shards are scattered"
         local = collectives.scatter(local, shard.dim, shard.sizes, source, grid, axis)
     for axis in range(grid.num_axes):
         if axis not in sharded:
@@ -151,7 +151,7 @@ def distribute_module(
     grid = grid_of(mesh)
     if not isinstance(module, nn.Module):
         raise ArgumentError(f"distribute_module() takes a module, found a {type(module).__name__}.")
-    # A tensor that several modules share stays shared.
+    # A tensor shared by several modules stays shared.
     made: dict[torch.Tensor, torch.Tensor] = {}
     for name, submodule in module.named_modules():
         if partition_fn is not None:
@@ -164,9 +164,7 @@ def distribute_module(
     return module
 
 
-# With a grid, which a pickled or copied module keeps by value, where a mesh could not be.
-
-
+# Hooks hold a grid, not a mesh: it can be pickled and copied with the module.
 def _enter(fn: Callable[..., Any], grid: Grid, module: nn.Module, inputs: Any) -> Any:
     return fn(module, inputs, grid.mesh)
 
@@ -395,7 +393,7 @@ def _create(
 
 def _check_strided(layout: torch.layout) -> None:
     if layout is not torch.strided:
-        raise ArgumentError(f"A DTensor is strided, and layout={layout} was asked for.")
+        raise ArgumentError(f"A DTensor is strided, but layout={layout} was given.")
 
 
 def _draw(

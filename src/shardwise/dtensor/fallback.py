@@ -1,8 +1,9 @@
-"""Ops without a rule of their own: taken apart into ops that have one.
+"""Ops without a rule: decomposed into ops that have one, or run on gathered operands.
 
-Each part is planned like any other call, so the result is right where the parts are. An op that is
-handled above autograd comes here where there is no autograd: in `torch.inference_mode`, and on the
-meta device. Its kernel takes it apart there too.
+Each op of a decomposition is planned like any other call. An op with a kernel above autograd comes
+here where there is no autograd (`torch.inference_mode`, the meta device): the kernel is then its
+decomposition. Operands are gathered where values decide the shape of the result (`nonzero`,
+`masked_select`), and inside `fallback("replicate")` where nothing else is left.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 
-#: Ops that torch does not take apart itself, or not for all sizes; `ops.catalog` adds more.
+#: Ops that torch does not decompose, or not for all sizes; `ops.catalog` adds more.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {}
 
 #: The kernels above autograd, by op; `ops.catalog` fills it.
@@ -45,8 +46,8 @@ kernels_above: dict[Any, Callable[..., Any]] = {}
 
 
 @functools.lru_cache(maxsize=1024)
-def parts_of(op: Any) -> Callable[..., Any] | None:
-    """A function that does what `op` does with other ops, or None."""
+def decomposition_of(op: Any) -> Callable[..., Any] | None:
+    """A function that computes `op` with other ops, or None."""
     if not isinstance(op, OpOverload):
         return None
     if op in DECOMPOSITIONS:
@@ -61,11 +62,11 @@ def parts_of(op: Any) -> Callable[..., Any] | None:
         return None
     if is_composite(op):
         return op.decompose
-    # Asked last: its import takes most of a second, and most programs never need it.
+    # Last: importing them takes most of a second, and most programs never need it.
     return decompositions().get(op)
 
 
-rule_caches.append(parts_of.cache_clear)
+rule_caches.append(decomposition_of.cache_clear)
 
 
 def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,7 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     single, in_place = _single_form(name.removesuffix("_") if writes else name, second, writes)
     if single is None:
         raise NotImplementedError(f"{op} has no form for a single tensor")
-    # What is positional for many tensors may be a keyword for one: the value of addcmul.
+    # An argument that is positional here may be a keyword of the single op: `value` of addcmul.
     schema = getattr(single, single.overloads()[0])._schema
     num_positional = sum(not a.kwarg_only for a in schema.arguments)
     names = [a.name for a in schema.arguments if a.kwarg_only]
@@ -92,7 +93,7 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     return results
 
 
-#: Where the op for one tensor has another name: when the second argument is a tensor, else.
+#: Single ops of another name: where the second argument is a tensor, and where it is not.
 _OTHER_NAMES = {
     "maximum": ("maximum", "clamp_min"),
     "minimum": ("minimum", "clamp_max"),
@@ -101,7 +102,7 @@ _OTHER_NAMES = {
 
 
 def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
-    """The op for one tensor, and whether it is the one that writes."""
+    """The op for one tensor, and whether it works in place."""
     items = second if isinstance(second, (list, tuple)) else [second]
     with_tensors, with_numbers = _OTHER_NAMES.get(name, (name, name))
     name = with_tensors if any(isinstance(item, torch.Tensor) for item in items) else with_numbers
@@ -111,10 +112,10 @@ def _single_form(name: str, second: Any, writes: bool) -> tuple[Any, bool]:
 
 
 def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
-    """What a GradScaler does: scale gradients, and note whether any holds an infinity or NaN.
+    """The op of a GradScaler: scale gradients, and note whether any holds an infinity or NaN.
 
-    Partial gradients are reduced together, and remember it. The counts of all gradients are added
-    up first, so that every axis of a mesh is asked once.
+    Partial gradients are reduced together, and keep the result. The counts of all gradients are
+    added first, so that there is one collective per mesh axis.
     """
     distributed = [tensor for tensor in tensors if hasattr(tensor, "_layout")]
     whole = [tensor for tensor in tensors if not hasattr(tensor, "_layout")]
@@ -134,9 +135,9 @@ DECOMPOSITIONS.update(
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._is_any_true.default: aten.any.default,
         aten._is_all_true.default: aten.all.default,
-        # Asked of a value and its tangent, which may lie otherwise: what counts is the whole.
+        # Compares a value and its tangent, whose layouts may differ: only global sizes count.
         aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
-        # What torch's C++ asks where it takes no symbols: the sizes are fixed, as on one device.
+        # Called by torch's C++ where it takes no symbols: sizes are specialised, as on one device.
         aten.size.default: lambda x: tuple(map(int, x.shape)),
         aten.stride.default: lambda x: tuple(map(int, x.stride())),
         aten.storage_offset.default: lambda x: 0,
@@ -152,14 +153,11 @@ def _named_item(kwargs: Mapping[str, Any], number: int) -> dict[str, Any]:
     return {k: v[number] if isinstance(v, (list, tuple)) else v for k, v in kwargs.items()}
 
 
-# Calls for which every operand is gathered: each rank runs the op on whole tensors.
-#
-# That is so where the values decide the shape of the result (`nonzero`, `masked_select`), and,
-# where `fallback("replicate")` asks for it, for ops that no rule covers.
+# -- gathered operands -----------------------------------------------------------------------
 
 
 def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
-    """The entry of an op whose result's shape depends on values; None for any other call."""
+    """The entry of an op whose output shape is data-dependent; None for any other call."""
     rule = find_rule(plain_op(op))
     if rule is not None and rule.found_shapes:
         return whole_entry(op, args)
@@ -169,7 +167,7 @@ def unknown_shape_entry(op: Any, args: Sequence[Any]) -> Entry | None:
 
 
 def whole_entry(op: Any, args: Sequence[Any]) -> Entry:
-    """Every operand whole, and so every result; `args` has layouts in place of tensors."""
+    """An entry that replicates all operands; `args` has layouts in place of tensors."""
     paths = list(tensor_paths(args))
     layouts = on_one_mesh(op, [at_path(args, path) for path in paths])
     grid = layouts[0].grid
@@ -188,8 +186,8 @@ def whole_entry(op: Any, args: Sequence[Any]) -> Entry:
     return entry
 
 
-#: Ops of which torch's shape function finds a wrong shape where their dim is negative, and before
-#: torch 2.13 a wrong dtype of their indices and counts; and the position of that dim.
+#: Ops whose fake results have a wrong shape for a negative dim and, before torch 2.13, a wrong
+#: dtype of indices and counts; and the position of that dim.
 _UNIQUE = {
     torch.ops.aten._unique2.default: None,
     torch.ops.aten.unique_dim.default: 1,
@@ -199,7 +197,7 @@ _UNIQUE = {
 
 
 def _unique(op: Any, position: int | None) -> Callable[..., Any]:
-    """The op with a dim that counts from the front, and integers where there are integers."""
+    """The op with a non-negative dim, and with indices and counts as int64."""
 
     def call(x: torch.Tensor, *options: Any) -> Any:
         given = [x, *options]
@@ -223,23 +221,22 @@ def _wrapped(result: Any, wrap: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def _found_layout(local: torch.Tensor, grid: Grid) -> Layout:
-    """The layout of a whole tensor that was made without a plan for its shape."""
+    """The layout of a replicated tensor whose shape was not planned."""
     part = one_part(local)
     whole = (REPLICATE,) * grid.num_axes
     return make_layout(grid, whole, part.shape, part.stride(), part.dtype)
 
 
-# -- the fallback ----------------------------------------------------------------------------
-
-_told: set[str] = set()
+#: The ops that were warned about.
+_warned: set[str] = set()
 
 
 @contextlib.contextmanager
 def fallback(how: str) -> Iterator[None]:
     """Inside, an op that no rule covers gathers its operands and runs on whole tensors.
 
-    Each op that does so is told of once, with the bytes that a rank receives
-    (`ReplicationWarning`). Random numbers are never drawn this way: ranks would draw their own.
+    Each such op gives one `ReplicationWarning`, with the bytes that a rank receives.
+    Random ops are excluded: each rank would draw its own numbers.
     """
     if how != "replicate":
         raise ArgumentError(f'fallback() knows one way, "replicate"; found {how!r}.')
@@ -249,7 +246,7 @@ def fallback(how: str) -> Iterator[None]:
     finally:
         watch.gather_unknown -= 1
         if not watch.gather_unknown:
-            _told.clear()
+            _warned.clear()
 
 
 def may_fall_back(op: Any) -> bool:
@@ -266,17 +263,17 @@ def run_gathered(
     operands: list[Any],
     wrap: Callable[..., Any],
 ) -> Any:
-    """Run a call that no rule covers on whole tensors. Nothing is remembered of it."""
+    """Run a call that no rule covers on whole tensors. The plan is not kept."""
     entry = whole_entry(op, layouts)
     read_current(layouts, entry)
-    _tell(op, entry)
+    _warn(op, entry)
     written = written_inputs(plain_op(op))
     if entry.move is not None:
         entry.move(operands, args)
     for position in written:
         operands[position] = operands[position].clone()
     result = op(*operands, **kwargs)
-    assert entry.finish is not None, "a gathered call knows how to finish"
+    assert entry.finish is not None, "whole_entry sets it"
     if not written:
         return entry.finish(result, args, wrap)
     for position in written:
@@ -285,11 +282,11 @@ def run_gathered(
     return args[written[0]] if plain_op(op)._schema.returns else None
 
 
-def _tell(op: Any, entry: Entry) -> None:
+def _warn(op: Any, entry: Entry) -> None:
     name = str(plain_op(op))
-    if name in _told:
+    if name in _warned:
         return
-    _told.add(name)
+    _warned.add(name)
     moved = [steps[0].source for steps in entry.plan.steps or () if steps]
     num_bytes = sum(int(torch.Size(lo.shape).numel()) * lo.dtype.itemsize for lo in moved)
     warnings.warn(

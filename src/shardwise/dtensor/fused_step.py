@@ -1,7 +1,7 @@
 """torch's fused optimizer steps: one kernel for whole lists of parameters, gradients and states.
 
-An element meets only its own gradient and state, so the kernel is right on local tensors that lie
-alike. What lies otherwise than its parameter is brought there first, and written back after.
+The steps are elementwise, so the kernel is right on local tensors of one layout. A tensor in
+another layout than its parameter is moved first, and written back after.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_o
 from shardwise.simulation.ranks import one_for_all
 from shardwise.simulation.roster import Roster
 
-#: The list of numbers, one per parameter; all others hold tensors shaped like the parameters.
+#: The list of numbers, one per parameter; all other lists hold tensors shaped like the parameters.
 _STEPS = "state_steps"
 #: The list that the first step fills without reading it.
 _MOMENTA = "momentum_buffer_list"
 
 
 def fused_step(op: Any, *lists: Sequence[torch.Tensor], **options: Any) -> None:
-    """Run a fused step on lists that hold DTensors, and perhaps plain tensors beside them."""
+    """Run a fused step on lists that hold DTensors, and perhaps plain tensors too."""
     names = [argument.name for argument in op._schema.arguments[: len(lists)]]
     given = {name: items for name, items in zip(names, lists, strict=True) if items}
     rows: list[list[Any]] = []
@@ -53,7 +53,7 @@ def fused_step(op: Any, *lists: Sequence[torch.Tensor], **options: Any) -> None:
 
 
 def written_lists(op: Any, options: Mapping[str, Any]) -> set[str]:
-    """The lists that the kernel writes to: gradients only where it takes their scale out."""
+    """The lists that the kernel writes to: gradients only where it unscales them."""
     unscales = options.get("grad_scale") is not None
     listed = {a.name for a in op._schema.arguments if not a.kwarg_only}
     return listed - ({_STEPS} if unscales else {_STEPS, "grads"})
@@ -61,14 +61,14 @@ def written_lists(op: Any, options: Mapping[str, Any]) -> set[str]:
 
 @dataclass(slots=True)
 class _LentTensors:
-    """The plain tensors that stand for a DTensor in the kernel's lists."""
+    """The local tensors of a DTensor in the kernel's lists."""
 
     name: str
     tensor: Any
     layout: Layout
     roster: Roster | None
     parts: list[torch.Tensor]
-    #: Whether these are not the DTensor's own memory.
+    #: Whether these are copies, not the DTensor's own memory.
     apart: bool = False
 
     def give_back(self) -> None:
@@ -80,9 +80,9 @@ class _LentTensors:
 def _local_rows(
     op: Any, cells: Mapping[str, Any], *, unset: bool
 ) -> tuple[list[list[Any]], list[_LentTensors]]:
-    """One parameter with all that belongs to it: a row here, one per part in a simulated world.
+    """One parameter with its gradient and state: one row, or one per part in a simulated world.
 
-    `unset`: its momentum holds no values yet.
+    `unset`: its momentum has no values yet.
     """
     tensors = {name: tensor for name, tensor in cells.items() if name != _STEPS}
     if not any(isinstance(tensor, Wrapped) for tensor in tensors.values()):
@@ -91,7 +91,7 @@ def _local_rows(
     loans: dict[str, _LentTensors] = {}
     for position, (name, tensor) in enumerate(tensors.items()):
         if unset and name == _MOMENTA:
-            tensor.zero_()  # played ranks must agree on what they hold
+            tensor.zero_()  # simulated ranks must hold equal values
         loans[name] = _lend(op, position, name, tensor, next(iter(loans.values()), None))
     step = cells.get(_STEPS)
     if isinstance(step, Wrapped):
@@ -104,11 +104,11 @@ def _local_rows(
 
 
 def _check(op: Any, tensors: Mapping[str, Any]) -> None:
-    """The kernels look at no shape: what does not fit would read and write foreign memory."""
+    """Raise where shapes differ: the kernels check none, and would access other memory."""
     plain = [name for name, tensor in tensors.items() if not isinstance(tensor, Wrapped)]
     if plain:
         raise MixedTensorsError(
-            f"{op} got mixed torch.Tensor and DTensor: one parameter and what belongs to it, of "
+            f"{op} got mixed torch.Tensor and DTensor: a parameter with its gradient and state, of "
             f"which {', '.join(plain)} {'is' if len(plain) == 1 else 'are'} plain. Wrap all of "
             "them alike: distribute_tensor(x, mesh, placements)."
         )
@@ -125,7 +125,7 @@ def _check(op: Any, tensors: Mapping[str, Any]) -> None:
 def _lend(
     op: Any, position: int, name: str, tensor: Any, first: _LentTensors | None
 ) -> _LentTensors:
-    """`tensor` as the first loan, the parameter's, lies; what is Partial is reduced."""
+    """`tensor` in the layout of the first loan, the parameter's; a Partial is reduced."""
     layout = tensor._layout
     if first is None:
         target = reduced_layout(layout)
@@ -145,7 +145,7 @@ def _lend(
 
 
 def _share_strides(loans: Sequence[_LentTensors], number: int) -> None:
-    """Make the tensors of a row meet in memory: the kernels walk through it without strides."""
+    """Give the tensors of a row the same dense strides: the kernels ignore strides."""
     parts = [loan.parts[number] for loan in loans]
     if all(part.is_contiguous() for part in parts):
         return

@@ -1,4 +1,4 @@
-"""Reducing the gradients that are still Partial, all at once."""
+"""Reduce Partial gradients together, in buckets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dispatch.wrapped import recall, reduced_layout
 from shardwise.simulation.ranks import each_rank, split_row
 
-#: How many bytes are put into one collective. Larger saves latency, smaller saves memory.
+#: Bytes per collective. Larger saves latency, smaller saves memory.
 BUCKET_BYTES = 25 * 1024 * 1024
 
 
@@ -28,7 +28,7 @@ def reduce_gradients(
 ) -> None:
     """Reduce every gradient that is Partial, in place, with few large collectives.
 
-    A gradient that nobody reduces here is reduced at its first use, one collective for each.
+    Otherwise each Partial gradient is reduced at its first use, with a collective of its own.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import CommDebugMode
@@ -63,7 +63,7 @@ def reduced_together(
 
 @dataclass(slots=True)
 class HeldGradient:
-    """What a DTensor holds, on the way to its reduction."""
+    """The local tensor and layout of a gradient, updated axis by axis."""
 
     local: torch.Tensor
     layout: Layout

@@ -1,7 +1,8 @@
-"""Indices out of lists and numbers, such as `x[[0, 2]]`: torch makes plain tensors of them.
+"""What `DTensor` does before torch sees an index, and methods such as `t_`.
 
-Where one number is written, `x[2, 5] = 0`, a position is a slice of length 1: torch would select
-it, and write to what may be a copy.
+torch makes plain tensors of lists in an index (`x[[0, 2]]`); here they become replicated DTensors.
+In a write (`x[2, 5] = 0`) an int becomes a slice of length 1: torch would select, and write to what
+may be a copy.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from shardwise.simulation.parts import parts_of
 
 
 def holds_list(index: Any) -> bool:
-    """Whether a list of numbers stands in an index."""
+    """Whether an index is or contains a list."""
     return list in map(type, index) if type(index) is tuple else type(index) is list
 
 
 def with_tensors(x: Any, index: Any) -> Any:
     """The index with a replicated tensor in place of each list of numbers.
 
-    Every rank runs the same program, so a list is the same on all of them. A list of lists that
-    is the whole index is left alone: torch is about to change what it means.
+    A list is the same on all ranks, which run one program. A list of lists as the whole index is
+    left alone: torch is about to change its meaning.
     """
     if isinstance(index, tuple):
         return tuple(_tensor(x, item) if _is_numbers(item) else item for item in index)
@@ -35,7 +36,7 @@ def with_tensors(x: Any, index: Any) -> Any:
 
 
 def for_number(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
-    """The index and value of a write of one number, its positions as slices or as tensors."""
+    """The index and value of a write of one number, with ints as slices or as tensors."""
     items = index if type(index) is tuple else (index,)
     if not any(type(item) is int for item in items):
         return index, value
@@ -44,21 +45,21 @@ def for_number(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     if all(type(item) in (int, slice, type(...)) for item in items):
         items = _each_dim(x.dim(), items)
     if len(items) != x.dim() or not all(map(_fits, items, x.shape)):
-        return index, value  # torch knows what it means, or what is wrong
+        return index, value  # torch handles it, or raises
     if isinstance(value, torch.Tensor):
-        value = value.to(x.dtype)  # as a copy does, and a write by tensors does not
-    return tuple(_span(x, dim, item) for dim, item in enumerate(items)), value
+        value = value.to(x.dtype)  # index_put does not cast as copy does
+    return tuple(_int_as_slice(x, dim, item) for dim, item in enumerate(items)), value
 
 
 def _beside_tensors(x: Any, item: Any) -> Any:
-    """An item of an index that holds tensors, on the device of `x`: they are compared there."""
+    """An item of an index that holds tensors, on the device of `x`."""
     if type(item) is int:
         return _tensor(x, [item])
     return item.to(x.device) if isinstance(item, torch.Tensor) else item
 
 
 def _each_dim(num_dims: int, items: tuple[Any, ...]) -> tuple[Any, ...]:
-    """One item per dim: what `...` stands for, or what is left out at the end, in full."""
+    """One item per dim: `...` and missing trailing items become full slices."""
     at = items.index(...) if ... in items else len(items)
     rest = items[at + 1 :]
     return (*items[:at], *(slice(None),) * (num_dims - at - len(rest)), *rest)
@@ -68,10 +69,11 @@ def _fits(item: Any, size: int) -> bool:
     return type(item) is slice or (type(item) is int and -size <= item < size)
 
 
-def _span(x: Any, dim: int, item: Any) -> Any:
-    """One position as a slice, which is a view where selecting would copy.
+def _int_as_slice(x: Any, dim: int, item: Any) -> Any:
+    """An int as a slice, which is a view where `select` would copy.
 
-    It is none where several axes split the dim, or where its size is a symbol of torch.compile.
+    As a tensor where a slice would be a copy too: several axes shard the dim, or its size is
+    symbolic.
     """
     if type(item) is slice:
         return item
@@ -83,9 +85,8 @@ def _span(x: Any, dim: int, item: Any) -> Any:
 def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     """The index and value of a write such as `x[2] = v`, as `x[2:3] = v[None]`.
 
-    Torch would select row 2 first, and write to what may be a copy; a slice is always a view.
-    Left as they are where several tensors stand in the index, where torch will raise, and where
-    a size is a symbol of torch.compile: there a slice may be a copy too.
+    Unchanged where the index holds several tensors, where torch will raise, and where a size is
+    symbolic: there a slice may be a copy too.
     """
     items = index if isinstance(index, tuple) else (index,)
     steps = [reach for item in items if (reach := _reach(item)) is not None]
@@ -95,7 +96,7 @@ def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
     if missing < 0 or sum(isinstance(item, torch.Tensor) for item in items) > 1:
         return index, value
     slices: list[Any] = []
-    #: For each dim of what is written to, whether an int stands there.
+    #: For each dim of the target, whether it comes from an int.
     from_int: list[bool] = []
     at = 0
     for item, (consumed, produced) in zip(items, steps, strict=True):
@@ -119,15 +120,15 @@ def for_ints(x: Any, index: Any, value: Any) -> tuple[Any, Any]:
 
 
 def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:
-    """Whether `value` is what it is to be written to, as in `x[1, :2] += 1`.
+    """Whether `value` is the memory that it is written to, as in `x[1, :2] += 1`.
 
-    Its strides along dims of size 1 may be others, which torch takes for memory that overlaps.
+    Its strides along dims of size 1 may differ, which torch takes for partial overlap.
     """
     if type(value) is not type(x):
         return False
     here, there = (parts_of(t._local) for t in (x, value))
     if type(here[0]) is not torch.Tensor or type(there[0]) is not torch.Tensor:
-        return False  # what is traced has no memory
+        return False  # traced tensors have no memory
     memory = {part.untyped_storage().data_ptr() for part in here if part.numel()}
     if memory.isdisjoint(part.untyped_storage().data_ptr() for part in there):
         return False
@@ -137,7 +138,7 @@ def _same_memory(x: Any, index: tuple[Any, ...], value: Any) -> bool:
 
 
 def _reach(item: Any) -> tuple[int, int] | None:
-    """How many dims an item of an index stands for, and how many it leaves; None if not known."""
+    """How many dims an item of an index consumes and produces; None if unknown."""
     if item is None:
         return 0, 1
     if item is Ellipsis:
@@ -156,22 +157,20 @@ def _tensor(x: Any, numbers: list[Any]) -> Any:
     return x.new_tensor(numbers, dtype=plain.dtype if plain.numel() else torch.long)
 
 
-# Methods that turn a tensor into a view of itself (`t_`, `unsqueeze_`).
+# -- methods that replace a tensor by a view of itself (`t_`, `unsqueeze_`) -------------------
 #
-# Torch's autograd takes the views of a tensor again, with their numbers, when it was written to.
-# On a plain tensor it does so by strides in memory; on a wrapper it calls `view(base, ...)`,
-# which is another view once the base has other dims. So the base has to stay as it is: the tensor
-# of the caller becomes a view of it, and the base goes on under a name that only the views know.
-# A tensor without views is turned as it is: as a view, it would keep more of a later write for
-# backward.
+# After a write, torch's autograd replays the views of a tensor with their arguments. On a plain
+# tensor it uses strides; on a wrapper it calls `view(base, ...)`, which is a different view once
+# the base has other dims. So the base must stay as it is: the caller's tensor becomes a view, and
+# the base lives on under a name that only the views know. A tensor without views is changed in
+# place: as a view it would save more of a later write for backward.
 #
-# These are methods and not kernels of the ops: only a name in Python can come to mean another
-# tensor. Torch's own C++ (`quantile`, the rules of `vmap`) goes on with the tensor that it handed
-# over.
+# These are methods, not kernels: only a Python name can come to mean another tensor. torch's C++
+# (`quantile`, the rules of `vmap`) keeps using the tensor that it passed.
 
 
-def becoming(name: str) -> Callable[..., Any]:
-    """The method of this name, whose view has the same name without the last underscore."""
+def in_place_view(name: str) -> Callable[..., Any]:
+    """The method of this name, e.g. `t_`; the view op is the name without the underscore."""
     turn, view_of = getattr(torch.Tensor, name), getattr(torch.Tensor, name[:-1])
 
     def method(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -180,13 +179,13 @@ def becoming(name: str) -> Callable[..., Any]:
         if x.is_leaf and x.requires_grad:
             return _turned_leaf(turn, x, *args, **kwargs)
         if x._use_count() == 1 and not x._is_view():
-            return turn(x, *args, **kwargs)  # of which there is no view
-        # Torch's checks, and its count of writes: this leaves all as it is.
+            return turn(x, *args, **kwargs)  # there is no view of it
+        # A no-op, for torch's checks and its version counter.
         torch.Tensor.transpose_(x, 0, 0)
         with torch.enable_grad():
             view = view_of(x, *args, **kwargs)
         if view._layout.snapshot and not x._layout.snapshot:
-            return turn(x, *args, **kwargs)  # which says why not
+            return turn(x, *args, **kwargs)  # raises the right error
         swap_tensors(x, view)
         base = type(x)._wrap(view._local, view._layout)
         take_over(base, x)
@@ -200,12 +199,12 @@ def becoming(name: str) -> Callable[..., Any]:
 
 
 def _turned_leaf(turn: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
-    """A leaf stays one: nothing may know it but by its name. Its gradient lies as it does now."""
+    """Change a leaf, which stays one and must have no views; its gradient hook is renewed."""
     if not torch.is_grad_enabled() and x._use_count() > 1:
         raise UnsupportedError(
-            f"{turn.__name__}() would turn a leaf that requires grad, {x._layout}, of which views "
-            "or results that autograd remembers are still in use. Turn it before they are made, "
-            "after they are gone, or use a view of it."
+            f"{turn.__name__}() would change a leaf that requires grad, {x._layout}, while views "
+            "of it or results saved by autograd are still in use. Call it before they are made or "
+            f"after they are gone, or use {turn.__name__[:-1]}()."
         )
     turn(x, *args, **kwargs)
     hook = x.__dict__.pop("_hooked", None)

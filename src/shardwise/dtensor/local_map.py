@@ -36,11 +36,11 @@ def local_map(
 ) -> Callable[..., Any]:
     """`func`, which works on local tensors, as a function of DTensors.
 
-    `out_placements` says what the local results stand for: placements for all results, or a tuple
-    with placements for each, None for one that is no tensor. `in_placements` has those that each
-    argument must have, None where any will do; an argument that lies otherwise raises, or is
-    moved with `redistribute_inputs`. `in_grad_placements` says how the gradients that `func` gives
-    lie. Without DTensors among the arguments, `func` is called as it is. Also a decorator.
+    `out_placements` are the placements of the results: one list for all, or a tuple with a list
+    for each, None for one that is no tensor. `in_placements` are the placements that each argument
+    must have, None where any will do; an argument with others raises, or is moved with
+    `redistribute_inputs`. `in_grad_placements` are the placements of the gradients that `func`
+    returns. Without DTensors among the arguments, `func` is called as it is. Also a decorator.
     """
     if func is None:
         return functools.partial(
@@ -112,7 +112,7 @@ def _as_wanted(
     given = (wanted,) if isinstance(wanted, Placement) else tuple(wanted)
     layout = x._layout
     here = layout.grid is grid and layout.in_default_order
-    # Mostly they are the very same, and a compiler that reads this has less to read.
+    # Usually they are equal, and a compiler has less to trace.
     if here and tuple(x.placements) == given:
         return x
     normal = normalize(given, layout.shape, grid)
@@ -120,7 +120,7 @@ def _as_wanted(
         return x
     if not redistribute_inputs:
         raise LayoutError(
-            f"Argument {number} of {_name(func)} lies as {short(x.placements)}"
+            f"Argument {number} of {_name(func)} has placements {short(x.placements)}"
             f"{layout.other_order()}, but in_placements asks for {short(normal)}. Redistribute it "
             "first, or give redistribute_inputs=True."
         )
@@ -132,8 +132,8 @@ def _entry(given: Any, number: int) -> Any:
 
 
 def _is_even(layout: Layout) -> bool:
-    """Whether every rank holds a part of one shape."""
-    # Compared and not put in a set: that would ask symbols for their values.
+    """Whether all ranks' shards have one shape."""
+    # Compared, not put in a set: hashing would specialise symbols.
     first, *others = (layout.local_shape(c) for c in layout.grid.coordinates.values())
     return all(shape == first for shape in others)
 
@@ -165,7 +165,7 @@ def _distributed(func: Any, result: Any, out_placements: Any, mesh: DeviceMesh, 
 
 
 def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The DTensor of parts whose shapes may differ: the ranks tell each other their shapes."""
+    """The DTensor of shards whose shapes may differ: the ranks exchange their shapes."""
     if is_traced() and is_per_rank(local):
         return traced_from_uneven(local, encode_mesh(mesh), placements)
     rows = [shape for _, shape in all_metas(local, grid_of(mesh), "local_map")]
@@ -173,7 +173,7 @@ def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 
 def _from_present(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The same where all ranks are present and a compiler traces: sizes may be symbols."""
+    """The same in a traced simulated world: all ranks are present, sizes may be symbolic."""
     rows = [tuple(part.shape) for _, part in rank_values(grid_of(mesh), local)]
     return _from_shapes(local, mesh, placements, rows)
 
@@ -210,8 +210,8 @@ def _explicit(dim: int, sizes: Sequence[Size]) -> Shard:
     if all(type(size) is int for size in sizes):
         return Shard(dim, tuple(sizes))
     raise UnsupportedError(
-        f"A function of local_map put out parts of sizes {list(sizes)} along dim {dim}, which is "
-        "not how Shard splits; such sizes are part of the placement, and in compiled code they "
-        "cannot change from call to call. Compile with dynamic=False, or put out parts as Shard "
+        f"A function of local_map returned shards of sizes {list(sizes)} along dim {dim}, which is "
+        "not how Shard splits; such sizes belong to the placement, and in compiled code they "
+        "cannot change from call to call. Compile with dynamic=False, or return shards as Shard "
         "splits them."
     )

@@ -1,17 +1,17 @@
 """Steps of torch's optimizers on local tensors.
 
 Note [A step on local tensors]
-Most optimizers treat every element alone, so what they do to a shard is what they do to the whole.
-For those, `step` runs on a twin of the optimizer that holds local tensors where the optimizer holds
-DTensors; the state that the step leaves is wrapped again. The optimizer itself stays as it was, and
-so does everything that is read from it: groups, state, schedulers, checkpoints. Ops on DTensors
-cost more than the update of a small tensor, and a step makes a dozen for each.
+Most optimizers are elementwise, so they can update each shard on its own. For those, `step` runs on
+a twin of the optimizer that holds local tensors in place of DTensors; new state is wrapped again.
+The optimizer itself does not change, nor does what is read from it: groups, state, schedulers,
+checkpoints. This is faster: an op on DTensors costs more than the update of a small tensor, and a
+step makes a dozen for each.
 
-The twin's tensors are found once; a later step only looks whether they are still the same.
+The twin's tensors are found once; a later step only checks that they are still the same.
 
-torch offers hooks around every step, and the one before may exchange the arguments, the optimizer
-among them. Any other optimizer, and any case that is not plain (other hooks, a gradient that lies
-elsewhere), steps through DTensors.
+torch offers hooks around every step, and the one before may replace the arguments, the optimizer
+among them. Any other optimizer, and any special case (other hooks, a gradient in another layout),
+steps through DTensors.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.roster import Roster
 
-#: The optimizers whose update of an element looks at nothing but that element and its state.
+#: The optimizers whose update of an element depends only on that element and its state.
 ELEMENTWISE = frozenset(
     {
         torch.optim.ASGD,
@@ -53,12 +53,12 @@ ELEMENTWISE = frozenset(
         torch.optim.SGD,
     }
 )
-#: What these optimizers keep once per parameter; all else of a state is shaped like the parameter.
+#: State that is one number per parameter; all other state is shaped like the parameter.
 NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
 
 
 def register() -> None:
-    """Ask torch to call us around every step. An optimizer without DTensors is left alone."""
+    """Register hooks around every step. An optimizer without DTensors is left alone."""
     hooks.register_optimizer_step_pre_hook(_before_step)
     hooks.register_optimizer_step_post_hook(_after_step)
 
@@ -74,7 +74,8 @@ def _before_step(
         args, kwargs = _with_loss(*args, **kwargs)
     if not watch.strict:
         _reduce(parameters)
-    if elementwise and not _others_look(optimizer):
+    # Other hooks would see the twin, or state that is not wrapped yet.
+    if elementwise and not others_watch_steps(optimizer):
         twin = _lendings.setdefault(optimizer, _Lending()).twin(optimizer)
         if twin is not None:
             args = (twin, *args[1:])
@@ -84,7 +85,7 @@ def _before_step(
 def _with_loss(
     optimizer: Any, closure: Callable[[], Any] | None = None
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Run the closure now: these optimizers would do it once, before they look at a gradient."""
+    """Run the closure now: these optimizers call it once, before they read a gradient."""
     if closure is None:
         return (optimizer,), {}
     with torch.enable_grad():
@@ -98,7 +99,7 @@ def _after_step(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _reduce(parameters: Iterable[Any]) -> None:
-    """Reduce what is Partial, all at once: an optimizer would do so one by one."""
+    """Reduce Partial gradients together: the optimizer's ops would do so one by one."""
     pending = []
     for parameter in parameters:
         gradient = parameter.grad
@@ -112,11 +113,6 @@ def _reduce(parameters: Iterable[Any]) -> None:
         reduce_gradients(pending)
 
 
-def _others_look(optimizer: Any) -> bool:
-    """Whether someone else's hooks would see the twin, or a state that is not wrapped yet."""
-    return others_watch_steps(optimizer)
-
-
 @dataclass(slots=True)
 class _Loan:
     """A parameter's local tensors and states, as the twin has them."""
@@ -128,8 +124,8 @@ class _Loan:
     parts: Sequence[torch.Tensor]
     roster: Roster | None
     #: The state of each part.
-    shares: list[dict[str, Any]]
-    #: What stood in the parameter's state, and in the first share, after the last step.
+    states: list[dict[str, Any]]
+    #: The values of the parameter's state, and of the first part's, after the last step.
     known: list[Any]
     lent: list[Any]
 
@@ -140,12 +136,12 @@ class _Lending:
     def __init__(self) -> None:
         self.state: dict[Any, dict[str, Any]] = defaultdict(dict)
         self.loans: dict[int, _Loan] = {}
-        #: The loans of the step that runs, and the tensors that stand in for their gradients.
+        #: The loans of the current step, and the local tensors of their gradients.
         self.current: list[_Loan] = []
         self.gradients: list[Sequence[torch.Tensor]] = []
 
     def twin(self, optimizer: Any) -> Any | None:
-        """The optimizer with local tensors in place of DTensors; None where that is not plain."""
+        """The optimizer with local tensors in place of DTensors; None if there can be no twin."""
         self.current, self.gradients = [], []
         groups = []
         for group in optimizer.param_groups:
@@ -180,7 +176,7 @@ class _Lending:
             loan = self.loans.get(id(parameter))
             if (
                 loan is None
-                or len(loan.parts) > 1  # copies of a number do not follow the number
+                or len(loan.parts) > 1  # copies of a number do not follow it
                 or loan.local is not parameter._local
                 or len(state) != len(loan.known)
                 or not all(map(is_, state.values(), loan.known))
@@ -189,7 +185,7 @@ class _Lending:
                 if loan is None:
                     return None
                 self.loans[id(parameter)] = loan
-                self.state.update(zip(loan.parts, loan.shares, strict=True))
+                self.state.update(zip(loan.parts, loan.states, strict=True))
             if type(gradient) is not DTensor or not _meets(gradient._layout, loan.layout):
                 return None
             params += loan.parts
@@ -198,18 +194,18 @@ class _Lending:
         return params
 
     def take_back(self, optimizer: Any, twin: Any) -> None:
-        """Note down what the twin's step has done."""
+        """Bring the state after the twin's step back to the optimizer."""
         for loan in self.current:
             for part in loan.parts:
                 part.grad = None
-            share = loan.shares[0]
-            if len(share) != len(loan.lent) or not all(map(is_, share.values(), loan.lent)):
+            state = loan.states[0]
+            if len(state) != len(loan.lent) or not all(map(is_, state.values(), loan.lent)):
                 _adopt(loan, optimizer.state[loan.parameter])
         count_writes([loan.parameter for loan in self.current])
         own = {"state", "param_groups"}
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         if len(self.loans) > len(self.current):
-            self._forget()  # parameters may have left the optimizer; those that did not come again
+            self._forget()  # parameters may have left the optimizer; the others are lent again
         self.current, self.gradients = [], []
 
 
@@ -221,7 +217,7 @@ def _meets(gradient: Layout, layout: Layout) -> bool:
 
 
 def _same_places(layout: Layout, other: Layout) -> bool:
-    """Whether local tensors of both meet element by element."""
+    """Whether the local tensors of both correspond element by element."""
     return layout is other or (
         layout.placements == other.placements
         and layout.grid is other.grid
@@ -231,7 +227,7 @@ def _same_places(layout: Layout, other: Layout) -> bool:
 
 
 def _parts(local: Any, roster: Roster | None) -> Sequence[torch.Tensor]:
-    """The tensors behind a local tensor, held by the ranks as `roster` says."""
+    """The tensors of a local tensor, one per entry of `roster`."""
     return parts_of(held_like(local, roster))
 
 
@@ -239,24 +235,24 @@ def _make_loan(parameter: DTensor, state: dict[str, Any]) -> _Loan | None:
     layout, local = parameter._layout, parameter._local
     roster = roster_of(local)
     parts = _parts(local, roster)
-    # The update of a term is no term of the update; and what a compiler traces is no plain tensor.
+    # Terms of a Partial cannot be updated one by one, and traced tensors are not plain.
     if is_partial(layout) or type(parts[0]) is not torch.Tensor:
         return None
-    shares: list[dict[str, Any]] = [{} for _ in parts]
+    states: list[dict[str, Any]] = [{} for _ in parts]
     for name, value in state.items():
-        values = _shares(name, value, layout, roster, len(parts))
+        values = _split(name, value, layout, roster, len(parts))
         if values is None:
             return None
-        for share, each in zip(shares, values, strict=True):
-            share[name] = each
-    known, lent = list(state.values()), list(shares[0].values())
-    return _Loan(parameter, layout, local, parts, roster, shares, known, lent)
+        for part_state, each in zip(states, values, strict=True):
+            part_state[name] = each
+    known, lent = list(state.values()), list(states[0].values())
+    return _Loan(parameter, layout, local, parts, roster, states, known, lent)
 
 
-def _shares(
+def _split(
     name: str, value: Any, layout: Layout, roster: Roster | None, num: int
 ) -> Sequence[Any] | None:
-    """What each part gets of an entry of the state; None where the entry lies otherwise."""
+    """An entry of the state for each part; None where its layout is not the parameter's."""
     if not isinstance(value, torch.Tensor):
         return [value] * num
     if name in NUMBERS:
@@ -268,24 +264,24 @@ def _shares(
 
 
 def _adopt(loan: _Loan, state: dict[str, Any]) -> None:
-    """Put what is new in the shares into the parameter's state."""
+    """Put new entries of the parts' states into the parameter's state."""
     before = dict(zip(map(id, loan.lent), loan.known, strict=True))
-    for name, value in loan.shares[0].items():
+    for name, value in loan.states[0].items():
         if id(value) in before:
             state[name] = before[id(value)]
         elif name in NUMBERS or not isinstance(value, torch.Tensor):
             state[name] = value
         else:
-            for share, part in zip(loan.shares, loan.parts, strict=True):
-                share[name] = _strided_like(share[name], part)
-            parts = [share[name] for share in loan.shares]
+            for part_state, part in zip(loan.states, loan.parts, strict=True):
+                part_state[name] = _strided_like(part_state[name], part)
+            parts = [part_state[name] for part_state in loan.states]
             local = from_parts(parts, loan.roster)
             state[name] = DTensor._wrap(local, with_dtype(loan.layout, value.dtype))
-    loan.known, loan.lent = list(state.values()), list(loan.shares[0].values())
+    loan.known, loan.lent = list(state.values()), list(loan.states[0].values())
 
 
 def _strided_like(value: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A momentum may be strided like the gradient it was copied from; its layout says otherwise."""
+    """`value` with the strides of the layout; a momentum may have those of the gradient."""
     if value.stride() == part.stride():
         return value
     return torch.empty_like(part, dtype=value.dtype).copy_(value)

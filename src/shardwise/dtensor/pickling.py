@@ -1,4 +1,9 @@
-"""What a pickled DTensor consists of: worlds come and go, so a mesh is kept by value."""
+"""DTensors in pickles and in torch.distributed.checkpoint.
+
+A pickle keeps the mesh by value, since its world may be gone. torch.distributed.checkpoint asks a
+tensor for its chunks and for the memory of a chunk; in a simulated world the chunks of all ranks
+are offered. It is imported when it asks: it brings torch's own DTensor along.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +31,7 @@ def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:
 
 
 def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]:
-    """The tensor in the world of now. What was played has every rank's part; a process only one."""
+    """The tensor in the current world: all ranks' shards if it is simulated, else one."""
     pickling.check_world(tensor, both=True)
     grid = grid_like(*mesh)
     placements, order, global_shape, stride, dtype = layout
@@ -34,32 +39,26 @@ def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]
     return pickling.unpacked(tensor, grid), found
 
 
-# DTensors in checkpoints of torch.distributed.checkpoint.
-#
-# That package asks a tensor for the chunks that it holds and for the memory of a chunk. It is
-# imported when it asks, never before: importing it brings torch's own DTensor along. In a
-# simulated world the chunks of all ranks are offered.
-
 Chunk = tuple[tuple[int, ...], torch.Tensor]
 
 
-def held_chunks(local: torch.Tensor, layout: Layout) -> list[Chunk]:
-    """The offset and the memory of each block on the ranks present, every block once."""
+def local_chunks(local: torch.Tensor, layout: Layout) -> list[Chunk]:
+    """The offset and the memory of each chunk on the ranks present, without repeats."""
     if any(p.is_partial() for p in layout.placements):
         raise UnsupportedError(
             f"A tensor that is {short(layout.placements)} has terms, not chunks: redistribute() it "
-            "to Shard or Replicate before it is saved or loaded."
+            "to Shard or Replicate before saving or loading."
         )
     chunks: dict[tuple[int, ...], torch.Tensor] = {}
     for coordinate, part in rank_values(layout.grid, local):
-        # A block is known by its offset, and one without elements begins where another does.
+        # Chunks are identified by offset; an empty one has the offset of another.
         if part.numel() or not math.prod(layout.shape):
             chunks.setdefault(layout.box(coordinate)[0], part)
     return list(chunks.items())
 
 
 def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[Any]:
-    """What torch.distributed.checkpoint is to write of a tensor."""
+    """The write items of a tensor for torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
     from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -76,21 +75,21 @@ def write_items(name: str, local: torch.Tensor, layout: Layout) -> list[Any]:
 
 
 def chunk_list(local: torch.Tensor, layout: Layout) -> list[Any]:
-    """The blocks that are here, as torch.distributed.checkpoint describes them."""
+    """The metadata of the local chunks for torch.distributed.checkpoint."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
     return [
         ChunkStorageMetadata(offsets=torch.Size(offset), sizes=part.shape)
-        for offset, part in held_chunks(local, layout)
+        for offset, part in local_chunks(local, layout)
     ]
 
 
 def chunk_memory(local: torch.Tensor, layout: Layout, index: Any) -> torch.Tensor:
-    """The memory of the block that `index` names."""
-    chunks = held_chunks(local, layout)
+    """The memory of the chunk that `index` names."""
+    chunks = local_chunks(local, layout)
     if index.offset is None and len(chunks) == 1:
         return chunks[0][1]
     for offset, part in chunks:
         if index.offset is not None and tuple(index.offset) == offset:
             return part
-    raise UnsupportedError(f"No rank here has a block of {index.fqn} at {index.offset}.")
+    raise UnsupportedError(f"No rank here holds a chunk of {index.fqn} at {index.offset}.")

@@ -1,12 +1,15 @@
-"""Plain tensors among DTensors: which are fine, and what is said of the others.
+"""Plain tensors among the operands of a DTensor op: which are accepted, and the error for others.
+
+Tensors without dims are accepted, of any mesh too: a gradient norm is computed over parameters of
+several meshes and scales every gradient.
 
 Note [Tensors that torch makes]
-A plain tensor may be one rank's own, so it is refused. Those that torch itself makes out of sizes,
-numbers and its default generator are the same on every rank, once the generators are: they count
-as replicated. An op that is handed such a tensor always in the same place is listed by that place.
-For tensors that a Python function of torch makes, which reach ops of all kinds, nothing but the
-Python stack tells who made them; it is read only where an error would be raised otherwise. In
-compiled code torch takes many ops apart in Python, and all of these functions are such makers.
+A plain tensor may differ between ranks, so it is refused. Tensors that torch itself makes from
+sizes, numbers and its default generator are the same on every rank, provided that the generators
+are: they count as replicated. Ops that always get such a tensor in one position are listed with
+that position. Tensors made by a Python function of torch reach ops of all kinds; only the Python
+stack tells who made them, and it is read only before an error would be raised. In compiled code
+torch decomposes many ops in Python, and all of these functions are such makers.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
 
-#: Arguments, by position, that torch makes: the offsets of bags of equal length, the places of
-#: fractional pooling, which are drawn, and the first states of recurrent nets, whose kernel looks
-#: whether they are the zeros that torch makes.
+#: Arguments, by position, that torch makes: the offsets of bags of equal length, the random samples
+#: of fractional pooling, and the initial states of recurrent nets (their kernel checks that they
+#: are torch's zeros).
 _MADE_ARGUMENTS: dict[Any, int] = {
     aten.fractional_max_pool2d.default: 3,
     aten.fractional_max_pool3d.default: 3,
@@ -51,8 +54,8 @@ _MADE_ARGUMENTS: dict[Any, int] = {
     aten.rnn_relu.input: 1,
 }
 
-#: Functions of torch, written in Python, that mix tensors of their own with their arguments, by
-#: module and name, and whether they draw them; see Note [Tensors that torch makes].
+#: Python functions of torch that mix tensors of their own with their arguments, by module and name,
+#: and whether these are random; see Note [Tensors that torch makes].
 _MAKERS: dict[tuple[str, str], bool] = {
     ("torch._lowrank", "get_approximate_basis"): True,
     **{
@@ -83,16 +86,16 @@ _MAKERS: dict[tuple[str, str], bool] = {
 
 
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
-    """Raise where a plain tensor of one dim or more meets a DTensor, and nobody said how it lies.
+    """Raise where a plain tensor with dims meets a DTensor and its layout is unknown.
 
     `position` is that of the argument, or None for a keyword.
     """
     if not value.dim() or watch.replicate_plain or autograd.in_formula():
         return
     if value.is_meta:
-        return  # without values, and so without other values on another rank
+        return  # no values that could differ between ranks
     if not value.numel() and current_node() is not None:
-        return  # backward adds it up: zeros that the formula of cat made for what it skipped
+        return  # backward adds the empty zeros that cat's formula makes for skipped operands
     if position is not None and _MADE_ARGUMENTS.get(op) == position:
         return
     if _made_by_caller(value):
@@ -113,18 +116,18 @@ def _made_by_caller(value: torch.Tensor) -> bool:
     if found is None:
         return False
     given, draws = list(_tensors(found[0])), found[1]
-    # What a function got may be one rank's own; what it makes, if it got no plain tensor, not.
+    # Plain arguments may differ between ranks, and so may what is made from them.
     if any(x.dim() and not isinstance(x, Wrapped) for x in given):
         return False
     if draws:
         grid = next(x for x in given if isinstance(x, Wrapped))._layout.grid
-        device = value.device  # the default generator's: what was given draws other tensors
+        device = value.device  # that of the default generator which drew `value`
         compare_generators_once(grid, device, None)
     return True
 
 
 def _tensors(given: Any) -> Iterator[torch.Tensor]:
-    """The tensors that a function got, those in lists and inside a distribution too."""
+    """The tensors among a function's arguments, also in lists and inside a distribution."""
     if isinstance(given, torch.Tensor):
         yield given
     elif isinstance(given, (list, tuple)):
@@ -136,7 +139,7 @@ def _tensors(given: Any) -> Iterator[torch.Tensor]:
         yield from _tensors(list(vars(given).values()))
 
 
-#: In compiled code all plain tensors look alike: those of the program, and the compiler's own.
+#: In compiled code, plain tensors of the program and of the compiler cannot be told apart.
 _COMPILED = (
     " In compiled code the plain tensor may also be one that torch.compile made: it mixes its own "
     "into the gradient of a tensor that requires grad and that the region writes to. Write to it "
@@ -153,18 +156,13 @@ def _named(op: Any, position: int | None) -> str:
     return f"argument {position} ({schema.arguments[position].name})"
 
 
-# Tensors without dims are numbers: they may meet tensors of any mesh, and plain ones.
-#
-# A gradient norm is computed over parameters of several meshes, and scales every gradient. Where
-# a number is still Partial it is reduced first, all numbers of a mesh together.
-
-
+# -- tensors without dims --------------------------------------------------------------------
 def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:
-    """`args` with the numbers of other meshes as plain tensors; None when there are none.
+    """`args` with 0-dim tensors of other meshes as plain tensors; None when there are none.
 
-    The mesh that counts is that of the first tensor with dims, or else of the first tensor.
+    The mesh of the call is that of the first tensor with dims, or else of the first tensor.
     """
-    tensors = [x for arg in args for x in _listed(arg) if _is_distributed(x)]
+    tensors = [x for arg in args for x in as_list(arg) if _is_distributed(x)]
     if len({x._layout.grid for x in tensors}) < 2:
         return None
     home = next((x for x in tensors if x.dim()), tensors[0])._layout.grid
@@ -173,31 +171,31 @@ def numbers_as_plain(args: Sequence[Any]) -> list[Any] | None:
 
 
 def beside_plain(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], error: Exception) -> Any:
-    """Run an op on plain tensors whose DTensors are all numbers; else raise `error`."""
-    tensors = [x for arg in args for x in _listed(arg) if _is_distributed(x)]
-    by_keyword = any(_is_distributed(x) for arg in kwargs.values() for x in _listed(arg))
+    """Run an op on plain tensors if all its DTensors are 0-dim; else raise `error`."""
+    tensors = [x for arg in args for x in as_list(arg) if _is_distributed(x)]
+    by_keyword = any(_is_distributed(x) for arg in kwargs.values() for x in as_list(arg))
     if by_keyword or any(x.dim() or x.requires_grad for x in tensors):
         raise error
     return op(*_replaced(args, _whole(tensors)), **kwargs)
 
 
 def _whole(numbers: Sequence[Any]) -> Callable[[Any], Any]:
-    """Finds the plain value of each of `numbers`; other things are left as they are."""
+    """A function that replaces each of `numbers` by its plain value, and nothing else.
+
+    Those of one mesh and dtype are reduced together.
+    """
     alike: dict[tuple[Grid, torch.dtype], list[Any]] = defaultdict(list)
     for number in numbers:
         alike[number._layout.grid, number.dtype].append(number)
     values: dict[int, torch.Tensor] = {}
     for members in alike.values():
-        together = members[0].full_tensor() if len(members) == 1 else _stacked(members)
-        plain = one_for_all(together)
-        parts = [plain] if len(members) == 1 else list(plain.unbind())
-        values.update(zip(map(id, members), parts, strict=True))
+        if len(members) == 1:
+            values[id(members[0])] = one_for_all(members[0].full_tensor())
+        else:
+            stacked: Any = torch.stack(members)
+            plain = one_for_all(stacked.full_tensor())
+            values.update(zip(map(id, members), plain.unbind(), strict=True))
     return lambda x: values.get(id(x), x)
-
-
-def _stacked(numbers: Sequence[Any]) -> torch.Tensor:
-    stacked: Any = torch.stack(list(numbers))
-    return stacked.full_tensor()
 
 
 def _replaced(args: Sequence[Any], replace: Callable[[Any], Any]) -> list[Any]:
@@ -208,25 +206,24 @@ def _is_distributed(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and hasattr(x, "_layout")
 
 
-def _listed(value: Any) -> Sequence[Any]:
+def as_list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, (list, tuple)) else (value,)
 
 
-# Gradients of the other kind than their tensors, brought to the kind that the tensors have.
+# -- gradients of plain tensors --------------------------------------------------------------
 #
-# A number needs no wrapping, and inside `implicit_replication` no tensor does. Torch's formulas
-# then give the plain tensor a gradient that is a DTensor, which an optimizer could not add to it.
-# The other way round, the formula of `cat` makes plain zeros for operands of shape (0,), which it
-# skips.
+# torch's formulas give a plain tensor that met a DTensor a DTensor gradient, which an optimizer
+# could not add to it. The other way round, the formula of `cat` makes plain zeros for operands of
+# shape (0,), which it skips. Hooks convert both.
 
 #: The tensors that have the hook, by id.
 _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
 
 def keep_plain(tensor: torch.Tensor) -> None:
-    """Hand the gradient of `tensor`, which meets a DTensor now, on as a plain one.
+    """Convert the gradient of `tensor`, which meets a DTensor, to a plain tensor.
 
-    What a compiler traces, and what differs between played ranks, is left alone.
+    Traced tensors and LocalTensors are left alone.
     """
     if not torch.is_grad_enabled() or _hooked.get(id(tensor)) is tensor:
         return

@@ -1,4 +1,8 @@
-"""The call that no entry knows: planned, remembered, and run for the first time."""
+"""A cache miss of the plan cache: the call is planned, the plan is kept, and the call is run.
+
+`add_argument` builds the key; `Miss` plans and runs. A call that no rule covers is decomposed,
+written back from a new tensor, or gathered.
+"""
 
 from __future__ import annotations
 
@@ -43,17 +47,23 @@ from shardwise.dispatch.propagate import unsupported
 from shardwise.dispatch.schema import Positional, functional_twin, plain_op
 from shardwise.dispatch.wrapped import Wrapped, as_layouts
 from shardwise.dtensor.fallback import (
+    decomposition_of,
     kernels_above,
     may_fall_back,
-    parts_of,
     run_gathered,
     unknown_shape_entry,
 )
-from shardwise.dtensor.plain_operands import check_plain, keep_plain, numbers_as_plain, wrap_skipped
+from shardwise.dtensor.plain_operands import (
+    as_list,
+    check_plain,
+    keep_plain,
+    numbers_as_plain,
+    wrap_skipped,
+)
 from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
 from shardwise.errors import MixedTensorsError, UnsupportedError
 
-# The key of a call: what decides how it is planned, and the local operands beside it.
+aten = torch.ops.aten
 
 
 class _Flag:
@@ -66,14 +76,14 @@ TRUE, FALSE = _Flag(), _Flag()
 def add_argument(
     op: Any, value: Any, key: list[Any], operands: list[Any] | None, position: int | None = None
 ) -> None:
-    """Add an argument other than a DTensor or an int to the key and to the local operands.
+    """Add an argument that is neither a DTensor nor an int to the key and the local operands.
 
-    `position` is that of the list which holds it; without, it is the next argument.
+    `position` is that of the list which holds it; by default it is the next argument.
     """
     kind = type(value)
     if kind is float or kind is torch.SymFloat:
-        # A number changes a value, never a layout: keyed by kind, or every step would be a miss.
-        # The hash of one that compiled code takes as an argument would make it a constant.
+        # A float never changes a layout: keyed by type, or every step would miss. Hashing a
+        # SymFloat would make it a constant of the graph.
         key.append(float)
     elif kind is bool:
         key.append(TRUE if value else FALSE)
@@ -107,7 +117,7 @@ def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any,
     """
     first = type(items[0]) if items else None
     if first is not None and issubclass(first, Wrapped) and position is not None:
-        try:  # the lists of a foreach op are long, and of tensors only
+        try:  # fast path for foreach ops: their lists are long and hold only tensors
             return tuple([x._layout for x in items]), [x._local for x in items]
         except AttributeError:
             pass
@@ -120,24 +130,16 @@ def _list_key(op: Any, items: Sequence[Any], position: int | None) -> tuple[Any,
             key.append(item)
             operands.append(item)
         elif isinstance(item, torch.Tensor) and not isinstance(item, Wrapped) and takes_lists(op):
-            key.append(torch.Tensor)  # plain tensors beside DTensors do not meet them
+            key.append(torch.Tensor)  # a foreach op never mixes the items of one list
             operands.append(item)
         else:
             add_argument(op, item, key, None if position is None else operands, position)
     return tuple(key), operands
 
 
-# Sizes that backward reads as numbers, fixed in forward where a compiler has symbols for them.
-#
-# Torch's formulas for the gradients of a few ops loop over a dim, or make a tensor of sizes that
-# are no symbols. A compiled graph is for that one size then, on one device too. It has to be
-# known before the op runs: of a size that becomes a number in backward alone, torch loses the
-# place in the outputs of forward.
-
-aten = torch.ops.aten
-
-#: By op, the sizes that its gradient reads.
-_READ_BY_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
+#: By op, the sizes that torch's gradient formula uses as Python ints: it loops over a dim, or makes
+#: a tensor of concrete sizes. A compiled graph is specialised to these sizes, as on one device.
+_SIZES_OF_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
     aten.cumprod.default: lambda args: args[0].shape[args[1] :][:1],
     aten.fractional_max_pool2d.default: lambda args: args[0].shape,
     aten.linalg_householder_product.default: lambda args: (*args[0].shape[-2:], args[1].shape[-1]),
@@ -147,21 +149,22 @@ _READ_BY_BACKWARD: dict[Any, Callable[[Sequence[Any]], Sequence[Any]]] = {
 
 
 def fix_sizes(op: Any, args: Sequence[Any]) -> None:
-    """Make numbers of the sizes that the gradient of this call would read, if it has one.
+    """Specialise the symbolic sizes that the gradient of this call needs as ints, if it has one.
 
-    Backward calls some of these ops too, as that of `abs` does, and has no gradient then.
+    Before the op runs: a size that is specialised only in backward gets lost among the outputs of
+    forward. Backward calls some of these ops too, without a gradient (that of `abs` calls `sgn`).
     """
-    if op not in _READ_BY_BACKWARD or not torch.is_grad_enabled():
+    if op not in _SIZES_OF_BACKWARD or not torch.is_grad_enabled():
         return
     if not any(isinstance(x, torch.Tensor) and x.requires_grad for x in args):
         return
-    for size in _READ_BY_BACKWARD[op](args):
+    for size in _SIZES_OF_BACKWARD[op](args):
         int(size)
 
 
 @dataclass(slots=True)
 class Miss:
-    """A call that no entry knows, with the key and the local operands that the hot path made."""
+    """A call without an entry, with the key and the local operands that the hot path made."""
 
     #: DTensor, which wraps the results.
     kind: Any
@@ -173,9 +176,9 @@ class Miss:
     preferred: Layout | None
 
     def plan_and_run(self) -> Any:
-        """Plan the call, remember the plan, and run it for the first time."""
+        """Plan the call, keep the plan, and run it for the first time."""
         try:
-            return self._planned()
+            return self._plan_and_run()
         except UnsupportedError:
             if not may_fall_back(self.op):
                 raise
@@ -184,11 +187,11 @@ class Miss:
             self.op, self.args, self.kwargs, layouts, self.operands, self.kind._wrap
         )
 
-    def _planned(self) -> Any:
+    def _plan_and_run(self) -> Any:
         op, args, kwargs, key = self.op, self.args, self.kwargs, self.key
         fix_sizes(op, args)
         if _is_by_value(op):
-            # float() makes a number of a symbol: a graph is for that one then.
+            # float() specialises a SymFloat: the graph is for this value.
             values = (*args, *kwargs.values())
             key += [float(a) for a in values if isinstance(a, (float, torch.SymFloat))]
             if (known := known_entry(key)) is not None:
@@ -204,8 +207,8 @@ class Miss:
         layouts = [as_layouts(a) for a in args]
         entry = foreach_entry(op, layouts) or unknown_shape_entry(op, layouts)
         if entry is None:
-            if (parts := _parts(op)) is not None:
-                return _in_parts(op, parts, args, kwargs)
+            if (decomposition := _decomposition(op)) is not None:
+                return _run_decomposed(op, decomposition, args, kwargs)
             try:
                 entry = entry_of_call(op, layouts, kwargs, self.preferred)
             except ResizedError:
@@ -217,7 +220,7 @@ class Miss:
                     return args[0]
                 if twin is None or not (to_source or _may_write_back(args[0])):
                     raise
-                if not to_source:  # which the key does not tell
+                if not to_source:  # the key does not say whether a snapshot can be written
                     add_write_back(key)
                 return _write_back(op, twin, args, kwargs)
         follow(self.kind, op, layouts, kwargs, entry)
@@ -244,12 +247,12 @@ class Miss:
                 local = unaliased(lambda: local)()
         if entry.out is not None:
             return self.kind._wrap(local, entry.out)
-        assert entry.finish is not None, "an entry either has one output or knows how to finish"
+        assert entry.finish is not None, "an entry has either `out` or `finish`"
         return entry.finish(local, self.args, self.kind._wrap)
 
 
 def _noted(operand: Any) -> Any:
-    """An argument that a graph which is being traced can hold."""
+    """An argument that the graph being traced can record."""
     if type(operand) is torch.SymInt:
         return noted((operand,))[0]
     if isinstance(operand, (list, tuple)) and any(type(x) is torch.SymInt for x in operand):
@@ -258,18 +261,18 @@ def _noted(operand: Any) -> Any:
 
 
 def _shares_memory(op: Any) -> bool:
-    """Whether what the op returns is, or may be, memory of its arguments."""
+    """Whether the op's results share, or may share, memory with its arguments."""
     return is_view(op) or bool(written_inputs(op)) or op in UNSAFE_VIEWS
 
 
 def _is_by_value(op: Any) -> bool:
-    """Whether plans depend on floats among the arguments: the key of a hit has none."""
+    """Whether plans depend on the values of floats, which the key of a hit leaves out."""
     rule = find_rule(plain_op(op))
     return rule is not None and rule.by_value
 
 
 def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op that turns a tensor into a view of itself, such as `t_`."""
+    """Run an op that replaces a tensor by a view of itself, such as `t_`."""
     x, twin = args[0], functional_twin(op)
     if twin is None:
         raise UnsupportedError(unsupported(op, [x._layout], [0]))
@@ -283,7 +286,7 @@ def _view_in_place(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _may_write_back(target: Any) -> bool:
-    """Whether copying into `target` could do what a call in place could not."""
+    """Whether computing a new tensor and copying it into `target` can replace an in-place call."""
     if not isinstance(target, Wrapped):
         return False
     return not target._layout.snapshot and not target._layout.expanded
@@ -293,13 +296,13 @@ def _writes_to_source(op: Any, args: Sequence[Any]) -> bool:
     """Whether the op writes to a snapshot, and may write to the tensor that it is a view of."""
     if not isinstance(args[0], Wrapped) or not args[0]._layout.snapshot:
         return False
-    # A draw goes through entries in an order that a copy does not have.
+    # A draw fills entries in the order of the tensor, which a copy would not keep.
     drawn = torch.Tag.nondeterministic_seeded in plain_op(op).tags
     return list(written_inputs(plain_op(op))) == [0] and not drawn and may_write(args[0])
 
 
 def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """An op in place that cannot run where its tensor lies: as a new tensor, copied back."""
+    """Run an in-place op that its tensor's layout does not allow: as a new tensor, copied back."""
     if compares_memory(op):
         check_overlaps(op, args)
     if isinstance(args[0], Wrapped):
@@ -308,28 +311,30 @@ def _write_back(op: Any, twin: Any, args: Sequence[Any], kwargs: dict[str, Any])
     return args[0]
 
 
-def _parts(op: Any) -> Callable[..., Any] | None:
-    """What runs an op without a rule through others; None where it has a rule, or no parts."""
+def _decomposition(op: Any) -> Callable[..., Any] | None:
+    """The decomposition of an op without a rule; None where it has a rule, or no decomposition."""
     if find_rule(plain_op(op)) is not None:
         return None
-    parts = parts_of(plain_op(op))
-    if parts is None or not isinstance(op, Positional):
-        return parts
-    return functools.partial(op.call, parts)
+    found = decomposition_of(plain_op(op))
+    if found is None or not isinstance(op, Positional):
+        return found
+    return functools.partial(op.call, found)
 
 
-def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Run an op that has no rule through others; where one of those has none, `op` fails."""
+def _run_decomposed(
+    op: Any, decomposition: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
+) -> Any:
+    """Run an op without a rule through other ops; the error for one of those names `op`."""
     cause: Exception | None = None
     try:
-        result = parts(*args, **kwargs)
+        result = decomposition(*args, **kwargs)
         if result is not NotImplemented:
             return result if _may_return_views(plain_op(op)) else _apart(result, args)
     except NotImplementedError as error:
         if op in FUSED_STEPS or (
             isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
         ):
-            raise  # about what the caller gave: a kernel mixes nothing
+            raise  # the caller mixed plain tensors and DTensors; the kernel does not
         cause = error
     except Exception as error:
         fake = faked([as_layouts(a) for a in args], kwargs)
@@ -337,28 +342,27 @@ def _in_parts(op: Any, parts: Any, args: Sequence[Any], kwargs: dict[str, Any]) 
         if found is error:
             raise
         raise found from error
-    layouts = [x._layout for a in args for x in _listed(a) if isinstance(x, Wrapped)]
+    layouts = [x._layout for a in args for x in as_list(a) if isinstance(x, Wrapped)]
     raise UnsupportedError(unsupported(op, layouts)) from cause
 
 
 def _may_return_views(op: Any) -> bool:
-    """Whether views are what one device returns; a composite op, whatever its schema says."""
+    """Whether the op may return views on one device; composite ops may, whatever the schema."""
     if _shares_memory(op) or not isinstance(op, OpOverload):
         return True
     return is_composite(op)
 
 
 def _apart(result: Any, args: Sequence[Any]) -> Any:
-    """What an op returns that returns no views: its parts may be views, on some ranks or on all."""
+    """Copies of results that are views of arguments, of an op that returns no views.
+
+    A decomposition may return views, on some ranks or on all.
+    """
     if isinstance(result, (list, tuple)):
         found = [_apart(each, args) for each in result]
         return found if isinstance(result, list) else tuple(found)
     if isinstance(result, Wrapped) and not any(result is arg for arg in args):
-        held = [x._local for a in args for x in _listed(a) if isinstance(x, Wrapped)]
-        if result._layout.snapshot or is_memory_of(result._local, held):
+        operands = [x._local for a in args for x in as_list(a) if isinstance(x, Wrapped)]
+        if result._layout.snapshot or is_memory_of(result._local, operands):
             return result.clone()
     return result
-
-
-def _listed(value: Any) -> Sequence[Any]:
-    return value if isinstance(value, (list, tuple)) else (value,)

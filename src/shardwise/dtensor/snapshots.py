@@ -1,18 +1,18 @@
-"""What a snapshot is a copy of, and how it follows what is written there.
+"""Snapshots: views that had to be copied, and follow writes to their base.
 
 Note [Snapshots follow]
-A view whose input had to move is a copy. One device would have a view: what is written to the
-tensor later is read in it. So a snapshot keeps a `Source`: the memory it was copied from and the
-view. An op that reads a snapshot first asks whether the memory was written to since, and takes the
-view again if so; that moves what the view moved, and is counted and forbidden like it.
+A view whose input had to move is a copy. On one device it would be a view, and later writes to the
+base would show in it. So a snapshot keeps a `Source`: the memory that was copied, and the view. An
+op that reads a snapshot first checks whether the memory was written to since, and if so replays the
+view; that communicates what the view did, and is counted and forbidden like it.
 
-All ranks must give the same answer, or some would wait for the others. So nobody looks at local
-tensors: torch counts the writes to a tensor and all its views, a count that a snapshot shares.
-Where torch shares no count (`x.data`, deep copies, inference mode), every write to any tensor of
-the mesh counts. What is written to the tensor that `to_local` gave out is not seen here.
+All ranks must decide alike, or some would wait for the others. So local tensors are not compared:
+torch has a version counter for a tensor and all its views, which a snapshot shares. Where torch
+shares none (`x.data`, deep copies, inference mode), every write to any tensor of the mesh counts.
+Writes to the result of `to_local` are not seen.
 
-Plans of calls without snapshots know nothing of this: the mark is in the layout, so others are
-planned with the question in front (`follow`).
+Calls without snapshots pay nothing: the mark is in the layout, so calls with snapshots have plans
+of their own, which check first (`follow`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from shardwise.simulation.parts import parts_of, per_rank
 
 aten = torch.ops.aten
 
-#: The attribute of a snapshot that holds its source, and which of the view's results it is.
+#: The attribute of a snapshot with its source, and its number among the view's results.
 SOURCE = "_source"
 
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """A view op with its arguments, to be taken of a tensor."""
+    """A view op with its arguments, without the base."""
 
     kind: Any
     op: Any
@@ -53,13 +53,13 @@ class View:
 
     @property
     def undoable(self) -> bool:
-        """Whether an op puts entries back where the view has taken them from."""
+        """Whether a value of the view can be written back to the base."""
         if self.op is aten.unfold.default:
-            return bool(self.rest[2] >= self.rest[1])  # no entry stands twice
+            return bool(self.rest[2] >= self.rest[1])  # windows do not overlap
         return self.op in _OVERWRITES or self.op in _REGROUPS or self.op in _TURNS
 
     def undo(self, base: Any, value: Any) -> Any:
-        """`base` with `value` where the view is."""
+        """`base` with `value` in place of the view."""
         if self.op in _OVERWRITES:
             return _OVERWRITES[self.op](base, value, *self.rest)
         if self.op in _REGROUPS:
@@ -76,11 +76,13 @@ class View:
         return value
 
 
+#: Views of some entries, and the op that overwrites these.
 _OVERWRITES = {
     aten.select.int: aten.select_scatter.default,
     aten.slice.Tensor: aten.slice_scatter.default,
     aten.diagonal.default: aten.diagonal_scatter.default,
 }
+#: Views that change the shape, not the order of entries.
 _REGROUPS = frozenset(
     {
         aten.view.default,
@@ -90,9 +92,7 @@ _REGROUPS = frozenset(
         aten.squeeze.dims,
     }
 )
-
-
-#: The rest of what can be undone.
+#: Other views that can be undone.
 _TURNS = frozenset(
     {
         aten.permute.default,
@@ -105,7 +105,7 @@ _TURNS = frozenset(
 
 
 class Source:
-    """The memory that snapshots were copied from, the view, and its results as they are known."""
+    """The memory that snapshots were copied from, the view, and its latest results."""
 
     __slots__ = (
         "_above",
@@ -120,19 +120,19 @@ class Source:
         "held",
     )
 
-    #: The local tensor that was copied; None where that is itself a snapshot's.
+    #: The local tensor that was copied; None if the base is itself a snapshot.
     _base: torch.Tensor | None
-    #: Of a view of a snapshot: the source of that one, and its number there.
+    #: If the base is a snapshot: its source, and its number there.
     _above: tuple[Source, int] | None
-    #: A tensor that shares its count of writes with the memory, where a snapshot may not.
+    #: A tensor with the version counter of the memory, where a snapshot may not share it.
     _clock: torch.Tensor | None
-    #: Whether that, or each snapshot, surely shares it; a view does.
+    #: Whether `_clock`, or each snapshot, is known to share the version counter; a view does.
     _shares: bool
-    #: Whether only the writes to all tensors of the mesh tell.
+    #: Whether only the count of writes to all tensors of the mesh can be used.
     _counted: bool
-    #: The tensor that the view is of and its history then, where torch's autograd sees no view.
+    #: The base and its grad_fn at that time, where torch's autograd sees no view.
     _history: tuple[Callable[[], Any], Any] | None
-    #: What `_now` said when the view was taken.
+    #: `_now` when the view was taken.
     _seen: tuple[int, int]
     #: The local tensors of the results.
     held: list[torch.Tensor]
@@ -147,31 +147,31 @@ class Source:
         counted: bool = False,
     ) -> None:
         self._layout: Layout = base._layout
-        # Not the tensor itself, whose history would live as long as its snapshots.
+        # Not the base itself: its autograd graph would live as long as its snapshots.
         self._above = base.__dict__.get(SOURCE)
         self._base = base._local if self._above is None else None
         self._take, self.held = take, list(held)
         self._clock, self._shares = None, shares
         if self._above is not None and self._above[0]._clock is not None:
-            # A view of a snapshot that does not share the count does not share it either.
+            # A view of a snapshot that does not share the counter does not share it either.
             self._clock, self._shares = self._above[0]._clock, True
         self._history = None if self._above is None else self._above[0]._history
         self._counted = counted or base.is_inference()
         self._seen = self._now(base)
 
     def _now(self, x: Any) -> tuple[int, int]:
-        """How often the memory was written to, and all tensors of the mesh, as `x` knows it."""
+        """The numbers of writes to the memory, as `x` knows it, and to all tensors of the mesh."""
         x = self._clock if self._clock is not None else x
         return 0 if self._counted else x._version, self._layout.grid.num_writes
 
     def refresh(self, x: Any) -> None:
-        """Take the view again if the memory was written to; `x` is one of the snapshots."""
+        """Replay the view if the memory was written to; `x` is one of the snapshots."""
         if self._history is not None and torch.is_grad_enabled():
             self._refuse_other_history()
         now = self._now(x)
         if now == self._seen:
             return
-        # A view that was taken inside of another op has a count of its own.
+        # A view that was taken inside another op has a counter of its own.
         shares = self._shares or x._is_view()
         hidden = not shares or self._counted or self._layout.grid.hides_writes
         if self._is_stale(now, shares, hidden):
@@ -195,7 +195,7 @@ class Source:
         self._seen = now
 
     def differentiated_as(self, x: Any) -> None:
-        """The gradient goes to `x` as it is now: autograd does not take the view again."""
+        """The gradient goes to `x` with its current grad_fn: autograd does not replay the view."""
         self._history = weakref.ref(x), x.grad_fn
 
     def _refuse_other_history(self) -> None:
@@ -203,21 +203,21 @@ class Source:
         x, grad_fn = self._history[0](), self._history[1]
         if x is not None and x.grad_fn is not grad_fn:
             raise UnsupportedError(
-                "A view by as_strided() is used after its tensor was written to in a way that "
-                f"gradients go through: {self._layout!r}. The view follows in value, but its "
-                "gradient would miss the write. Call as_strided() again after the write, or use "
-                "the view under torch.no_grad()."
+                "A view by as_strided() is used after a differentiable write to its base: "
+                f"{self._layout!r}. The values of the view follow, but its gradient would miss the "
+                "write. Call as_strided() again after the write, or use the view under "
+                "torch.no_grad()."
             )
 
     @property
     def writable(self) -> bool:
-        """Whether what one snapshot should hold can be written to the memory."""
+        """Whether a value of the snapshot can be written to the memory."""
         if len(self.held) > 1 or not isinstance(self._take, View) or not self._take.undoable:
             return False
         return self._above is None or self._above[0].writable
 
     def write(self, value: Any) -> None:
-        """Write what the snapshot should hold to the memory."""
+        """Write a value of the snapshot to the memory."""
         assert isinstance(self._take, View), "only a view is undone"
         base = self._base if self._above is None else self._above[0].held[self._above[1]]
         there = type(value)._wrap(base, self._layout)
@@ -228,16 +228,16 @@ class Source:
             aten.copy_.default(there, whole)
 
     def seen_from(self, x: Any) -> None:
-        """The memory is that of `x`, which counts the writes to it."""
+        """Count writes from now on, with the version counter of `x`, which has the memory."""
         self._seen = self._now(x)
 
     def counted_by(self, clock: torch.Tensor) -> None:
-        """Writes to the memory are counted by `clock`, and not by the snapshot."""
+        """Use the version counter of `clock` instead of the snapshot's."""
         self._clock, self._shares = clock, True
         self._seen = self._now(clock)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Source:
-        """The same of copied memory, to which torch counts no writes for copies of views."""
+        """The source of copied memory; copies of views do not share a version counter."""
         copied = object.__new__(Source)
         memo[id(self)] = copied
         copied._layout, copied._take = self._layout, self._take
@@ -251,7 +251,7 @@ class Source:
 
 
 def current(x: Any) -> torch.Tensor:
-    """The local tensor of `x`, which holds what its source holds now."""
+    """The local tensor of `x`, brought up to date if `x` is a snapshot."""
     known = x.__dict__.get(SOURCE)
     if known is not None:
         source, number = known
@@ -261,47 +261,46 @@ def current(x: Any) -> torch.Tensor:
 
 
 def may_write(x: Any) -> bool:
-    """Whether a write to `x`, a snapshot, can go to the tensor that it is a view of."""
+    """Whether a write to the snapshot `x` can go to its base."""
     known = x.__dict__.get(SOURCE)
     if known is None or not known[0].writable or x._layout.expanded:
         return False
-    # While a graph is traced, nothing tells later ops of it that a snapshot is old.
+    # In a traced graph, later ops cannot tell that a snapshot is stale.
     traced = any(type(part) is not torch.Tensor for part in parts_of(x._local))
     return not traced or _in_gradient_of_write()
 
 
 def _in_gradient_of_write() -> bool:
-    """Whether torch's autograd writes: the gradient of a write to a view.
+    """Whether autograd writes the gradient of a write to a view.
 
-    That is a copy of the tensor's gradient with the same view of it overwritten. Nobody else knows
-    that view.
+    It copies the base's gradient and overwrites the same view of it, which nobody else knows.
     """
     node = current_node()
     return node is not None and bool(node.name().endswith("CopySlices"))
 
 
 def write_through(x: Any, value: Any) -> None:
-    """`x.copy_(value)` of a snapshot, in the tensor that it is a view of; see `may_write`."""
+    """`x.copy_(value)` of a snapshot, written to its base; see `may_write`."""
     current(x)
     x.__dict__[SOURCE][0].write(value.to(x.dtype).expand(x.shape))
 
 
 def follow(kind: Any, op: Any, args: Sequence[Any], kwargs: dict[str, Any], entry: Entry) -> None:
-    """Let the snapshots that a planned call reads be current, and those it makes know their source.
+    """Make a planned call update the snapshots that it reads, and give those it makes a source.
 
     `args` has layouts in place of tensors.
     """
     read_current(args, entry)
     if any(layout.snapshot for layout in entry.plan.outputs):
         finish = entry.finish or _wraps_one(entry.out)
-        # What is detached is no view, as torch has it, and shares the count.
+        # To torch, the result of detach is no view, but shares the version counter.
         shares = op is aten.detach.default
         entry.finish = _noting_source(functools.partial(View, kind, op, kwargs), finish, shares)
         entry.out = None
 
 
 def read_current(args: Sequence[Any], entry: Entry) -> None:
-    """Let the snapshots that a planned call reads be current."""
+    """Make a planned call update the snapshots that it reads."""
     paths = [p for p in tensor_paths(args) if getattr(at_path(args, p), "snapshot", False)]
     if paths:
         entry.move = _current_first(paths, entry.move)
@@ -343,7 +342,7 @@ def add_source(
     shares: bool = False,
     counted: bool = False,
 ) -> Source:
-    """Note that `result`, one snapshot or several, is what `take` makes of `base`."""
+    """Record that `result`, one snapshot or several, is `take(base)`."""
     results = result if isinstance(result, (list, tuple)) else [result]
     source = Source(base, take, [each._local for each in results], shares=shares, counted=counted)
     for number, each in enumerate(results):
@@ -352,14 +351,14 @@ def add_source(
 
 
 def belongs_to(result: Any, base: Any) -> None:
-    """`result` was taken of a stand-in for `base`."""
+    """Record that `result`, a view of an alias of `base`, is a view of `base`."""
     known = getattr(result, "__dict__", {}).get(SOURCE)
     if known is not None:
         known[0].seen_from(base)
 
 
 def take_over(x: Any, other: Any) -> None:
-    """`x` is what `other` is from now on."""
+    """Give `x` the local tensor, layout and source of `other`."""
     x._local, x._layout = other._local, other._layout
     known = other.__dict__.get(SOURCE)
     if known is not None:
@@ -369,7 +368,7 @@ def take_over(x: Any, other: Any) -> None:
 
 
 def hold_same(x: Any, value: Any) -> None:
-    """`x` gets the memory of `value`; each counts the writes to its own."""
+    """Give `x` the memory of `value`; each keeps its own version counter."""
     if SOURCE in value.__dict__:
         held = value.detach()
         add_source(held, value, _itself, counted=True)
@@ -379,7 +378,7 @@ def hold_same(x: Any, value: Any) -> None:
 
 
 def counts_apart(data: Any, x: Any) -> None:
-    """`data` has the memory of `x`, and counts the writes to its own."""
+    """Record that `data` has the memory of `x`, but its own version counter."""
     x._layout.grid.hides_writes = True
     known = data.__dict__.get(SOURCE)
     if known is not None:
@@ -391,7 +390,7 @@ def _itself(x: Any) -> Any:
 
 
 def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
-    """`x` in memory of its own, which copies of its views share if they are copied with it."""
+    """A deep copy of `x`, which shares memory with the copies of its views in `memo`."""
     local, known = current(x), x.__dict__.get(SOURCE)
     copied = type(x)._wrap(copied_parts(local, memo), x._layout)
     if known is not None:
@@ -403,7 +402,7 @@ def deep_copied(x: Any, memo: dict[int, Any]) -> Any:
 
 
 def copied_parts(local: Any, memo: dict[int, Any]) -> Any:
-    """A deep copy of a local tensor: what shared memory before shares it after."""
+    """A deep copy of a local tensor that keeps shared memory shared."""
 
     def copied(part: torch.Tensor) -> torch.Tensor:
         if type(part) is not torch.Tensor:

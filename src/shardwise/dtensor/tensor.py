@@ -1,4 +1,4 @@
-"""DTensor: a tensor that knows how it is laid out over a mesh.
+"""DTensor: a global tensor, sharded over a mesh by its layout.
 
 Note [The hot path]
 `DTensor.__torch_dispatch__` is the whole of a cache hit: a key from the op, the layouts and the
@@ -8,8 +8,8 @@ inference and no search. Keep it short: every op pays for every line.
 Note [Above autograd]
 A DTensor carries one dispatch key more than its device's: that of torch's third private backend,
 which has no tensors of its own. Ops that need the table's or weight's layout in their backward
-have kernels for that key (dtensor.above_autograd); all others fall through to torch's autograd at
-no cost, where a `__torch_function__` on the class would cost every call.
+have kernels for that key (`KERNELS` in `ops`); all others fall through to torch's autograd at no
+cost, where a `__torch_function__` on the class would cost every call.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from shardwise.dtensor.compile import (
     traced_from_local,
 )
 from shardwise.dtensor.conversion import as_numpy, redistribute_as, refuse_memory, whole_values
-from shardwise.dtensor.indexing import becoming, for_ints, for_number, holds_list, with_tensors
+from shardwise.dtensor.indexing import for_ints, for_number, holds_list, in_place_view, with_tensors
 from shardwise.dtensor.pickling import packed, unpacked
 from shardwise.dtensor.plain_operands import beside_plain
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
@@ -64,12 +64,12 @@ _data: Any = torch.Tensor.data
 _requires_grad: Any = torch.Tensor.requires_grad
 _Size = torch.Size
 _Tensor = torch.Tensor
-#: What the hot path asks; debug.explain puts a table in its place that notes the hits.
+#: The plan cache of the hot path; debug.explain replaces it by one that records hits.
 _entries: dict[Any, Entry] = entries
 
 
 class DTensor(Wrapped):
-    """A global tensor, of which this process holds the part that its layout says.
+    """A global tensor, of which this process holds the shard that its layout describes.
 
     Made by `distribute_tensor`, `DTensor.from_local`, the factories, and by ops on DTensors.
     """
@@ -81,13 +81,13 @@ class DTensor(Wrapped):
     def __new__(cls, *args: Any, **kwargs: Any) -> DTensor:
         raise ArgumentError(
             f"{cls.__name__}(...) does not make one: use distribute_tensor(x, mesh, placements) "
-            "for a tensor that every rank has, DTensor.from_local(part, mesh, placements) for "
-            "parts, or the factories (shardwise.zeros and kin)."
+            "for a tensor that every rank has, DTensor.from_local(local, mesh, placements) for "
+            "shards, or a factory such as shardwise.zeros."
         )
 
     @staticmethod
     def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
-        """A DTensor out of its parts, unchecked."""
+        """A DTensor of this local tensor and layout, unchecked."""
         if type(local) is not _Tensor:
             local = unsized(local)
         if layout.symbolic:
@@ -97,7 +97,7 @@ class DTensor(Wrapped):
 
     @staticmethod
     def wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> DTensor:
-        """Deprecated: it checks nothing. Use `from_local`; this name goes with the next release."""
+        """Deprecated: it checks nothing. Use `from_local`; the next release removes this."""
         warnings.warn(
             "DTensor.wrap() checks nothing and will be removed: use DTensor.from_local().",
             DeprecationWarning,
@@ -132,7 +132,7 @@ class DTensor(Wrapped):
         if layout.symbolic or type(local) is not _Tensor:
             out = DTensor._wrap(local, layout)
             return out.view_as(out)  # type: ignore[return-value]
-        # The same, for which nothing is planned.
+        # As above, without a plan.
         base = DTensor._build(local, layout, False)
         guard = undispatched()
         try:
@@ -218,7 +218,7 @@ class DTensor(Wrapped):
 
     @breaks_graph
     def requires_grad_(self, mode: bool = True) -> DTensor:
-        """As for any tensor; the gradient of a leaf lies like the leaf, or is Partial."""
+        """As for any tensor; the gradient of a leaf has the leaf's layout, or is Partial."""
         super().requires_grad_(mode)
         if mode and "_hooked" not in self.__dict__:
             layout = autograd.gradient_layout(self._layout)
@@ -228,7 +228,7 @@ class DTensor(Wrapped):
 
     @untraced
     def _get_data(self) -> Any:
-        """`x.data`: the same memory; writes to it are counted apart."""
+        """`x.data`: the same memory, with a version counter of its own."""
         found = _data.__get__(self)
         if isinstance(found, DTensor):
             snapshots.counts_apart(found, self)
@@ -236,7 +236,7 @@ class DTensor(Wrapped):
 
     @breaks_graph
     def _set_data(self, value: Any) -> None:
-        """`x.data = value`: this tensor holds what `value` holds, and lies as it does."""
+        """`x.data = value`: this tensor gets the memory and the layout of `value`."""
         if not isinstance(value, DTensor):
             raise MixedTensorsError(
                 f"The data of a DTensor is a DTensor, found a {type(value).__name__}. Wrap it: "
@@ -245,7 +245,7 @@ class DTensor(Wrapped):
         _data.__set__(self, value)  # the wrapper's own shape and dtype
         snapshots.hold_same(self, value)
         hook = self.__dict__.pop("_hooked", None)
-        if hook is not None:  # it knows how the gradient lay before
+        if hook is not None:  # it is for the old layout
             hook.remove()
             self.requires_grad_(self.requires_grad)
 
@@ -256,16 +256,16 @@ class DTensor(Wrapped):
     data = property(_get_data, _set_data)
     requires_grad = property(_requires_grad.__get__, _set_requires_grad)
 
-    # -- turned in place ---------------------------------------------------------------------
+    # -- views in place ----------------------------------------------------------------------
 
-    t_ = becoming("t_")
-    transpose_ = becoming("transpose_")
-    swapaxes_ = becoming("swapaxes_")
-    swapdims_ = becoming("swapdims_")
-    squeeze_ = becoming("squeeze_")
-    unsqueeze_ = becoming("unsqueeze_")
+    t_ = in_place_view("t_")
+    transpose_ = in_place_view("transpose_")
+    swapaxes_ = in_place_view("swapaxes_")
+    swapdims_ = in_place_view("swapdims_")
+    squeeze_ = in_place_view("squeeze_")
+    unsqueeze_ = in_place_view("unsqueeze_")
 
-    # -- what it is --------------------------------------------------------------------------
+    # -- properties --------------------------------------------------------------------------
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -320,7 +320,7 @@ class DTensor(Wrapped):
         super().__setitem__(index, value)
 
     def __matmul__(self, other: Any) -> Any:
-        # A product of two matrices without the way through a kernel above autograd.
+        # A product of two matrices needs no kernel above autograd.
         if type(other) is DTensor and len(self._layout.shape) == len(other._layout.shape) == 2:
             return _mm(self, other)
         return _matmul(self, other)
@@ -336,10 +336,10 @@ class DTensor(Wrapped):
         )
 
     def __format__(self, spec: str) -> str:
-        """As any tensor's: that of the number where there is one, `f"{loss:.3f}"`."""
+        """As any tensor's: a 0-dim tensor is formatted as a number, `f"{loss:.3f}"`."""
         return format(self.item(), spec) if self.dim() == 0 and spec else str(self)
 
-    # -- reading -----------------------------------------------------------------------------
+    # -- values for Python and numpy ---------------------------------------------------------
 
     def tolist(self) -> Any:
         """The whole tensor as nested lists, on every rank."""
@@ -359,7 +359,7 @@ class DTensor(Wrapped):
     def __dlpack__(self, *args: Any, **kwargs: Any) -> NoReturn:
         refuse_memory("__dlpack__")
 
-    # -- doors -------------------------------------------------------------------------------
+    # -- conversions -------------------------------------------------------------------------
 
     @staticmethod
     def from_local(
@@ -373,15 +373,14 @@ class DTensor(Wrapped):
         grad_placements: Sequence[Placement] | None = None,
         async_op: bool = False,
     ) -> DTensor:
-        """The global tensor whose local part is `local_tensor` on every rank.
+        """The global tensor whose shard is `local_tensor` on every rank.
 
-        Without `shape`, all ranks are taken to hold parts of equal shape: uneven shards need
-        `shape`. Nothing is communicated unless `run_check` asks to compare the ranks. With
-        `async_op`, a collective that brings the gradient back runs on until the first op that
-        reads the gradient.
+        Without `shape`, shards are assumed to have equal shapes: uneven shards need `shape`.
+        Nothing is communicated, unless `run_check` compares the ranks. With `async_op`, the
+        collectives of the gradient are waited for by the first op that reads the gradient.
         """
         mesh = device_mesh if device_mesh is not None else current_mesh()
-        # The compiler decides itself how late to wait.
+        # The compiler places waits itself, so async_op is ignored.
         if is_dynamo_compiling() or (is_exporting() and is_exported()):
             return traced_from_local(
                 local_tensor,
@@ -410,10 +409,10 @@ class DTensor(Wrapped):
         return autograd.from_local(local_tensor, layout, grad_layout, DTensor, async_op, held)
 
     def to_local(self, *, grad_placements: Sequence[Placement] | None = None) -> torch.Tensor:
-        """This rank's part, differentiable.
+        """This rank's shard, differentiable.
 
-        `grad_placements` says how the gradient that comes back is laid out; by default as the
-        tensor itself, and replicated where it is Partial.
+        `grad_placements` are the placements of the local gradient; by default those of the
+        tensor, with Replicate for Partial.
         """
         if is_exporting() and is_exported():
             return exported_to_local(self, grad_placements)
@@ -442,13 +441,13 @@ class DTensor(Wrapped):
         """The same global tensor in other placements, differentiable.
 
         `order` lists mesh axes from the outermost split to the innermost, for axes that shard the
-        same dim; without it the first axis is the outermost, however the tensor lies now. Where
-        nothing changes, the tensor itself is returned. With `async_op` the last collective runs
-        on, here and in backward, until the first op that reads the result.
+        same dim; by default the first axis is the outermost, whatever the order was. If nothing
+        changes, the tensor itself is returned. With `async_op`, the last collective, here and in
+        backward, is waited for by the first op that reads its result.
 
-        With `forward_dtype` the tensor is cast before it travels, and the result has that dtype;
-        the gradient travels back in `backward_dtype`, by default in the tensor's own, and arrives
-        in the tensor's own.
+        With `forward_dtype` the tensor is cast before it is sent, and the result has that dtype.
+        The gradient is sent in `backward_dtype`, by default the tensor's own, and returned in the
+        tensor's own.
         """
         layout = self._layout
         if device_mesh is not None and grid_of(device_mesh) is not layout.grid:
@@ -481,7 +480,7 @@ class DTensor(Wrapped):
         if self._layout.snapshot:
             snapshots.current(self)
         elif type(local) is _Tensor:
-            # Guards ask twice for each input of each call.
+            # Guards call this twice for each input of each call.
             parts = plain_parts.get(self._layout)
             if parts is not None:
                 return parts
@@ -494,7 +493,7 @@ class DTensor(Wrapped):
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: FlatContext, outer_size: Any, outer_stride: Any
     ) -> DTensor:
-        # Compiled code ends here with each gradient: as `_wrap`, without a call more than it takes.
+        # Called once per gradient of compiled code; `_wrap` is inlined.
         try:
             layout = context.known.get((outer_size, outer_stride))
         except TypeError:  # a symbolic int has no hash
@@ -528,7 +527,7 @@ class DTensor(Wrapped):
     def _view_func_unsafe(
         self, new_base: torch.Tensor, symint_visitor_fn: Any = None, tensor_visitor_fn: Any = None
     ) -> torch.Tensor:
-        """This view, taken of `new_base`; torch asks for it where a view enters a region."""
+        """This view, replayed on `new_base`; called where a view enters a compiled region."""
         # Subclasses have views of other kinds.
         if tensor_visitor_fn is None or {type(self), type(new_base)} != {DTensor}:
             return super()._view_func_unsafe(new_base, symint_visitor_fn, tensor_visitor_fn)
@@ -544,14 +543,14 @@ class DTensor(Wrapped):
         self, context: Any, expected_type: type | None = None
     ) -> DTensor:
         if not isinstance(context, FlatContext):
-            return context.as_tangent(self)  # of a kind of DTensors that lies otherwise
+            return context.as_tangent(self)  # a subclass with a context of its own
         layout = self._layout.with_placements(context.placements, context.order)
         moved = autograd.redistribute(self, layout)
         held = held_like(moved._local, context.roster)
         return moved if held is moved._local else DTensor._wrap(held, layout)
 
     def _stable_hash_for_caching(self) -> str:
-        """What torch's compile caches need to know of this tensor, and of the code behind it."""
+        """The key of this tensor, and of this package's code, in torch's compile caches."""
         return stable_hash(self._local, self._layout, self.requires_grad)
 
     # -- torch.distributed.checkpoint --------------------------------------------------------
@@ -591,7 +590,7 @@ install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:
-    """The attributes that belong to a copy too: not hooks, not what is remembered of a value."""
+    """The attributes that a copy keeps: no hooks, no cached values."""
     passing = ("_hooked", "_reduced", snapshots.SOURCE)
     return {k: v for k, v in attributes.items() if k not in passing}
 
@@ -605,7 +604,7 @@ def _unpickle(
 
 
 def run(op: Any, *args: Any, preferred: Layout | None = None) -> Any:
-    """Run an op below autograd; with `preferred`, towards an output that lies as `preferred` does.
+    """Run an op below autograd; `preferred` is the preferred layout of its output.
 
     The output may stay Partial where `preferred` is replicated.
     """

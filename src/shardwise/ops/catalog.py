@@ -1,8 +1,8 @@
-"""The catalog: every family of ops, and what each of them brings.
+"""The catalog: every family of ops, with its tables.
 
-A family is a module. `RULES` says how its ops run on shards (see `dispatch.notation`), `KERNELS`
-are called above autograd (see Note [Above autograd]), `DECOMPOSITIONS` take an op apart into
-others, and `REFUSED` names the inputs whose values an op may refuse.
+A family is a module. `RULES` say how its ops run on shards (see `dispatch.notation`), `KERNELS`
+are called above autograd (see Note [Above autograd]), `DECOMPOSITIONS` compute an op with others,
+and `REFUSED` lists the inputs whose values an op may refuse.
 """
 
 from __future__ import annotations
@@ -75,20 +75,20 @@ FAMILIES: tuple[Any, ...] = (
 
 
 def _tables(name: str) -> list[Any]:
-    """What the families have under this name; few have every one."""
+    """The tables of this name; few families have all."""
     return [getattr(family, name) for family in FAMILIES if hasattr(family, name)]
 
 
 RULES: Table = merge(*_tables("RULES"))
 KERNELS: tuple[tuple[str, Callable[..., Any]], ...] = sum(_tables("KERNELS"), ())
 
-# Torch forgets the kernels of a library that is gone.
+# Kept alive: torch drops the kernels of a deleted library.
 _library = torch.library.Library("aten", "IMPL")
 _any_library = torch.library.Library("_", "IMPL")
 
 
 def _register_kernels() -> None:
-    """Give torch the kernels for DTensors alone: no other tensor has the dispatch key."""
+    """Register the kernels for DTensors: no other tensor has the dispatch key."""
     for _, kernel in KERNELS:
         untraced(kernel)
     for name, kernel in (*KERNELS, *composites.kernels()):
@@ -98,7 +98,7 @@ def _register_kernels() -> None:
         _library.impl(name, kernel, "AutogradPrivateUse3")
     for name, kernel in composites.kernels_with_out():
         _library.impl(name, kernel, "AutogradPrivateUse3")
-    # Ops of other libraries know nothing of the key: they go on to the device's autograd.
+    # Ops without a kernel for the key fall through to the device's autograd.
     _any_library.fallback(torch.library.fallthrough_kernel, "AutogradPrivateUse3")
 
 

@@ -1,6 +1,6 @@
-"""Ops that torch puts together from others, and that make plain tensors on the way.
+"""Composite ops of torch that make plain tensors inside.
 
-They are the same on every rank, so they count as replicated inside; see Note [Above autograd].
+These tensors are the same on every rank, so they count as replicated; see Note [Above autograd].
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _MAKE_TENSORS = (
 )
 
 
-def _put_together(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
+def _decomposed(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
     for leaf in tree_leaves((args, kwargs)):
         if isinstance(leaf, torch.Tensor) and not isinstance(leaf, DTensor):
             check_plain(op, leaf)
@@ -55,7 +55,7 @@ def _put_together(op: OpOverload, *args: Any, **kwargs: Any) -> Any:
 
 
 def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
-    """Where to split is read off a tensor: it has to be whole, and every rank reads the same."""
+    """The indices are read from a tensor, which is replicated first."""
     if isinstance(where, DTensor):
         where = where.detach().full_tensor().tolist()  # type: ignore[attr-defined]
     else:
@@ -65,10 +65,10 @@ def tensor_split(x: Any, where: Any, dim: int = 0) -> Any:
 
 
 def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
-    """Where to start is read off a tensor, which has to be whole.
+    """`start` is read from a tensor, which is replicated first.
 
-    A traced graph reads no values: it picks the entries by their numbers, and gives a copy, which
-    must not be written to.
+    A traced graph reads no values: it selects the entries by index, and returns a copy, which must
+    not be written to.
     """
     inexact = start.is_floating_point() or start.is_complex()
     if start.dim() or inexact or start.dtype is torch.bool:
@@ -87,7 +87,7 @@ def narrow(x: Any, dim: int, start: Any, length: Any) -> Any:
 
 
 def broadcast_tensors(tensors: Any) -> Any:
-    """Each in the shape of all; a number among them, which may be plain, becomes replicated."""
+    """Each expanded to the common shape; plain 0-dim tensors become replicated."""
     mesh = next(x for x in tensors if isinstance(x, DTensor)).device_mesh
     spread = []
     shape = torch.broadcast_shapes(*(x.shape for x in tensors))
@@ -95,7 +95,7 @@ def broadcast_tensors(tensors: Any) -> Any:
         if not isinstance(x, DTensor):
             check_plain(aten.broadcast_tensors.default, x)
             x = DTensor.from_local(x, mesh, [REPLICATE] * mesh.ndim)
-        # As on one device, a tensor of that shape is not a view of itself, but itself.
+        # As on one device, a tensor of that shape is returned itself, not a view of it.
         spread.append(x if x.shape == shape else x.expand(shape))
     return spread
 
@@ -136,19 +136,19 @@ def one_hot(x: Any, num_classes: int = -1) -> Any:
                 f"{-negative_low} to {high}, and num_classes is {num_classes}."
             )
         num_classes = num_classes if num_classes > 0 else high + 1
-    x = x.contiguous()  # as one device's result lies, whatever the classes are a view of
+    x = x.contiguous()  # strides as on one device
     with implicit_replication():
         return (x.unsqueeze(-1) == torch.arange(num_classes, device=x.device)).long()
 
 
 def vander(x: Any, N: int | None = None, increasing: bool = False) -> Any:
-    """The powers of each entry, the highest first unless they are to increase."""
+    """The powers of each entry, the highest first unless `increasing`."""
     powers = torch.linalg.vander(x, N=N)
     return powers if increasing else powers.flip(-1)
 
 
 def fill_diagonal_(x: Any, fill_value: Any, wrap: bool = False) -> Any:
-    """Write to the entries whose indices are all the same; torch would write to memory."""
+    """Write to the diagonal with a mask; torch would write by strides."""
     (fake,), _ = faked([x._layout], {})
     fake.fill_diagonal_(fill_value, wrap)  # torch's checks
     if x.dim() != 2 or (wrap and x.shape[0] > x.shape[1] + 1):
@@ -170,7 +170,7 @@ def stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Any:
-    """The spectrum of each window of a signal: windows are a view, where torch reads memory."""
+    """The spectrum of each window of a signal; windows by `unfold`, where torch uses strides."""
     options = (normalized, onesided, return_complex, align_to_window)
     fake, _ = faked([t if t is None else t._layout for t in (x, window)], {})
     aten.stft.default(fake[0], n_fft, hop_length, win_length, fake[1], *options)
@@ -192,14 +192,14 @@ def stft(
 
 
 def as_strided(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """What as_strided reads, picked out of the tensor: a copy, which must not be written to."""
+    """The entries that as_strided reads, as a copy, which must not be written to."""
     picked = _snapshot(x, lambda whole: as_strided_copy(whole, size, stride, storage_offset))
     picked.__dict__[SOURCE][0].differentiated_as(x)
     return picked
 
 
 def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
-    """What stands for a view and is a copy: it follows `x`, and a write to it is refused."""
+    """A copy in place of a view: it follows `x`, and a write to it raises."""
     picked = pick(x)
     lo = picked._layout
     picked._layout = make_layout(
@@ -210,7 +210,7 @@ def _snapshot(x: Any, pick: Callable[[Any], Any]) -> Any:
 
 
 def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
-    """The entries at these places of the memory that the whole tensor would have on one device."""
+    """The entries at these positions of the memory that the tensor would have on one device."""
     layout = x._layout
     order = layout.memory_order or tuple(range(x.dim()))
     if layout.stride != dense_stride(layout.shape, order):
@@ -227,8 +227,8 @@ def as_strided_copy(x: Any, size: Any, stride: Any, storage_offset: int | None =
 
 
 class Picked(UntracedFunction):
-    """Entries of a flat tensor by their numbers. Indexing would save the numbers for the backward
-    pass, which could then not run a second time; that of a view can."""
+    """Entries of a flat tensor by index. Ordinary indexing would save the index, and backward
+    could not run twice, as that of a view can."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, places: torch.Tensor) -> Any:
@@ -242,7 +242,7 @@ class Picked(UntracedFunction):
 
 
 class PutBack(UntracedFunction):
-    """The gradient of `Picked`: what was read several times is added up."""
+    """The gradient of `Picked`: an entry that was read several times gets the sum."""
 
     @staticmethod
     def forward(ctx: Any, grad: Any, places: torch.Tensor, length: int) -> Any:
@@ -256,7 +256,7 @@ class PutBack(UntracedFunction):
 
 
 def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
-    """The mean of each window; where channels stand last, torch would set strides by hand."""
+    """The mean of each window; for channels-last input torch would set strides."""
     pool = getattr(aten, f"adaptive_avg_pool{num_dims}d").default
     (fake,), _ = faked([x._layout], {})
     pool(fake, output_size)  # torch's checks
@@ -266,7 +266,7 @@ def adaptive_avg_pool(num_dims: int, x: Any, output_size: Any) -> Any:
 
 
 def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
-    """A composite op with `out=`: torch would write to memory that a DTensor does not have."""
+    """A composite op with `out=`: torch would write to the DTensor's memory, which it has not."""
     packet, _, overload = name.partition(".")
     op = getattr(getattr(aten, packet), overload)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)]
@@ -281,7 +281,7 @@ def _into_out(name: str, *args: Any, **kwargs: Any) -> Any:
 def kernels() -> Iterator[tuple[str, Any]]:
     """The kernels of these ops, by name."""
     for op in _MAKE_TENSORS:
-        yield _name(op), functools.partial(_put_together, op)
+        yield _name(op), functools.partial(_decomposed, op)
     for num_dims in (2, 3):
         yield (
             f"adaptive_avg_pool{num_dims}d",

@@ -1,4 +1,4 @@
-"""The operands of a kernel above autograd where not all of them are DTensors."""
+"""Helpers for the operands of kernels above autograd."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shardwise.dtensor.tensor import DTensor
 def all_distributed(op: Any, operands: Sequence[Any]) -> list[Any]:
     """`operands` with replicated tensors in place of plain ones, differentiable.
 
-    Raises for a plain tensor of which nobody said that it is the same on every rank.
+    Raises for a plain tensor that may differ between ranks.
     """
     mesh = next(x for x in operands if isinstance(x, DTensor)).device_mesh
     found = []
@@ -35,17 +35,22 @@ def are_distributed(*operands: Any) -> bool:
     return all(x is None or isinstance(x, DTensor) for x in operands)
 
 
-def merged(x: Any, num: int) -> Any:
-    """`x` as torch keeps it for backward when it makes one dim of its first `num` dims.
+def fake(x: Any) -> Any:
+    """`x` without values: torch's ops check shapes and dtypes on the meta device."""
+    return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
-    Where they do not follow each other in memory that is a copy, and `x` may be written to later.
+
+def merged(x: Any, num: int) -> Any:
+    """`x` as torch saves it for backward when it merges the first `num` dims.
+
+    That is a copy where they cannot be merged in memory, so `x` may be written to later.
     """
     layout = x._layout
-    return x if layout.symbolic or _follow_each_other(layout, num) else x.contiguous()
+    return x if layout.symbolic or _are_mergeable(layout, num) else x.contiguous()
 
 
 @functools.lru_cache(maxsize=4096)
-def _follow_each_other(layout: Layout, num: int) -> bool:
+def _are_mergeable(layout: Layout, num: int) -> bool:
     """Whether the first `num` dims can be one dim of the same memory."""
     if 0 in layout.shape:
         return True
@@ -59,18 +64,15 @@ def _follow_each_other(layout: Layout, num: int) -> bool:
     return True
 
 
-world_caches.append(_follow_each_other.cache_clear)
-
-
-# Gradients that do not change with the tensor they are of; see Note [Above autograd].
-#
-# Torch's formulas for some of them read the tensor. So on one device such a gradient requires
-# grad, and what is differentiated again is zero; without that, backward() of it would be an error
-# here.
+world_caches.append(_are_mergeable.cache_clear)
 
 
 class Constant(UntracedFunction):
-    """A gradient, as something that was computed from `x`, of its shape."""
+    """A gradient that depends on `x` formally: its derivative for `x` is zero.
+
+    Torch's formulas for some gradients read the tensor although they do not depend on it. On one
+    device such a gradient requires grad, and without this backward() of it would raise here.
+    """
 
     @staticmethod
     def forward(ctx: Any, grad: Any, x: Any) -> Any:
@@ -82,7 +84,7 @@ class Constant(UntracedFunction):
 
 
 def read_from(grad: Any, x: Any) -> Any:
-    """`grad`, which requires grad where `x` does; only where it is differentiated again."""
+    """`grad`, which requires grad if `x` does, in a double backward."""
     if torch.is_grad_enabled() and x.requires_grad:
         return Constant.apply(grad, x)
     return grad

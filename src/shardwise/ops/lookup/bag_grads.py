@@ -1,4 +1,4 @@
-"""The gradients of pooled bags: of the table, and of the weights of the samples in them."""
+"""The gradients of pooled bags: of the table, and of the per-sample weights."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ def _on_one_device(
         if not by_freq:
             out = pooled(table, ids, offsets, weights, mode, padding_idx)
             return torch.autograd.grad(out, table, grad)[0]
-        # Torch's bags on the CPU divide by how often another row occurs (2.11 to 2.13); its
-        # embedding divides by the right number.
+        # Torch's CPU bags divide by the count of another row (2.11 to 2.13); its embedding
+        # divides by the right count.
         rows = torch.embedding(table, ids.reshape(-1), padding_idx, True)
         if weights is not None:
             rows = rows * weights.reshape(-1, 1)
@@ -141,7 +141,7 @@ def _owned_grads(
 def _masked_grad(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> torch.Tensor:
-    """As `_dense_grad`, with sizes that do not depend on the ids."""
+    """As `_dense_grad`, without data-dependent sizes."""
     num_rows = table.local_shape(coordinate)[0]
     if any(type(size) is int and size == 0 for size in (num_rows, grad.shape[1])):
         return grad.new_zeros((num_rows, grad.shape[1]))
@@ -156,7 +156,7 @@ def _masked_grad(
 def _values_of_ids(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Of each id: its local row, whether it does not count here, and the gradient it would give."""
+    """For each id: its local row, whether it is skipped here, and its gradient."""
     row, skipped = bags.rows(table, coordinate)
     if mode == MODE_MEAN:
         grad = grad / bags.sizes()
@@ -174,7 +174,7 @@ def _values_of_ids(
 def _traced_grads(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, bags: Bags, mode: int, by_freq: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `_owned_grads`, in a graph that does not know the ids."""
+    """As `_owned_grads`, in a traced graph."""
     ids, num_columns = bags.ids.reshape(-1), grad.shape[1]
     if not table.box(coordinate)[1][0]:
         return ids[:0], grad.new_empty((0, num_columns))
@@ -194,7 +194,7 @@ def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
     yield Choice(whole, (REPLICATE,), POOLED_GRAD)
     for columns, out in columns_and_rows(call):
         yield Choice((columns, *whole[1:]), (out,), POOLED_GRAD)
-    if not call.args[7]:  # scale_grad_by_freq: a rank would have to count the ids of all
+    if not call.args[7]:  # with scale_grad_by_freq a rank would need the counts of all ranks
         for bags in bag_splits(call, 1):
             batch = Shard(0, bags)
             yield Choice(batch_placements(call, (batch,), batch), (SUM,), POOLED_GRAD)
@@ -208,7 +208,7 @@ def _pooled_grad_choices(call: Call) -> Iterator[Choice]:
 
 
 def columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
-    """Placements of the gradient of bags that give a table's gradient in another: no sums."""
+    """Placements of the bags' gradient, and of the table's gradient without a reduction."""
     wanted = call.wanted[0] if call.wanted else None
     splits = call.splits([(0, 1)])
     if isinstance(wanted, Shard) and wanted.dim == 0:
@@ -219,7 +219,7 @@ def columns_and_rows(call: Call) -> Iterator[tuple[Placement, Placement]]:
         yield Shard(1, sizes), Shard(1, sizes)
 
 
-# -- the weights of the samples --------------------------------------------------------------
+# -- the per-sample weights ------------------------------------------------------------------
 
 
 def sample_grad(
@@ -229,7 +229,7 @@ def sample_grad(
     offsets: Optional,
     padding_idx: int,
 ) -> torch.Tensor:
-    """The gradient of the weights of the samples: how far each row points along its bag's."""
+    """The gradient of the per-sample weights: each row's dot product with its bag's gradient."""
     if grad.is_meta:
         return grad.new_empty(ids.shape)
     with torch.enable_grad():
@@ -261,7 +261,7 @@ def _sample_grad(
 def _along_rows(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, weight: torch.Tensor, bags: Bags
 ) -> torch.Tensor:
-    """How far the rows that this rank owns point along their bags' gradients."""
+    """The dot products of the rows that this rank owns with their bags' gradients."""
     if fused_bags.take_table(weight):
         return fused_bags.sample_grad(grad, weight, bags, table.box(coordinate)[0][0])
     if type(weight.shape[0]) is int and weight.shape[0] == 0:
@@ -272,7 +272,7 @@ def _along_rows(
     else:
         bag = bags.bag_of(bags.places)
         skipped = skipped | (bag >= grad.shape[0])
-        # One bag more, for what stands after the last.
+        # An extra bag for ids after the last.
         upstream = torch.nn.functional.pad(grad, (0, 0, 0, 1))[bag]
     along = (torch.embedding(weight, row) * upstream).sum(-1)
     return along.masked_fill(skipped, 0)

@@ -1,9 +1,9 @@
 """Bags: rows of a table that are looked up and pooled, by sum or mean; see also largest_bags.
 
 Ids come in two forms. Of shape (bags, ids in each), they may be sharded along the bags, and the
-result lies like them. In one dim with offsets, where a bag ends is a matter of values: they are
-whole on every rank. Sums of the rows that each rank owns add up, so a table whose rows are sharded
-gives a Partial; ids that are sharded along the same axis are gathered, the sums reduce-scattered.
+result is sharded like them. In one dim with offsets, they are replicated: where a bag ends is
+data-dependent. A row-sharded table gives a Partial, since each rank sums the rows that it owns; ids
+that are sharded along the same axis are gathered, and the sums reduce-scattered along the bags.
 """
 
 from __future__ import annotations
@@ -38,11 +38,6 @@ from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.ranks import each_rank
 
-# Bags whose ids are sharded along the axis that shards the table's rows.
-#
-# Every rank of the axis gets all of the ids, does its part of all bags, and the parts are
-# combined and cut along the bags again.
-
 
 def shared_axes(table: Layout, ids: Layout) -> list[int]:
     """The axes that shard both the table's rows and the ids."""
@@ -57,7 +52,7 @@ def with_placement(layout: Layout, axes: Sequence[int], placement: Placement) ->
 
 
 def everywhere(x: torch.Tensor, layout: Layout, axes: Sequence[int]) -> tuple[torch.Tensor, Layout]:
-    """The whole of `x` on every rank of the axes, and how it lies then."""
+    """`x`, replicated over the axes, and its layout."""
     target = with_placement(layout, axes, REPLICATE)
     return execute(x, find_steps(layout, target)), target
 
@@ -67,7 +62,7 @@ def are_ids_sharded(call: Call) -> bool:
 
 
 def sent(call: Call, *reductions: str) -> tuple[CollectiveCost, ...]:
-    """Ids, and their weights, to everyone; then the results."""
+    """The costs of gathering ids and their weights, and of reducing the results."""
     gathered = [
         CollectiveCost("all_gather", num_bytes(meta.shape, meta.dtype))
         for meta in call.inputs[1:]
@@ -123,13 +118,13 @@ def _pooled(
     return execute(sums, find_steps(with_placement(out, met, SUM), out)) if met else sums
 
 
-# -- what a rank has of each bag -------------------------------------------------------------
+# -- a rank's terms of the bags --------------------------------------------------------------
 
 
 def _rows_here(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags, mode: int
 ) -> torch.Tensor:
-    """The sum, or the part of the mean, of the rows that this rank owns."""
+    """The sum, or the term of the mean, of the rows that this rank owns."""
     if fused_bags.take_table(weight):
         return fused_bags.sums(weight, bags, table.box(coordinate)[0][0], mode)
     if not table.axes_of(0):
@@ -151,7 +146,7 @@ def _on_one_device(weight: torch.Tensor, bags: Bags, mode: int) -> torch.Tensor:
 def _owned_sums(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
 ) -> torch.Tensor:
-    """The sums of the owned rows of each bag: torch's op on the ids that this rank owns."""
+    """The sums of the owned rows of each bag, by torch's op on the owned ids."""
     if not weight.shape[0]:
         return weight.new_zeros((bags.num_bags, weight.shape[1]))
     edges = bags.bounds
@@ -167,7 +162,7 @@ def _owned_sums(
 def _masked_sums(
     table: Layout, coordinate: Coordinate, weight: torch.Tensor, bags: Bags
 ) -> torch.Tensor:
-    """As `_owned_sums`, with sizes that do not depend on the ids."""
+    """As `_owned_sums`, without data-dependent sizes."""
     if type(weight.shape[0]) is int and weight.shape[0] == 0:
         return weight.new_zeros((bags.num_bags, weight.shape[1]))
     row, skipped = bags.rows(table, coordinate)
@@ -176,7 +171,7 @@ def _masked_sums(
         found = found * bags.weights.unsqueeze(-1)
     if bags.offsets is None:
         return found.sum(1)
-    # What stands after the last bag is added to one more, which is left out.
+    # Ids after the last bag are added to an extra one, which is dropped.
     sums = weight.new_zeros((bags.num_bags + 1, weight.shape[1]))
     return sums.index_add(0, bags.bag_of(bags.places), found.to(weight.dtype))[: bags.num_bags]
 

@@ -1,4 +1,4 @@
-"""The shape of bags: where they start and end, and how their ids may be cut."""
+"""The shape of bags: where they start and end, and how their ids may be sharded."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ Optional = torch.Tensor | None
 class Bags(NamedTuple):
     """The ids of one rank's bags, of shape (bags, ids in each), or flat with offsets.
 
-    Offsets end with the last bag's end; what stands after it is in no bag. Ids equal to
-    `padding_idx` do not count; it is -1 for none.
+    Offsets include the end of the last bag; later ids are in no bag. Ids equal to `padding_idx` do
+    not count; it is -1 for none.
     """
 
     ids: torch.Tensor
@@ -44,17 +44,17 @@ class Bags(NamedTuple):
 
     @property
     def places(self) -> torch.Tensor:
-        """The place of each of the flat ids."""
+        """The position of each of the flat ids."""
         return torch.arange(self.ids.numel(), device=self.ids.device)
 
     def bag_of(self, places: torch.Tensor) -> torch.Tensor:
-        """The bag of each place; after the last bag, their number."""
+        """The bag of each position; the number of bags for those after the last."""
         if self.offsets is None:
             return places // self.ids.shape[1]
         return torch.searchsorted(self.offsets, places, right=True) - 1
 
     def sizes(self) -> torch.Tensor:
-        """How many ids of each bag count: a column, and 1 for none, to divide by."""
+        """The number of ids of each bag that count, at least 1, as a column."""
         edges = self.bounds
         if self.padding_idx >= 0:
             real = self.ids.reshape(-1) != self.padding_idx
@@ -62,11 +62,11 @@ class Bags(NamedTuple):
         return edges.diff().clamp(min=1).unsqueeze(-1)
 
     def skipped(self, foreign: torch.Tensor) -> torch.Tensor:
-        """Which ids do not count: another rank's, and those that pad."""
+        """Which ids do not count: those of other ranks, and padding."""
         return foreign | (self.ids == self.padding_idx) if self.padding_idx >= 0 else foreign
 
     def rows(self, table: Layout, coordinate: Coordinate) -> tuple[torch.Tensor, torch.Tensor]:
-        """The local row of each id, and which do not count here (their row is any valid one)."""
+        """The local row of each id, and which do not count here (their row is arbitrary)."""
         row, foreign = local_rows(table, coordinate, self.ids)
         return row, self.skipped(foreign)
 
@@ -76,7 +76,7 @@ def packed(*tensors: Optional) -> list[torch.Tensor]:
 
 
 def unpacked(parts: Sequence[torch.Tensor], offsets: Any, weights: Any, padding_idx: int) -> Bags:
-    """The bags of those tensors that there are, in the order of `packed`."""
+    """The bags of the tensors that are not None, in the order of `packed`."""
     rest = iter(parts)
     return Bags(
         next(rest),
@@ -98,12 +98,12 @@ def batch_placements(
 
 
 def bag_splits(call: Call, number: int) -> list[tuple[int, ...] | None]:
-    """How the bags may be cut: not at all where offsets say where they end."""
+    """How the bags may be sharded: not at all with offsets."""
     return call.splits([(number, 0)]) if call.inputs[number].ndim == 2 else []
 
 
 def inside_splits(call: Call, number: int) -> list[tuple[int, ...] | None]:
-    """How the ids may be cut inside of bags, for sums."""
+    """How the ids may be sharded inside bags, for sums."""
     return call.splits([(number, 1)]) if call.inputs[number].ndim == 2 else []
 
 

@@ -1,4 +1,9 @@
-"""EmbeddingBag above autograd; see Note [Above autograd]."""
+"""EmbeddingBag, above autograd: see Note [Above autograd].
+
+Bags of few ids in a row-wise table: rows are exchanged and pooled on the rank of the bag, which
+sends the rows of a rank's own ids. Otherwise each rank pools the rows that it owns, and one row per
+bag of all ranks is reduce-scattered. The cost model chooses, from sizes alone.
+"""
 
 from __future__ import annotations
 
@@ -22,17 +27,11 @@ from shardwise.ops.lookup.largest_bags import largest, largest_grad
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.ops.operands import all_distributed, are_distributed
 
-# Bags of few ids in a row-wise table: rows are exchanged, and pooled where the bags lie.
-#
-# Where each rank pools what it owns, one row per bag of all ranks is reduce-scattered. Exchanging
-# sends the rows of a rank's own ids instead, which is less where bags have fewer ids than there
-# are ranks. The cost model chooses, from sizes alone.
-
 _ID_BYTES = 8
 
 
 def exchanges_rows(weight: Any, ids: Any) -> bool:
-    """Whether to exchange the rows of `ids`, which are (bags, ids in each)."""
+    """Whether to exchange the rows of `ids`, of shape (bags, ids in each)."""
     table, bags = weight._layout, ids._layout
     axes = table.axes_of(0)
     if len(axes) != 1 or not bags.placements[axes[0]].is_shard(0) or not has_values(ids._local):
@@ -68,7 +67,7 @@ def pool_rows(
     by_freq: bool,
     sparse: bool,
 ) -> Any:
-    """The sum or mean of each bag, out of the rows of its ids."""
+    """The sum or mean of each bag, from the rows of its ids."""
     rows = torch.embedding(weight, ids, padding, by_freq, sparse)
     real = ids != padding if padding >= 0 else None
     if weights is not None:
@@ -152,7 +151,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Any:
-    """The bags, and empty tensors in place of torch's three that serve its own backward."""
+    """The bags, and three empty tensors in place of those that torch saves for backward."""
     if not are_distributed(weight, ids, per_sample_weights):
         known = offsets if isinstance(offsets, DTensor) else None  # plain: see _bagged
         given = (weight, ids, known, None, None, None, per_sample_weights)
@@ -208,8 +207,8 @@ def _padding(padding_idx: int | None, weight: Any) -> int:
 def _bagged(ids: Any, offsets: Any, weights: Any, include_last: bool) -> tuple[Any, Any, Any]:
     """Ids as (bags, ids in each), or flat with offsets that end with the number of ids.
 
-    For ids in two dims `torch.nn.functional` makes plain offsets at equal distances and flattens
-    the ids: these get their two dims back. Other plain offsets could differ between ranks.
+    For ids of two dims `torch.nn.functional` makes plain, equally spaced offsets and flattens the
+    ids: these get their two dims back. Other plain offsets could differ between ranks.
     """
     if watch.replicate_plain:
         _, offsets = all_distributed(_EMBEDDING_BAG, (ids, offsets))
@@ -233,12 +232,12 @@ def _is_known(size: Any) -> bool:
 
 def _equally_long(offsets: Any, num_bags: Any, num_ids: Any) -> bool:
     if not _is_known(num_bags) or not _is_known(num_ids) or not has_values(offsets):
-        return True  # in a traced graph, offsets that are no DTensor are those of two dims
+        return True  # in a traced graph, plain offsets come from ids of two dims
     if not num_bags:
         return num_ids == 0
     if num_ids % num_bags:
         return False
-    if offsets.is_cuda:  # a look at the values would wait for the device
+    if offsets.is_cuda:  # reading the values would synchronise
         return True
     step = num_ids // num_bags
     return torch.equal(offsets, torch.arange(num_bags, dtype=offsets.dtype) * step)

@@ -1,6 +1,11 @@
 """Embedding lookups, above autograd: see Note [Above autograd].
 
-The gradient is that of the table's own rows, and goes back the way by which the ids came.
+Where one axis shards both the table's rows and the ids, ids move and the table does not. There are
+two ways, and the cost model chooses. *Exchange*: ids are sent to the ranks that own their rows and
+rows are sent back, each distinct id once; the gradient takes the same route back. *Gather*: ids are
+all-gathered, each rank looks up those that it owns, and rows are reduce-scattered. The first sends
+least; the second has fewer collectives, and sizes that do not depend on the ids, as compiled code
+needs.
 """
 
 from __future__ import annotations
@@ -38,22 +43,16 @@ from shardwise.redistribute.execute import execute
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.ranks import each_rank
 
-# Lookups where both the rows of the table and the ids are sharded: ids move, the table does not.
-#
-# There are two ways, and the cost model chooses. *Exchange*: ids travel to the ranks that own
-# them and rows travel back, each different id once. *Gather*: all ids go everywhere, each rank
-# looks up those that it owns, and the rows are reduce-scattered. The first sends least; the
-# second has fewer collectives, and sizes that do not depend on the ids, as compiled code needs
-# them.
-
 aten = torch.ops.aten
+_table_lookup = aten.embedding.default
+_table_grad = aten.embedding_dense_backward.default
 _ID_BYTES = 8
 
 
-class Parcel:
-    """Takes a routing into a planned call. All parcels are alike: what is planned does not change.
+class RoutingArg:
+    """Passes a routing to a planned call. All are equal in a key: the plan does not depend on it.
 
-    Emptied after the call, since the table of plans keeps the first one.
+    Emptied after the call, since the plan cache keeps the first one.
     """
 
     __slots__ = ("routing",)
@@ -62,10 +61,10 @@ class Parcel:
         self.routing: Routing | None = routing
 
     def __eq__(self, other: object) -> bool:
-        return type(other) is Parcel
+        return type(other) is RoutingArg
 
     def __hash__(self) -> int:
-        return hash(Parcel)
+        return hash(RoutingArg)
 
 
 def both_sharded(weight: Layout, ids: Layout) -> bool:
@@ -82,9 +81,9 @@ def both_sharded(weight: Layout, ids: Layout) -> bool:
 def routed_lookup(
     weight: torch.Tensor, ids: torch.Tensor, static: bool
 ) -> tuple[torch.Tensor, None]:
-    """A lookup that also returns its routing where ids were exchanged.
+    """A lookup that also returns its routing if ids were exchanged.
 
-    With `static`, no size may depend on the ids.
+    With `static`, no size may be data-dependent.
     """
     return torch.embedding(weight, ids), None
 
@@ -116,7 +115,7 @@ def _exchanges(table: Layout, ids: Layout) -> bool:
 def _route(table: Layout, ids_layout: Layout, ids: torch.Tensor) -> Routing:
     grid, num_rows = table.grid, table.shape[0]
     (axis,) = table.axes_of(0)
-    # Also on CUDA: the counts have to be read there anyway.
+    # On CUDA too: the counts must be read anyway.
     found = id_range(ids, ids_layout)
     others = tuple(a for a in sharded_axes(ids_layout) if a != axis)
     shard = table.placements[axis]
@@ -157,7 +156,7 @@ def _routed_choices(call: Call) -> Iterator[Choice]:
     locals_ = (GATHERED,) if static else (EXCHANGED, GATHERED)
     ids_stay = not call.placed or not call.placed[1].is_shard()
     for choice in lookup_choices(call):
-        # With sharded ids, rows lie like the ids: below.
+        # With sharded ids, the rows are sharded like the ids: see below.
         if ids_stay or not choice.inputs[0].is_shard(0):
             for local in locals_:
                 yield replace(choice, local=local)
@@ -178,7 +177,7 @@ def _routed_choices(call: Call) -> Iterator[Choice]:
 
 
 def _sent(call: Call) -> tuple[tuple[CollectiveCost, ...], tuple[CollectiveCost, ...]]:
-    """What gathering sends along the axis, and what exchanging sends."""
+    """The collectives of gathering along the axis, and those of exchanging."""
     weight, ids = call.inputs
     total = math.prod(s if type(s) is int else 1024 for s in ids.shape)
     columns = weight.shape[1] if type(weight.shape[1]) is int else 64
@@ -203,9 +202,9 @@ def returned_grad(
     num_rows: int,
     padding_idx: int,
     sparse: bool = False,
-    parcel: Parcel | None = None,
+    routing_arg: RoutingArg | None = None,
 ) -> Any:
-    """The gradient of a table whose ids were exchanged: each row's goes back to its owner.
+    """The gradient of a table whose ids were exchanged: each row's is sent to its owner.
 
     With `sparse`, on DTensors, it is one SparseRows.
     """
@@ -220,10 +219,10 @@ def _returned(
     num_rows: int,
     padding_idx: int,
     sparse: bool = False,
-    parcel: Parcel | None = None,
+    routing_arg: RoutingArg | None = None,
 ) -> Any:
     table = layouts[-1]
-    routing = parcel.routing if parcel is not None else None
+    routing = routing_arg.routing if routing_arg is not None else None
     if routing is None:
         if not _exchanges(table, layouts[1]):
             return _gathered_grad(layouts, grad, ids, num_rows, padding_idx, sparse)
@@ -287,14 +286,6 @@ def _returned_choices(call: Call) -> Iterator[Choice]:
             )
 
 
-RULES: Table = table(
-    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
-    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
-)
-_table_lookup = aten.embedding.default
-_table_grad = aten.embedding_dense_backward.default
-
-
 class EmbeddingLookup(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, weight: Any, ids: Any, options: tuple[int, bool, bool]) -> Any:
@@ -312,11 +303,18 @@ class EmbeddingLookup(UntracedFunction):
         if torch.is_grad_enabled() and not sparse:  # double backward
             found = LookupGrad.apply(grad, ids, layout, padding_idx, by_freq)
         elif routing is not None:
-            parcel = Parcel(routing)
+            routing_arg = RoutingArg(routing)
             found = run(
-                returned_grad, grad, ids, num_rows, padding_idx, sparse, parcel, preferred=layout
+                returned_grad,
+                grad,
+                ids,
+                num_rows,
+                padding_idx,
+                sparse,
+                routing_arg,
+                preferred=layout,
             )
-            parcel.routing = None
+            routing_arg.routing = None
         elif sparse:
             found = run(sparse_grad, grad, ids, num_rows, padding_idx, by_freq, preferred=layout)
         else:
@@ -325,14 +323,14 @@ class EmbeddingLookup(UntracedFunction):
 
 
 def _look_up(weight: Any, ids: Any) -> tuple[Any, Any]:
-    """The rows, and the routing where ids were exchanged."""
+    """The rows, and the routing if ids were exchanged."""
     if both_sharded(weight._layout, ids._layout):
         return run(routed_lookup, weight, ids, not has_values(ids._local))
     return run(_table_lookup, weight, ids), None
 
 
 class LookupGrad(UntracedFunction):
-    """The gradient of a table, itself differentiable for the gradient that it is made of."""
+    """The gradient of a table, differentiable for the gradient of the rows."""
 
     @staticmethod
     def forward(
@@ -372,5 +370,10 @@ def embedding(
         return _apply_lookup(weight, ids, (int(padding_idx), scale_grad_by_freq, sparse))
     return _look_up(weight, ids)[0]
 
+
+RULES: Table = table(
+    ((routed_lookup,), Rule(_routed_choices, "v d, ... -> ... d")),
+    ((returned_grad,), Rule(_returned_choices, "... d, ... -> v d")),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("embedding", embedding),)

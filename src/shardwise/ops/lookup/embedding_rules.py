@@ -1,8 +1,8 @@
 """Lookups in a table, the table's gradient, and rows that are scaled down to a maximal norm.
 
 Rows may be sharded: a rank then looks up the ids that it owns and returns zeros for the others,
-so that the ranks' results add up. Columns may be sharded: the result is sharded likewise. The ids
-may be sharded along any dim when the table is whole; where both are sharded, see rules.routed.
+so that the ranks' results add up. Columns may be sharded: the result is sharded alike. The ids may
+be sharded along any dim if the table is whole; where both are sharded, see `embedding`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,10 @@ from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.lookup.ids import check_ids, has_values, local_rows, owned
 from shardwise.simulation.ranks import each_rank
 
-# Rows of a gradient that are kept: how many there are depends on the values of the ids.
+# -- selected rows of a gradient: their count is data-dependent -------------------------------
 #
-# Eager code picks them and has a tensor of that length. In a traced graph the picking is one op,
-# whose result has a length that is known when the graph runs. The op takes the gradient along, so
-# that it stands in the graph of backward, and no length has to be saved for it.
-
+# Eager code indexes. In a traced graph the selection is one op whose output has an unbacked length.
+# The op takes the gradient too, so that it is part of the backward graph and no length is saved.
 _library = torch.library.Library("shardwise", "FRAGMENT")
 _library.define(
     "picked_rows(Tensor? keep, Tensor rows, Tensor values, bool by_freq) -> (Tensor, Tensor)"
@@ -48,7 +46,7 @@ def picked_rows(
 
 
 def times(rows: torch.Tensor) -> torch.Tensor:
-    """How often each row occurs, at every place where it does; as large as the batch."""
+    """For each entry of `rows`, how often its row occurs."""
     _, inverse, counts = torch.unique(rows, return_inverse=True, return_counts=True)
     return counts[inverse]
 
@@ -57,7 +55,7 @@ def _pick(
     keep: torch.Tensor | None, rows: torch.Tensor, values: torch.Tensor, by_freq: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     if keep is None:
-        rows = rows.clone()  # what an op puts out is not what it was given
+        rows = rows.clone()  # an op must not return its input
     else:
         places = keep.nonzero().squeeze(1)
         rows, values = rows.index_select(0, places), values.index_select(0, places)
@@ -72,10 +70,10 @@ def _picked_shapes(
 
 
 def unknown_length(traced: Any) -> Any:
-    """A length that is known when the graph runs.
+    """An unbacked length, which is known when the graph runs.
 
-    Torch offers these to an op's shapes only where a setting of the compiler asks for graphs of
-    unknown sizes. That is about what a program computes with; nothing is computed with these.
+    Torch offers these to fake implementations only with a compiler setting for data-dependent
+    sizes. That is for sizes that a program computes with; nothing is computed with these.
     """
     shape_env = traced.fake_mode.shape_env
     length = shape_env.create_unbacked_symint()
@@ -87,11 +85,11 @@ _library.impl("picked_rows", _pick, "CompositeExplicitAutograd")
 torch.library.register_fake("shardwise::picked_rows", _picked_shapes, lib=_library)
 
 aten = torch.ops.aten
-# Without the Python method around it, which takes a microsecond of its own.
+# Without the Python method around it, which takes a microsecond.
 _dense_backward = aten.embedding_dense_backward.default._op
-#: Up to so many ids, torch's kernel for the CPU takes less than the calls that replace it.
+#: Up to this many ids, torch's CPU kernel is faster than the calls that replace it.
 _FEW_IDS = 64
-#: From so many ids on, picking those that are owned costs less than reading a row for each.
+#: From this many ids on, selecting the owned ones is faster than reading a row for each.
 _MANY_IDS = 1024
 
 
@@ -101,7 +99,7 @@ _MANY_IDS = 1024
 def lookup(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, *_: Any
 ) -> torch.Tensor:
-    """The rows that this rank owns, and true zeros for those of others."""
+    """The rows that this rank owns, and zeros for those of others."""
     table = layouts[0]
     check_ids(ids, layouts[1], table.shape[0])
     row_axes = table.axes_of(0)
@@ -138,7 +136,7 @@ def lookup_choices(call: Call) -> Iterator[Choice]:
 
 
 def table_stays(call: Call, choice: Choice) -> bool:
-    """Ids move; a table that is sharded does not."""
+    """Whether a sharded table is not moved; ids may be."""
     return not call.placed or not call.placed[0].is_shard() or choice.inputs[0] == call.placed[0]
 
 
@@ -173,10 +171,10 @@ def table_grad(
     padding_idx: int,
     by_freq: bool,
 ) -> torch.Tensor:
-    """The gradient of the rows that this rank owns; no other row is ever made."""
+    """The gradient of the rows that this rank owns; no other row is materialised."""
     table = layouts[-1]
-    # Torch's kernel for the CPU takes several times as long as adding rows up, but for few ids. The
-    # one for CUDA adds in a fixed order, and the compiler knows it.
+    # Torch's CPU kernel takes several times as long as adding rows, except for few ids. The CUDA
+    # kernel adds in a fixed order, and the compiler knows it.
     few = type(ids) is torch.Tensor and ids.numel() <= _FEW_IDS
     by_hand = has_values(ids) and not ids.is_cuda and not few
 
@@ -206,7 +204,7 @@ def _added_rows(
 def owned_values(
     table: Layout, coordinate: Coordinate, grad: torch.Tensor, ids: torch.Tensor, padding_idx: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local rows that get a gradient, with repeats, and what each gets."""
+    """The local rows that get a gradient, with repeats, and the gradient of each."""
     rows, places = owned(table, coordinate, ids.reshape(-1), padding_idx)
     values = grad.reshape(ids.numel(), grad.shape[-1])
     return rows, values if places is None else values.index_select(0, places)
@@ -221,10 +219,10 @@ def _masked_grad(
     padding_idx: int,
     by_freq: bool,
 ) -> torch.Tensor:
-    """As `_added_rows`, with sizes that do not depend on the ids."""
+    """As `_added_rows`, without data-dependent sizes."""
     if any(type(size) is int and size == 0 for size in shape):  # torch's kernel fails on CUDA
         return grad.new_zeros(shape)
-    if not table.axes_of(0):  # all rows are here
+    if not table.axes_of(0):  # rows are not sharded
         return _dense_backward(grad, ids, shape[0], padding_idx, by_freq)
     row, skipped = local_rows(table, coordinate, ids)
     if padding_idx >= 0:
@@ -239,11 +237,11 @@ def _masked_grad(
 def grad_of_rows(
     grad: torch.Tensor, row: torch.Tensor, skipped: torch.Tensor, num_rows: Any
 ) -> torch.Tensor:
-    """The gradient of a table of `num_rows` from that of each lookup; skipped ones leave none."""
-    # Entries equal to the padding index leave no gradient: no copy of the gradient is needed.
+    """The gradient of a table of `num_rows` from that of each lookup; skipped ones add nothing."""
+    # Skipped ids become the padding index, which needs no copy of the gradient.
     if not grad.is_cuda:
         return _dense_backward(grad, row.masked_fill(skipped, -1), num_rows, -1, False)
-    # On CUDA the padding index has to be a row: one more than there are.
+    # On CUDA the padding index must be a row: an extra one.
     row = row.masked_fill(skipped, num_rows)
     return _dense_backward(grad, row, num_rows + 1, num_rows, False)[:num_rows]
 
@@ -260,7 +258,7 @@ def lookup_grad_choices(call: Call, local: LocalCall, by_freq: bool) -> Iterator
         columns.append(wanted.sizes)
     for sizes in columns:
         yield Choice((Shard(last, sizes), REPLICATE), (Shard(1, sizes),), local)
-    # With scale_grad_by_freq a rank would have to count the ids of all.
+    # With scale_grad_by_freq a rank would need the counts of all ranks.
     if not by_freq:
         for dim in range(last):
             for sizes in call.splits([(0, dim), (1, dim)]):
@@ -277,8 +275,8 @@ def _table_grad_choices(call: Call) -> Iterator[Choice]:
     sizes = call.inputs[1].shape
     few = all(type(size) is int for size in sizes) and math.prod(sizes) <= _FEW_IDS
     for choice in lookup_grad_choices(call, TABLE_GRAD, call.args[4]):
-        rows_are_cut = choice.outputs[0].is_shard(0)
-        yield choice if rows_are_cut or not few else replace(choice, local=None)
+        rows_sharded = choice.outputs[0].is_shard(0)
+        yield choice if rows_sharded or not few else replace(choice, local=None)
 
 
 # -- rows of a maximal norm ------------------------------------------------------------------
@@ -291,7 +289,7 @@ def renorm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """Scale down the rows that this rank owns among those of the ids, in place."""
+    """Scale down the rows of the ids that this rank owns, in place."""
     table = layouts[0]
     check_ids(ids, layouts[1], table.shape[0])
     known = has_values(ids)
@@ -317,11 +315,11 @@ def _masked_renorm(
     max_norm: float,
     norm_type: float,
 ) -> torch.Tensor:
-    """As torch's op on the owned rows, with sizes that do not depend on the ids."""
+    """As torch's op on the owned rows, without data-dependent sizes."""
     rows, foreign = local_rows(table, coordinate, ids)
     norms = weight[rows].norm(norm_type, -1)
     scales = torch.where((norms > max_norm) & ~foreign, max_norm / (norms + 1e-7), 1.0)
-    # A foreign id stands for some row here, which may also be asked for: one factor per row.
+    # Another rank's id has an arbitrary row here, which may also be looked up: one factor per row.
     factors = torch.ones_like(weight[:, 0]).scatter_reduce(0, rows, scales, "amin")
     return weight.index_copy_(0, rows, weight[rows] * factors[rows].unsqueeze(-1))
 

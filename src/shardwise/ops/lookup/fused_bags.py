@@ -1,9 +1,8 @@
-"""What one rank computes of bags on a GPU, through the fused kernels.
+"""One rank's bags on a GPU, with the fused kernels.
 
-As by torch's kernels, with sums in float32, each in the same order from run to run; and nothing as
-large as the number of ids times the width of the table is written. `first_row` is the row of the
-whole table that this rank's first is; ids of other rows are skipped, and are in range: that was
-checked before.
+Results are those of torch's kernels, with sums in float32 in a deterministic order; no tensor of
+size (ids, width of the table) is written. `first_row` is the global number of this rank's first
+row; ids of other rows are skipped. All ids are in range: that was checked before.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ def take_table(weight: torch.Tensor) -> bool:
 
 
 def take_grad(values: torch.Tensor) -> bool:
-    """Whether the kernels take such a gradient of bags."""
+    """Whether the kernels take this gradient of bags."""
     return (
         values.is_cuda
         and type(values) in (torch.Tensor, torch.nn.Parameter)  # not in a traced graph
@@ -44,14 +43,14 @@ def _has_triton() -> bool:
 
 @cache
 def _sets() -> KnownSets:
-    # Imported here and below: nobody else needs Triton.
+    # Imported here and below, since it needs Triton.
     from shardwise.kernels.tables import KnownSets
 
     return KnownSets()
 
 
 def sums(weight: torch.Tensor, bags: Bags, first_row: int, mode: int) -> torch.Tensor:
-    """The sum or mean of the rows of each bag that are here."""
+    """The sum or mean of the local rows of each bag."""
     from shardwise.kernels.lookup import pooled_lookup
 
     if not weight.shape[1]:
@@ -71,9 +70,9 @@ def sums(weight: torch.Tensor, bags: Bags, first_row: int, mode: int) -> torch.T
 
 
 def largest(weight: torch.Tensor, bags: Bags, first_row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each bag and column, and the first place that has it.
+    """The largest value of each bag and column, and its first position.
 
-    A bag that has none here is -inf, its place the number of ids.
+    A bag without local rows is -inf, with the number of ids as position.
     """
     from shardwise.kernels.lookup import pooled_lookup
 
@@ -84,7 +83,7 @@ def largest(weight: torch.Tensor, bags: Bags, first_row: int) -> tuple[torch.Ten
     out, trace = pooled_lookup(
         tables, _as_kernels_take_them(tables, bags), mode="max", trace=True, dtype=weight.dtype
     )
-    assert trace is not None, "asked for"
+    assert trace is not None, "requested"
     assert trace.argmax is not None, "a maximum has it"
     place = trace.argmax.view(shape).long()
     none = place < 0
@@ -115,9 +114,9 @@ def table_grad(
 def row_grads(
     grad: torch.Tensor, bags: Bags, rows: torch.Tensor, places: torch.Tensor, mode: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The rows that were looked up, each once, and their gradients.
+    """The distinct rows that were looked up, and their gradients.
 
-    `rows` are those of the ids that count, which stand at `places`.
+    `rows` are those of the ids that count, at the positions `places`.
     """
     from shardwise.kernels.lookup import Trace
     from shardwise.kernels.update import row_sums
@@ -133,7 +132,7 @@ def row_grads(
 def sample_grad(
     grad: torch.Tensor, weight: torch.Tensor, bags: Bags, first_row: int
 ) -> torch.Tensor:
-    """How far the row of each id points along its bag's gradient; 0 for rows that are not here."""
+    """The dot product of each id's row with its bag's gradient; 0 for rows of other ranks."""
     from shardwise.kernels.sample_grads import per_sample_weight_grads
 
     if not weight.shape[1]:
@@ -161,7 +160,7 @@ def _as_kernels_take_them(tables: TableSet, bags: Bags) -> IdBags:
 
 
 def _per_id(grad: torch.Tensor, bags: Bags, mode: int) -> torch.Tensor:
-    """What each bag's gradient gives to each of its ids, flat."""
+    """The gradient that each bag passes to each of its ids, flat."""
     if mode == MODE_MEAN:
         grad = grad.float() / bags.sizes()
     return grad.contiguous().view(-1)

@@ -1,6 +1,6 @@
-"""Bags of the largest entry of each column, and their gradient.
+"""Bags pooled by maximum, and their gradient.
 
-Ranks that hold some of the table's rows agree on the largest entry, then on the first id that has
+With sharded rows, ranks agree on the largest entry of each column, then on the first id that has
 it: two all-reduces. The gradient goes to that id alone.
 """
 
@@ -60,10 +60,10 @@ def largest(
 def _segment_max(
     found: torch.Tensor, skipped: torch.Tensor, bags: Bags
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest value of each bag and column, and the first place that has it.
+    """The largest value of each bag and column, and its first position.
 
-    `found` has one row for each of the flat ids. A bag that has none is -inf, its place the number
-    of ids.
+    `found` has one row for each of the flat ids. A bag without rows is -inf, with the number of ids
+    as position.
     """
     num_ids, num_bags, places = found.shape[0], bags.num_bags, bags.places
     bag = bags.bag_of(places).clamp(max=num_bags)
@@ -136,7 +136,7 @@ def _rows_here(
 def _agreed(
     table: Layout, mine: torch.Tensor, place: torch.Tensor, ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The largest of all ranks' entries, and the first place that has it."""
+    """The largest of all ranks' entries, and its first position."""
 
     def stands(_: Coordinate, best: torch.Tensor, mine: torch.Tensor, *rest: Any) -> torch.Tensor:
         return torch.where(best == mine, rest[0], rest[1].numel())
@@ -158,7 +158,7 @@ def _largest_choices(call: Call) -> Iterator[Choice]:
 
 
 def _every_largest_choice(call: Call) -> Iterator[Choice]:
-    """Operands: the table, the ids, and the offsets where there are any."""
+    """Operands: the table, the ids, and perhaps offsets."""
 
     def choice(
         first: Placement, batch: Placement, out: Placement, *moved: CollectiveCost

@@ -1,4 +1,4 @@
-"""The gradient of a table as the rows that have one: as large as the batch, not as the table."""
+"""The gradient of a table as the rows that have one: of the batch's size, not the table's."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class SparseRows:
         self.layout, self.rows, self.values = layout, rows, values
 
     def dense(self) -> torch.Tensor:
-        """The same values in a tensor as large as this rank's part of the table."""
+        """The same values as a dense shard of the table."""
         layout = self.layout
 
         def here(coordinate: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
@@ -42,7 +42,7 @@ class SparseRows:
 def add_distinct_rows(
     target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float
 ) -> torch.Tensor:
-    """`target[rows] += factor values`, for rows that occur once and in order."""
+    """`target[rows] += factor * values`, for distinct rows in order."""
     if target.device.type != "cpu" or not target.is_contiguous():
         return target.index_add_(0, rows, values, alpha=factor)
     # On the CPU, adding a coalesced sparse tensor costs two thirds of index_add_.
@@ -55,7 +55,7 @@ def add_distinct_rows(
 def sparse_grad(
     grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
 ) -> tuple[torch.Tensor]:
-    """The gradient of a table, as SparseRows when it is run on DTensors."""
+    """The gradient of a table; on DTensors, as SparseRows."""
     return (torch.ops.aten.embedding_dense_backward(grad, ids, num_rows, padding_idx, by_freq),)
 
 
@@ -88,7 +88,7 @@ def _traced_values(
     padding_idx: int,
     by_freq: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `owned_values`, in a graph that does not know the ids."""
+    """As `owned_values`, in a traced graph."""
     rows, keep = ids.reshape(-1), None
     values = grad.reshape(ids.numel(), grad.shape[-1])
     if padding_idx >= 0:

@@ -1,10 +1,10 @@
 """RowSparse: the gradient of a table as the rows that have one.
 
 It is to a DTensor what torch's sparse COO tensor is to a dense one, for what optimizers do with a
-sparse gradient: coalesce it, read its indices and values, make another one like it, pick the same
-rows of a dense state, and add it to a parameter. It lies like the table, and every rank holds the
-rows that it owns: nothing of the size of the table is ever made. Over axes that replicate the table
-it may be Partial, and is reduced when it is coalesced or added, by gathering rows.
+sparse gradient: coalesce it, read its indices and values, make another one like it, select the same
+rows of a dense state, and add it to a parameter. It has the table's layout, and every rank holds
+the rows that it owns: nothing of the table's size is materialised. Over axes that replicate the
+table it may be Partial; it is then reduced when coalesced or added, by gathering rows.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_o
 from shardwise.simulation.ranks import each_rank
 from shardwise.simulation.roster import Roster
 
-# How torch.compile takes a row-sparse gradient apart: row numbers, values, and how they lie.
+# -- flattening for torch.compile ------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class RowContext:
-    """What a compiled graph knows of a RowSparse besides its tensors: all but the sizes."""
+    """What a compiled graph knows of a RowSparse besides its plain tensors and the sizes."""
 
     #: Of the values.
     values: FlatContext
@@ -47,7 +47,7 @@ class RowContext:
     coalesced: bool
 
     def restored(self, inner: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row numbers and values out of their parts."""
+        """The row numbers and values, assembled from their parts."""
         parts = list(inner.values())
         num = 1 if self.roster is None else self.roster.num_parts
         return from_parts(parts[:num], self.roster), from_parts(parts[num:], self.values.roster)
@@ -56,7 +56,7 @@ class RowContext:
 def flattened_rows(
     cls: Any, layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: bool
 ) -> tuple[list[str], RowContext]:
-    """The names of attributes of a RowSparse that hold its plain tensors, and all else."""
+    """The names of a RowSparse's attributes that hold plain tensors, and the rest as a context."""
     held, roster = roster_of(values), roster_of(rows)
     names = ["_rows", "_local"]
     if held is not None and roster is not None:
@@ -111,7 +111,7 @@ class RowSparse(DTensor):
 
     @untraced
     def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
-        """`new(indices, values, size)`: another one, with rows where this one has them."""
+        """`new(indices, values, size)`: another one with the rows of `indices`."""
         if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
             raise UnsupportedError(
                 "new() of a row-sparse DTensor takes the indices and values of one, and its size."
@@ -120,7 +120,7 @@ class RowSparse(DTensor):
 
     @untraced
     def to_local(self, *, grad_placements: Any = None) -> torch.Tensor:
-        """This rank's part, as torch's sparse COO tensor."""
+        """This rank's shard, as torch's sparse COO tensor."""
         reduced = self._reduce()
         layout = self._layout
 
@@ -132,9 +132,9 @@ class RowSparse(DTensor):
 
     @untraced
     def to_dense(self, dtype: torch.dtype | None = None, *, masked_grad: Any = None) -> DTensor:
-        """The same values in an ordinary DTensor, as large as the table.
+        """The same values as a dense DTensor, as large as the table.
 
-        `masked_grad` is torch's, about a gradient; this is one, and has none.
+        `masked_grad` is for torch's signature: a gradient has none.
         """
         if torch.is_grad_enabled() and self.requires_grad:
             dense = _Dense.apply(self)
@@ -143,7 +143,7 @@ class RowSparse(DTensor):
         return dense if dtype is None else dense.to(dtype)
 
     def terms(self) -> DTensor:
-        """As `to_dense`, and Partial where this is."""
+        """As `to_dense`, but Partial where this is."""
         held = SparseRows(self._layout, self._rows, self._local)
         return DTensor._wrap(held.dense(), held.layout)
 
@@ -161,7 +161,7 @@ class RowSparse(DTensor):
         return f"RowSparse({self._layout!r}, rows={self._rows!r}, values={self._local!r})"
 
     def _reduce(self) -> RowSparse:
-        """Replicated where it was Partial: every rank of such an axis gets the rows of all."""
+        """Replicated where it was Partial: all ranks of such an axis get all rows."""
         rows, values, layout = self._rows, self._local, self._layout
         for axis, placement in enumerate(layout.placements):
             if isinstance(placement, Partial):
@@ -228,7 +228,7 @@ class RowSparse(DTensor):
 
 
 class _Dense(UntracedFunction):
-    """A gradient that was made to be differentiated again: it can be read, but no more."""
+    """A gradient from a double backward: it can be read, but not differentiated."""
 
     @staticmethod
     def forward(ctx: Any, sparse: RowSparse) -> DTensor:
@@ -261,7 +261,7 @@ def _make(layout: Layout, rows: torch.Tensor, values: torch.Tensor, coalesced: b
 def gather_rows(
     rows: torch.Tensor, values: torch.Tensor, grid: Grid, axis: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """All coordinates' rows on each: padded to the longest, with a count that says how many."""
+    """The rows of all coordinates of the axis: padded to the longest, gathered, and trimmed."""
 
     def count(_: Coordinate, rows: torch.Tensor) -> torch.Tensor:
         return torch.tensor([rows.shape[0]], device=rows.device)
@@ -286,7 +286,7 @@ def gather_rows(
 
 
 class Held(torch.Tensor):
-    """Indices or values of a RowSparse: as many on each rank as it holds; ops run on each.
+    """Indices or values of a RowSparse: each rank has its own number, and ops run on each.
 
     Its shape is that of one rank.
     """
@@ -309,7 +309,7 @@ class Held(torch.Tensor):
         return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
 
     def numel(self) -> int:
-        """Of all ranks present: torch's optimizers skip a gradient without values."""
+        """The number on all ranks present: torch's optimizers skip a gradient without values."""
         return sum(part.numel() for part in parts_of(self.local))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -331,7 +331,7 @@ class Held(torch.Tensor):
         return Held.of(out, origin) if isinstance(out, torch.Tensor) else out
 
 
-#: What `torch.sparse_coo_tensor(indices, values, size)` arrives as.
+#: The ops of `torch.sparse_coo_tensor(indices, values, size)`.
 _MAKE_SPARSE = {
     aten._sparse_coo_tensor_unsafe.default,
     aten._sparse_coo_tensor_with_dims_and_tensors.default,
@@ -339,7 +339,7 @@ _MAKE_SPARSE = {
 }
 
 
-# -- what is done with a sparse gradient -----------------------------------------------------
+# -- ops on a sparse gradient ----------------------------------------------------------------
 
 
 def _add(a: Any, b: Any, *, alpha: float = 1) -> Any:
@@ -379,7 +379,7 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
         return target.index_add_(0, rows, values, alpha=alpha)
 
     target, distinct = a._local, b._coalesced
-    # One part for each part of the target: what ranks share is written once.
+    # One part for each part of the target: memory that ranks share is written once.
     rows, values = (held_like(each, roster_of(target)) for each in (b._rows, b._local))
     axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())
     each_rank(a._layout.grid, here, target, rows, values, axes=axes)
@@ -389,7 +389,8 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
 def _check_alike(a: DTensor, b: RowSparse) -> None:
     if a._layout.placements != b._layout.placements or a._layout.order != b._layout.order:
         raise LayoutError(
-            f"A row-sparse tensor {b._layout!r} is added to {a._layout!r}: both must lie alike. "
+            f"A row-sparse tensor {b._layout!r} is added to {a._layout!r}: both must have the same "
+            "placements. "
             f"Redistribute the dense one: x.redistribute(placements={list(b.placements)!r}"
             f"{b._layout.other_order()})."
         )
@@ -409,7 +410,7 @@ def _joined(a: RowSparse, b: RowSparse, alpha: float) -> RowSparse:
 
 
 def _as_terms(x: RowSparse, other: Layout) -> RowSparse:
-    """`x` as terms of a sum along the axes where it or `other` is Partial; nothing travels."""
+    """`x` as terms of a sum along the axes where it or `other` is Partial; nothing is sent."""
     layout = x._layout
     pairs = list(zip(layout.placements, other.placements, strict=True))
     partial = [a for a, (own, its) in enumerate(pairs) if own.is_partial() or its.is_partial()]

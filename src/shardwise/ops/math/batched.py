@@ -1,7 +1,7 @@
-"""Ops on a batch of matrices, vectors or points: each entry of the batch is worked on alone.
+"""Ops on a batch of matrices, vectors or points.
 
-The last dims of every operand, its core, must be whole; the dims in front of them are a batch,
-broadcast from the right, any of which may be sharded.
+The last dims of every operand, its core, must be whole. The dims in front of them are the batch,
+broadcast from the right; any of these may be sharded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def batched(
     fails_on_empty: bool = False,
     columns: int | None = None,
 ) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table. `cores` computes the core dims where the shapes decide them.
+    """An entry of a table. `cores` computes the core dims if they depend on shapes.
 
     `columns` numbers the operand whose columns are right-hand sides: the first output is linear
     in it, column by column.
@@ -52,7 +52,7 @@ def batched(
 def batch_choices(call: Call, inputs: Sequence[int], outputs: Sequence[int]) -> Iterator[Choice]:
     """Replicated, or one dim of the batch sharded.
 
-    A placeholder (an output that was not asked for) has too few dims and is the same everywhere.
+    A placeholder (an output that was not requested) has too few dims and is replicated.
     """
     yield call.replicated()
     batches = [_batch(meta, core) for meta, core in zip(call.inputs, inputs, strict=False)]
@@ -99,7 +99,7 @@ def _batch(meta: TensorMeta, core: int) -> tuple[Any, ...]:
 
 
 def _place(batch: tuple[Any, ...], from_right: int, size: Any) -> int | None:
-    """Where the dim stands in a batch; None where it is absent or stretched."""
+    """The number of the dim in a batch; None if it is absent or broadcast."""
     at = len(batch) + from_right
     return at if at >= 0 and batch[at] == size else None
 

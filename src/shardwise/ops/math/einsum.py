@@ -1,4 +1,8 @@
-"""Products written with letters: `contract`, and how einsum and matmul are spelled in it."""
+"""Products written with letters: einsum, bilinear and matmul as one op, `contract` or `product`.
+
+Torch decomposes einsum into products of matrices and merges dims; a sharded inner dim would have to
+be gathered. As one op, above autograd, every dim may be sharded. See Note [Above autograd].
+"""
 
 from __future__ import annotations
 
@@ -21,6 +25,7 @@ from shardwise.dispatch.notation import (
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
+from shardwise.ops.operands import fake
 
 aten = torch.ops.aten
 
@@ -28,7 +33,7 @@ aten = torch.ops.aten
 def contract(equation: str, *operands: Any) -> Any:
     """`torch.einsum` of an equation without `...`, broadcasting or repeated letters.
 
-    Dense: how torch leaves the dims in memory depends on sizes, which parts have of their own.
+    Made contiguous: torch's strides depend on sizes, which differ for shards.
     """
     return torch.einsum(equation, *operands).contiguous()
 
@@ -51,10 +56,10 @@ def split_equation(equation: str) -> tuple[list[str], str]:
     return left.split(","), right
 
 
-def spelled(equation: str, shapes: Sequence[Sequence[Size]]) -> str | None:
-    """An einsum equation for `contract`, or None where that has no form for it.
+def as_contraction(equation: str, shapes: Sequence[Sequence[Size]]) -> str | None:
+    """An einsum equation for `contract`, or None if there is no such form.
 
-    >>> spelled("...k, kn", [(2, 3, 4), (4, 5)])
+    >>> as_contraction("...k, kn", [(2, 3, 4), (4, 5)])
     'ABk,kn->ABn'
     """
     equation = equation.replace(" ", "")
@@ -83,7 +88,7 @@ def spelled(equation: str, shapes: Sequence[Sequence[Size]]) -> str | None:
 
 
 def _plain(operands: Sequence[str], output: str, shapes: Sequence[Sequence[Size]]) -> bool:
-    """Each letter stands once in an operand, has one size, and comes from somewhere."""
+    """Whether no operand repeats a letter, each letter has one size, and the inputs have all."""
     sizes: dict[str, Size] = {}
     for letters, shape in zip(operands, shapes, strict=True):
         if len(letters) != len(shape) or len(set(letters)) != len(letters):
@@ -106,19 +111,19 @@ _MATMUL = {
 
 
 def product(left: Any, right: Any) -> Any:
-    """`torch.matmul`, dense as `contract` is."""
+    """`torch.matmul`, contiguous like `contract`."""
     return torch.matmul(left, right).contiguous()
 
 
 def matmul_choices(call: Call) -> Iterator[Choice]:
-    """All shapes that `torch.matmul` takes, as one product: nothing is merged into rows."""
+    """All shapes that `torch.matmul` takes, as one product without merged dims."""
     left, right = call.inputs
     pattern = _MATMUL[left.ndim > 1, right.ndim > 1]
     yield from pattern_choices(pattern, call, linear=((0,), (1,)))
 
 
 def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, str, str]:
-    """Letters for both operands and the result; a stretched dim has a letter of its own.
+    """Letters for both operands and the result; a broadcast dim has a letter of its own.
 
     >>> matmul_letters((2, 3, 4), (4, 5))
     ('AMK', 'KN', 'AMN')
@@ -133,27 +138,18 @@ def matmul_letters(left: Sequence[Size], right: Sequence[Size]) -> tuple[str, st
             at, its = len(shape) - 2 - batch + place, len(other) - 2 - batch + place
             if at < 0:
                 continue
-            stretched = its >= 0 and not equal(shape[at], other[its]) and equal(shape[at], 1)
-            letters.append(names[place].lower() if stretched else names[place])
+            broadcast = its >= 0 and not equal(shape[at], other[its]) and equal(shape[at], 1)
+            letters.append(names[place].lower() if broadcast else names[place])
         sides.append("".join(letters))
     rows, columns = "M" if len(left) > 1 else "", "N" if len(right) > 1 else ""
     return f"{sides[0]}{rows}K", f"{sides[1]}K{columns}", "".join(results) + rows + columns
 
 
-RULES: Table = table(
-    ((contract,), Rule(contract_choices, "einsum")),
-    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
-)
-
-
-# `einsum` as one op, above autograd: see Note [Above autograd].
-#
-# Torch takes it apart into products of matrices, for which it merges dims; a sharded dim that is
-# merged from within would have to be gathered. As one op, every dim may be sharded.
+# -- einsum and bilinear, above autograd -----------------------------------------------------
 
 
 class Like(NamedTuple):
-    """What the gradient of an operand has to look like."""
+    """What the gradient of an operand must look like."""
 
     shape: Any
     is_complex: bool
@@ -168,11 +164,11 @@ class Contract(UntracedFunction):
     def forward(ctx: Any, equation: str, *operands: Any) -> Any:
         ctx.equation = equation
         ctx.likes = tuple(map(Like.of, operands))
-        # Each only for the gradients of the others.
+        # Each is saved only for the gradients of the others.
         wanted = ctx.needs_input_grad[1:]
         others = [sum(wanted) > wanted[number] for number in range(len(operands))]
         ctx.kept = any(others)
-        if ctx.kept:  # else backward may run twice: there is nothing to be freed
+        if ctx.kept:  # else backward may run twice: nothing is saved
             kept = (x if o else None for x, o in zip(operands, others, strict=True))
             ctx.save_for_backward(*kept)
         return run(contract, equation, *operands)
@@ -209,7 +205,7 @@ def _operand_grad(
 
 
 def spread(wanted: str, like: Like, letters: list[str], factors: list[Any]) -> Any:
-    """The product with the letters of `wanted`; letters that no factor has are spread out."""
+    """The product with the letters of `wanted`; letters that no factor has are expanded."""
     known = "".join(c for c in wanted if any(c in s for s in letters))
     first, *rest = factors
     factors = [first, *(f.conj_physical() if f.is_complex() else f for f in rest)]
@@ -229,7 +225,7 @@ def einsum(equation: str, tensors: list[Any], *, path: Any = None) -> Any:
 
 def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
     distributed = all(type(t) is DTensor for t in tensors)
-    letters = spelled(equation, [t.shape for t in tensors]) if distributed else None
+    letters = as_contraction(equation, [t.shape for t in tensors]) if distributed else None
     if letters is None:
         return aten.einsum.default.decompose(equation, tensors, path=path)
     inputs, output = split_equation(letters)
@@ -244,9 +240,9 @@ def _einsum(equation: str, tensors: list[Any], path: Any = None) -> Any:
 def _summed_first(
     inputs: list[str], output: str, tensors: list[Any]
 ) -> tuple[list[str], list[Any]]:
-    """The operands without the dims that only one of them has, which torch sums up first.
+    """The operands without the dims that only one of them has, which torch sums first.
 
-    So backward keeps the sums, as on one device, and the operands may be written to.
+    So backward saves the sums, as on one device, and the operands may be written to.
     """
     found, sums = [], []
     for number, (letters, x) in enumerate(zip(inputs, tensors, strict=True)):
@@ -262,8 +258,8 @@ def _summed_first(
 def _as_autocast(equation: str, tensors: list[Any], path: Any) -> list[Any]:
     """The operands in the dtype in which one device multiplies them under autocast.
 
-    On the CPU it casts the products of matrices that torch makes of the equation, which a product
-    element by element is not. So torch is asked, about tensors as small as can be.
+    On the CPU autocast applies to the matrix products of torch's decomposition, but not to
+    elementwise ones. Torch itself tells, on tiny tensors.
     """
     device = tensors[0].device.type
     if device != "cpu" or not torch.is_autocast_enabled(device):
@@ -293,10 +289,14 @@ def _einsum_dtype(
 
 def bilinear(left: Any, right: Any, weight: Any, bias: Any = None) -> Any:
     if any(type(n) is int and n == 0 for x in (left, right, weight) for n in x.shape):
-        fake = [torch.empty(x.shape, dtype=x.dtype, device="meta") for x in (left, right, weight)]
-        aten.bilinear.default(*fake)  # torch's checks: it does not take all that are empty
-    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # which autocast does not look at
+        aten.bilinear.default(fake(left), fake(right), fake(weight))  # torch's checks
+    out = _einsum("...i,oij,...j->...o", [left, weight, right])  # autocast ignores it
     return out if bias is None else out + bias
 
+
+RULES: Table = table(
+    ((contract,), Rule(contract_choices, "einsum")),
+    ((product, aten.matmul.default), Rule(matmul_choices, "... m k, ... k n -> ... m n")),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("einsum", einsum), ("bilinear", bilinear))

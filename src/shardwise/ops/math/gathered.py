@@ -1,7 +1,7 @@
 """Ops that run whole on every rank: their operands are gathered first.
 
-Each is here on purpose; an op that is not in any table raises. In a comment stands why no part of
-the work can be done on a part of the operands.
+Each is here on purpose; an op without a rule raises. Comments say why no work can be done on
+shards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ aten = torch.ops.aten
 def gathered(
     *ops: Any, linear: Sequence[Group] = (), found_shapes: bool = False
 ) -> tuple[tuple[Any, ...], Rule]:
-    """An entry of a table. With `found_shapes`, only the result itself tells its shapes."""
+    """An entry of a table. With `found_shapes`, output shapes are only known from the results."""
 
     def choices(call: Call) -> Iterator[Choice]:
         yield call.replicated()
@@ -30,7 +30,7 @@ def gathered(
 
 
 RULES: Table = table(
-    # Each pair of rows meets.
+    # Every pair of rows is compared.
     gathered(aten._pdist_forward.default, aten._pdist_backward.default),
     # The range of the bins, or the number of counts, depends on all values.
     gathered(aten.histc.default),
@@ -42,11 +42,11 @@ RULES: Table = table(
         aten._histogramdd_from_bin_tensors.default,
         found_shapes=True,
     ),
-    # Torch cannot tell the shapes of what they return without running them.
+    # Torch cannot infer their output shapes without running them.
     gathered(aten.linalg_lstsq.default, aten.geqrf.default, found_shapes=True),
-    # A segment may lie on several ranks.
+    # A segment may span several ranks.
     gathered(aten.segment_reduce.default, aten._segment_reduce_backward.default),
-    # The alignment of a sequence looks at all of its steps, classes and targets.
+    # The alignment of a sequence needs all its steps, classes and targets.
     gathered(
         aten._ctc_loss.default,
         aten._ctc_loss.Tensor,
@@ -54,6 +54,6 @@ RULES: Table = table(
         aten._ctc_loss_backward.Tensor,
         found_shapes=True,
     ),
-    # The result is mostly zeros, and each operand lies in rows and columns of its own.
+    # The result is mostly zeros, and each operand has rows and columns of its own.
     gathered(aten.block_diag.default),
 )

@@ -23,7 +23,7 @@ def _solve_cores(call: Call) -> Cores:
 
 
 def _check_choices(call: Call) -> Iterator[Choice]:
-    """Every rank must see every failure, or some would go on alone."""
+    """Every rank must see every failure, so that all raise."""
     yield Choice((REPLICATE,), ())
 
 

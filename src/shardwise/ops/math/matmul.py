@@ -1,4 +1,8 @@
-"""Matrix products, and the linear layer with its gradients."""
+"""Matrix products and linear layers: rules, and kernels above autograd.
+
+Torch would merge batch dims for a product of matrices, and a merged dim cannot stay sharded; and it
+would not know the weight's layout in backward. See Note [Above autograd].
+"""
 
 from __future__ import annotations
 
@@ -31,7 +35,7 @@ aten = torch.ops.aten
 
 
 def conjugate(x: Any) -> Any:
-    """Computed: inside an op nobody looks at the bit that would put it off."""
+    """The conjugate, computed: inside an op the lazy conjugate bit is ignored."""
     return torch.conj_physical(x) if x.is_complex() else x
 
 
@@ -62,7 +66,7 @@ def matmul_right_grad(left: Any, grad: Any) -> Any:
 
 
 def _as_matrix(x: Any) -> Any:
-    # Not reshape(-1, n): of an empty shard that would be ambiguous.
+    # Not reshape(-1, n), which is ambiguous for an empty shard.
     if x.dim() == 2:
         return x
     return x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
@@ -73,7 +77,7 @@ EACH = ((0,), (1,))
 
 @dataclass(frozen=True, slots=True)
 class AddedInFull:
-    """The op, with what is added in the shape of this rank's result."""
+    """The op, with the added tensor expanded to the shape of this rank's result."""
 
     op: Any
 
@@ -86,7 +90,7 @@ class AddedInFull:
 def adding(*ops: Any, product: str, guarded: bool = False) -> tuple[tuple[Any, ...], Rule]:
     """An entry of a table: a product to which the first operand is added, broadcast.
 
-    A `guarded` op would give a product of empty parts the shape of what is added.
+    A `guarded` op would give a product of empty shards the shape of the added tensor.
     """
     result = product.partition("->")[2].split()
     # By the number of dims that the added tensor has.
@@ -115,14 +119,14 @@ def linear_layer_choices(call: Call) -> Iterator[Choice]:
 
 
 def trilinear_choices(call: Call) -> Iterator[Choice]:
-    """A product of three tensors, each stretched along some dims, summed over others."""
-    stretched = [call.argument(f"expand{i}") for i in (1, 2, 3)]
+    """A product of three tensors, each expanded along some dims, summed over others."""
+    expanded = [call.argument(f"expand{i}") for i in (1, 2, 3)]
     summed = call.argument("sumdim")
-    letters = [f"d{d}" for d in range(call.inputs[0].ndim + len(stretched[0]))]
+    letters = [f"d{d}" for d in range(call.inputs[0].ndim + len(expanded[0]))]
     dims = Dims(
         tuple(
             tuple(letter for d, letter in enumerate(letters) if d not in without)
-            for without in stretched
+            for without in expanded
         ),
         (tuple(letter for d, letter in enumerate(letters) if d not in summed),),
     )
@@ -131,35 +135,13 @@ def trilinear_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0,), (1,), (2,)))
 
 
-RULES: Table = table(
-    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
-    adding(aten.addmm.default, product="m k, k n -> m n"),
-    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
-    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
-    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
-    adding(aten.addr.default, product="m, n -> m n"),
-    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
-    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
-    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
-    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
-    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
-    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
-    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
-    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
-    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
-    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
-)
+# -- matmul, above autograd ------------------------------------------------------------------
 
-
-# `matmul` as one op, above autograd: see Note [Above autograd].
-#
-# Torch would merge the batch dims for a product of matrices, and what is merged cannot stay
-# sharded.
 _matmul = aten.matmul.default
 
 
 def matmul(left: Any, right: Any) -> Any:
-    """A batch of matrices times as many matrices, or times one, has a shorter way than others."""
+    """`torch.matmul`, with a fast path for a batch of matrices times as many, or times one."""
     batched = type(left) is DTensor and type(right) is DTensor
     if batched:
         batch, others = left._layout.shape[:-2], right._layout.shape[:-2]
@@ -207,12 +189,12 @@ _apply_batched = direct_apply(BatchedMatmul)
 
 
 def _broadcast_matmul(left: Any, right: Any) -> Any:
-    if max(left.dim(), right.dim()) <= 2:  # a product of matrices or vectors: nothing is merged
+    if max(left.dim(), right.dim()) <= 2:  # matrices or vectors: nothing is merged
         return _matmul.decompose(left, right)
     if not are_distributed(left, right):
         return matmul(*all_distributed(_matmul, (left, right)))
     if type(left) is not DTensor or type(right) is not DTensor or not (left.dim() and right.dim()):
-        # The ordinary path says what is wrong with the shapes.
+        # The ordinary path raises for wrong shapes.
         return DTensor.__torch_dispatch__(_matmul, None, (left, right))
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
         return _apply_product(left, right)
@@ -242,18 +224,11 @@ class Product(UntracedFunction):
 _apply_product = direct_apply(Product)
 
 
-KERNELS: tuple[tuple[str, Any], ...] = (("matmul", matmul),)
-
-
-# Linear layers, above autograd: see Note [Above autograd].
-#
-# Torch would merge the dims of a batch for a product of matrices, and forget how the weight lies.
-
-
+# -- linear layers, above autograd -----------------------------------------------------------
 class Linear(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any) -> Any:
-        # Each only for the gradient of the other: a frozen layer keeps no activations.
+        # Each is saved only for the other's gradient: a frozen layer keeps no activations.
         for_x, for_weight, _ = ctx.needs_input_grad
         ctx.save_for_backward(x if for_weight else None, weight if for_x else None)
         if not for_x:
@@ -307,11 +282,11 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         operands = (x, weight, bias)
         if not are_distributed(*operands):
             return linear(*all_distributed(aten.linear.default, operands))
-        # The ordinary path says what is wrong with the shapes.
+        # The ordinary path raises for wrong shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
     shape = weight._layout.shape
     if len(shape) != 2 or (bias is not None and bias._layout.shape != shape[:1]):
-        # A vector, or a bias that is broadcast: torch's own steps, which say what does not fit.
+        # A vector, or a broadcast bias: torch's decomposition, which also raises for wrong shapes.
         return aten.linear.default.decompose(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
@@ -336,4 +311,26 @@ def _linear(x: Any, weight: Any, bias: Any) -> Any:
     return run(op, x, weight) if bias is None else run(op, x, weight, bias)
 
 
-KERNELS += (("linear", linear),)
+RULES: Table = table(
+    rule(aten.mm.default, like="m k, k n -> m n", linear=EACH),
+    adding(aten.addmm.default, product="m k, k n -> m n"),
+    adding(aten.baddbmm.default, product="b m k, b k n -> b m n"),
+    adding(aten.addbmm.default, product="b m k, b k n -> m n"),
+    adding(aten.addmv.default, product="m k, k -> m", guarded=True),
+    adding(aten.addr.default, product="m, n -> m n"),
+    ((aten._trilinear.default,), Rule(trilinear_choices, "a k, k l n, b l -> a b n")),
+    rule(aten.bmm.default, like="b m k, b k n -> b m n", linear=EACH),
+    rule(matmul_left_grad, like="... m n, ... k n -> ... m k", linear=EACH),
+    rule(matmul_right_grad, like="... m k, ... m n -> ... k n", linear=EACH),
+    rule(aten.dot.default, aten.vdot.default, like="k, k -> ", linear=EACH),
+    rule(aten.mv.default, like="m k, k -> m", linear=EACH),
+    ((aten.linear.default,), Rule(linear_layer_choices, "... k, n k, n -> ... n")),
+    rule(linear_input_grad, like="... n, n k -> ... k", linear=EACH),
+    rule(linear_bias_grad, like="... n -> n", linear=((0,),)),
+    rule(linear_weight_grad, like="... n, ... k -> n k", linear=EACH),
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("matmul", matmul),
+    ("linear", linear),
+)

@@ -1,4 +1,4 @@
-"""Elementwise ops: torch's own tag names them, so only how Partial passes through is listed."""
+"""Elementwise ops: torch tags them, so only those that pass a Partial on are listed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardwise.dtensor.tensor import run
 
 aten = torch.ops.aten
 
-#: Linear in the first operand, in both together, in each alone; see rules.notation.
+#: Linear in the first operand, in both together, in each alone; see dispatch.notation.
 FIRST: Sequence[Group] = ((0,),)
 TOGETHER: Sequence[Group] = ((0, 1),)
 EACH: Sequence[Group] = ((0,), (1,))
@@ -29,7 +29,7 @@ def elementwise(linear: Sequence[Group] = ()) -> Rule:
         operands = ", ".join(["..."] * len(call.inputs))
         results = ", ".join(["..."] * len(call.outputs))
         pattern = parse(f"{operands} -> {results}")
-        # With a Python number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
+        # With a number in place of the second tensor, `x + 1` is not linear but `x * 2` is.
         here = [group for group in linear if max(group) < len(call.inputs)]
         yield from pattern_choices(pattern, call, here, reduce_op=None)
 
@@ -39,7 +39,7 @@ def elementwise(linear: Sequence[Group] = ()) -> Rule:
 def pointwise_rule(op: Any) -> Rule | None:
     """The rule of an op that torch marks as elementwise, unless it draws random numbers."""
     if getattr(op, "namespace", "") == "prims":
-        # Torch does not tag them; an op of aten of the same name that is elementwise is its twin.
+        # Torch does not tag prims; the aten op of the same name has the tag.
         op = _twin(op)
     tags = op.tags
     if torch.Tag.pointwise in tags and torch.Tag.nondeterministic_seeded not in tags:
@@ -51,6 +51,41 @@ def _twin(prim: Any) -> Any:
     packet = getattr(aten, prim._schema.name.partition("::")[2], None)
     names = [] if packet is None else packet.overloads()
     return next((getattr(packet, n) for n in names if n in ("Tensor", "default")), prim)
+
+
+# -- sgn, above autograd: torch's gradient formula for real numbers makes plain zeros --------
+
+
+class Unit(UntracedFunction):
+    """`sgn` of complex numbers: magnitude 1, same direction; zero for zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        ctx.save_for_backward(x)
+        return run(aten.sgn.default, x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (x,) = ctx.saved_tensors
+        unit, size = torch.sgn(x), x.abs()
+        zero = size == 0
+        along = unit * (grad * unit.conj()).real  # changes the magnitude, not the direction
+        return ((grad - along) / size.masked_fill(zero, 1)).masked_fill(zero, 0)
+
+
+_apply_unit = direct_apply(Unit)
+
+
+def sgn(x: Any) -> Any:
+    if not x.is_complex():
+        return torch.sign(x)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _apply_unit(x)
+    return run(aten.sgn.default, x)
+
+
+def sgn_(x: Any) -> Any:
+    return x.copy_(sgn(x.clone())) if x.is_complex() else x.sign_()
 
 
 RULES: Table = table(
@@ -74,55 +109,16 @@ RULES: Table = table(
     ),
     ((aten.copy.default, aten.fill.Tensor), elementwise(TOGETHER)),
     ((aten.fill.Scalar,), elementwise()),
-    # Not tagged by torch. Its parts would write to a new tensor, which lies otherwise in memory.
+    # Not tagged by torch. Its decomposition gives other strides.
     ((aten.complex.default,), elementwise(TOGETHER)),
     ((aten.polar.default,), elementwise(FIRST)),
     # Not tagged by torch.
     ((aten._standard_gamma_grad.default, aten._dirichlet_grad.default), elementwise()),
-    # Not tagged by torch. Linear in the gradient that comes in.
+    # Not tagged by torch. Linear in the incoming gradient.
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )
 
 #: The inputs whose values the op may refuse; see `dispatch.refused`.
 REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
-
-
-# `sgn`, above autograd: see Note [Above autograd].
-#
-# Torch's formula for the gradient of real numbers makes a plain tensor of zeros, which lies
-# nowhere.
-
-
-class Unit(UntracedFunction):
-    """The complex number of size 1 in the same direction; zero for zero."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return run(aten.sgn.default, x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        (x,) = ctx.saved_tensors
-        unit, size = torch.sgn(x), x.abs()
-        zero = size == 0
-        along = unit * (grad * unit.conj()).real  # what changes the size, and not the direction
-        return ((grad - along) / size.masked_fill(zero, 1)).masked_fill(zero, 0)
-
-
-_apply_unit = direct_apply(Unit)
-
-
-def sgn(x: Any) -> Any:
-    if not x.is_complex():
-        return torch.sign(x)
-    if torch.is_grad_enabled() and x.requires_grad:
-        return _apply_unit(x)
-    return run(aten.sgn.default, x)
-
-
-def sgn_(x: Any) -> Any:
-    return x.copy_(sgn(x.clone())) if x.is_complex() else x.sign_()
-
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))

@@ -1,4 +1,7 @@
-"""Sums and means over any dims."""
+"""Reductions over any dims: sums, means, extrema, products, any and all, norms of vectors.
+
+A reduced dim may be sharded: each rank has a term of the result.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from shardwise.ops.operands import read_from
 aten = torch.ops.aten
 
 
-#: With no dims these reduce nothing, where others reduce all.
-_OF_NOTHING = frozenset({aten.any.dims, aten.all.dims})
+#: With an empty list of dims these reduce nothing; other ops reduce all.
+_EMPTY_IS_NONE = frozenset({aten.any.dims, aten.all.dims})
 
 
 def reduced_dims(call: Call) -> tuple[int, ...]:
@@ -29,7 +32,7 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
     ndim = call.inputs[0].ndim
     names = {arg.name for arg in call.op._schema.arguments}
     dims = call.argument("dim") if "dim" in names else None
-    if dims == [] and call.op in _OF_NOTHING and call.outputs[0].ndim == ndim:
+    if dims == [] and call.op in _EMPTY_IS_NONE and call.outputs[0].ndim == ndim:
         return ()
     if dims is None or dims == []:
         return tuple(range(ndim))
@@ -38,7 +41,7 @@ def reduced_dims(call: Call) -> tuple[int, ...]:
 
 
 def result_dim(call: Call, dim: int, reduced: tuple[int, ...]) -> int:
-    """Where a dim that is not reduced stands in the result."""
+    """The number of a dim that is not reduced in the result."""
     if call.inputs[0].ndim == call.outputs[0].ndim:
         return dim
     return dim - sum(1 for d in reduced if d < dim)
@@ -82,31 +85,16 @@ def mean_choices(call: Call) -> Iterator[Choice]:
 
 
 def scalar_choices(call: Call) -> Iterator[Choice]:
-    """Reading a number: only a whole tensor has one."""
+    """Reads a number, of a replicated tensor."""
     yield Choice((REPLICATE,) * len(call.inputs), ())
 
 
-RULES: Table = table(
-    ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
-    ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
-    (
-        (
-            aten._local_scalar_dense.default,
-            aten.equal.default,
-            aten.allclose.default,
-            aten.is_nonzero.default,
-        ),
-        Rule(scalar_choices, "replicated -> number"),
-    ),
-)
-
-
-# Maxima, minima, products, any and all: a sharded dim leaves each rank a term of the result.
+# -- maxima, minima, products, any and all ---------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class ExtremeOfPart:
-    """The op on a rank's part; where that is empty, what is no larger or smaller than anything."""
+class ShardExtreme:
+    """The op on a rank's shard; the neutral element if that is empty."""
 
     op: Any
     terms: tuple[str, ...]
@@ -132,25 +120,22 @@ def _limit(dtype: torch.dtype, term: str) -> float:
     return bounds.max if term == "min" else bounds.min
 
 
-def _reduction(*ops: Any, terms: tuple[str, ...], of_part: bool = False) -> Any:
-    """An entry of a table: `terms` says how parts of each result become the whole.
-
-    With `of_part`, the op itself fails on a part without elements.
-    """
+def _reduction(*ops: Any, terms: tuple[str, ...], fails_on_empty: bool = False) -> Any:
+    """An entry of a table: `terms` has the reduction of each result."""
 
     def choices(call: Call) -> Iterator[Choice]:
         reduced = reduced_dims(call)
-        local = LocalCall(ExtremeOfPart(call.op, terms), per_rank=True) if of_part else None
+        local = LocalCall(ShardExtreme(call.op, terms), per_rank=True) if fails_on_empty else None
         outputs: tuple[Placement, ...] = tuple(map(Partial, terms))
         yield call.replicated()
         sizes_reduced = [call.inputs[0].shape[dim] for dim in reduced]
         if any(type(size) is int and size == 0 for size in sizes_reduced):
-            return  # there is no extreme of nothing, as torch will say
+            return  # torch raises: nothing has no extreme
         for dim in range(call.inputs[0].ndim):
             for sizes in call.splits([(0, dim)]):
                 shard = Shard(dim, sizes)
                 if dim in reduced:
-                    # No backend reduces complex numbers so.
+                    # No backend has this reduction of complex numbers.
                     if not call.inputs[0].dtype.is_complex:
                         yield Choice((shard,), outputs, local)
                 else:
@@ -162,22 +147,12 @@ def _reduction(*ops: Any, terms: tuple[str, ...], of_part: bool = False) -> Any:
     return ops, Rule(choices, "... [reduced] -> ...")
 
 
-RULES |= table(
-    _reduction(aten.amax.default, aten.max.default, terms=("max",), of_part=True),
-    _reduction(aten.amin.default, aten.min.default, terms=("min",), of_part=True),
-    _reduction(aten.aminmax.default, terms=("min", "max"), of_part=True),
-    _reduction(aten.prod.default, aten.prod.dim_int, terms=("product",)),
-    _reduction(aten.any.default, aten.any.dim, aten.any.dims, terms=("max",)),
-    _reduction(aten.all.default, aten.all.dim, aten.all.dims, terms=("min",)),
-)
-
-
-# Norms of vectors: shards have norms of their own, and the norm of those is the norm.
+# -- norms of vectors: the norm of the shards' norms -----------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class LargestTerm:
-    """The largest magnitude of a rank's part: zero where the rank has nothing."""
+    """The largest magnitude of a rank's shard; zero if that is empty."""
 
     def __call__(
         self,
@@ -190,14 +165,14 @@ class LargestTerm:
     ) -> torch.Tensor:
         if x.numel():
             return aten.linalg_vector_norm.default(x, ord, dim, keepdim, dtype=dtype)
-        # No norm, but a sum of nothing is defined, and has the shape and dtype.
+        # The 1-norm of nothing is defined: zeros of the right shape and dtype.
         return aten.linalg_vector_norm.default(x, 1, dim, keepdim, dtype=dtype)
 
 
 def vector_norm_choices(call: Call) -> Iterator[Choice]:
-    """A dim that is not reduced may be sharded; so may one that is, for positive orders and 0.
+    """Any dim may be sharded; a reduced one only for positive orders and 0.
 
-    Other orders have no norm of nothing, which a rank may hold.
+    Other orders have no norm of an empty shard.
     """
     order, reduced = float(call.argument("ord")), reduced_dims(call)
     yield call.replicated()
@@ -219,47 +194,36 @@ def vector_norm_choices(call: Call) -> Iterator[Choice]:
             yield Choice((term,), (term,), local)
 
 
-RULES |= table(
-    (
-        (aten.linalg_vector_norm.default,),
-        Rule(vector_norm_choices, "... [reduced] -> ...", by_value=True),
-    ),
-)
-
-
-# `prod`, above autograd: see Note [Above autograd].
+# -- prod, above autograd: see Note [Above autograd] -----------------------------------------
 #
-# Torch has two formulas for its gradient. The one for other tensors than its own passes the
-# gradient of a single factor on as it is; on one device it is computed from the factor, and
-# requires grad.
-
-
+# Torch has two formulas for its gradient. The one for subclasses passes the gradient of a single
+# factor on; on one device it is computed from the factor, and requires grad.
 class Prod(UntracedFunction):
-    """`args` are of the op; without a dim among them it is the product of all entries."""
+    """`args` are those of the op; without a dim, the product of all entries."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         out = DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
-        ctx.save_for_backward(x, out)  # as torch: neither may be written to
+        ctx.save_for_backward(x, out)  # as torch does: neither may be written to
         ctx.args = args
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         x, _ = ctx.saved_tensors
-        return _grad(grad, x.to(grad.dtype), *ctx.args).to(x.dtype), None, None, None
+        return _prod_grad(grad, x.to(grad.dtype), *ctx.args).to(x.dtype), None, None, None
 
 
-def _grad(grad: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
+def _prod_grad(grad: Any, x: Any, dim: int | None = None, keepdim: bool = False) -> Any:
     if not x.dim():
         return grad.clone()
     if dim is None:
-        return _grad(grad, x.reshape(-1), 0).reshape(x.shape)
-    return (grad if keepdim else grad.unsqueeze(dim)) * _of_others(x, dim).conj()
+        return _prod_grad(grad, x.reshape(-1), 0).reshape(x.shape)
+    return (grad if keepdim else grad.unsqueeze(dim)) * _product_of_others(x, dim).conj()
 
 
-def _of_others(x: Any, dim: int) -> Any:
-    """For each factor the product of the others: no quotient, so a factor may be zero."""
+def _product_of_others(x: Any, dim: int) -> Any:
+    """For each factor the product of the others, without division: a factor may be zero."""
     if not x.numel():
         return x
     num = x.shape[dim] - 1
@@ -285,5 +249,29 @@ def _prod(op: Any, x: Any, args: tuple[Any, ...], dtype: Any) -> Any:
         return Prod.apply(x, op, args, kwargs)
     return DTensor.__torch_dispatch__(op, None, (x, *args), kwargs)
 
+
+RULES: Table = table(
+    ((aten.sum.default, aten.sum.dim_IntList), Rule(sum_choices, "... [reduced] -> ...")),
+    ((aten.mean.default, aten.mean.dim), Rule(mean_choices, "... [reduced] -> ...")),
+    (
+        (
+            aten._local_scalar_dense.default,
+            aten.equal.default,
+            aten.allclose.default,
+            aten.is_nonzero.default,
+        ),
+        Rule(scalar_choices, "replicated -> number"),
+    ),
+    _reduction(aten.amax.default, aten.max.default, terms=("max",), fails_on_empty=True),
+    _reduction(aten.amin.default, aten.min.default, terms=("min",), fails_on_empty=True),
+    _reduction(aten.aminmax.default, terms=("min", "max"), fails_on_empty=True),
+    _reduction(aten.prod.default, aten.prod.dim_int, terms=("product",)),
+    _reduction(aten.any.default, aten.any.dim, aten.any.dims, terms=("max",)),
+    _reduction(aten.all.default, aten.all.dim, aten.all.dims, terms=("min",)),
+    (
+        (aten.linalg_vector_norm.default,),
+        Rule(vector_norm_choices, "... [reduced] -> ...", by_value=True),
+    ),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (("prod", prod), ("prod.dim_int", prod_dim))

@@ -1,4 +1,4 @@
-"""Looking values up in a sorted sequence or in a set."""
+"""Search for values in a sorted sequence or in a set."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ aten = torch.ops.aten
 
 
 def _each_value(call: Call, values: int) -> Iterator[Choice]:
-    """Every value is looked up alone; what it is looked up in is whole."""
+    """Each value is searched for on its own; the sequence or set is whole."""
     yield call.replicated()
     for dim in range(call.inputs[values].ndim):
         for sizes in call.splits([(values, dim)]):
@@ -27,7 +27,7 @@ def bucketize_choices(call: Call) -> Iterator[Choice]:
 
 
 def searchsorted_choices(call: Call) -> Iterator[Choice]:
-    """One sequence for all values, or one for each row of them: then rows go together."""
+    """One sequence for all values, or one per row: then both are sharded by rows."""
     sequence = call.inputs[0]
     if sequence.ndim == 1:
         yield from _each_value(call, 1)

@@ -1,4 +1,4 @@
-"""Ops that look at all of some dims: those must be whole, any other may be sharded."""
+"""Ops that need some dims whole (sorting, scans, Fourier transforms); others may be sharded."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _last_two(call: Call) -> tuple[int, ...]:
 
 
 def _padded(call: Call) -> tuple[int, ...]:
-    """The padding is given in pairs, from the last dim on."""
+    """The padded dims; `pad` has pairs, starting at the last dim."""
     ndim, pad = call.inputs[0].ndim, call.argument("pad")
     return tuple(ndim - 1 - i for i in range(len(pad) // 2) if pad[2 * i] or pad[2 * i + 1])
 
@@ -87,12 +87,6 @@ RULES: Table = table(
     whole(aten.flip.default, aten.roll.default, dims=_listed_dims, linear=True),
     whole(aten.tril.default, aten.triu.default, dims=_last_two, linear=True),
     whole(aten.constant_pad_nd.default, dims=_padded),
-)
-
-
-# Fourier transforms: the transformed dims must be whole.
-
-RULES |= table(
     whole(
         aten._fft_r2c.default,
         aten._fft_c2r.default,

@@ -1,4 +1,7 @@
-"""Scaled dot-product attention: batch and heads may be sharded."""
+"""Attention: batch and heads may be sharded. The kernel above autograd chooses among torch's.
+
+Torch picks a kernel for the global shapes, and these have rules; see Note [Above autograd].
+"""
 
 from __future__ import annotations
 
@@ -17,22 +20,22 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import equal, lengths
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.dtensor.tensor import DTensor
-from shardwise.ops.parts import UnlessEmpty
+from shardwise.ops.nn.empty_shards import UnlessEmpty
 
 aten = torch.ops.aten
 
 
-#: What lies like the queries, keys or values: batch and heads stand first.
+#: Arguments whose first dims are batch and heads.
 _WITH_HEADS = {"query", "key", "value", "grad_out", "grad_out_", "out", "logsumexp"}
-#: What is broadcast over batch and heads.
+#: Arguments that are broadcast over batch and heads.
 _MASKS = {"attn_mask", "attn_bias"}
 
 
 @dataclass(frozen=True, slots=True)
 class Attention:
-    """What one kernel returns: tensors with heads first, then perhaps the gradient of a mask.
+    """What one kernel returns: tensors with batch and heads, then perhaps a mask's gradient.
 
-    `guarded` kernels do not survive a rank without anything to do, and return tensors alone.
+    `guarded` kernels fail on empty shards, and return only tensors.
     """
 
     num_with_heads: int
@@ -42,8 +45,8 @@ class Attention:
     def choices(self, call: Call) -> Iterator[Choice]:
         """Batch or heads are sharded in all operands and results alike.
 
-        With fewer heads for keys than for queries, only where both divide evenly. A kernel that
-        drops entries draws them itself, so not for parts.
+        With fewer heads for keys than for queries, only if both divide evenly. A kernel with
+        dropout draws its own mask, so it runs on whole tensors.
         """
         drops = bool(call.argument("dropout_p"))
         if not drops or all(p.is_replicate() for p in call.placed):
@@ -59,9 +62,9 @@ class Attention:
                 continue
             for sizes in call.splits([(query, dim)]):
                 if not grouped or sizes is None:
-                    yield from self._cut(call, names, query, dim, sizes, grouped)
+                    yield from self._sharded(call, names, query, dim, sizes, grouped)
 
-    def _cut(
+    def _sharded(
         self,
         call: Call,
         names: Sequence[str],
@@ -70,16 +73,16 @@ class Attention:
         sizes: tuple[int, ...] | None,
         grouped: bool,
     ) -> Iterator[Choice]:
-        cut, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
+        shard, whole = Shard(dim, sizes), call.inputs[query].shape[dim]
         masks = [
             _mask_placement(meta.shape, dim, whole, sizes) if name in _MASKS else None
             for meta, name in zip(call.inputs, names, strict=True)
         ]
         inputs = tuple(
-            mask or (cut if name in _WITH_HEADS else REPLICATE)
+            mask or (shard if name in _WITH_HEADS else REPLICATE)
             for name, mask in zip(names, masks, strict=True)
         )
-        outputs: list[Placement] = [cut] * min(self.num_with_heads, len(call.outputs))
+        outputs: list[Placement] = [shard] * min(self.num_with_heads, len(call.outputs))
         if self.mask_grad and len(call.outputs) > len(outputs):
             mask = next((m for m in masks if m is not None), REPLICATE)
             outputs.append(mask if mask.is_shard() else SUM)
@@ -110,7 +113,7 @@ def _tensor_names(call: Call) -> list[str]:
 def _mask_placement(
     shape: tuple[int, ...], dim: int, whole: int, sizes: tuple[int, ...] | None
 ) -> Placement:
-    """A mask has up to four dims, from the last; it is stretched where its size is 1."""
+    """A mask has up to four dims, aligned at the last; size 1 is broadcast."""
     at = dim - (4 - len(shape))
     if at < 0 or (equal(shape[at], 1) and not equal(whole, 1)):
         return REPLICATE
@@ -119,17 +122,17 @@ def _mask_placement(
 
 @dataclass(frozen=True, slots=True)
 class WholeTensorChoice:
-    """Asks which kernel suits the whole tensors: parts may differ, and ranks must agree."""
+    """Chooses the kernel for the whole tensors: shards may differ, and ranks must agree."""
 
     shapes: tuple[tuple[int, ...], ...]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         dropout_p = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
         if dropout_p:
-            return _MATH  # a fused kernel draws its mask in an order that parts cannot follow
+            return _MATH  # a fused kernel's order of random numbers does not fit shards
         shapes = iter(self.shapes)
         models = [
-            # One example is enough to tell; its memory is never touched.
+            # A batch of one is enough; its memory is never touched.
             torch.empty((1, *next(shapes)[1:]), dtype=arg.dtype, device=arg.device)
             if isinstance(arg, torch.Tensor)
             else arg
@@ -142,7 +145,7 @@ _MATH = int(SDPBackend.MATH.value)
 
 
 def kernel_choices(call: Call) -> Iterator[Choice]:
-    """Nothing is moved to find out which kernel to use."""
+    """Any placements: nothing is moved to choose a kernel."""
     placed = call.placed or (REPLICATE,) * len(call.inputs)
     yield Choice(placed, (), LocalCall(WholeTensorChoice(tuple(m.shape for m in call.inputs))))
 
@@ -153,40 +156,9 @@ def _rule(*ops: Any, kernel: Attention) -> tuple[tuple[Any, ...], Rule]:
     )
 
 
-RULES: Table = table(
-    _rule(
-        aten._scaled_dot_product_flash_attention_for_cpu.default,
-        kernel=Attention(2, guarded=True),
-    ),
-    _rule(
-        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
-        kernel=Attention(3, guarded=True),
-    ),
-    _rule(
-        aten._scaled_dot_product_flash_attention.default,
-        aten._scaled_dot_product_efficient_attention.default,
-        aten._scaled_dot_product_cudnn_attention.default,
-        aten._scaled_dot_product_fused_attention_overrideable.default,
-        kernel=Attention(2),
-    ),
-    _rule(
-        aten._scaled_dot_product_flash_attention_backward.default,
-        aten._scaled_dot_product_cudnn_attention_backward.default,
-        kernel=Attention(3),
-    ),
-    _rule(
-        aten._scaled_dot_product_efficient_attention_backward.default,
-        aten._scaled_dot_product_fused_attention_overrideable_backward.default,
-        kernel=Attention(3, mask_grad=True),
-    ),
-    ((aten._fused_sdp_choice.default,), Rule(kernel_choices, "any -> number")),
-)
+# -- above autograd --------------------------------------------------------------------------
 
-
-# Scaled dot-product attention, above autograd: see Note [Above autograd].
-#
-# Torch picks a kernel for the global shapes, and the kernels have rules. Where it picks none, it
-# makes the causal mask as a plain tensor: here that is a DTensor.
+#: Torch picks no kernel. It would then make the causal mask as a plain tensor.
 _NO_KERNEL = 0
 
 
@@ -204,8 +176,8 @@ def scaled_dot_product_attention(
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     distributed = all(type(t) is DTensor for t in (query, key, value))
     if distributed and ((dropout_p > 0 and query.is_cuda) or _is_empty(query, key, value)):
-        # Fused kernels draw inside, in their own order: no part can draw what the whole would. And
-        # where there is nothing to compute, torch makes a plain tensor of it.
+        # A fused kernel's order of random numbers does not fit shards. Of empty operands torch
+        # makes a plain tensor.
         if is_causal and attn_mask is None:
             attn_mask, is_causal = _causal_mask(query, key), False
         math = aten._scaled_dot_product_attention_math.default
@@ -219,7 +191,7 @@ def scaled_dot_product_attention(
 
 
 def _is_empty(*operands: DTensor) -> bool:
-    """Whether one has no elements; a size that is a symbol is not 0."""
+    """Whether one has no elements; a symbolic size is not 0."""
     return any(type(n) is int and n == 0 for operand in operands for n in operand.shape)
 
 
@@ -229,14 +201,7 @@ def _causal_mask(query: DTensor, key: DTensor) -> DTensor:
     return DTensor.from_local(mask, query.device_mesh, [REPLICATE] * query._layout.grid.num_axes)
 
 
-KERNELS: tuple[tuple[str, Any], ...] = (
-    ("scaled_dot_product_attention", scaled_dot_product_attention),
-)
-
-
-# What torch's attention modules call when no gradient is wanted, out of ops that have rules.
-
-
+# -- decompositions of what torch's attention modules call without gradients ------------------
 def attention(
     query: Any,
     key: Any,
@@ -252,7 +217,7 @@ def attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> tuple[Any, Any]:
-    """The output of a multi-head attention, batch first, and its weights where asked for."""
+    """The output of a multi-head attention, batch first, and its weights with `need_weights`."""
     weights, biases = qkv_weight.chunk(3), qkv_bias.chunk(3)
     q, k, v = (
         functional.linear(x, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
@@ -269,7 +234,7 @@ def attention(
 
 
 def _over_heads(mask: Any, mask_type: int | None) -> Any:
-    """A mask over (batch, head, query, key), given over the last two, batch and key, or all."""
+    """The mask over (batch, head, query, key); given over (query, key), (batch, key) or all."""
     if mask_type == 0:
         return mask[None, None]
     return mask[:, None, None] if mask_type == 1 else mask
@@ -322,12 +287,45 @@ def encoder_layer(
 
 
 def as_nested(x: Any, mask: Any) -> bool:
-    """Whether an encoder may drop what is masked by a nested tensor: a DTensor is never one.
+    """Whether an encoder may use a nested tensor to drop masked positions: never for a DTensor.
 
-    So masked positions of the output hold numbers, where one device may leave zeros.
+    So masked positions of the output have values, where one device may leave zeros.
     """
     return False
 
+
+RULES: Table = table(
+    _rule(
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        kernel=Attention(2, guarded=True),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        kernel=Attention(3, guarded=True),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+        aten._scaled_dot_product_fused_attention_overrideable.default,
+        kernel=Attention(2),
+    ),
+    _rule(
+        aten._scaled_dot_product_flash_attention_backward.default,
+        aten._scaled_dot_product_cudnn_attention_backward.default,
+        kernel=Attention(3),
+    ),
+    _rule(
+        aten._scaled_dot_product_efficient_attention_backward.default,
+        aten._scaled_dot_product_fused_attention_overrideable_backward.default,
+        kernel=Attention(3, mask_grad=True),
+    ),
+    ((aten._fused_sdp_choice.default,), Rule(kernel_choices, "any -> number")),
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("scaled_dot_product_attention", scaled_dot_product_attention),
+)
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._native_multi_head_attention.default: attention,

@@ -1,159 +1,27 @@
-"""Group and batch norm: statistics per channel, or per group of channels.
+"""Batch and instance norm, with kernels above autograd: see Note [Above autograd].
 
-Batch norm in training looks at the whole batch. It is taken apart (dtensor.above_autograd.norms):
-the sums over the batch are functions of this file, so that a sharded batch stays where it is, and
-only sums travel.
+Batch norm in training uses the statistics of the whole batch, however it is sharded. Only sums are
+communicated: two per channel in forward, and one of two values per channel in backward.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from shardwise.core.layout import can_name, shard_with
-from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
-from shardwise.core.sizes import lengths
+from shardwise.core.placements import REPLICATE, SUM, Shard
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.notation import linear_choices, rule
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply, gradient_layout, redistribute
 from shardwise.dtensor.tensor import DTensor, run
-from shardwise.ops.operands import all_distributed, are_distributed
+from shardwise.ops.operands import all_distributed, are_distributed, fake
 
 aten = torch.ops.aten
-
-
-# -- group norm ------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ChannelSplit:
-    """How one axis cuts channels, and the groups that they form."""
-
-    channels: Placement
-    per_channel: Placement
-    groups: Placement
-
-
-def _group_cuts(call: Call, x: int) -> Iterator[ChannelSplit]:
-    channels, groups = call.inputs[x].shape[1], call.argument("group")
-    per_group = channels // groups
-    for sizes in call.splits([(x, 1)]):
-        if sizes is not None and any(n % per_group for n in sizes):
-            continue
-        counts = (
-            tuple(n // per_group for n in sizes)
-            if sizes is not None
-            else lengths(groups, call.axis_size, None)
-        )
-        wide = tuple(n * per_group for n in counts)
-        if not can_name(wide, channels, call.axis_size):
-            continue
-        yield ChannelSplit(
-            shard_with(1, wide, channels, call.axis_size),
-            shard_with(0, wide, channels, call.axis_size),
-            shard_with(1, counts, groups, call.axis_size),
-        )
-
-
-def group_norm_choices(call: Call) -> Iterator[Choice]:
-    """Input, perhaps weight and bias -> output, mean and reciprocal deviation of each group."""
-    num = len(call.inputs) - 1
-    local = LocalCall(group_norm_of_parts, per_rank=True)
-    # Torch asks for dense operands, and a part of a dense tensor need not be dense.
-    yield replace(call.replicated(), local=local)
-    for sizes in call.splits([(0, 0)]):
-        cut = Shard(0, sizes)
-        yield Choice((cut, *[REPLICATE] * num), (cut,) * 3, local)
-    for group_cut in _group_cuts(call, 0):
-        inputs = (group_cut.channels, *[group_cut.per_channel] * num)
-        outputs = (group_cut.channels, group_cut.groups, group_cut.groups)
-        yield Choice(inputs, outputs, local, alone=((0, 1),))
-
-
-def group_norm_of_parts(
-    coordinate: Any,
-    layouts: Sequence[Any],
-    x: torch.Tensor,
-    weight: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    n: int,
-    c: int,
-    hxw: int,
-    group: int,
-    eps: float,
-) -> Any:
-    groups = layouts[-1].local_shape(coordinate)[1]
-    if not x.numel():
-        outputs = layouts[-3:]
-        return tuple(
-            torch.zeros(o.local_shape(coordinate), dtype=o.dtype, device=x.device) for o in outputs
-        )
-    rows, channels = x.shape[:2]
-    return aten.native_group_norm.default(
-        x.contiguous(), weight, bias, rows, channels, hxw, groups, eps
-    )
-
-
-def group_norm_grad_choices(call: Call) -> Iterator[Choice]:
-    """Gradient, input, mean, deviation, perhaps weight -> gradients of input, weight and bias."""
-    asked = call.argument("output_mask")
-    num = len(call.inputs) - 4
-    local = LocalCall(group_norm_grad_of_parts, per_rank=True)
-
-    def kept(*grads: Placement) -> tuple[Placement, ...]:
-        return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-
-    yield replace(call.replicated(), local=local)
-    for sizes in call.splits([(i, 0) for i in range(4)]):
-        cut = Shard(0, sizes)
-        yield Choice((*[cut] * 4, *[REPLICATE] * num), kept(cut, SUM, SUM), local)
-    for group_cut in _group_cuts(call, 1):
-        channels, each, groups = group_cut.channels, group_cut.per_channel, group_cut.groups
-        inputs = (channels, channels, groups, groups, *[each] * num)
-        yield Choice(inputs, kept(channels, each, each), local, alone=((1, 1),))
-    yield from linear_choices(call, ((0,),))
-
-
-def group_norm_grad_of_parts(
-    coordinate: Any,
-    layouts: Sequence[Any],
-    grad: torch.Tensor,
-    x: torch.Tensor,
-    mean: torch.Tensor,
-    deviation: torch.Tensor,
-    weight: torch.Tensor | None,
-    n: int,
-    c: int,
-    hxw: int,
-    group: int,
-    asked: Sequence[bool],
-) -> Any:
-    rows, channels = x.shape[:2]
-    if not x.numel():
-        zeros = (torch.zeros_like(x), x.new_zeros(channels), x.new_zeros(channels))
-        return tuple(z if wanted else None for z, wanted in zip(zeros, asked, strict=True))
-    if weight is None and asked[2]:
-        weight = x.new_ones(channels)  # the kernel of the CPU crashes over a bias without a weight
-    return aten.native_group_norm_backward.default(
-        grad.contiguous(),
-        x.contiguous(),
-        mean,
-        deviation,
-        weight,
-        rows,
-        channels,
-        hxw,
-        mean.shape[1],
-        asked,
-    )
-
-
-# -- batch norm ------------------------------------------------------------------------------
 
 
 def _others(x: Any) -> list[int]:
@@ -161,7 +29,7 @@ def _others(x: Any) -> list[int]:
 
 
 def _wide(x: Any, per_channel: Any) -> Any:
-    """A value per channel, as it meets `x`."""
+    """A value per channel, broadcastable to `x`."""
     return per_channel.view(-1, *[1] * (x.dim() - 2))
 
 
@@ -170,7 +38,7 @@ def _wide_dtype(x: Any) -> torch.dtype:
 
 
 def channel_sum(x: Any) -> Any:
-    """The sum of each channel, in a type wide enough for it."""
+    """The sum of each channel, in float32 or wider."""
     return x.sum(_others(x), dtype=_wide_dtype(x))
 
 
@@ -180,7 +48,7 @@ def channel_square_sum(x: Any, mean: Any) -> Any:
 
 
 def through_statistics(grad: Any, x: Any, mean: Any, slope: Any, shift: Any) -> Any:
-    """The gradient for `x`, less what flows back through the mean and variance of its channel."""
+    """The gradient of `x`, with the terms through the mean and variance of its channel."""
     centred = x.to(_wide_dtype(x)) - _wide(x, mean)
     return (grad - centred * _wide(x, slope) - _wide(x, shift)).to(x.dtype)
 
@@ -191,25 +59,25 @@ def _per_channel(call: Call, first: int) -> list[tuple[int, int]]:
 
 
 def batch_norm_choices(call: Call) -> Iterator[Choice]:
-    """With given statistics: elementwise but for channels, which all operands share.
+    """With given statistics: elementwise, with one value per channel in the other operands.
 
-    In training the statistics are those of the whole batch, see dtensor.above_autograd.norms.
+    Training is decomposed, see `BatchNorm`.
     """
     if call.argument("training"):
         return
     num = len(call.inputs) - 1
-    local = LocalCall(normalised_part)
+    local = LocalCall(normalised_shard)
     yield replace(call.replicated(), local=local)
     for dim in range(call.inputs[0].ndim):
         places = [(0, dim)] + (_per_channel(call, 1) if dim == 1 else [])
         for sizes in call.splits(places):
-            cut = Shard(dim, sizes)
+            shard = Shard(dim, sizes)
             other = Shard(0, sizes) if dim == 1 else REPLICATE
-            yield Choice((cut, *[other] * num), (cut, REPLICATE, REPLICATE), local)
+            yield Choice((shard, *[other] * num), (shard, REPLICATE, REPLICATE), local)
 
 
-def normalised_part(x: torch.Tensor, *rest: Any) -> Any:
-    """A part by given statistics; there are none to return."""
+def normalised_shard(x: torch.Tensor, *rest: Any) -> Any:
+    """A shard, normalised by given statistics; there are none to return."""
     nothing = x.new_empty(0)
     if not x.numel():
         return torch.empty_like(x), nothing, nothing
@@ -223,19 +91,19 @@ def batch_norm_grad_choices(call: Call) -> Iterator[Choice]:
     asked = call.argument("output_mask")
     num = len(call.inputs) - 2
     yield call.replicated()
-    local = LocalCall(normalised_grad_part, per_rank=True)
+    local = LocalCall(normalised_shard_grad, per_rank=True)
     for dim in range(call.inputs[0].ndim):
         places = [(0, dim), (1, dim)] + (_per_channel(call, 2) if dim == 1 else [])
         for sizes in call.splits(places):
-            cut = Shard(dim, sizes)
+            shard = Shard(dim, sizes)
             other, each = (Shard(0, sizes),) * 2 if dim == 1 else (REPLICATE, SUM)
-            grads = (cut, each, each)
+            grads = (shard, each, each)
             outputs = tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
-            yield Choice((cut, cut, *[other] * num), outputs, local)
+            yield Choice((shard, shard, *[other] * num), outputs, local)
     yield from linear_choices(call, ((0,),))
 
 
-def normalised_grad_part(
+def normalised_shard_grad(
     coordinate: Any, layouts: Sequence[Any], grad: torch.Tensor, x: torch.Tensor, *rest: Any
 ) -> Any:
     asked = rest[-1]
@@ -247,38 +115,7 @@ def normalised_grad_part(
     )
 
 
-RULES: Table = table(
-    (
-        (aten.native_group_norm.default,),
-        Rule(group_norm_choices, "n (g [c]) [...], (g [c]), (g [c]) -> n (g [c]) [...], n g, n g"),
-    ),
-    (
-        (aten.native_group_norm_backward.default,),
-        Rule(group_norm_grad_choices, "n (g [c]) [...], ..., n g, n g -> n (g [c]) [...]"),
-    ),
-    rule(channel_sum, like="n c ... -> c", linear=((0,),)),
-    rule(channel_square_sum, like="n c ..., c -> c"),
-    rule(
-        through_statistics,
-        like="n c ..., n c ..., c, c, c -> n c ...",
-        linear=((0, 3, 4),),
-        reduce_op=None,
-    ),
-    ((aten.native_batch_norm.default,), Rule(batch_norm_choices, "n c ..., c, c, c, c -> n c ...")),
-    (
-        (aten.native_batch_norm_backward.default,),
-        Rule(batch_norm_grad_choices, "n c ..., n c ..., c, c, c -> n c ..., c, c"),
-    ),
-)
-
-
-# Batch, instance and RMS norm, above autograd: see Note [Above autograd].
-#
-# Batch norm in training takes the statistics of the whole batch, however it is sharded: two sums
-# per channel in the forward pass, and one of two values per channel in the backward pass, are all
-# that travels.
-
-
+# -- above autograd --------------------------------------------------------------------------
 class BatchNorm(UntracedFunction):
     """Normalises by given statistics, or by those of the batch; returns mean and deviation too."""
 
@@ -292,7 +129,7 @@ class BatchNorm(UntracedFunction):
         ctx.options = (training, eps)
         ctx.bias_dtype = None if bias is None else bias.dtype
         narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
-        # In half precision, torch's kernel takes no bias beside statistics that are not.
+        # In half precision, torch's kernel takes no bias with statistics in float32.
         apart = training and weight is None and bias is not None and bias.dtype != mean.dtype
         args = (x, weight, None if apart else bias, *narrow, False, 0.0, eps)
         out = run(aten.native_batch_norm.default, *args)[0]
@@ -310,7 +147,7 @@ class BatchNorm(UntracedFunction):
             found = tuple(depending(g, grad, x, weight) for g in found)
         else:
             found = _grads(grad, x, weight, mean, var, training, eps, ctx.needs_input_grad[0])
-        if ctx.bias_dtype is not None:  # without a weight, the sums are in the dtype of statistics
+        if ctx.bias_dtype is not None:  # without a weight, sums have the dtype of the statistics
             found = (*found[:2], found[2].to(ctx.bias_dtype))
         wanted = zip(found, ctx.needs_input_grad[:3], strict=True)
         return *(g if w else None for g, w in wanted), None, None, None, None
@@ -320,9 +157,9 @@ _apply = direct_apply(BatchNorm)
 
 
 class Depending(UntracedFunction):
-    """A gradient that has a graph because of `sources`, to which nothing flows back.
+    """A gradient that requires grad because of `sources`, whose gradient is none.
 
-    Torch's formula of batch norm is one op: all of its results have a graph if one operand has.
+    Torch's formula of batch norm is one op: all its results require grad if one operand does.
     """
 
     @staticmethod
@@ -354,7 +191,7 @@ _apply_grad_depends = direct_apply(GradDepends)
 
 
 def depending(grad: Any, *sources: Any) -> Any:
-    """`grad`, with a graph where one of `sources` has one, as a result of one op would have."""
+    """`grad`, which requires grad where one of `sources` does, like a result of one op."""
     if not torch.is_grad_enabled() or grad is None or grad.requires_grad:
         return grad
     tracked = [source for source in sources if source is not None and source.requires_grad]
@@ -372,8 +209,10 @@ def _count(x: Any) -> Any:
 
 
 def _statistics(x: Any) -> tuple[Any, Any]:
-    """Mean and variance of each channel over the whole batch. The mean comes first: a difference
-    of large sums would lose what the variance is."""
+    """Mean and variance of each channel over the whole batch.
+
+    Two passes: the variance as a difference of large sums would lose precision.
+    """
     count = max(_count(x), 1)
     mean = _reduced(run(channel_sum, x) / count)
     return mean, _reduced(run(channel_square_sum, x, mean) / count)
@@ -388,14 +227,14 @@ def _grads(
 ) -> tuple[Any, Any, Any]:
     op = aten.native_batch_norm_backward.default
     if weight is None and mean.dtype != x.dtype:
-        weight = torch.ones_like(mean)  # what says that sums over channels are in this dtype
+        weight = torch.ones_like(mean)  # makes the sums over channels have this dtype
     narrow = [s if weight is None else s.to(weight.dtype) for s in (mean, var)]
     mask = [True, True, True]
     by_rows = run(op, grad, x, weight, *narrow, None, None, False, eps, mask)
     for_input, for_weight, for_bias = by_rows
     if not training or not for_x:
         return by_rows
-    # One reduction for both, which are the gradients of weight and bias as well.
+    # One reduction for both, which are also the gradients of weight and bias.
     for_weight, for_bias = _reduced(torch.stack([for_weight, for_bias])).unbind()
     scale = torch.rsqrt(var + eps) / _count(x)
     per_channel = scale if weight is None else scale * weight
@@ -407,7 +246,7 @@ def _grads(
 def _differentiable_grads(
     grad: Any, x: Any, weight: Any, mean: Any, var: Any, training: bool, eps: float
 ) -> tuple[Any, Any, Any]:
-    """The same out of ops that autograd knows."""
+    """The same with differentiable ops."""
     dims = [d for d in range(x.dim()) if d != 1]
     shape = [1, -1, *[1] * (x.dim() - 2)]
     if training:
@@ -432,7 +271,7 @@ def native_batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any]:
-    """Output, and the mean and reciprocal deviation that were taken of the batch."""
+    """The output, and the mean and reciprocal deviation of the batch."""
     operands = (x, weight, bias, running_mean, running_var)
     if not are_distributed(*operands):
         operands = tuple(all_distributed(aten.native_batch_norm.default, operands))
@@ -443,7 +282,7 @@ def native_batch_norm(
     if torch.is_grad_enabled():
         _refuse_gradients(running_mean, running_var)
     if training:
-        aten.native_batch_norm.default(*map(_fake, operands), True, momentum, eps)
+        aten.native_batch_norm.default(*map(fake, operands), True, momentum, eps)
         out, mean, var = _apply(x, weight, bias, None, None, True, eps)
         _update(running_mean, mean, momentum)
         _update(running_var, _unbiased(var, _count(x)), momentum)
@@ -462,13 +301,6 @@ def _refuse_gradients(*statistics: Any) -> None:
             "A batch norm is not differentiable with respect to its running mean and variance, as "
             "on one device: detach() them."
         )
-
-
-def _fake(x: Any) -> Any:
-    """Torch checks the shapes, on tensors without data."""
-    if x is None:
-        return None
-    return torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
 def _update(running: Any, found: Any, momentum: float) -> None:
@@ -496,7 +328,7 @@ def batch_norm(
 
 
 def _as_suggested(x: Any) -> Any:
-    """In the memory order in which one device writes the result: dense, or channels last."""
+    """`x` in the memory order of one device's result: dense, or channels last."""
     if x.dim() in (4, 5):
         last = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
         if x.is_contiguous(memory_format=last):
@@ -513,7 +345,7 @@ def batch_norm_with_update(
     momentum: float,
     eps: float,
 ) -> tuple[Any, Any, Any, Any]:
-    """In training; the last result is what some kernels keep for their backward, here nothing."""
+    """In training; the last result, which some kernels keep for backward, is empty here."""
     args = (x, weight, bias, running_mean, running_var, True, momentum, eps)
     out, mean, deviation = native_batch_norm(*args)
     return out, mean, deviation, mean.new_empty((0,), dtype=torch.uint8)
@@ -530,7 +362,7 @@ def instance_norm(
     eps: float,
     cudnn_enabled: bool,
 ) -> Any:
-    """Each channel of each example by itself: a group norm with as many groups as channels."""
+    """A group norm with as many groups as channels."""
     if not use_input_stats:
         args = (x, weight, bias, running_mean, running_var, False, momentum, eps)
         return batch_norm(*args, cudnn_enabled)
@@ -549,32 +381,30 @@ def instance_norm(
     return torch.group_norm(x.contiguous(), x.shape[1], weight, bias, eps, cudnn_enabled)
 
 
-def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | None = None) -> Any:
-    """Torch's fused kernel where the normalised dims are whole, else a mean over the shards."""
-    num = len(normalized_shape)
-    if type(x) is not DTensor or (x.is_cuda and not _shards_last(x, num)):
-        return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
-    if not _fits(x, normalized_shape, weight):  # torch says why, or knows better
-        aten.rms_norm.default(_fake(x), normalized_shape, _fake(weight), eps)
-    wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
-    if eps is None:  # as torch: of the dtype that it computes in
-        eps = torch.finfo(wide.dtype).eps
-    mean = wide.square().mean(list(range(-num, 0)), keepdim=True)
-    normal = wide * torch.rsqrt(mean + eps)
-    return (normal if weight is None else normal * weight).to(x.dtype)
+def _weight_norm_backward(
+    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The gradient of `v * (g / norms)`, where `norms` are those of slices of `v` along `dim`."""
+    others = [d for d in range(v.dim()) if d != dim % v.dim()]
+    along = (grad * v).sum(others, keepdim=True) / norms
+    return (g / norms) * (grad - v * (along / norms)), along
 
 
-def _fits(x: Any, normalized_shape: Any, weight: Any) -> bool:
-    """Whether there is nothing for torch to check, which takes longer than the norm itself."""
-    shape = tuple(normalized_shape)
-    if not shape or tuple(x.shape[-len(shape) :]) != shape:
-        return False
-    return weight is None or (tuple(weight.shape) == shape and weight.dtype == x.dtype)
-
-
-def _shards_last(x: DTensor, num: int) -> bool:
-    return any(isinstance(p, Shard) and p.dim >= x.dim() - num for p in x.placements)
-
+RULES: Table = table(
+    rule(channel_sum, like="n c ... -> c", linear=((0,),)),
+    rule(channel_square_sum, like="n c ..., c -> c"),
+    rule(
+        through_statistics,
+        like="n c ..., n c ..., c, c, c -> n c ...",
+        linear=((0, 3, 4),),
+        reduce_op=None,
+    ),
+    ((aten.native_batch_norm.default,), Rule(batch_norm_choices, "n c ..., c, c, c, c -> n c ...")),
+    (
+        (aten.native_batch_norm_backward.default,),
+        Rule(batch_norm_grad_choices, "n c ..., n c ..., c, c, c -> n c ..., c, c"),
+    ),
+)
 
 KERNELS: tuple[tuple[str, Any], ...] = (
     ("batch_norm", batch_norm),
@@ -582,18 +412,7 @@ KERNELS: tuple[tuple[str, Any], ...] = (
     ("_native_batch_norm_legit", native_batch_norm),
     ("_batch_norm_with_update", batch_norm_with_update),
     ("instance_norm", instance_norm),
-    ("rms_norm", rms_norm),
 )
-
-
-def _weight_norm_backward(
-    grad: torch.Tensor, v: torch.Tensor, g: torch.Tensor, norms: torch.Tensor, dim: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of `v * (g / norms)`, where `norms` are those of the slices of `v` along `dim`."""
-    others = [d for d in range(v.dim()) if d != dim % v.dim()]
-    along = (grad * v).sum(others, keepdim=True) / norms
-    return (g / norms) * (grad - v * (along / norms)), along
-
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten._weight_norm_interface_backward.default: _weight_norm_backward,

@@ -1,6 +1,6 @@
-"""Convolutions: the batch, the channels in and out, or whole groups of channels may be sharded.
+"""Convolutions: the batch, input or output channels, or whole groups of channels may be sharded.
 
-Positions are not: a part of them would need its neighbours' border.
+Positions may not: a shard of them would need a halo exchange.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, slots=True)
 class ConvSplit:
-    """How one axis places the input, the weight, the output, and what has one entry per channel."""
+    """How one axis places the input, weight, output and bias."""
 
     input: Placement
     weight: Placement
     output: Placement
     bias: Placement
-    #: The gradients of input, weight and bias when the gradient of the output lies like the output.
+    #: The gradients of input, weight and bias when the output's gradient is placed like the output.
     grads: tuple[Placement, Placement, Placement]
-    #: The pairs (tensor, dim) that this axis alone may cut: 0 is the input, 1 the weight.
+    #: The (tensor, dim) that only this axis may shard; 0 is the input, 1 the weight.
     alone: tuple[int, int] | None = None
 
 
 def _ways(call: Call, x: int, weight: int, output: int | None) -> Iterator[ConvSplit]:
-    """The ways of a call whose operands number `x` and `weight` are input and weight.
+    """The splits of a call; `x` and `weight` are the numbers of these operands.
 
-    `output` is the number of the operand that lies like the output (its gradient), if one does.
+    `output` is the number of the output's gradient, if that is an operand.
     """
     batch = [(x, 0)] + ([(output, 0)] if output is not None else [])
     for sizes in call.splits(batch):
-        cut = Shard(0, sizes)
-        yield ConvSplit(cut, REPLICATE, cut, REPLICATE, (cut, SUM, SUM))
+        shard = Shard(0, sizes)
+        yield ConvSplit(shard, REPLICATE, shard, REPLICATE, (shard, SUM, SUM))
     if call.argument("groups") == 1:
         yield from _channel_ways(call, x, weight, output)
     else:
@@ -63,7 +63,7 @@ def _channel_ways(call: Call, x: int, weight: int, output: int | None) -> Iterat
 
 
 def _group_ways(call: Call, x: int) -> Iterator[ConvSplit]:
-    """Whole groups: the cut of the channels follows the cut of the groups."""
+    """Whole groups: the sharding of channels follows that of groups."""
     groups, channels = call.argument("groups"), call.inputs[x].shape[1]
     per_group = channels // groups
     for sizes in call.splits([(x, 1)]):
@@ -91,7 +91,7 @@ def convolution_choices(call: Call) -> Iterator[Choice]:
     """Input, weight and perhaps a bias -> output."""
     num = len(call.inputs)
     yield call.replicated()
-    local = LocalCall(ConvolutionOfParts(), per_rank=True)
+    local = LocalCall(ConvolutionOfShards(), per_rank=True)
     for way in _ways(call, 0, 1, None):
         choice = Choice((way.input, way.weight, way.bias)[:num], (way.output,))
         if way.alone is not None:
@@ -111,7 +111,7 @@ def convolution_grad_choices(call: Call) -> Iterator[Choice]:
         return tuple(p for p, wanted in zip(grads, asked, strict=True) if wanted)
 
     yield call.replicated()
-    local = LocalCall(GradientsOfParts(), per_rank=True)
+    local = LocalCall(ConvolutionGradsOfShards(), per_rank=True)
     for way in _ways(call, 1, 2, 0):
         output = REPLICATE if way.output.is_partial() else way.output
         choice = Choice((output, way.input, way.weight), kept(way.grads))
@@ -133,8 +133,8 @@ def _groups_here(x: torch.Tensor, all_channels: Any, groups: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class ConvolutionOfParts:
-    """A convolution of what a rank holds, also where that is nothing."""
+class ConvolutionOfShards:
+    """A convolution of shards, which may be empty."""
 
     def __call__(
         self,
@@ -155,8 +155,8 @@ class ConvolutionOfParts:
 
 
 @dataclass(frozen=True, slots=True)
-class GradientsOfParts:
-    """The gradients that a rank's parts give, also where those are empty."""
+class ConvolutionGradsOfShards:
+    """The gradients of a convolution of shards, which may be empty."""
 
     def __call__(
         self,
@@ -175,8 +175,8 @@ class GradientsOfParts:
             zeros = (torch.zeros_like(x), torch.zeros_like(weight))
             return zeros[0] if for_x else None, zeros[1] if for_weight else None, bias_grad
         here = _groups_here(x, layouts[1].shape[1], groups)
-        # The kernel's own sum for the bias depends on the channels at hand; this one does not, so
-        # that ranks that hold the same gradient of the output have the same gradient of the bias.
+        # The rounding of the kernel's own bias gradient depends on the local channels. This sum
+        # does not: ranks with the same output gradient get the same bias gradient.
         mask = [for_x, for_weight, False]
         found = aten.convolution_backward.default(grad, x, weight, None, *options, here, mask)
         return found[0], found[1], bias_grad

@@ -1,4 +1,8 @@
-"""Softmax over a whole dim, and the losses built on it."""
+"""Softmax over a whole dim, and the losses built on it.
+
+Cross entropy is decomposed above autograd into ops that have rules, so that a sharded batch stays
+sharded; see Note [Above autograd].
+"""
 
 from __future__ import annotations
 
@@ -15,18 +19,20 @@ from shardwise.dispatch.notation import rule
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError
-from shardwise.ops.operands import read_from
+from shardwise.ops.operands import fake, read_from
 
 aten = torch.ops.aten
 
+_NONE, _MEAN = 0, 1
+
 
 def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Minus the log-probability of each target, 0 where it is ignored. Classes stand last."""
+    """Minus the log-probability of each target, 0 where it is ignored. Classes are the last dim."""
     if not target.dim():
         return nll(log_probs.unsqueeze(0), target.unsqueeze(0), ignore_index).squeeze(0)
-    # The kernel of one device: it looks at the targets, and raises what one device raises.
+    # The kernel of one device checks the targets and raises its errors.
     rows, ids = log_probs.flatten(0, -2), target.flatten()
-    # Called as the op that it is: the compiler's shape function of F.nll_loss loses the reduction.
+    # Not F.nll_loss: its fake implementation in the compiler loses the reduction.
     losses, _ = aten.nll_loss_forward.default(rows, ids, None, 0, ignore_index)
     return losses.view(target.shape)
 
@@ -45,23 +51,171 @@ def nll_grad(
 
 
 def bce(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """The binary cross entropy of each element; the kernel refuses what is no probability."""
+    """The binary cross entropy of each element; the kernel raises outside of [0, 1]."""
     return aten.binary_cross_entropy.default(x, target, None, 0)
 
 
 def nll_loss_choices(call: Call) -> Iterator[Choice]:
-    """Torch's own kernel. Without a reduction the batch may be sharded; a mean needs all of it."""
+    """Torch's own kernel. The batch may be sharded; a mean needs all of it."""
     yield call.replicated()
-    if call.argument("reduction") == 0 and call.inputs[0].ndim == 2:
-        others = (REPLICATE,) * (len(call.inputs) - 2)
-        for sizes in call.splits([(0, 0), (1, 0)]):
-            shard = Shard(0, sizes)
-            yield Choice((shard, shard, *others), (shard, REPLICATE))
-    if call.argument("reduction") == 2 and call.inputs[0].ndim == 2:
-        others = (REPLICATE,) * (len(call.inputs) - 2)
-        for sizes in call.splits([(0, 0), (1, 0)]):
-            shard = Shard(0, sizes)
-            yield Choice((shard, shard, *others), (SUM, SUM))
+    reduction = call.argument("reduction")
+    if reduction == _MEAN or call.inputs[0].ndim != 2:
+        return
+    others = (REPLICATE,) * (len(call.inputs) - 2)
+    for sizes in call.splits([(0, 0), (1, 0)]):
+        shard = Shard(0, sizes)
+        outputs = (shard, REPLICATE) if reduction == _NONE else (SUM, SUM)
+        yield Choice((shard, shard, *others), outputs)
+
+
+# -- cross entropy, above autograd -----------------------------------------------------------
+class NLL(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
+        ctx.save_for_backward(log_probs, target)
+        ctx.options = (ignore_index, log_probs.shape[-1])
+        return run(nll, log_probs, target, ignore_index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        log_probs, target = ctx.saved_tensors
+        if torch.is_grad_enabled():  # double backward
+            found = NLLGrad.apply(grad, target, *ctx.options)
+            return read_from(found, log_probs), None, None
+        return run(nll_grad, grad, target, *ctx.options), None, None
+
+
+class NLLGrad(UntracedFunction):
+    """The gradient of `NLL`, linear in `grad`; its own gradient is `NLL` again."""
+
+    @staticmethod
+    def forward(ctx: Any, grad: Any, target: Any, ignore_index: int, num_classes: int) -> Any:
+        ctx.save_for_backward(target)
+        ctx.ignore_index = ignore_index
+        return run(nll_grad, grad, target, ignore_index, num_classes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        (target,) = ctx.saved_tensors
+        return NLL.apply(grad, target, ctx.ignore_index), None, None, None
+
+
+def cross_entropy(
+    logits: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> Any:
+    """Cross entropy, decomposed into ops with rules."""
+    options = (reduction, ignore_index, label_smoothing)
+    _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
+    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
+    log_probs = classes_last.log_softmax(-1)
+    if target.is_floating_point():
+        soft = target.movedim(1, -1) if target.dim() > 1 else target
+        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
+    else:
+        losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
+    return _reduced(losses, count, reduction)
+
+
+def nll_loss(
+    log_probs: Any,
+    target: Any,
+    weight: Any = None,
+    reduction: int = _MEAN,
+    ignore_index: int = -100,
+) -> Any:
+    """Cross entropy without the softmax."""
+    _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
+    if torch.is_autocast_enabled(log_probs.device.type):  # as torch's decomposition does
+        log_probs, weight = _as_float(log_probs), _as_float(weight)
+    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
+    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
+
+
+def _as_float(x: Any) -> Any:
+    return x if x is None or x.dtype == torch.float64 else x.float()
+
+
+def _reduced(losses: Any, count: Any, reduction: int) -> Any:
+    if reduction == _NONE:
+        return losses
+    total = losses.sum()
+    return total / count if reduction == _MEAN else total
+
+
+def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
+    """The loss of each sample for probabilities as target, and the divisor of a mean."""
+    if smoothing:
+        target = target * (1 - smoothing) + _share(smoothing, log_probs)
+    terms = log_probs * target
+    if weight is not None:
+        terms = terms * weight
+    losses = -terms.sum(-1)
+    return losses, losses.numel()
+
+
+def _losses(
+    log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
+) -> tuple[Any, Any]:
+    """The loss of each sample for classes as target, and the divisor of a mean."""
+    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedError(
+            "A loss of classes is not differentiable with respect to argument 'weight', as on one "
+            "device: weight.detach() it, or give probabilities as the target of cross_entropy."
+        )
+    losses = NLL.apply(log_probs, target, ignore_index)
+    kept = target != ignore_index
+    count = kept.sum()
+    if weight is not None:
+        own = losses * 0  # without classes, every target is ignored
+        if log_probs.shape[-1]:
+            own = torch.where(kept, _rows(weight, torch.where(kept, target, 0)), 0.0)
+        losses, count = losses * own, own.sum()
+    if smoothing:
+        spread = log_probs if weight is None else log_probs * weight
+        smooth = torch.where(kept, -spread.sum(-1), 0.0)
+        losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
+    return losses, count
+
+
+def _rows(weight: Any, target: Any) -> Any:
+    """The weight of each target; a 0-dim index would be read as a number, which breaks graphs."""
+    return weight[target] if target.dim() else weight[target.unsqueeze(0)].squeeze(0)
+
+
+def _share(smoothing: float, log_probs: Any) -> float:
+    """The probability that smoothing adds to each class."""
+    return smoothing / max(log_probs.shape[-1], 1)
+
+
+def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
+    """If the arguments do not fit, torch raises, on fake tensors."""
+    shape = tuple(scores.shape)
+    classes = shape[min(1, len(shape) - 1)] if shape else None
+    each = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
+    fits = tuple(target.shape) == (shape if target.is_floating_point() else each)
+    fits = fits and (weight is None or tuple(weight.shape) == (classes,))
+    if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
+        return
+    op(fake(scores), fake(target), fake(weight), *options)
+
+
+def _mean_loss_grad(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+    """The gradient of a mean; torch's decomposition divides by the number of elements, even 0."""
+    return decompositions()[op](grad, x, *rest) if x.numel() else x * grad
+
+
+def _binary_cross_entropy(
+    x: Any, target: Any, weight: Any = None, reduction: int = 1
+) -> torch.Tensor:
+    """With the kernel of one device, which checks the values; torch's decomposition does not."""
+    losses = type(x).__torch_dispatch__(bce, None, (x, target))
+    losses = losses if weight is None else losses * weight
+    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
 RULES: Table = table(
@@ -86,179 +240,16 @@ REFUSED: dict[Any, slice] = {
     bce: slice(0, 2),
 }
 
-
-# Cross entropy, above autograd: see Note [Above autograd].
-#
-# It is taken apart into ops that each have a rule, so that a sharded batch stays sharded.
-
-
-_NONE, _MEAN = 0, 1
-
-
-class NLL(UntracedFunction):
-    @staticmethod
-    def forward(ctx: Any, log_probs: Any, target: Any, ignore_index: int) -> Any:
-        ctx.save_for_backward(log_probs, target)
-        ctx.options = (ignore_index, log_probs.shape[-1])
-        return run(nll, log_probs, target, ignore_index)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        log_probs, target = ctx.saved_tensors
-        if torch.is_grad_enabled():  # double backward
-            found = NLLGrad.apply(grad, target, *ctx.options)
-            return read_from(found, log_probs), None, None
-        return run(nll_grad, grad, target, *ctx.options), None, None
-
-
-class NLLGrad(UntracedFunction):
-    """Linear in the gradient; what comes back is read at the targets, as the loss is."""
-
-    @staticmethod
-    def forward(ctx: Any, grad: Any, target: Any, ignore_index: int, num_classes: int) -> Any:
-        ctx.save_for_backward(target)
-        ctx.ignore_index = ignore_index
-        return run(nll_grad, grad, target, ignore_index, num_classes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        (target,) = ctx.saved_tensors
-        return NLL.apply(grad, target, ctx.ignore_index), None, None, None
-
-
-def cross_entropy(
-    logits: Any,
-    target: Any,
-    weight: Any = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-) -> Any:
-    """Cross entropy out of ops that each have a rule, so that a sharded batch stays sharded."""
-    options = (reduction, ignore_index, label_smoothing)
-    _check_loss(aten.cross_entropy_loss.default, logits, target, weight, *options)
-    classes_last = logits.movedim(1, -1) if logits.dim() > 1 else logits
-    log_probs = classes_last.log_softmax(-1)
-    if target.is_floating_point():
-        soft = target.movedim(1, -1) if target.dim() > 1 else target
-        losses, count = _soft_losses(log_probs, soft, weight, label_smoothing)
-    else:
-        losses, count = _losses(log_probs, target, weight, ignore_index, label_smoothing)
-    return _reduced(losses, count, reduction)
-
-
-def nll_loss(
-    log_probs: Any,
-    target: Any,
-    weight: Any = None,
-    reduction: int = _MEAN,
-    ignore_index: int = -100,
-) -> Any:
-    """Cross entropy without its softmax."""
-    _check_loss(aten.nll_loss_nd.default, log_probs, target, weight, reduction, ignore_index)
-    if torch.is_autocast_enabled(log_probs.device.type):  # as what torch makes of it is
-        log_probs, weight = _as_float(log_probs), _as_float(weight)
-    classes_last = log_probs.movedim(1, -1) if log_probs.dim() > 1 else log_probs
-    return _reduced(*_losses(classes_last, target, weight, ignore_index, 0.0), reduction)
-
-
-def _as_float(x: Any) -> Any:
-    return x if x is None or x.dtype == torch.float64 else x.float()
-
-
-def _reduced(losses: Any, count: Any, reduction: int) -> Any:
-    if reduction == _NONE:
-        return losses
-    total = losses.sum()
-    return total / count if reduction == _MEAN else total
-
-
-def _soft_losses(log_probs: Any, target: Any, weight: Any, smoothing: float) -> tuple[Any, Any]:
-    """The loss of each sample for probabilities as target, and what a mean divides by."""
-    if smoothing:
-        target = target * (1 - smoothing) + _share(smoothing, log_probs)
-    terms = log_probs * target
-    if weight is not None:
-        terms = terms * weight
-    losses = -terms.sum(-1)
-    return losses, losses.numel()
-
-
-def _losses(
-    log_probs: Any, target: Any, weight: Any, ignore_index: int, smoothing: float
-) -> tuple[Any, Any]:
-    """The loss of each sample for classes as target, and what a mean divides by."""
-    if weight is not None and weight.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedError(
-            "A loss of classes is not differentiable with respect to argument 'weight', as on one "
-            "device: weight.detach() it, or give probabilities as the target of cross_entropy."
-        )
-    losses = NLL.apply(log_probs, target, ignore_index)
-    kept = target != ignore_index
-    count = kept.sum()
-    if weight is not None:
-        own = losses * 0  # where there are no classes, every target was ignored
-        if log_probs.shape[-1]:
-            own = torch.where(kept, _rows(weight, torch.where(kept, target, 0)), 0.0)
-        losses, count = losses * own, own.sum()
-    if smoothing:
-        spread = log_probs if weight is None else log_probs * weight
-        smooth = torch.where(kept, -spread.sum(-1), 0.0)
-        losses = losses * (1 - smoothing) + smooth * _share(smoothing, log_probs)
-    return losses, count
-
-
-def _rows(weight: Any, target: Any) -> Any:
-    """The weight of each target; a single one would be read as a number, which no graph holds."""
-    return weight[target] if target.dim() else weight[target.unsqueeze(0)].squeeze(0)
-
-
-def _share(smoothing: float, log_probs: Any) -> float:
-    """What smoothing gives to each class."""
-    return smoothing / max(log_probs.shape[-1], 1)
-
-
-def _check_loss(op: Any, scores: Any, target: Any, weight: Any, *options: Any) -> None:
-    """Where the arguments do not fit, torch says so, on tensors without data."""
-    shape = tuple(scores.shape)
-    classes = shape[min(1, len(shape) - 1)] if shape else None
-    each = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
-    fits = tuple(target.shape) == (shape if target.is_floating_point() else each)
-    fits = fits and (weight is None or tuple(weight.shape) == (classes,))
-    if fits and classes is not None and (len(options) < 3 or 0 <= options[2] <= 1):
-        return
-    fake = [
-        t if t is None else torch.empty(t.shape, dtype=t.dtype, device="meta")
-        for t in (scores, target, weight)
-    ]
-    op(*fake, *options)
-
-
 KERNELS: tuple[tuple[str, Any], ...] = (
     ("cross_entropy_loss", cross_entropy),
     ("nll_loss_nd", nll_loss),
 )
 
-
-def _of_nothing_too(op: Any, grad: torch.Tensor, x: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """The gradient of a mean, which torch's parts divide by the number of elements."""
-    return decompositions()[op](grad, x, *rest) if x.numel() else x * grad
-
-
-def _binary_cross_entropy(
-    x: Any, target: Any, weight: Any = None, reduction: int = 1
-) -> torch.Tensor:
-    """By the kernel of one device, which torch's parts of it are not: it looks at the values."""
-    losses = type(x).__torch_dispatch__(bce, None, (x, target))
-    losses = losses if weight is None else losses * weight
-    return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
-
-
-#: What torch does not take apart itself, or not for all sizes.
+#: Ops that torch does not decompose, or not for all sizes.
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.binary_cross_entropy.default: _binary_cross_entropy,
     **{
-        op: functools.partial(_of_nothing_too, op)
+        op: functools.partial(_mean_loss_grad, op)
         for op in (
             aten.mse_loss_backward.default,
             aten.smooth_l1_loss_backward.default,

@@ -1,4 +1,4 @@
-"""Margin losses: samples are worked on alone, classes are whole."""
+"""Margin losses: samples may be sharded, classes are whole."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NONE, _MEAN, _SUM = 0, 1, 2
 
 @dataclass(frozen=True, slots=True)
 class OverAll:
-    """A mean over the samples of all ranks: this rank's sum, over the global count."""
+    """This rank's term of a mean over all samples: its sum over the global count."""
 
     op: Any
     position: int
@@ -52,7 +52,7 @@ def _local(call: Call) -> LocalCall:
 
 
 def loss_choices(call: Call) -> Iterator[Choice]:
-    """Input and target, then class weights -> loss, and what goes with each sample."""
+    """Input and target, then class weights -> loss, and further results per sample."""
     yield call.replicated()
     if call.inputs[0].ndim != 2:
         return
@@ -67,7 +67,7 @@ def loss_choices(call: Call) -> Iterator[Choice]:
 
 
 def grad_choices(call: Call) -> Iterator[Choice]:
-    """Gradient, input, target, and what goes with each sample; class weights are whole."""
+    """Gradient, input, target, and further results per sample; class weights are whole."""
     yield call.replicated()
     yield from linear_choices(call, ((0,),))
     if call.inputs[1].ndim != 2:

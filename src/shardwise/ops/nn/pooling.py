@@ -1,7 +1,7 @@
-"""Pooling, resizing and sampling of planes: each plane is whole, the dims in front may be sharded.
+"""Pooling, resizing, sampling and padding of planes: planes are whole, other dims may be sharded.
 
-A plane is what the last one, two or three dims of a tensor span. The dims in front of it, batch and
-channels, are the same in every operand and result.
+A plane is the last one, two or three dims of a tensor. The dims in front of it, batch and channels,
+are the same in every operand and result.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import Group, linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.ops.math.batched import batched
-from shardwise.ops.parts import UnlessEmpty
+from shardwise.ops.nn.empty_shards import UnlessEmpty
 
 aten = torch.ops.aten
 
@@ -36,8 +36,8 @@ def planes(
         local = LocalCall(UnlessEmpty(call.op, _positions(call.op, shapes)), per_rank=True)
         for dim in range(front):
             for sizes in call.splits([(i, dim) for i in range(len(call.inputs))]):
-                cut = Shard(dim, sizes)
-                yield Choice((cut,) * len(call.inputs), (cut,) * len(call.outputs), local)
+                shard = Shard(dim, sizes)
+                yield Choice((shard,) * len(call.inputs), (shard,) * len(call.outputs), local)
         yield from linear_choices(call, linear)
 
     return ops, Rule(choices, "... " + "[p] " * dims + "-> ... " + "[q] " * dims)
@@ -53,11 +53,11 @@ def _positions(op: Any, shapes: Mapping[str, int] | None) -> tuple[tuple[int, in
     )
 
 
-# -- sampling at given places ----------------------------------------------------------------
+# -- sampling at given positions -------------------------------------------------------------
 
 
 def grid_sample_choices(call: Call) -> Iterator[Choice]:
-    """Planes (n, c, *in) and places (n, *out, k) -> (n, c, *out)."""
+    """Planes (n, c, *in) and positions (n, *out, k) -> (n, c, *out)."""
     yield call.replicated()
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
     for sizes in call.splits([(0, 0), (1, 0)]):
@@ -71,21 +71,21 @@ def grid_sample_choices(call: Call) -> Iterator[Choice]:
 
 
 def grid_sample_grad_choices(call: Call) -> Iterator[Choice]:
-    """The gradient, planes and places -> the gradients of planes and places."""
+    """The gradient, planes and positions -> the gradients of planes and positions."""
     asked = call.argument("output_mask")
 
     def kept(planes: Placement, places: Placement) -> tuple[Placement, ...]:
-        # The places have a gradient whether it was asked for or not.
+        # The gradient of the positions is always returned.
         return (planes, places) if asked[0] else (places,)
 
     yield call.replicated()
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
     for sizes in call.splits([(0, 0), (1, 0), (2, 0)]):
-        cut = Shard(0, sizes)
-        yield Choice((cut,) * 3, kept(cut, cut), local)
+        shard = Shard(0, sizes)
+        yield Choice((shard,) * 3, kept(shard, shard), local)
     for sizes in call.splits([(0, 1), (1, 1)]):
-        cut = Shard(1, sizes)
-        yield Choice((cut, cut, REPLICATE), kept(cut, SUM), local)
+        shard = Shard(1, sizes)
+        yield Choice((shard, shard, REPLICATE), kept(shard, SUM), local)
     for dim in range(1, call.inputs[2].ndim - 1):
         for sizes in call.splits([(0, dim + 1), (2, dim)]):
             inputs = (Shard(dim + 1, sizes), REPLICATE, Shard(dim, sizes))
@@ -93,7 +93,7 @@ def grid_sample_grad_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, FIRST)
 
 
-# -- pooling at random places ----------------------------------------------------------------
+# -- fractional pooling ----------------------------------------------------------------------
 
 
 def fractional_pool_choices(call: Call) -> Iterator[Choice]:
@@ -109,11 +109,11 @@ def fractional_pool_choices(call: Call) -> Iterator[Choice]:
             yield Choice((Shard(dim, sizes), samples), (Shard(dim, sizes),) * 2, local)
 
 
-# -- blocks of a plane as columns ------------------------------------------------------------
+# -- im2col and col2im -----------------------------------------------------------------------
 
 
-def blocks_choices(call: Call) -> Iterator[Choice]:
-    """`im2col`: each channel becomes one run of the columns; `col2im` puts them back."""
+def columns_choices(call: Call) -> Iterator[Choice]:
+    """`im2col`: each channel becomes consecutive rows of the result; `col2im` is the inverse."""
     yield call.replicated()
     batched = call.outputs[0].ndim == (3 if call.op is aten.im2col.default else 4)
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
@@ -124,8 +124,8 @@ def blocks_choices(call: Call) -> Iterator[Choice]:
     before, after = call.inputs[0].shape[at], call.outputs[0].shape[at]
     larger, smaller = max(before, after), min(before, after)
     if type(smaller) is int and smaller % call.axis_size == 0 and larger % smaller == 0:
-        cut = Choice((Shard(at),), (Shard(at),), local, even=((0, at),))
-        yield cut
+        shard = Choice((Shard(at),), (Shard(at),), local, even=((0, at),))
+        yield shard
     yield from linear_choices(call, FIRST)
 
 
@@ -133,7 +133,7 @@ def blocks_choices(call: Call) -> Iterator[Choice]:
 
 
 def shuffle_choices(call: Call) -> Iterator[Choice]:
-    """Dims in front of channels and planes are untouched."""
+    """Dims in front of channels and planes do not change."""
     yield call.replicated()
     local = LocalCall(UnlessEmpty(call.op), per_rank=True)
     for dim in range(call.inputs[0].ndim - 3):
@@ -142,7 +142,7 @@ def shuffle_choices(call: Call) -> Iterator[Choice]:
     channels = call.inputs[0].ndim - 3
     few = min(call.inputs[0].shape[channels], call.outputs[0].shape[channels])
     if type(few) is int and few % call.axis_size == 0:
-        # A run of channels becomes one plane: cut between runs, both sides cut alike.
+        # A run of channels becomes one plane: shards are whole runs, on both sides.
         yield Choice((Shard(channels),), (Shard(channels),), local, even=((0, channels),))
     yield from linear_choices(call, FIRST)
 
@@ -167,19 +167,32 @@ def _resizing(dims: int, *names: str) -> list[tuple[tuple[Any, ...], Rule]]:
 
 
 def _own_grids(theta: torch.Tensor, size: Sequence[int], align_corners: bool) -> torch.Tensor:
-    """The grids of this rank's maps, which may be none."""
+    """The grids of this rank's affine maps, which may be none."""
     if not theta.shape[0]:
         return theta.new_empty((0, *size[2:], len(size) - 2))
     return aten.affine_grid_generator.default(theta, [theta.shape[0], *size[1:]], align_corners)
 
 
 def _affine_grid_choices(call: Call) -> Iterator[Choice]:
-    """Each affine map has a grid of its own; how many there are stands in `size` too."""
+    """Each affine map has a grid of its own; their number is also in `size`."""
     yield call.replicated()
     yield from linear_choices(call, FIRST)
     local = LocalCall(_own_grids)
     for sizes in call.splits([(0, 0)]):
         yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
+
+
+#: Padding that repeats or mirrors values, by the number of padded dims.
+_PADDINGS = {
+    1: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
+    2: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
+    3: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
+}
+_PADDING_GRADS = {
+    1: (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default),
+    2: (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
+    3: (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default),
+}
 
 
 RULES: Table = table(
@@ -248,7 +261,7 @@ RULES: Table = table(
     ),
     (
         (aten.im2col.default, aten.col2im.default),
-        Rule(blocks_choices, "n c [p] [q] -> n (c [k]) [l]"),
+        Rule(columns_choices, "n c [p] [q] -> n (c [k]) [l]"),
     ),
     (
         (aten.pixel_shuffle.default, aten.pixel_unshuffle.default),
@@ -258,34 +271,17 @@ RULES: Table = table(
         (aten.native_channel_shuffle.default,),
         Rule(channel_shuffle_choices, "n [c] ... -> n [c] ..."),
     ),
+    *(
+        batched(*ops, inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
+        for n, ops in _PADDINGS.items()
+    ),
+    *(
+        batched(*ops, inputs=(n, n), outputs=(n,), linear=((0,),), fails_on_empty=True)
+        for n, ops in _PADDING_GRADS.items()
+    ),
 )
 
 #: The inputs whose values the op may refuse; see `dispatch.refused`.
 REFUSED: dict[Any, slice] = dict.fromkeys(
     (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
-)
-
-
-# Padding that repeats or mirrors values: the padded dims, the last ones, must be whole.
-
-_FORWARD = {
-    1: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
-    2: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
-    3: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
-}
-_BACKWARD = {
-    1: (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default),
-    2: (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
-    3: (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default),
-}
-
-RULES |= table(
-    *(
-        batched(*ops, inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
-        for n, ops in _FORWARD.items()
-    ),
-    *(
-        batched(*ops, inputs=(n, n), outputs=(n,), linear=((0,),), fails_on_empty=True)
-        for n, ops in _BACKWARD.items()
-    ),
 )

@@ -1,4 +1,10 @@
-"""One recurrent layer (LSTM, GRU, plain), forward and backward: the batch may be sharded."""
+"""Recurrent layers and cells (LSTM, GRU, plain), with kernels above autograd.
+
+Torch decomposes a recurrent net into its steps, or calls a kernel that takes only plain tensors.
+Here a layer is one op: the batch may be sharded, the weights are gathered. In a cell, torch adds
+gates in place into views, which needs all of them on one rank; here they are new tensors, and both
+batch and weights may be sharded. See Note [Above autograd].
+"""
 
 from __future__ import annotations
 
@@ -15,7 +21,7 @@ from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
-from shardwise.ops.parts import UnlessEmpty
+from shardwise.ops.nn.empty_shards import UnlessEmpty
 
 #: How many states each kind carries from step to step.
 NUM_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
@@ -24,7 +30,7 @@ NUM_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}
 def recurrent(
     kind: str, has_biases: bool, bidirectional: bool, batch_first: bool, x: Any, *rest: Any
 ) -> tuple[Any, ...]:
-    """The outputs of all steps and the last states. `rest`: the first states, then weights."""
+    """The outputs of all steps and the final states. `rest`: initial states, then weights."""
     num = NUM_STATES[kind]
     states, weights = list(rest[:num]), list(rest[num:])
     op = getattr(torch, kind)
@@ -39,10 +45,10 @@ def recurrent_grads(
     batch_first: bool,
     *operands: Any,
 ) -> tuple[Any, ...]:
-    """The gradients of input, first states and weights.
+    """The gradients of input, initial states and weights.
 
-    `operands` has the gradients of the outputs, then what `recurrent` takes, which runs again:
-    what its kernels keep for their own backward differs from device to device.
+    `operands` are the gradients of the outputs, then the operands of `recurrent`, which runs
+    again: what its kernels save for backward differs between devices.
     """
     num = 1 + NUM_STATES[kind]
     grads, inputs = operands[:num], operands[num:]
@@ -52,14 +58,14 @@ def recurrent_grads(
         leaves = [t.detach().requires_grad_() for t in inputs]
         outputs = recurrent(kind, has_biases, bidirectional, batch_first, *leaves)
         found = torch.autograd.grad(outputs, leaves, grads)
-    # The kernels lay gradients out as they like; without data they were promised like the inputs.
+    # The plan expects the strides of the inputs; kernels return others.
     return tuple(
         g if g.stride() == x.stride() else torch.empty_like(x).copy_(g)
         for g, x in zip(found, inputs, strict=True)
     )
 
 
-def _cut(sizes: tuple[int, ...] | None, batch_first: bool, num: int) -> tuple[Placement, ...]:
+def _sharded(sizes: tuple[int, ...] | None, batch_first: bool, num: int) -> tuple[Placement, ...]:
     """Steps and states with their batch sharded."""
     return Shard(0 if batch_first else 1, sizes), *[Shard(1, sizes)] * num
 
@@ -71,21 +77,21 @@ def recurrent_choices(call: Call) -> Iterator[Choice]:
     local = LocalCall(UnlessEmpty(recurrent), per_rank=True)
     yield call.replicated()
     for sizes in call.splits(_batch_places(0, batch_first, num)):
-        cut = _cut(sizes, batch_first, num)
-        yield Choice((*cut, *weights), cut, local)
+        sharded = _sharded(sizes, batch_first, num)
+        yield Choice((*sharded, *weights), sharded, local)
 
 
 def recurrent_grad_choices(call: Call) -> Iterator[Choice]:
     kind, batch_first = call.args[0], call.args[3]
     num = NUM_STATES[kind]
     num_weights = len(call.inputs) - 2 * (1 + num)
-    local = LocalCall(gradients_of_part, per_rank=True)
+    local = LocalCall(shard_grads, per_rank=True)
     yield call.replicated()
     places = _batch_places(0, batch_first, num) + _batch_places(1 + num, batch_first, num)
     for sizes in call.splits(places):
-        cut = _cut(sizes, batch_first, num)
+        sharded = _sharded(sizes, batch_first, num)
         weights = [REPLICATE] * num_weights
-        yield Choice((*cut, *cut, *weights), (*cut, *[SUM] * num_weights), local)
+        yield Choice((*sharded, *sharded, *weights), (*sharded, *[SUM] * num_weights), local)
     for reduce_op in ("sum", "avg"):
         term = Partial(reduce_op)
         others = [REPLICATE] * (len(call.inputs) - 1 - num)
@@ -96,8 +102,8 @@ def _batch_places(first: int, batch_first: bool, num: int) -> list[tuple[int, in
     return [(first, 0 if batch_first else 1), *((first + 1 + i, 1) for i in range(num))]
 
 
-def gradients_of_part(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tuple[Any, ...]:
-    """A rank without examples has no gradient to add."""
+def shard_grads(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tuple[Any, ...]:
+    """`recurrent_grads`; zeros on a rank without examples."""
     num = 1 + NUM_STATES[args[0]]
     inputs = args[4 + num :]
     if inputs[0].numel():
@@ -105,20 +111,7 @@ def gradients_of_part(coordinate: Any, layouts: Sequence[Any], *args: Any) -> tu
     return tuple(map(torch.zeros_like, inputs))
 
 
-RULES: Table = table(
-    ((recurrent,), Rule(recurrent_choices, "[t] b [i], [l] b [h], [w] -> [t] b [h], [l] b [h]")),
-    (
-        (recurrent_grads,),
-        Rule(recurrent_grad_choices, "[t] b [h], [l] b [h], ... -> [t] b [i], [l] b [h], [w]"),
-    ),
-)
-
-
-# LSTM, GRU and plain recurrent nets, above autograd: see Note [Above autograd].
-#
-# Torch takes a recurrent net apart into its steps, or hands it whole to a kernel that knows plain
-# tensors only. Here a layer is one op: the batch may be sharded, the weights are gathered.
-# MERGED
+# -- layers, above autograd ------------------------------------------------------------------
 
 
 class Layer(UntracedFunction):
@@ -132,7 +125,7 @@ class Layer(UntracedFunction):
     @differentiated_once("a recurrent layer")
     def backward(ctx: Any, *grads: Any) -> Any:
         like = ctx.saved_tensors[0]
-        grads = tuple(distributed(grad, like) for grad in grads)  # of a state nobody used: zeros
+        grads = tuple(distributed(grad, like) for grad in grads)  # zeros for an unused state
         return None, *run(recurrent_grads, *ctx.options, *grads, *ctx.saved_tensors)
 
 
@@ -173,11 +166,11 @@ def _run(options: tuple[Any, ...], *operands: Any) -> Any:
 
 
 def distributed(state: Any, x: Any) -> Any:
-    """Zeros that a module or autograd makes are the same on every rank."""
+    """`state` replicated, if it is zeros: a module or autograd makes them alike on every rank."""
     if isinstance(state, DTensor) or not isinstance(x, DTensor):
         return state
     if not has_values(state) or bool(state.any()):
-        return state  # the call says that it is plain
+        return state  # the call raises for a plain tensor
     return DTensor.from_local(state, x.device_mesh, [REPLICATE] * x._layout.grid.num_axes)
 
 
@@ -197,23 +190,14 @@ def rnn_relu(x: Any, hx: Any, params: list[Any], *options: Any) -> tuple[Any, ..
     return _layers("rnn_relu", x, [hx], list(params), *options)
 
 
-_BY_NAME = {"lstm": lstm, "gru": gru, "rnn_tanh": rnn_tanh, "rnn_relu": rnn_relu}
-KERNELS: tuple[tuple[str, Any], ...] = tuple(
-    (f"{name}.input", _BY_NAME[name]) for name in NUM_STATES
-)
+# -- cells, above autograd -------------------------------------------------------------------
 
-
-# One step of a recurrent net, above autograd: see Note [Above autograd].
-#
-# Torch adds the gates into views of one another, which needs all of them on one rank. Here they
-# are made anew: a batch that is sharded stays where it lies, and so may the weights.
-
-#: How many gates, one after the other, the rows of each kind's weights hold.
+#: The number of gates in the rows of each kind's weights.
 _NUM_GATES = {"lstm_cell": 4, "gru_cell": 3, "rnn_tanh_cell": 1, "rnn_relu_cell": 1}
 
 
 def _state(kind: str, x: Any, state: Any, w_ih: Any, w_hh: Any) -> Any:
-    """The state of the last step, in place of plain zeros; sizes that fit, or torch's own error."""
+    """The previous state, distributed if it is plain zeros; torch raises for sizes that misfit."""
     if x.dim() == 2 and state.dim() == 2:
         hidden = w_hh.shape[1]
         fits = (
@@ -258,7 +242,19 @@ def rnn_relu_cell(x: Any, hx: Any, w_ih: Any, w_hh: Any, b_ih: Any = None, b_hh:
     return (F.linear(x, w_ih, b_ih) + F.linear(h, w_hh, b_hh)).relu()
 
 
-KERNELS += (
+RULES: Table = table(
+    ((recurrent,), Rule(recurrent_choices, "[t] b [i], [l] b [h], [w] -> [t] b [h], [l] b [h]")),
+    (
+        (recurrent_grads,),
+        Rule(recurrent_grad_choices, "[t] b [h], [l] b [h], ... -> [t] b [i], [l] b [h], [w]"),
+    ),
+)
+
+KERNELS: tuple[tuple[str, Any], ...] = (
+    ("lstm.input", lstm),
+    ("gru.input", gru),
+    ("rnn_tanh.input", rnn_tanh),
+    ("rnn_relu.input", rnn_relu),
     ("lstm_cell", lstm_cell),
     ("gru_cell", gru_cell),
     ("rnn_tanh_cell", rnn_tanh_cell),

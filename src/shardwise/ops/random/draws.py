@@ -1,9 +1,9 @@
-"""Random draws: a sharded result holds its part of what one device would draw.
+"""Random ops: a sharded result holds its shard of the numbers that one device would draw.
 
 Note [Drawn once for all ranks]
 A draw changes the generator, so the local functions here are called once for all ranks present
 (`LocalCall.collective`): a process fills its own shard, a simulated world fills the shards of all
-ranks from one pass over the numbers.
+ranks in one pass over the numbers.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from shardwise.simulation.ranks import once_for_all, rank_values
 aten = torch.ops.aten
 
 
-# -- draws that look at no tensor ------------------------------------------------------------
+# -- draws that depend on no values ----------------------------------------------------------
 
 _random_from: Any = getattr(aten.random_, "from")
 
-#: The op that writes what these return, and what comes before their own arguments.
+#: The in-place op that draws the same numbers, and the arguments before their own.
 _WRITERS: dict[Any, tuple[Any, tuple[Any, ...]]] = {
     aten.normal_functional.default: (aten.normal_.default, ()),
     aten.bernoulli.p: (aten.bernoulli_.float, ()),
@@ -65,7 +65,7 @@ for _packet, _overload, _like in (
 
 @dataclass(frozen=True, slots=True)
 class Fill:
-    """Fills the result, which is the first argument itself or new."""
+    """Fills the result: the first argument, or a new tensor."""
 
     op: Any
 
@@ -86,7 +86,7 @@ class Fill:
 
 
 def _placed_alike(call: Call) -> Iterator[Choice]:
-    """Every operand has the shape of the result, and lies like it."""
+    """All operands have the shape and the placement of the result."""
     yield call.replicated()
     for dim in range(call.outputs[0].ndim):
         for sizes in call.splits([(i, dim) for i in range(len(call.inputs))]):
@@ -106,12 +106,12 @@ def fill_choices(call: Call) -> Iterator[Choice]:
         yield Choice((before,), (before,), local)
 
 
-# -- draws whose values depend on a tensor, element by element --------------------------------
+# -- draws that depend elementwise on a tensor -----------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Bernoulli:
-    """Ones with the probabilities that the last tensor holds."""
+    """Ones with the probabilities in the last tensor."""
 
     op: Any
 
@@ -168,7 +168,7 @@ class Normal:
 
 
 def _check_deviations(layout: Layout, std: torch.Tensor) -> None:
-    """A negative one is refused as on one device, before any rank draws."""
+    """Raise for a negative one as on one device, before any rank draws."""
     if has_values(std) and std.is_cpu:
         refuse = functools.partial(_refuse_negative, layout, std)
         raise_together(layout.grid, differing_axes([layout]), refuse)
@@ -190,14 +190,14 @@ def normal_choices(call: Call) -> Iterator[Choice]:
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """The result and the mask. Each device type has its own way to draw the mask."""
+    """The result and the mask, which each device type draws in its own way."""
 
     def __call__(
         self, layouts: Sequence[Layout], x: torch.Tensor, p: float, train: bool | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         layout, dtype = layouts[-1], layouts[0].dtype
         if train is False:
-            # Not the op: on a rank that owns nothing it returns a mask of another dtype.
+            # Not the op: for an empty shard it returns a mask of another dtype.
             return x.clone(), torch.ones_like(x, dtype=torch.bool)
         if not has_values(x):
             ones = torch.ones_like(model_of(layout, x.device, dtype))
@@ -213,7 +213,7 @@ def _mask_writer(p: float, dtype: torch.dtype) -> Any:
         if mask.device.type == "cpu":
             mask.bernoulli_(1 - p)
         else:
-            # The fused kernel takes several values per thread, how many depends on the dtype.
+            # The fused kernel draws several values per thread; their number depends on the dtype.
             ones = torch.ones_like(mask, dtype=dtype)
             mask.copy_(aten.native_dropout.default(ones, p, True)[1])
 
@@ -228,7 +228,7 @@ def dropout_choices(call: Call) -> Iterator[Choice]:
         yield Choice((Partial(reduce_op),), (Partial(reduce_op), REPLICATE), local)
 
 
-# -- draws that take as many numbers as the values ask for ------------------------------------
+# -- draws whose count of numbers is data-dependent -------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +244,7 @@ class OnceForAll:
 def rrelu_slopes(
     x: torch.Tensor, lower: float, upper: float, generator: torch.Generator | None = None
 ) -> torch.Tensor:
-    """What `rrelu` multiplies each value by; drawn only for those that are not positive."""
+    """The factors of `rrelu`; random only for values that are not positive."""
     slopes = torch.empty_like(x)
     if not x.is_meta:
         aten.rrelu_with_noise.default(x, slopes, lower, upper, True, generator)
@@ -253,6 +253,72 @@ def rrelu_slopes(
 
 def whole_choices(call: Call) -> Iterator[Choice]:
     yield replace(call.replicated(), local=LocalCall(OnceForAll(call.op), collective=True))
+
+
+# -- normal with tensors, above autograd: torch's gradient formula makes plain zeros ----------
+
+
+class Drawn(UntracedFunction):
+    """Normal values; the gradients of mean and deviation are zero."""
+
+    @staticmethod
+    def forward(ctx: Any, op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
+        ctx.shapes = [x.shape if isinstance(x, torch.Tensor) else None for x in (mean, std)]
+        return _draw(op, mean, std, options)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        zeros = torch.zeros_like(grad)
+        for_both = (None if shape is None else zeros.sum_to_size(shape) for shape in ctx.shapes)
+        return None, *for_both, None
+
+
+_apply_drawn = direct_apply(Drawn)
+
+
+def _draw(op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
+    return DTensor.__torch_dispatch__(op, None, (mean, std), options)
+
+
+def _kernel(op: Any) -> Any:
+    def normal(mean: Any, std: Any = 1.0, **options: Any) -> Any:
+        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (mean, std)):
+            return _apply_drawn(op, mean, std, options)
+        return _draw(op, mean, std, options)
+
+    return normal
+
+
+# -- rrelu, above autograd: torch's op writes the slopes to a second tensor -------------------
+def rrelu(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    if slopes is None:
+        return F.leaky_relu(x, (lower + upper) / 2)
+    return x.contiguous() * slopes  # strides as on one device
+
+
+def rrelu_(
+    x: Any,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
+) -> Any:
+    slopes = _slopes(x, lower, upper, training, generator)
+    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+
+
+def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
+    if not lower <= upper:
+        torch.rrelu(torch.empty(0), lower, upper, training)  # raises torch's error
+    # One device draws in the order of entries, not of memory.
+    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
 
 
 RULES: Table = table(
@@ -284,84 +350,11 @@ REFUSED: dict[Any, slice] = dict.fromkeys(
     (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
 )
 
-
-# `normal` with a tensor of means or deviations, above autograd: see Note [Above autograd].
-#
-# Torch's formula for the gradient makes a plain tensor of zeros, which lies nowhere.
-
-
-class Drawn(UntracedFunction):
-    """Normal values: nothing that is differentiated depends on the mean and the deviation."""
-
-    @staticmethod
-    def forward(ctx: Any, op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
-        ctx.shapes = [x.shape if isinstance(x, torch.Tensor) else None for x in (mean, std)]
-        return _draw(op, mean, std, options)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any) -> Any:
-        zeros = torch.zeros_like(grad)
-        for_both = (None if shape is None else zeros.sum_to_size(shape) for shape in ctx.shapes)
-        return None, *for_both, None
-
-
-_apply_drawn = direct_apply(Drawn)
-
-
-def _draw(op: Any, mean: Any, std: Any, options: dict[str, Any]) -> Any:
-    return DTensor.__torch_dispatch__(op, None, (mean, std), options)
-
-
-def _kernel(op: Any) -> Any:
-    def normal(mean: Any, std: Any = 1.0, **options: Any) -> Any:
-        if torch.is_grad_enabled() and any(getattr(x, "requires_grad", False) for x in (mean, std)):
-            return _apply_drawn(op, mean, std, options)
-        return _draw(op, mean, std, options)
-
-    return normal
-
-
-KERNELS: tuple[tuple[str, Any], ...] = tuple(
-    (f"normal.{overload}", _kernel(getattr(aten.normal, overload)))
-    for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")
+KERNELS: tuple[tuple[str, Any], ...] = (
+    *tuple(
+        (f"normal.{overload}", _kernel(getattr(aten.normal, overload)))
+        for overload in ("Tensor_float", "float_Tensor", "Tensor_Tensor")
+    ),
+    ("rrelu", rrelu),
+    ("rrelu_", rrelu_),
 )
-
-
-# Leaky ReLU with drawn slopes, above autograd: see Note [Above autograd].
-#
-# Not torch's own: that one writes the slopes to a second tensor besides its result.
-# MERGED
-
-
-def rrelu(
-    x: Any,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Any:
-    slopes = _slopes(x, lower, upper, training, generator)
-    if slopes is None:
-        return F.leaky_relu(x, (lower + upper) / 2)
-    return x.contiguous() * slopes  # as one device leaves it
-
-
-def rrelu_(
-    x: Any,
-    lower: float = 1 / 8,
-    upper: float = 1 / 3,
-    training: bool = False,
-    generator: Any = None,
-) -> Any:
-    slopes = _slopes(x, lower, upper, training, generator)
-    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
-
-
-def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:
-    if not lower <= upper:
-        torch.rrelu(torch.empty(0), lower, upper, training)  # torch says what is wrong
-    # One device goes through the entries in order, not through memory.
-    return run(rrelu_slopes, x.detach().contiguous(), lower, upper, generator) if training else None
-
-
-KERNELS += (("rrelu", rrelu), ("rrelu_", rrelu_))

@@ -1,4 +1,4 @@
-"""Tensors made after the shape of another one."""
+"""New tensors like another one: `zeros_like`, `new_empty` and so on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ aten = torch.ops.aten
 
 
 def like_choices(call: Call) -> Iterator[Choice]:
-    """The values of the model tensor do not matter, so any placement of it will do."""
+    """The values of the input do not matter, so any placement will do."""
     yield call.replicated()
     model: Placement = call.placed[0] if call.placed else REPLICATE
     if model.is_partial():
@@ -32,7 +32,7 @@ def like_choices(call: Call) -> Iterator[Choice]:
 
 @dataclass(frozen=True, slots=True)
 class NewStrided:
-    """A new part of the output's local shape, dense, with dims in memory as the whole has them."""
+    """A new shard, dense, with the memory order of the global tensor."""
 
     def __call__(
         self, coordinate: Any, layouts: Sequence[Any], x: torch.Tensor, *_: Any, **options: Any

@@ -29,14 +29,14 @@ def _diagonal_dims(call: Call, ndim: int) -> tuple[int, int]:
 
 
 def _around_diagonal(call: Call, ndim: int) -> list[int]:
-    """The dims of the matrices' tensor that are not rows or columns, in the diagonals' order."""
+    """The dims that are neither rows nor columns, in the order of the result."""
     whole = _diagonal_dims(call, ndim)
     return [d for d in range(ndim) if d not in whole]
 
 
 @dataclass(frozen=True, slots=True)
 class OwnedDiagonal:
-    """The part of a diagonal that lies in this rank's rows (sign 1) or columns (sign -1)."""
+    """The entries of a diagonal in this rank's rows (sign 1) or columns (sign -1)."""
 
     offset: int
     rows: int
@@ -50,7 +50,7 @@ class OwnedDiagonal:
 
 
 def _diagonal_choices(call: Call) -> Iterator[Choice]:
-    """Each rank keeps what lies in its rows or columns, so that a diagonal never communicates."""
+    """Each rank keeps the entries in its rows or columns, so a diagonal never communicates."""
     ndim = call.inputs[0].ndim
     around = _around_diagonal(call, ndim)
     yield from reordered_choices(call, [Link(d, i) for i, d in enumerate(around)])
@@ -79,7 +79,7 @@ def _windows(call: Call) -> list[Link]:
 
 
 def _windows_back(call: Call) -> list[Link]:
-    """A dim of size 1 is repeated where the output is longer: that one stays whole."""
+    """A dim of size 1 is repeated where the output is longer, and stays whole."""
     grad, out = call.inputs[0].shape, call.outputs[0].shape
     at = call.argument("dim") % len(out) if out else 0
     return [Link(d, d) for d in range(len(out)) if d != at and grad[d] == out[d]]
@@ -90,7 +90,7 @@ def _but_last(call: Call) -> list[Link]:
 
 
 def _conjugate_choices(call: Call) -> Iterator[Choice]:
-    """The conjugate is computed: collectives do not look at the bit that would put it off."""
+    """The conjugate is computed: collectives ignore the lazy conjugate bit."""
     local = LocalCall(torch.conj_physical, copies=True)
     for choice in link_choices(call, unchanged(call)):
         yield replace(choice, local=local)
@@ -103,7 +103,7 @@ def _negative_choices(call: Call) -> Iterator[Choice]:
 
 
 def _bits_choices(call: Call) -> Iterator[Choice]:
-    """The same bits as another dtype: a cut of the last dim must not go through an entry."""
+    """The same bits as another dtype: a shard of the last dim must hold whole entries."""
     before, after = call.inputs[0], call.outputs[0]
     yield call.replicated()
     for dim in range(before.ndim):
@@ -111,21 +111,21 @@ def _bits_choices(call: Call) -> Iterator[Choice]:
             target: Shard | None = Shard(dim, sizes)
             alone: tuple[tuple[int, int], ...] = ()
             if dim == before.ndim - 1 and before.dtype.itemsize != after.dtype.itemsize:
-                target, alone = _cut_like(call, dim, sizes), ((0, dim),)
+                target, alone = _same_bytes(call, dim, sizes), ((0, dim),)
             if target is not None:
                 yield Choice((Shard(dim, sizes),), (target,), alone=alone)
 
 
-def _cut_like(call: Call, dim: int, sizes: tuple[int, ...] | None) -> Shard | None:
-    """The cut of the output at the same bytes; None where that would be inside an entry."""
+def _same_bytes(call: Call, dim: int, sizes: tuple[int, ...] | None) -> Shard | None:
+    """The shard of the output with the same bytes; None where an entry would be split."""
     before, after = call.inputs[0], call.outputs[0]
     if type(before.shape[dim]) is not int:
         return None
-    pieces = lengths(before.shape[dim], call.axis_size, sizes)
-    piece_bytes = [n * before.dtype.itemsize for n in pieces]
-    if any(n % after.dtype.itemsize for n in piece_bytes):
+    counts = lengths(before.shape[dim], call.axis_size, sizes)
+    shard_bytes = [n * before.dtype.itemsize for n in counts]
+    if any(n % after.dtype.itemsize for n in shard_bytes):
         return None
-    kept = tuple(n // after.dtype.itemsize for n in piece_bytes)
+    kept = tuple(n // after.dtype.itemsize for n in shard_bytes)
     return shard_with(dim, kept, after.shape[dim], call.axis_size)
 
 

@@ -1,8 +1,8 @@
 """Picking and writing entries by index.
 
-A dim that is not indexed is sharded alike everywhere. The indices may be sharded where the tensor
-that they point into is whole. Where the indexed dim itself is sharded, a lookup gives zeros for
-what another rank owns and the results add up, and a write keeps what falls to the rank's own part.
+A dim that is not indexed may be sharded in all operands alike. Indices may be sharded where the
+tensor is whole. Where the indexed dim is sharded, a read gives zeros for entries of other ranks and
+the results add up; a write keeps the entries that the rank owns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 def _adds(meta: TensorMeta) -> bool:
-    """Whether zeros may stand in for what another rank owns: numbers add up, flags do not."""
+    """Whether results with zeros for entries of other ranks add up: not for bools."""
     return meta.dtype is not torch.bool
 
 
@@ -49,7 +49,7 @@ def _index_metas(call: Call) -> tuple[TensorMeta, ...]:
 
 
 def _along(metas: Sequence[TensorMeta], num_batch: int, batch: int) -> list[int | None]:
-    """The dim of each index that is dim `batch` of all of them; None where it is stretched."""
+    """The dim of each index that is dim `batch` of the result; None where it is broadcast."""
     found: list[int | None] = []
     whole = max(m.shape[batch - num_batch] for m in metas if m.ndim >= num_batch - batch)
     for meta in metas:
@@ -107,19 +107,19 @@ def index_put_choices(call: Call) -> Iterator[Choice]:
             )
             places = [(0, dim)] + ([(values, at)] if at is not None else [])
             for sizes in call.splits(places):
-                cut = Shard(dim, sizes)
-                yield Choice((cut, *whole, *_placed([at], sizes)), (cut,))
+                shard = Shard(dim, sizes)
+                yield Choice((shard, *whole, *_placed([at], sizes)), (shard,))
     if call.argument("accumulate"):
         yield from _added_choices(call, spot, metas, values, ndim)
     local = LocalCall(OwnedIndexPut(spot), per_rank=True)
     for dim in spot.dims:
         for sizes in call.splits([(0, dim)]):
-            cut = Shard(dim, sizes)
-            yield Choice((cut, *whole, REPLICATE), (cut,), local)
+            shard = Shard(dim, sizes)
+            yield Choice((shard, *whole, REPLICATE), (shard,), local)
 
 
 def _value_dim(values: TensorMeta, out_dim: int, ndim: int, size: Size) -> int | None:
-    """The dim of the values that stands at dim `out_dim` of all; None where it is stretched."""
+    """The dim of the values that matches dim `out_dim`; None where it is broadcast."""
     dim = out_dim - (ndim - values.ndim)
     return dim if dim >= 0 and equal(values.shape[dim], size) else None
 
@@ -139,24 +139,24 @@ def _added_choices(
 
 
 def _mask_put_choices(call: Call) -> Iterator[Choice]:
-    """One value for all entries that a mask names: as elementwise as `masked_fill`."""
+    """One value for all entries of a mask: elementwise, like `masked_fill`."""
     metas = _index_metas(call)
     local = LocalCall(OwnedIndexPut(None), per_rank=True)
     if len(metas) != 1 or call.args[1][0] is None:
         return
     for dim in range(metas[0].ndim):
         for sizes in call.splits([(0, dim)]):
-            cut = Shard(dim, sizes)
-            yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+            shard = Shard(dim, sizes)
+            yield Choice((shard, REPLICATE, REPLICATE), (shard,), local)
     if not all(equal(s, 1) for s in call.inputs[-1].shape):
         return
-    # A local call of its own: on another axis, the one above would find a part of the mask.
+    # A local call of its own: on another axis, the one above would get a shard of the mask.
     local = LocalCall(functional_twin(call.op) or call.op)
     for dim in range(call.inputs[0].ndim):
         inside = dim < metas[0].ndim
         for sizes in call.splits([(0, dim)] + ([(1, dim)] if inside else [])):
-            cut = Shard(dim, sizes)
-            yield Choice((cut, cut if inside else REPLICATE, REPLICATE), (cut,), local)
+            shard = Shard(dim, sizes)
+            yield Choice((shard, shard if inside else REPLICATE, REPLICATE), (shard,), local)
 
 
 # -- along one dim ---------------------------------------------------------------------------
@@ -203,21 +203,21 @@ def scatter_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iterator
                 yield Choice((Shard(dim, sizes),) * num, (Shard(dim, sizes),))
     if sums and equal(call.inputs[1].shape[at], call.inputs[2].shape[at]):
         for sizes in call.splits([(1, at), (2, at)]):
-            cut = Shard(at, sizes)
-            yield Choice((SUM, cut, cut), (SUM,))
+            shard = Shard(at, sizes)
+            yield Choice((SUM, shard, shard), (SUM,))
     for dim in range(x.ndim):
         yield from _owned_write_choices(call, at, dim)
 
 
-def _owned_write_choices(call: Call, at: int, cut_dim: int) -> Iterator[Choice]:
-    """The tensor is cut along `cut_dim`, which may be the dim `at` that is indexed."""
+def _owned_write_choices(call: Call, at: int, shard_dim: int) -> Iterator[Choice]:
+    """The tensor is sharded along `shard_dim`, which may be the indexed dim `at`."""
     local = LocalCall(OwnedWrite(functional_twin(call.op) or call.op, at), per_rank=True)
     others = (REPLICATE,) * (len(call.inputs) - 1)
-    # Index and source would be cut otherwise than the tensor where another axis cuts them too.
-    alone = () if cut_dim == at else ((0, cut_dim),)
-    for sizes in call.splits([(0, cut_dim)]):
-        cut = Shard(cut_dim, sizes)
-        yield Choice((cut, *others), (cut,), local, alone=alone)
+    # Another axis would shard index and source differently from the tensor.
+    alone = () if shard_dim == at else ((0, shard_dim),)
+    for sizes in call.splits([(0, shard_dim)]):
+        shard = Shard(shard_dim, sizes)
+        yield Choice((shard, *others), (shard,), local, alone=alone)
 
 
 def scatter_src_choices(call: Call) -> Iterator[Choice]:
@@ -269,9 +269,9 @@ def index_write_choices(call: Call, linear: Sequence[Group], sums: bool) -> Iter
         if dim != at:
             places = [(0, dim)] + [(2, dim)] * len(sources)
             for sizes in call.splits(places):
-                cut = Shard(dim, sizes)
-                others = tuple(cut if m.ndim else REPLICATE for m in call.inputs[2:])
-                yield Choice((cut, REPLICATE, *others), (cut,))
+                shard = Shard(dim, sizes)
+                others = tuple(shard if m.ndim else REPLICATE for m in call.inputs[2:])
+                yield Choice((shard, REPLICATE, *others), (shard,))
     if sums:
         for sizes in call.splits([(1, 0), (2, at)]):
             yield Choice((SUM, Shard(0, sizes), Shard(at, sizes)), (SUM,))
@@ -290,7 +290,7 @@ def index_fill_choices(call: Call) -> Iterator[Choice]:
     yield from index_write_choices(call, (), sums=False)
 
 
-# -- the flattened tensor --------------------------------------------------------------------
+# -- in the flattened tensor -----------------------------------------------------------------
 
 
 def take_choices(call: Call) -> Iterator[Choice]:
@@ -313,17 +313,17 @@ def put_choices(call: Call) -> Iterator[Choice]:
     if call.argument("accumulate") and equal_shapes(index.shape, source.shape):
         for dim in range(index.ndim):
             for sizes in call.splits([(1, dim), (2, dim)]):
-                cut = Shard(dim, sizes)
-                yield Choice((SUM, cut, cut), (SUM,))
+                shard = Shard(dim, sizes)
+                yield Choice((SUM, shard, shard), (SUM,))
     local = LocalCall(owned_put, per_rank=True)
     for dim in range(x.ndim):
         for sizes in call.splits([(0, dim)]):
-            cut = Shard(dim, sizes)
-            yield Choice((cut, REPLICATE, REPLICATE), (cut,), local)
+            shard = Shard(dim, sizes)
+            yield Choice((shard, REPLICATE, REPLICATE), (shard,), local)
 
 
 def whole_choices(call: Call) -> Iterator[Choice]:
-    """Where each entry may depend on all of them: everything whole."""
+    """Each entry may depend on all of them: everything is replicated."""
     yield call.replicated()
 
 

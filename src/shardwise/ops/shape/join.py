@@ -25,7 +25,7 @@ def _cat_dim(call: Call) -> int:
 def cat_choices(call: Call) -> Iterator[Choice]:
     """Any dim but the joined one may be sharded, in all tensors alike."""
     at, num = _cat_dim(call), len(call.inputs)
-    # torch lets empty 1-D tensors take part in any cat: they have no dim to share.
+    # torch accepts empty 1-D tensors in any cat; they have no dim to shard.
     alike = all(meta.ndim == call.outputs[0].ndim for meta in call.inputs)
     yield call.replicated()
     for dim in range(call.outputs[0].ndim) if alike else ():
@@ -49,7 +49,7 @@ def stack_choices(call: Call) -> Iterator[Choice]:
 
 @dataclass(frozen=True, slots=True)
 class OwnedSplit:
-    """The parts of each section that lie in this rank's piece: views of it."""
+    """The entries of each section in this rank's shard, as views of it."""
 
     cuts: tuple[DimSlice, ...]
 
@@ -59,7 +59,7 @@ class OwnedSplit:
 
 
 def split_choices(call: Call) -> Iterator[Choice]:
-    """Like slices: each rank keeps what each section takes of its piece."""
+    """Like slices: each rank keeps each section's entries in its shard."""
     num = len(call.outputs)
     ndim, at = call.inputs[0].ndim, call.argument("dim") % call.inputs[0].ndim
     yield call.replicated()
@@ -75,16 +75,16 @@ def split_choices(call: Call) -> Iterator[Choice]:
     cuts = tuple(DimSlice(at, start, 1, n) for start, n in zip(starts, sections, strict=True))
     local = LocalCall(OwnedSplit(cuts), per_rank=True)
     for sizes in call.splits([(0, at)]):
-        pieces = lengths(sum(sections), call.axis_size, sizes)
+        shard_sizes = lengths(sum(sections), call.axis_size, sizes)
         targets: tuple[Placement, ...] = tuple(
-            shard_with(at, cut.lengths(pieces), n, call.axis_size)
+            shard_with(at, cut.lengths(shard_sizes), n, call.axis_size)
             for cut, n in zip(cuts, sections, strict=True)
         )
         yield Choice((Shard(at, sizes),), targets, local, alone=((0, at),))
 
 
 def unbind_choices(call: Call) -> Iterator[Choice]:
-    """The dim that falls away must be whole."""
+    """The dim that is removed must be whole."""
     num, at = len(call.outputs), call.argument("dim") % call.inputs[0].ndim
     yield call.replicated()
     for dim in range(call.inputs[0].ndim):
@@ -96,7 +96,7 @@ def unbind_choices(call: Call) -> Iterator[Choice]:
 
 @dataclass(frozen=True, slots=True)
 class OwnedSliceGrad:
-    """Puts the gradient of this rank's part of a slice where it was taken from."""
+    """Writes the gradient of a slice's entries to their positions in this rank's shard."""
 
     cut: DimSlice
 
@@ -113,12 +113,12 @@ def _whole_grad(grad: torch.Tensor, *_: Any) -> torch.Tensor:
     return aten.clone.default(grad)
 
 
-#: Of a slice that took all there is.
+#: The gradient of a slice of the whole dim.
 _WHOLE_GRAD = LocalCall(_whole_grad)
 
 
 def slice_grad_choices(call: Call) -> Iterator[Choice]:
-    """The gradient of a slice that was taken piece by piece goes back piece by piece."""
+    """The gradient of a slice of shards stays on the ranks that own the entries."""
     ndim, at = call.outputs[0].ndim, call.argument("dim") % call.outputs[0].ndim
     size, count = call.outputs[0].shape[at], call.inputs[0].shape[at]
     if surely_equal(size, count):
@@ -133,8 +133,8 @@ def slice_grad_choices(call: Call) -> Iterator[Choice]:
     yield from linear_choices(call, ((0,),))
     cut = slice_cut(call, at, size, count)
     if cut is not None:
-        pieces = lengths(size, call.axis_size, None)
-        source = shard_with(at, cut.lengths(pieces), count, call.axis_size)
+        shard_sizes = lengths(size, call.axis_size, None)
+        source = shard_with(at, cut.lengths(shard_sizes), count, call.axis_size)
         local = LocalCall(OwnedSliceGrad(cut), per_rank=True)
         yield Choice((source,), (Shard(at),), local, alone=((0, at),))
 

@@ -1,9 +1,9 @@
-"""A copy of a tensor with a part overwritten: what a view of it shows, or what a mask names."""
+"""Copies of a tensor with some entries overwritten: those of a view, or of a mask."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,12 +14,53 @@ from shardwise.core.sizes import equal_shapes, lengths, surely_equal
 from shardwise.dispatch.notation import linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
 from shardwise.ops.math.pointwise import elementwise
-from shardwise.ops.parts import OwnedSelectScatter, OwnedSliceScatter
 from shardwise.ops.shape.indexing import named_dim
 from shardwise.ops.shape.owned_index import fill_on_first, owned_masked_scatter
-from shardwise.ops.shape.views import slice_cut
+from shardwise.ops.shape.views import DimSlice, slice_cut
 
 aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSelectScatter:
+    """Writes one row of a sharded dim, on the rank that owns it."""
+
+    dim: int
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        source: torch.Tensor,
+        dim: int,
+        index: int,
+    ) -> torch.Tensor:
+        offset = layouts[0].box(coordinate)[0][self.dim]
+        row = index % layouts[0].shape[self.dim] - offset
+        result = x.clone()
+        if 0 <= row < x.shape[self.dim]:
+            result.select(self.dim, row).copy_(source)
+        return result
+
+
+@dataclass(frozen=True, slots=True)
+class OwnedSliceScatter:
+    """Writes the entries of a slice that this rank owns."""
+
+    cut: DimSlice
+
+    def __call__(
+        self,
+        coordinate: Any,
+        layouts: Sequence[Any],
+        x: torch.Tensor,
+        source: torch.Tensor,
+        *_: Any,
+    ) -> torch.Tensor:
+        result = x.clone()
+        self.cut.of(result, layouts[0].box(coordinate)[0][self.cut.dim]).copy_(source)
+        return result
 
 
 # -- writing a view back ---------------------------------------------------------------------

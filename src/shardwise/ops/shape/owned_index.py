@@ -1,4 +1,4 @@
-"""Looking up and writing entries of a sharded dim: each rank does what falls to its part."""
+"""Read and write entries of a sharded dim: each rank handles the entries that it owns."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _LISTED = (
 
 
 def bad_index(index: torch.Tensor, size: Any, *, wraps: bool) -> int | None:
-    """An index that one device would refuse, if there is one: parts would give zeros for it.
+    """An index out of range, if there is one: shards would give zeros for it.
 
-    Every rank sees the same values. On CUDA a look at them would wait for the device: there it is
-    an assertion on the device, as in torch's own kernels. A traced graph has no values.
+    Every rank sees the same values. On CUDA reading them would synchronise: there it is an
+    assertion on the device, as in torch's kernels. A traced graph has no values.
     """
     if type(index) is not torch.Tensor or index.is_meta or not index.numel():
         return None
@@ -47,7 +47,7 @@ def bad_index(index: torch.Tensor, size: Any, *, wraps: bool) -> int | None:
 
 
 def check_bounds(index: torch.Tensor, size: Any) -> None:
-    """For ops that count negative indices from the end: an index out of range raises."""
+    """Raise for an index out of range, of ops that take negative indices."""
     wrong = bad_index(index, size, wraps=True)
     if wrong is not None:
         raise IndexError(f"index {wrong} is out of bounds for a dim of size {size}")
@@ -56,10 +56,10 @@ def check_bounds(index: torch.Tensor, size: Any) -> None:
 def check_rows(
     op: Any, layout: Layout, dim: int, index: torch.Tensor, rest: Sequence[Any], named: Any
 ) -> None:
-    """For ops called as `(self, dim, index, *rest)`: an index out of range raises as on one device.
+    """Raise for an index out of range as on one device, of ops `(self, dim, index, *rest)`.
 
-    Which kind of error that is depends on the op and on the number of dims. So the op itself is
-    asked, about a small tensor that is the same on every rank.
+    The kind of error depends on the op and the number of dims, so the op itself raises it, on a
+    small tensor that is the same on every rank.
     """
     size = layout.shape[dim]
     wrong = bad_index(index, size, wraps=op in _WRAPS)
@@ -75,14 +75,14 @@ def check_rows(
     ]
     asked = torch.full([1] if listed else picked, wrong, dtype=index.dtype)
     op(torch.zeros(shape, dtype=layout.dtype), dim, asked, *given, **named)
-    if 0 not in shape:  # else there is nothing to look up or to write
+    if 0 not in shape:  # else nothing is read or written
         raise IndexError(f"index {wrong} is out of bounds for a dim of size {size}")
 
 
 def owned_rows(
     layout: Layout, coordinate: Coordinate, dim: int, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The local row of each index, and which ones another rank owns (their row is any)."""
+    """The local row of each index, and which ones other ranks own (their row is arbitrary)."""
     offset, shape = layout.box(coordinate)
     from_zero = torch.where(index < 0, index + layout.shape[dim], index)
     row = from_zero - offset[dim]
@@ -91,7 +91,7 @@ def owned_rows(
 
 @dataclass(frozen=True, slots=True)
 class OwnedGather:
-    """`gather` or `index_select` along a sharded dim: zeros for what another rank owns."""
+    """`gather` or `index_select` along a sharded dim: zeros for entries of other ranks."""
 
     op: Any
     dim: int
@@ -111,7 +111,7 @@ class OwnedGather:
         if x.shape[self.dim] == 0:
             return x.new_zeros(layouts[-1].local_shape(coordinate))
         found = self.op(x, dim, row.masked_fill(foreign, 0), *rest, **named)
-        if index.dim() != x.dim():  # a list of rows: the mask stands along the dim alone
+        if index.dim() != x.dim():  # a list of rows: the mask has only this dim
             foreign = foreign.view(-1, *[1] * (x.dim() - self.dim - 1))
         return found.masked_fill(foreign, 0)
 
@@ -120,7 +120,7 @@ class OwnedGather:
 class OwnedWrite:
     """An op that writes rows of a sharded dim, as `(self, dim, index, ...)`.
 
-    What another rank owns is written to a row behind the part, which is then cut off.
+    Entries of other ranks are written to a spare row behind the shard, which is then dropped.
     """
 
     op: Any
@@ -138,7 +138,7 @@ class OwnedWrite:
     ) -> torch.Tensor:
         check_rows(self.op, layouts[0], self.dim, index, rest, named)
         if index.dim() == x.dim():
-            index, *others = _facing(coordinate, layouts, self.dim, (index, *rest))
+            index, *others = _aligned(coordinate, layouts, self.dim, (index, *rest))
             rest = tuple(others)
         row, foreign = owned_rows(layouts[0], coordinate, self.dim, index)
         length = x.shape[self.dim]
@@ -148,20 +148,20 @@ class OwnedWrite:
         return written.narrow(self.dim, 0, length)
 
 
-def _facing(
+def _aligned(
     coordinate: Coordinate, layouts: Sequence[Layout], dim: int, others: Sequence[Any]
 ) -> list[Any]:
-    """The parts of index and source that stand beside the part that is written, `dim` apart."""
+    """Index and source, narrowed to the box of this rank's shard in all dims but `dim`."""
     (start, shape), (index_start, _) = layouts[0].box(coordinate), layouts[1].box(coordinate)
-    facing = []
+    aligned = []
     for other in others:
         if isinstance(other, torch.Tensor) and other.dim() == len(shape):
             for d in range(other.dim()):
                 if d != dim and layouts[0].shape[d] != shape[d]:
                     first = min(max(start[d] - index_start[d], 0), other.shape[d])
                     other = other.narrow(d, first, min(shape[d], other.shape[d] - first))
-        facing.append(other)
-    return facing
+        aligned.append(other)
+    return aligned
 
 
 # -- several index tensors at once -----------------------------------------------------------
@@ -169,7 +169,7 @@ def _facing(
 
 @dataclass(frozen=True, slots=True)
 class Advanced:
-    """`x[i, :, j]`: which dims are indexed, and where the dims of the indices come out."""
+    """`x[i, :, j]`: which dims are indexed, and the position of the index dims in the result."""
 
     dims: tuple[int, ...]
     num_batch: int
@@ -181,7 +181,7 @@ class Advanced:
         return first if last - first + 1 == len(self.dims) else 0
 
     def result_dim(self, dim: int) -> int:
-        """Where a dim that is not indexed comes out."""
+        """The number of a dim that is not indexed in the result."""
         before = dim - sum(d < dim for d in self.dims)
         return before if before < self.at else before + self.num_batch
 
@@ -189,7 +189,7 @@ class Advanced:
 def _owned_indices(
     layout: Layout, coordinate: Coordinate, spot: Advanced, indices: Sequence[Any]
 ) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """Local rows for each index, all of one shape, and which entries another rank owns."""
+    """Local rows for each index, all of one shape, and which entries other ranks own."""
     rows, foreign = [], None
     for dim, index in zip(spot.dims, (i for i in indices if i is not None), strict=True):
         check_bounds(index, layout.shape[dim])
@@ -202,7 +202,7 @@ def _owned_indices(
 
 @dataclass(frozen=True, slots=True)
 class OwnedIndex:
-    """`x[indices]` on a rank's part: zeros for what another rank owns."""
+    """`x[indices]` of a shard: zeros for entries of other ranks."""
 
     spot: Advanced
 
@@ -219,9 +219,9 @@ class OwnedIndex:
 
 
 def _size_stays_inside(mask: torch.Tensor) -> Any:
-    """How many entries a mask names is a symbol that no result has: a first look need not know it.
+    """A context in which the number of true entries of a mask need not be in a result.
 
-    The graph itself, whose nodes are the ops on parts, has to.
+    It is an unbacked symbol that shape inference need not track; the traced graph must.
     """
     from torch.fx.experimental.proxy_tensor import get_proxy_mode  # slow to import
 
@@ -232,7 +232,7 @@ def _size_stays_inside(mask: torch.Tensor) -> Any:
 
 
 def _without_masks(indices: Sequence[Any]) -> list[Any]:
-    """The indices with the places that a mask names in its stead."""
+    """The indices with each mask replaced by the indices of its true entries."""
     found: list[Any] = []
     for index in indices:
         if index is not None and index.dtype in (torch.bool, torch.uint8):
@@ -245,9 +245,9 @@ def _without_masks(indices: Sequence[Any]) -> list[Any]:
 
 @dataclass(frozen=True, slots=True)
 class OwnedIndexPut:
-    """`x[indices] = values` on a rank's part: only what falls to it.
+    """`x[indices] = values` on a shard: writes the entries that the rank owns.
 
-    Without a `spot` there are masks among the indices, and it is found once they are looked at.
+    Without a `spot` there are masks among the indices, and it is computed from their values.
     """
 
     spot: Advanced | None
@@ -268,7 +268,7 @@ class OwnedIndexPut:
             spot = Advanced(tuple(d for d, i in enumerate(indices) if i is not None), 1)
         rows, foreign = _owned_indices(layouts[0], coordinate, spot, indices)
         if not has_values(x):
-            return _put_beside(spot, x, rows, foreign, indices, values, accumulate)
+            return _put_padded(spot, x, rows, foreign, indices, values, accumulate)
         kept = ~foreign.expand_as(rows[0])
         at, num = spot.at, kept.dim()
         untouched = [n for d, n in enumerate(x.shape) if d not in spot.dims]
@@ -280,7 +280,7 @@ class OwnedIndexPut:
         return aten.index_put.default(x, here, chosen, accumulate)
 
 
-def _put_beside(
+def _put_padded(
     spot: Advanced,
     x: torch.Tensor,
     rows: Sequence[torch.Tensor],
@@ -289,9 +289,9 @@ def _put_beside(
     values: torch.Tensor,
     accumulate: bool,
 ) -> torch.Tensor:
-    """What another rank owns is written behind the part: no size depends on values.
+    """For traced graphs: entries of other ranks go to padding, so no size is data-dependent.
 
-    For a graph that is traced. It writes more than eager code, which picks what falls to the part.
+    It writes more than eager code, which selects the owned entries.
     """
     behind = [size for d in reversed(range(x.dim())) for size in (0, int(d in spot.dims))]
     places = iter(
@@ -304,13 +304,13 @@ def _put_beside(
     return written
 
 
-# -- places in the flattened tensor ----------------------------------------------------------
+# -- positions in the flattened tensor -------------------------------------------------------
 
 
 def _flat_rows(
     layout: Layout, coordinate: Coordinate, index: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Places in the flattened part, and which ones another rank owns."""
+    """Positions in the flattened shard, and which ones other ranks own."""
     numel = 1
     for size in layout.shape:
         numel *= size
@@ -330,7 +330,7 @@ def _flat_rows(
 def owned_take(
     coordinate: Coordinate, layouts: Sequence[Layout], x: torch.Tensor, index: torch.Tensor
 ) -> torch.Tensor:
-    """`take` from a part: zeros for what another rank owns."""
+    """`take` from a shard: zeros for entries of other ranks."""
     place, foreign = _flat_rows(layouts[0], coordinate, index)
     if not x.numel():
         return x.new_zeros(index.shape)
@@ -345,7 +345,7 @@ def owned_put(
     source: torch.Tensor,
     accumulate: bool = False,
 ) -> torch.Tensor:
-    """`put` into a part: what another rank owns goes to a spare entry."""
+    """`put` into a shard: entries of other ranks go to a spare entry."""
     place, foreign = _flat_rows(layouts[0], coordinate, index)
     longer = torch.cat([x.reshape(-1), x.new_zeros(1)])
     at = place.masked_fill(foreign, x.numel())
@@ -362,19 +362,19 @@ def owned_masked_scatter(
     mask: torch.Tensor,
     source: torch.Tensor,
 ) -> torch.Tensor:
-    """Each entry that the mask names takes the next one of the source: all of the mask counts."""
+    """Each true entry of the mask takes the next entry of the source; the mask is whole."""
     whole = layouts[0].shape
     mask = mask.expand(whole)
     if has_values(mask) and mask.is_cpu and int(mask.sum()) > source.numel():
         raise RuntimeError(
-            f"masked_scatter: the mask names {int(mask.sum())} entries, and the source has "
-            f"{source.numel()} for them."
+            f"masked_scatter: the mask has {int(mask.sum())} true entries, but the source has "
+            f"only {source.numel()} entries."
         )
     place = (mask.reshape(-1).cumsum(0) - 1).view(whole)
     for dim, (start, length) in enumerate(zip(*layouts[0].box(coordinate), strict=True)):
         mask, place = mask.narrow(dim, start, length), place.narrow(dim, start, length)
-    # What is not named reads a spare entry in front, so that the source may be empty. At the end,
-    # it would be read for a source that is too short.
+    # False entries read a spare one in front, so that the source may be empty. At the end, a source
+    # that is too short would read it.
     longer = torch.cat([source.new_zeros(1), source.reshape(-1)])
     return torch.where(mask, aten.take.default(longer, (place + 1).masked_fill(~mask, 0)), x)
 
@@ -386,7 +386,7 @@ def fill_on_first(
     mask: torch.Tensor,
     value: Any,
 ) -> torch.Tensor:
-    """Fill a term of a sum: the first rank with the value, the others with zeros."""
+    """Fill terms of a sum: on the first rank with the value, on others with zeros."""
     terms = [a for a, p in enumerate(layouts[0].placements) if p.is_partial()]
     first = all(coordinate[axis] == 0 for axis in terms)
     return torch.masked_fill(x, mask, value if first else 0)

@@ -1,4 +1,4 @@
-"""Views and shape changes: which dim of the input is which dim of the output.
+"""Views and shape changes, described by which dim of the input is which dim of the output.
 
 A view is described by a list of `Link`s. A linked pair of dims can be sharded together; all other
 dims must be whole.
@@ -27,8 +27,8 @@ aten = torch.ops.aten
 class Link:
     """Dim `source` of the input becomes dim `target` of the output.
 
-    The two cover the same elements in the same order, each entry of `source` standing for
-    `source_run` of them and each entry of `target` for `target_run`. Equal runs: the same dim.
+    Both cover the same elements in the same order; an entry of `source` has `source_run` of them,
+    an entry of `target` has `target_run`. With equal runs they are the same dim.
     """
 
     source: int
@@ -53,7 +53,7 @@ def link_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
 
 
 def reordered_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
-    """`link_choices` of an op that only says where entries stand: every reduction passes it."""
+    """`link_choices` of an op that only moves entries: a Partial of any reduction passes."""
     yield from link_choices(call, links)
     placed = call.placed[0] if call.placed else None
     if isinstance(placed, Partial) and placed.reduce_op not in averages_too(call.inputs[0]):
@@ -61,7 +61,7 @@ def reordered_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
 
 
 def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choice]:
-    """Pieces that hold whole entries of both dims of a link."""
+    """Shards that hold whole entries of both dims of a link."""
     place = (0, link.source)
     size_in, size_out = call.inputs[0].shape[link.source], call.outputs[0].shape[link.target]
     parts = call.axis_size
@@ -82,9 +82,9 @@ def _run_choices(call: Call, links: Sequence[Link], link: Link) -> Iterator[Choi
 
 
 def _is_needed(call: Call, links: Sequence[Link]) -> bool:
-    """Whether a symbolic size is asked what divides it: each answer has a graph of its own.
+    """Whether to test the divisibility of a symbolic size, which specialises the graph.
 
-    Not where the input passes as it lies.
+    Not where the input keeps its placement.
     """
     if not call.placed or any(isinstance(p, Shard) for p in call.wanted):
         return True
@@ -122,7 +122,7 @@ def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
 def _outermost(
     before: Sequence[Size], after: Sequence[Size], first_i: int, first_j: int
 ) -> Link | None:
-    """The outermost dims of a run, past dims of size 1, and what one entry of them holds."""
+    """The link of the outermost dims of a run, without dims of size 1."""
     skip_i = _leading_ones(before)
     skip_j = _leading_ones(after)
     if skip_i == len(before) or skip_j == len(after):
@@ -149,7 +149,7 @@ def _product(sizes: Sequence[Size]) -> Size:
 def _viewed(call: Call) -> list[Link]:
     before, after = call.inputs[0].shape, call.outputs[0].shape
     if any(type(s) is int and s == 0 for s in before):
-        # Nothing says which dims an empty view merges: only dims that stay in place are linked.
+        # Which dims an empty view merges is unknown: only dims that stay in place are linked.
         same = zip(before, after, strict=False)
         return (
             [Link(d, d) for d, (a, b) in enumerate(same) if equal(a, b)]
@@ -188,7 +188,7 @@ def _inserted(call: Call) -> list[Link]:
 
 @dataclass(frozen=True, slots=True)
 class Squeeze:
-    """Drops exactly the dims that the whole tensor drops."""
+    """Drops the dims that the global tensor drops."""
 
     dims: tuple[int, ...]
 
@@ -197,7 +197,7 @@ class Squeeze:
 
 
 def _squeeze_choices(call: Call) -> Iterator[Choice]:
-    """The dims to drop are named on every rank: a shard may have size 1 where the whole has not."""
+    """The dims to drop are explicit: a shard may have size 1 where the global tensor has not."""
     ndim, shape = call.inputs[0].ndim, call.inputs[0].shape
     names = {arg.name for arg in call.op._schema.arguments}
     given = call.argument("dim") if "dim" in names else range(ndim)
@@ -210,7 +210,7 @@ def _squeeze_choices(call: Call) -> Iterator[Choice]:
 
 
 def _expanded(call: Call) -> list[Link]:
-    """Dims that are stretched from size 1 are whole; the others keep their size."""
+    """Dims that are expanded from size 1 are whole; the others keep their size."""
     before, after = call.inputs[0].shape, call.outputs[0].shape
     new = len(after) - len(before)
     return [Link(d, d + new) for d, size in enumerate(before) if equal(size, after[d + new])]
@@ -231,19 +231,19 @@ class DimSlice:
     count: int
 
     def within(self, offset: int, length: int) -> tuple[int, int]:
-        """`(first, count)` of the entries that lie in `[offset, offset + length)`, from offset."""
+        """`(first, count)` of the entries in `[offset, offset + length)`, relative to offset."""
         skipped = max(0, -((self.start - offset) // self.step)) if offset > self.start else 0
         first = self.start + skipped * self.step - offset
         inside = max(0, -((first - length) // self.step)) if first < length else 0
         return first, max(0, min(inside, self.count - skipped))
 
-    def lengths(self, pieces: Sequence[int]) -> tuple[int, ...]:
-        """How many entries each of the pieces of the dim keeps."""
-        offsets = itertools.accumulate(pieces, initial=0)
-        return tuple(self.within(o, n)[1] for o, n in zip(offsets, pieces, strict=False))
+    def lengths(self, shard_sizes: Sequence[int]) -> tuple[int, ...]:
+        """How many entries each shard of the dim keeps."""
+        offsets = itertools.accumulate(shard_sizes, initial=0)
+        return tuple(self.within(o, n)[1] for o, n in zip(offsets, shard_sizes, strict=False))
 
     def of(self, x: torch.Tensor, offset: int) -> torch.Tensor:
-        """The view of a piece that starts at `offset`."""
+        """The slice of a shard `x` that starts at `offset`."""
         first, count = self.within(offset, x.shape[self.dim])
         if count == 0:
             return aten.slice.Tensor(x, self.dim, 0, 0)
@@ -254,7 +254,7 @@ class DimSlice:
 def slice_cut(call: Call, dim: int, size: Any, count: Any) -> DimSlice | None:
     """The slice that a call names, of `count` out of `size` entries; None for symbolic sizes.
 
-    A symbol among its bounds becomes a number, with a graph for each, only where the dim is cut.
+    A symbolic bound is specialised only where the dim is sharded.
     """
     if type(size) is not int or type(count) is not int:
         return None
@@ -274,7 +274,7 @@ def _is_symbolic(bounds: slice) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class OwnedSlice:
-    """The part of a slice that lies in this rank's piece: a view of it."""
+    """The entries of a slice in this rank's shard, as a view of it."""
 
     cut: DimSlice
 
@@ -286,12 +286,12 @@ def _whole_view(x: torch.Tensor, *_: Any) -> torch.Tensor:
     return aten.alias.default(x)
 
 
-#: A slice that takes all there is, such as torch.compile makes of `:`: each rank keeps its piece.
+#: A slice of the whole dim, such as torch.compile makes of `:`: each rank keeps its shard.
 _WHOLE_VIEW = LocalCall(_whole_view)
 
 
 def _slice_choices(call: Call) -> Iterator[Choice]:
-    """Each rank keeps what the slice takes of its piece, so that a slice never communicates."""
+    """Each rank keeps the slice's entries in its shard, so a slice never communicates."""
     at = call.argument("dim") % call.inputs[0].ndim
     size, count = call.inputs[0].shape[at], call.outputs[0].shape[at]
     if surely_equal(size, count):
@@ -324,6 +324,14 @@ def view(
     return ops, Rule(lambda call: choices(call, links(call)), text, {shape: 0} if shape else {})
 
 
+def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
+    """For zero repeats, torch's decomposition would make a plain tensor."""
+    if len(repeats) < x.dim() or all(repeats):  # torch raises in the first case
+        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
+    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
+    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
+
+
 RULES: Table = table(
     view(
         aten.view.default,
@@ -345,14 +353,5 @@ RULES: Table = table(
     ((aten.slice.Tensor,), Rule(_slice_choices, "... n -> ... m")),
     view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
 )
-
-
-def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
-    """Of a tensor that is repeated zero times, torch's parts make a plain one."""
-    if len(repeats) < x.dim() or all(repeats):  # the first is an error that torch has
-        return decompositions()[aten.repeat.default](x.contiguous(), repeats)  # as one device
-    sizes = (1,) * (len(repeats) - x.dim()) + tuple(x.shape)
-    return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
-
 
 DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.repeat.default: _repeat}
