@@ -266,9 +266,9 @@ def _tied(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: first.setdefault(id(value), name) for name, value in state.items()}
 
 
-def _converts(saved: torch.dtype, asked: torch.dtype) -> bool:
+def _converts(saved: torch.dtype, target: torch.dtype) -> bool:
     """Floating-point dtypes convert into each other; others must be the same."""
-    return saved == asked or (saved.is_floating_point and asked.is_floating_point)
+    return saved == target or (saved.is_floating_point and target.is_floating_point)
 
 
 def tensor_like(owner: Any, path: tuple[Any, ...], saved: SavedTensor) -> torch.Tensor:

@@ -379,7 +379,7 @@ def is_traced_batch(batch: Any) -> bool:
 
 
 for _method in (_Collection.prefetch, _Collection._run):
-    breaks_graph(_method, "prefetch starts an exchange, which no graph can hold")
+    breaks_graph(_method, "prefetch sends a batch, which no graph can hold")
 
 
 class EmbeddingBagCollection(_Collection):

@@ -331,11 +331,11 @@ def traffic(
             num_rows = batch_size if route.pooled else num_ids
             sent = (num_ids + (batch_size if route.pooled else 0)) * id_bytes
             back = num_rows * leg.shard.width * number_bytes
-            for asker in range(num):
-                if asker != owner:
-                    ids[asker] += sent
+            for rank in range(num):
+                if rank != owner:
+                    ids[rank] += sent
                     rows[owner] += back
-                    gradients[asker] += back
+                    gradients[rank] += back
     copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
     reduced = 2 * (num - 1) / num * copied * number_bytes
     return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]

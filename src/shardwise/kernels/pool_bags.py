@@ -45,7 +45,7 @@ def _better(best, best_at, found, found_at):
 @triton.jit
 def _pool(
     feature,  # this feature's line of TableSet.features
-    out_row,  # where its output row lies, written down for backward
+    out_row,  # the position of its output row, recorded for backward
     start,
     end,
     bag_scale,
@@ -147,7 +147,7 @@ def _serve(
     start = tl.load(offsets + bag).to(INDEX)
     end = tl.load(offsets + bag + 1).to(INDEX)
     # A bag that holds both the first and the last id of a chunk counts once, as the first's; ids
-    # that stand after the last bag are nobody's.
+    # after the last bag belong to none.
     mine = (end - start > LONG) & ((slot == 0) | (start > low)) & (end > low)
     if not OF_CHUNK:
         mine = end - start <= LONG

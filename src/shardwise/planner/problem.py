@@ -40,7 +40,7 @@ class Option:
     scope: str = ANY
     #: Whether each shard needs a rank of its own.
     distinct: bool = True
-    #: Set by whoever made the option: what it stands for.
+    #: What the option stands for; the solver does not read it.
     what: Any = None
 
     @property

@@ -210,14 +210,14 @@ def _steps(problem: Problem) -> int:
 def _kick(
     run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
 ) -> None:
-    """Shake the best plan and search on from there."""
+    """Kick the best plans in turn, and search on from there."""
     problem = run.problem
     if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
         return
     assert run.best is not None, "there is an answer"
     base = problem.base_s
     target = run.bound_s * (1 + gap) - base
-    # Several plans are shaken in turn: the best one may lie in a corner.
+    # Several plans in turn: the best one may be a local optimum.
     others = sorted(packings, key=lambda packing: packing.highest)
     pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
     failed, cost = [0] * len(pool), np.inf

@@ -273,13 +273,13 @@ def _lengths_per_owner(
     features = route.split_features
     if route.pooled:
         sizes = [bags.num_bags[f] for f in features]
-        pieces = torch.cat([bags.lengths_of(f) for f in features])
+        counts_per_bag = torch.cat([bags.lengths_of(f) for f in features])
     else:
         sizes = [1] * len(features)
-        pieces = torch.tensor([bags.num_ids(f) for f in features], device=owners.device)
+        counts_per_bag = torch.tensor([bags.num_ids(f) for f in features], device=owners.device)
     num = sum(sizes)
     small = torch.int32 if route.num_ranks * num < 2**31 else torch.int64
-    key = owners.to(small).mul_(num).add_(repeated(pieces, num_ids, small))
+    key = owners.to(small).mul_(num).add_(repeated(counts_per_bag, num_ids, small))
     lengths = counted(key, route.num_ranks * num).view(route.num_ranks, num)
     if not route.pooled:
         return None, lengths.tolist()
@@ -322,7 +322,7 @@ def unpack(
     """The requests to the stacks of a rank, from the messages of all ranks."""
     stacks = sorted({leg.shard.stack for leg in route.legs[rank]})
     legs_of = {k: [leg for leg in route.legs[rank] if leg.shard.stack == k] for k in stacks}
-    pieces: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
+    parts: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
     num_rows: dict[int, list[int]] = {k: [] for k in stacks}
     num_ids: dict[int, list[int]] = {k: [] for k in stacks}
     runs: dict[int, list[Run]] = {k: [] for k in stacks}
@@ -338,24 +338,24 @@ def unpack(
                 num = sum(row[leg.feature] for leg in legs_of[k])
                 num_rows[k].append(num)
                 runs[k] += [_run(leg, row[leg.feature]) for leg in legs_of[k]]
-                pieces[k][0].append(message[at : at + num])
+                parts[k][0].append(message[at : at + num])
                 at += num
         else:
             for k in stacks:
                 num_rows[k].append(nums[k])
         for part in (1, 2) if row[-1] else (1,):
             for k in stacks:
-                pieces[k][part].append(message[at : at + nums[k]])
+                parts[k][part].append(message[at : at + nums[k]])
                 at += nums[k]
         if not row[-1]:
             for k in stacks:
                 one = torch.ones((), dtype=torch.float32, device=message.device)
-                pieces[k][2].append(one.view(torch.int32).to(message.dtype).expand(nums[k]))
+                parts[k][2].append(one.view(torch.int32).to(message.dtype).expand(nums[k]))
     return {
         k: StackRequest(
-            ids=torch.cat(pieces[k][1]),
-            lengths=torch.cat(pieces[k][0]) if route.pooled else None,
-            weights=torch.cat(pieces[k][2]).to(torch.int32).view(torch.float32)
+            ids=torch.cat(parts[k][1]),
+            lengths=torch.cat(parts[k][0]) if route.pooled else None,
+            weights=torch.cat(parts[k][2]).to(torch.int32).view(torch.float32)
             if weighted
             else None,
             num_rows=num_rows[k],

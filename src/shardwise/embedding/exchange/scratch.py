@@ -50,7 +50,7 @@ def _scratch(keep: bool) -> Scratch:
 
 
 class Lent:
-    """A buffer that callers may keep: it is lent again only when nobody refers to it any more.
+    """A buffer that callers may keep: it is lent again only when no tensor refers to it.
 
     >>> lent = Lent()
     >>> gradient = lent.numbers(6, torch.float32)
