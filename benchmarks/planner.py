@@ -83,11 +83,11 @@ def peer_problem(found: dict[str, Any]) -> Problem:
             rows = shards[0] if (shards == shards[0]).all() else shards
             made = Option(label, everywhere=rows)
         elif each["by"] == "device":
-            made = Option(label, pieces=shards, scope=ANY, distinct=False)
+            made = Option(label, shards=shards, scope=ANY, distinct=False)
         elif each["by"] == "host" and each["kind"] == "table_column_wise":
-            made = Option(label, pieces=shards, scope=HOST, distinct=False)
+            made = Option(label, shards=shards, scope=HOST, distinct=False)
         else:
-            made = Option(label, pieces=shards, scope=BLOCK)
+            made = Option(label, shards=shards, scope=BLOCK)
         options[each["table"]].append(simplified(made, per_host, num // per_host))
     kept = [[options[n][i] for i in undominated(options[n])] for n in names]
     return Problem(names, kept, num, np.asarray(found["capacity"], float), per_host)

@@ -29,7 +29,7 @@ from shardwise.embedding.exchange.routing import Route, pack
 from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
 from shardwise.planner.constants import Constants
 from shardwise.planner.costs import Setting
-from shardwise.planner.price import price, shares_of
+from shardwise.planner.price import price, shard_groups
 from shardwise.planner.workload import workload
 
 #: Bytes touched at which seconds per byte are fitted: the L2 cache of an H200 has 50 MB.
@@ -217,16 +217,16 @@ def rank_alone(
 ) -> float:
     """Seconds of lookups and updates of one rank's parts, for the ids of all ranks."""
     held, ids_of = [], []
-    for share in shares_of(plan, tables, RANKS):
-        if rank not in torch.arange(RANKS)[share.ranks].tolist():
+    for group in shard_groups(plan, tables, RANKS):
+        if rank not in torch.arange(RANKS)[group.ranks].tolist():
             continue
-        table = tables[share.table]
-        by_columns = share.kind == "column_wise"
-        rows = table.num_embeddings if by_columns else share.size
-        width = share.size if by_columns else table.embedding_dim
+        table = tables[group.table]
+        by_columns = group.kind == "column_wise"
+        rows = table.num_embeddings if by_columns else group.size
+        width = group.size if by_columns else table.embedding_dim
         part = rows / table.num_embeddings
         held.append(Table(table.name, rows, width))
-        ids_of.append(max(1, round(DLRM_IDS[share.table] * part)))
+        ids_of.append(max(1, round(DLRM_IDS[group.table] * part)))
     if not held:
         return 0.0
     draw = torch.Generator().manual_seed(rank)

@@ -283,8 +283,8 @@ def prefetched_late(plan, num_steps, late_s):
 def trained_in_small_pieces(kind, num_steps):
     """In four gloo processes: few numbers at a time, two lookups before backward, and the ids of
     the next batch on their way: nothing that is kept is written over."""
-    before = one_step.CHUNK_NUMBERS, one_step.GIVEN_BACK_BYTES
-    one_step.CHUNK_NUMBERS, one_step.GIVEN_BACK_BYTES = 8, 0
+    before = one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES
+    one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = 8, 0
     mesh = shardwise.init_device_mesh("cpu", (4,))
     collection = make(kind, tables=EQUALS, optimizer=SGD(0.01)).shard(mesh, "row_wise")
     mine = [of_equals(number, dist.get_rank()) for number in range(num_steps + 1)]
@@ -293,7 +293,7 @@ def trained_in_small_pieces(kind, num_steps):
         outputs = collection(ahead), collection(mine[number + 1])
         ahead = collection.prefetch(mine[number + 1])
         (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
-    one_step.CHUNK_NUMBERS, one_step.GIVEN_BACK_BYTES = before
+    one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = before
     return {name: whole(p.detach()) for name, p in collection.named_parameters()}
 
 

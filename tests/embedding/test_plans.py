@@ -84,20 +84,20 @@ def test_a_plan_of_another_type():
 def test_tiles_cover_each_table_once(rows, dim, kind, num_ranks):
     tables = [Table(f"t{i}", num, dim) for i, num in enumerate(rows)]
     tiling = Plan.of(kind).tiling(tables, num_ranks)
-    for table, tiles in zip(tables, tiling.tiles, strict=True):
+    for table, shards in zip(tables, tiling.shards, strict=True):
         cells = [
             (row, column)
-            for tile in tiles
-            for row in range(*tile.rows)
-            for column in range(*tile.columns)
+            for shard in shards
+            for row in range(*shard.rows)
+            for column in range(*shard.columns)
         ]
         copies = num_ranks if kind == "data_parallel" else 1
         assert len(cells) == copies * len(set(cells))
         assert len(set(cells)) == table.num_embeddings * table.embedding_dim
     for stacks in tiling.stacks:
         for stack in stacks:
-            ends = [tile.base + tile.num_rows for _, tile in stack.tiles]
-            assert [0, *ends[:-1]] == [tile.base for _, tile in stack.tiles]
+            ends = [shard.base + shard.num_rows for _, shard in stack.shards]
+            assert [0, *ends[:-1]] == [shard.base for _, shard in stack.shards]
             assert ends[-1] == stack.num_rows
 
 

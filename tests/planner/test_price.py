@@ -8,7 +8,7 @@ from shardwise.debug import CommDebugMode, events
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 from shardwise.planner import Constants, price, workload
 from shardwise.planner.costs import Setting
-from shardwise.planner.price import shares_of
+from shardwise.planner.price import shard_groups
 from shardwise.simulation.local_tensor import LocalTensor
 
 TABLES = [
@@ -88,15 +88,15 @@ def test_predicted_tables_are_those_held(name, num_ranks):
 
 @pytest.mark.parametrize("num_ranks", [1, 3, 8])
 @pytest.mark.parametrize("name", PLANS)
-def test_shares_are_the_cuts_of_a_plan(name, num_ranks):
+def test_shard_groups_are_the_cuts_of_a_plan(name, num_ranks):
     if num_ranks == 1 and name in ("column_wise", "mixed"):
         pytest.skip("names ranks that are not there")
     plan = Plan.of(PLANS[name])
     cuts = plan.cuts(TABLES, num_ranks)
     found = [[0] * num_ranks for _ in TABLES]
-    for share in shares_of(plan, TABLES, num_ranks):
-        for rank in torch.arange(num_ranks)[share.ranks].tolist():
-            found[share.table][rank] = share.size
+    for group in shard_groups(plan, TABLES, num_ranks):
+        for rank in torch.arange(num_ranks)[group.ranks].tolist():
+            found[group.table][rank] = group.size
     assert [tuple(each) for each in found] == [cut.sizes for cut in cuts]
 
 

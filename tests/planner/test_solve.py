@@ -31,21 +31,21 @@ def make_problem(seed, num_tables=5, num_ranks=3, per_host=None, capacity=60.0, 
         whole = np.array([[cost, size]])
         half = np.repeat(np.array([[0.6 * cost, size / 2]]), 2, 0)
         everywhere = np.array([0.5 * cost, size])
-        each = [Option("whole", pieces=whole), Option("half", pieces=half)]
+        each = [Option("whole", shards=whole), Option("half", shards=half)]
         each.append(Option("all", everywhere=everywhere))
         if per_host is not None:
             block = np.repeat(np.array([[0.7 * cost, size / per_host]]), per_host, 0)
-            each.append(Option("block", pieces=block, scope=BLOCK))
-            each.append(Option("host", pieces=half * 0.95, scope=HOST))
+            each.append(Option("block", shards=block, scope=BLOCK))
+            each.append(Option("host", shards=half * 0.95, scope=HOST))
         options.append(each)
     names = [f"t{i}" for i in range(num_tables)]
     return Problem(names, options, num_ranks, np.array([capacity]), per_host or num_ranks, **more)
 
 
 def placements(problem, option):
-    if option.pieces is None:
+    if option.shards is None:
         return [()]
-    num, per_host = len(option.pieces), problem.ranks_per_host
+    num, per_host = len(option.shards), problem.ranks_per_host
     if option.scope == BLOCK:
         hosts = itertools.combinations(range(problem.num_hosts), num // per_host)
         return [tuple(h * per_host + i for h in each for i in range(per_host)) for each in hosts]
@@ -139,18 +139,18 @@ def test_answers_get_better_and_the_first_comes_at_once():
 
 
 def test_options_that_others_are_as_good_as():
-    piece = np.array([[1.0, 5.0]])
+    shard = np.array([[1.0, 5.0]])
     options = [
-        Option("a", pieces=piece),
-        Option("b", pieces=piece * 2),
-        simplified(Option("c", pieces=piece, scope=HOST), 2, 2),
+        Option("a", shards=shard),
+        Option("b", shards=shard * 2),
+        simplified(Option("c", shards=shard, scope=HOST), 2, 2),
         Option("d", everywhere=np.array([0.5, 5.0])),
-        Option("e", pieces=np.array([[2.0, 1.0]])),
+        Option("e", shards=np.array([[2.0, 1.0]])),
     ]
     assert options[2].scope == ANY
     assert [options[i].label for i in undominated(options)] == ["a", "d", "e"]
 
 
 def test_a_block_on_all_hosts_lies_everywhere():
-    option = Option("x", pieces=np.ones((4, 2)), scope=BLOCK)
+    option = Option("x", shards=np.ones((4, 2)), scope=BLOCK)
     assert simplified(option, 2, 2).everywhere.tolist() == [1.0, 1.0]

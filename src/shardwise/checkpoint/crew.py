@@ -15,13 +15,13 @@ from shardwise.errors import CheckpointError, ShardwiseError
 
 T = TypeVar("T")
 
-#: A group of its own per world: a save in the background must not meet other collectives.
+#: One group per world: a save in the background must not interleave with other collectives.
 _groups: weakref.WeakKeyDictionary[World, Any] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
 class Crew:
-    """`present` are the ranks of this process; `group` is None where that is all of them."""
+    """`present` are the ranks of this process; `group` is None if those are all ranks."""
 
     size: int
     present: tuple[int, ...]
@@ -29,11 +29,11 @@ class Crew:
 
     @property
     def leads(self) -> bool:
-        """Whether this process does what is done once."""
+        """Whether this process does what only one may do."""
         return self.present[0] == 0
 
     def exchange(self, mine: Sequence[T]) -> list[T]:
-        """One value per rank present becomes one value per rank, on every rank."""
+        """All-gather: one value per rank present becomes one value per rank."""
         if self.group is None:
             return list(mine)
         found: list[Any] = [None] * self.size
@@ -46,7 +46,7 @@ class Crew:
         return found
 
     def together(self, step: Callable[[], Sequence[T]]) -> list[T]:
-        """Run a step and exchange what it gives; where it fails on any rank, raise on all."""
+        """Run a step and all-gather its results; if it fails on any rank, raise on all."""
         cause: Exception | None = None
         mine: Sequence[Any]
         try:
@@ -61,7 +61,7 @@ class Crew:
         return found
 
     def once(self, step: Callable[[], Any]) -> None:
-        """Run a step on rank 0; where it fails, raise on all."""
+        """Run a step on rank 0; if it fails, raise on all ranks."""
 
         def run() -> list[Any]:
             if self.leads:

@@ -1,9 +1,9 @@
-"""The index of a checkpoint: which tensors there are, and where their pieces lie.
+"""The index of a checkpoint: its tensors, and the file and box of each of their chunks.
 
 `model.safetensors.index.json` has what Hugging Face's sharded checkpoints have: a `weight_map` from
-tensors to files, and `metadata`. Under `shardwise` it adds the pieces with their offsets, their
-checksums, and the state that the tensors belong to. A folder or a file without that part is read
-too: its tensors are whole, and there is nothing to check them with.
+tensors to files, and `metadata`. Under `shardwise` it adds the chunks (key `pieces`) with their
+offsets and checksums, and the state that the tensors belong to. A folder or a file without that
+part is read too: its tensors are whole, and have no checksums.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_INDEX_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class SavedPiece:
-    """A block of a tensor: its file, its key there, and its checksums (None: there are none)."""
+class SavedChunk:
+    """A saved box of a tensor: its file, its key there, and its checksums, if there are any."""
 
     file: str
     key: str
@@ -50,7 +50,7 @@ class SavedPiece:
 class SavedTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
-    pieces: tuple[SavedPiece, ...]
+    chunks: tuple[SavedChunk, ...]
 
     @property
     def num_bytes(self) -> int:
@@ -75,7 +75,7 @@ class Index:
     ties: dict[str, str] = field(default_factory=dict)
     files: dict[str, SavedFile] = field(default_factory=dict)
     num_ranks: int | None = None
-    #: Of the whole index; ranks that load together compare it.
+    #: Checksum of the whole index; ranks that load together compare it.
     digest: int = 0
 
     def tensor(self, name: str) -> SavedTensor | None:
@@ -92,7 +92,7 @@ def pack_index(
     """The bytes of an index."""
     content: dict[str, Any] = {
         "metadata": {"total_size": sum(t.num_bytes for t in tensors.values())},
-        "weight_map": {name: t.pieces[0].file for name, t in tensors.items()},
+        "weight_map": {name: t.chunks[0].file for name, t in tensors.items()},
         "shardwise": {
             "format": FORMAT,
             "ranks": num_ranks,
@@ -107,11 +107,10 @@ def pack_index(
 
 
 def _packed(name: str, tensor: SavedTensor) -> dict[str, Any]:
-    pieces = [[p.file, p.key, *p.box, p.sums] for p in tensor.pieces]
     return {
         "dtype": dtype_name(tensor.dtype, name),
         "shape": tensor.shape,
-        "pieces": pieces,
+        "pieces": [[c.file, c.key, *c.box, c.sums] for c in tensor.chunks],
     }
 
 
@@ -141,7 +140,7 @@ def read_index(path: Path) -> Index:
 
 
 def half_name(name: str) -> str:
-    """What a checkpoint is called until it is whole."""
+    """The name of a checkpoint until it is complete."""
     return f".{name}.half"
 
 
@@ -151,7 +150,7 @@ def _index_of_file(path: Path) -> Index:
         name: SavedTensor(
             entry.dtype,
             entry.shape,
-            (SavedPiece(path.name, name, Box.whole(entry.shape), None),),
+            (SavedChunk(path.name, name, Box.whole(entry.shape), None),),
         )
         for name, entry in header.entries.items()
     }
@@ -178,9 +177,9 @@ def _read_index_file(path: Path) -> Index:
     if not isinstance(ours, dict) or ours.get("format") != FORMAT:
         found = str(ours.get("format") if isinstance(ours, dict) else ours)[:60]
         raise CheckpointError(f"{path} is in the format {found!r}; this version reads {FORMAT!r}.")
-    told = ours.pop("checksum", None)
+    saved = ours.pop("checksum", None)
     try:
-        right = told == f"{_checksum(content):08x}"
+        right = saved == f"{_checksum(content):08x}"
     except RecursionError as error:
         raise _damaged(path, "it is nested too deeply") from error
     if not right:
@@ -225,16 +224,16 @@ def _saved_tensor(path: Path, name: str, row: Any, files: Mapping[str, Any]) -> 
     if not isinstance(row["pieces"], list) or not row["pieces"]:
         raise _damaged(path, f"{name!r} has no pieces")
     dtype, shape = DTYPES[row["dtype"]], tuple(row["shape"])
-    pieces = tuple(_saved_piece(path, name, dtype, len(shape), p, files) for p in row["pieces"])
-    why = why_not_tiled([piece.box for piece in pieces], shape)
+    chunks = tuple(_saved_chunk(path, name, dtype, len(shape), p, files) for p in row["pieces"])
+    why = why_not_tiled([chunk.box for chunk in chunks], shape)
     if why is not None:
         raise _damaged(path, f"the pieces of {name!r} do not make it up: {why}")
-    return SavedTensor(dtype, shape, pieces)
+    return SavedTensor(dtype, shape, chunks)
 
 
-def _saved_piece(
+def _saved_chunk(
     path: Path, name: str, dtype: torch.dtype, ndim: int, row: Any, files: Mapping[str, Any]
-) -> SavedPiece:
+) -> SavedChunk:
     if not isinstance(row, list) or len(row) != 5:
         raise _damaged(path, f"a piece of {name!r} is not [file, key, offset, shape, sums]")
     file, key, offset, shape, sums = row
@@ -244,7 +243,7 @@ def _saved_piece(
     box = Box(tuple(offset), tuple(shape))
     num_blocks = -(-box.volume * dtype.itemsize // BLOCK_BYTES)
     _hexadecimal(path, sums, num_blocks)
-    return SavedPiece(file, key, box, sums)
+    return SavedChunk(file, key, box, sums)
 
 
 def _hexadecimal(path: Path, text: Any, count: int) -> list[int]:
@@ -257,7 +256,7 @@ def _hexadecimal(path: Path, text: Any, count: int) -> list[int]:
 
 
 def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
-    """An index without our part: the files' own headers say what there is."""
+    """An index without the `shardwise` part: the headers of the files describe the tensors."""
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{path} is no index of a checkpoint: it has no weight_map of files.")
@@ -271,13 +270,13 @@ def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
         if entry is None:
             raise _damaged(path, f"it says that {name!r} is in {file!r}, which does not have it")
         whole = Box.whole(entry.shape)
-        pieces = (SavedPiece(file, name, whole, None),)
-        tensors[name] = SavedTensor(entry.dtype, entry.shape, pieces)
+        chunks = (SavedChunk(file, name, whole, None),)
+        tensors[name] = SavedTensor(entry.dtype, entry.shape, chunks)
     return Index(path.parent, tensors, _flat_node(tensors), digest=digest)
 
 
 def _check_file_name(path: Path, name: str) -> None:
-    """A file of a checkpoint lies in its folder, whatever the index says."""
+    """The files of a checkpoint are in its folder, whatever the index says."""
     if not name or name in (".", "..") or "/" in name or "\\" in name or "\0" in name:
         raise _damaged(path, f"it names the file {name[:60]!r}, which is not in its folder")
 

@@ -1,8 +1,8 @@
-"""Loading: what a state needs is looked up in the index, checked on all ranks, then copied.
+"""Loading: match a state with the index, check what it needs on all ranks, then copy it.
 
 Note [Nothing is half loaded]
-Names, shapes and the checksums of all bytes that are needed are checked on every rank before the
-first value is written, and a fault that one rank finds is raised on all.
+Names, shapes and the checksums of all needed bytes are checked on every rank before the first value
+is written; what one rank finds wrong, all raise.
 """
 
 from __future__ import annotations
@@ -35,42 +35,6 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
 from shardwise.random.draws import new_parts
 
-# Tensors for state that an object does not have yet, such as the moments of a new optimizer.
-
-
-def tensor_like(owner: Any, path: tuple[Any, ...], saved: SavedTensor) -> torch.Tensor:
-    """An empty tensor for what was saved at `path` of the state of `owner`.
-
-    The state of an optimizer lies like its parameter where it has the parameter's shape. What has
-    another shape is replicated over the parameter's mesh; a number, such as the count of steps, is
-    a plain tensor on the CPU, as torch makes it. Anything else is a plain tensor too.
-    """
-    parameter = _parameter(owner, path)
-    if parameter is not None and tuple(parameter.shape) == saved.shape:
-        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
-    if saved.shape and isinstance(parameter, DTensor):
-        grid = parameter._layout.grid
-        whole = (REPLICATE,) * grid.num_axes
-        stride = contiguous_stride(saved.shape)
-        layout = make_layout(grid, whole, saved.shape, stride, saved.dtype)
-        return DTensor._wrap(new_parts(layout, torch.device(grid.device_type)), layout)
-    device = parameter.device if parameter is not None and saved.shape else torch.device("cpu")
-    return torch.empty(saved.shape, dtype=saved.dtype, device=device)
-
-
-def _parameter(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
-    """The parameter that an entry of an optimizer's state belongs to."""
-    if len(path) < 3 or path[0] != "state" or not hasattr(owner, "param_groups"):
-        return None
-    key = path[1]
-    named = getattr(owner, "named_params", None)
-    if isinstance(key, str) and named is not None:
-        return dict(named).get(key)
-    unique = {id(p): p for group in owner.param_groups for p in group["params"]}
-    parameters = list(unique.values())
-    return parameters[key] if isinstance(key, int) and 0 <= key < len(parameters) else None
-
-
 Finish = Callable[[], Any]
 
 
@@ -78,8 +42,8 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
     """Read a checkpoint into a state, and return the state with the plain values that were saved.
 
     Tensors are written in place, in whatever layout, mesh and world they have now; objects get
-    their `load_state_dict`. Every rank calls it and reads what its own pieces need. A table may ask
-    for a part of what was saved; within a module, names must be the same unless `strict` is False.
+    their `load_state_dict`. Every rank calls it and reads what its own shards need. A dict may have
+    fewer keys than were saved; within a module, names must match unless `strict` is False.
     Hugging Face's folders and single safetensors files are read too.
     """
     wait_for_saves()
@@ -117,7 +81,7 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
 
 
 class _Matching:
-    """A state beside the tree that was saved: which tensor goes where."""
+    """Matches a state with the saved tree: which saved tensor goes into which target."""
 
     index: Index
     finish: Finish
@@ -136,7 +100,7 @@ class _Matching:
             )
 
     def requests(self, crew: Crew) -> list[ReadRequest]:
-        """The blocks that the ranks present need, each memory once."""
+        """The boxes that the ranks present need; shared memory is read once."""
         requests: list[ReadRequest] = []
         seen: set[tuple[Any, ...]] = set()
         for name, target in self._targets:
@@ -160,7 +124,7 @@ class _Matching:
     # -- walking -----------------------------------------------------------------------------
 
     def match(self, state: Any, node: Node, name: str) -> Finish:
-        """Collect the tensors of `state`; the result gives what it is after they are filled."""
+        """Collect the tensors of `state`; the result returns the state once they are filled."""
         if isinstance(state, nn.Module):
             return self._match_module(state, node, name)
         if is_tensor(state):
@@ -240,8 +204,8 @@ class _Matching:
                 in_place = False
 
         def finish() -> nn.Module:
-            # What the module holds itself is filled already; extra state and what a hook of the
-            # module made go the way that the module knows.
+            # The module's own tensors are filled in place; extra state, and what a hook made, go
+            # through its load_state_dict.
             if not in_place:
                 module.load_state_dict(filled, strict=self.strict)
             return module
@@ -258,7 +222,7 @@ class _Matching:
         return finish
 
     def _restored(self, owner: Any, now: Any, node: Node, path: tuple[Any, ...] = ()) -> Any:
-        """The saved tree of an object, its tensors where `now` has them or `owner` needs them."""
+        """The saved tree of an object, with the tensors of `now` or new ones as targets."""
         if isinstance(node, dict) and "tensor" in node:
             name = node["tensor"]
             saved = self.index.tensor(name)
@@ -287,7 +251,7 @@ class _Matching:
 
 
 def _no_tensor(name: str) -> Any:
-    raise AssertionError(f"{name} was taken for a plain value")
+    raise AssertionError(f"{name} is a tensor, not a plain value")
 
 
 def _has_targets(value: Any) -> bool:
@@ -302,6 +266,39 @@ def _tied(state: Mapping[str, Any]) -> dict[str, str]:
     return {name: first.setdefault(id(value), name) for name, value in state.items()}
 
 
-def _converts(saved: torch.dtype, asked: torch.dtype) -> bool:
-    """Floating-point numbers may change their precision; nothing else may change."""
-    return saved == asked or (saved.is_floating_point and asked.is_floating_point)
+def _converts(saved: torch.dtype, target: torch.dtype) -> bool:
+    """Floating-point dtypes convert into each other; others must be the same."""
+    return saved == target or (saved.is_floating_point and target.is_floating_point)
+
+
+def tensor_like(owner: Any, path: tuple[Any, ...], saved: SavedTensor) -> torch.Tensor:
+    """An empty tensor for state that `owner` does not have yet, such as moments of a new optimizer.
+
+    Optimizer state of the parameter's shape gets the parameter's layout. State of another shape is
+    replicated over the parameter's mesh; a scalar, such as the step count, is a plain tensor on the
+    CPU, as in torch. Anything else is a plain tensor too.
+    """
+    parameter = _parameter(owner, path)
+    if parameter is not None and tuple(parameter.shape) == saved.shape:
+        return torch.empty_like(parameter, dtype=saved.dtype, requires_grad=False)
+    if saved.shape and isinstance(parameter, DTensor):
+        grid = parameter._layout.grid
+        whole = (REPLICATE,) * grid.num_axes
+        stride = contiguous_stride(saved.shape)
+        layout = make_layout(grid, whole, saved.shape, stride, saved.dtype)
+        return DTensor._wrap(new_parts(layout, torch.device(grid.device_type)), layout)
+    device = parameter.device if parameter is not None and saved.shape else torch.device("cpu")
+    return torch.empty(saved.shape, dtype=saved.dtype, device=device)
+
+
+def _parameter(owner: Any, path: tuple[Any, ...]) -> torch.Tensor | None:
+    """The parameter that an entry of an optimizer's state belongs to."""
+    if len(path) < 3 or path[0] != "state" or not hasattr(owner, "param_groups"):
+        return None
+    key = path[1]
+    named = getattr(owner, "named_params", None)
+    if isinstance(key, str) and named is not None:
+        return dict(named).get(key)
+    unique = {id(p): p for group in owner.param_groups for p in group["params"]}
+    parameters = list(unique.values())
+    return parameters[key] if isinstance(key, int) and 0 <= key < len(parameters) else None

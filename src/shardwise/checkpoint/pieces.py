@@ -1,10 +1,10 @@
-"""Which pieces of a tensor the ranks present hold.
+"""The pieces of a tensor: the shards that the ranks present hold.
 
 Note [Pieces]
-A checkpoint knows a tensor as pieces: a rank, an offset in the global tensor, and a plain tensor
-whose memory is the tensor's own. An object with a shape and a dtype takes part by a method
-`__checkpoint_pieces__()` that returns a list of (rank, offset, tensor); it may have any number of
-pieces per rank and any tiling. In a simulated world the pieces of all ranks are present.
+To a checkpoint a tensor is a set of pieces: a rank, an offset in the global tensor, and a plain
+tensor that shares its memory. An object with a shape and a dtype takes part through a method
+`__checkpoint_pieces__()` that returns a list of (rank, offset, tensor), with any number of pieces
+per rank and any tiling. In a simulated world the pieces of all ranks are present.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from shardwise.simulation.ranks import rank_values
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A block of a tensor on one rank. What is written to `tensor` is written to the whole."""
+    """A box of a tensor on one rank; `tensor` shares its memory."""
 
     rank: int
     offset: tuple[int, ...]
@@ -47,9 +47,9 @@ class Pieces:
 
 def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     """The pieces of a tensor on the ranks present; a plain tensor is whole on each of them."""
-    told = getattr(value, "__checkpoint_pieces__", None)
-    if told is not None:
-        found = [Piece(rank, tuple(offset), part.detach()) for rank, offset, part in told()]
+    own = getattr(value, "__checkpoint_pieces__", None)
+    if own is not None:
+        found = [Piece(rank, tuple(offset), part.detach()) for rank, offset, part in own()]
         return Pieces(tuple(value.shape), value.dtype, found)
     if isinstance(value, DTensor):
         return _of_dtensor(value, name)
@@ -65,12 +65,12 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
 
 
 def is_partial(value: Any) -> bool:
-    """Whether ranks hold terms of a tensor, not parts of it."""
+    """Whether ranks hold terms of a sum, not shards."""
     return type(value) is DTensor and any(p.is_partial() for p in value.placements)
 
 
 def reduced(value: Any) -> Any:
-    """The tensor without terms: state that an optimizer took over from a Partial gradient."""
+    """The tensor with its Partial placements reduced: optimizer state made from such a gradient."""
     if not is_partial(value):
         return value
     placements = [Replicate() if p.is_partial() else p for p in value.placements]

@@ -1,4 +1,4 @@
-"""Reading parts of saved tensors: the stretches of a file that hold them, checked, then copied."""
+"""Reading boxes of saved tensors: contiguous reads of a file, checked, then copied."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from typing import Any
 
 import torch
 
-from shardwise.checkpoint.index import Index, SavedPiece, SavedTensor
+from shardwise.checkpoint.index import Index, SavedChunk, SavedTensor
 from shardwise.checkpoint.safetensors import TensorEntry, read_header
-from shardwise.checkpoint.write import BLOCK_BYTES, SLAB_BYTES, block_sum, bytes_of
+from shardwise.checkpoint.write import BLOCK_BYTES, BUFFER_BYTES, block_sum, bytes_of
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
-#: Rows up to this length are read whole although only a part is needed: fewer, longer reads.
+#: Rows up to this length are read whole even if only some columns are needed: fewer, longer reads.
 _WHOLE_ROW_BYTES = 64 << 10
 
 
 @dataclass(frozen=True, slots=True)
 class ReadRequest:
-    """A block of a saved tensor, and the memory it is wanted in."""
+    """A box of a saved tensor, and the memory to read it into."""
 
     name: str
     saved: SavedTensor
@@ -56,40 +56,40 @@ class Reader:
 
     def check(self, requests: Sequence[ReadRequest]) -> None:
         """Raise unless every byte that the requests need is there and fits its checksum."""
-        blocks: dict[SavedPiece, set[int]] = {}
-        names: dict[SavedPiece, str] = {}
+        blocks: dict[SavedChunk, set[int]] = {}
+        names: dict[SavedChunk, str] = {}
         for request in requests:
-            for piece, part in _parts(request):
-                entry = self._entry(piece, request)
-                names[piece] = request.name
-                touched = blocks.setdefault(piece, set())
-                for start, length, _ in stretches(part, piece.box, entry.dtype.itemsize):
+            for chunk, part in _parts(request):
+                entry = self._entry(chunk, request)
+                names[chunk] = request.name
+                touched = blocks.setdefault(chunk, set())
+                for start, length, _ in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
                     touched.update(range(start // BLOCK_BYTES, -(-(start + length) // BLOCK_BYTES)))
-        for piece, touched in blocks.items():
-            if piece.sums is not None:
-                self._check_blocks(piece, sorted(touched), names[piece])
+        for chunk, touched in blocks.items():
+            if chunk.sums is not None:
+                self._check_blocks(chunk, sorted(touched), names[chunk])
 
     def fill(self, requests: Sequence[ReadRequest]) -> None:
-        """Copy what is asked for into its memory."""
+        """Read each request into its memory."""
         for request in requests:
-            for piece, part in _parts(request):
-                entry = self._entry(piece, request)
-                for start, length, box in stretches(part, piece.box, entry.dtype.itemsize):
-                    self._copy(request, piece, entry, part, start, length, box)
+            for chunk, part in _parts(request):
+                entry = self._entry(chunk, request)
+                for start, length, box in contiguous_boxes(part, chunk.box, entry.dtype.itemsize):
+                    self._copy(request, chunk, entry, part, start, length, box)
 
     # -- files -------------------------------------------------------------------------------
 
     def path(self, file: str) -> Path:
         return self.index.folder / file
 
-    def _entry(self, piece: SavedPiece, request: ReadRequest) -> TensorEntry:
-        if piece.file not in self._entries:
-            self._entries[piece.file] = self._open(piece.file)
-        entry = self._entries[piece.file].get(piece.key)
-        if entry is None or (entry.dtype, entry.shape) != (request.saved.dtype, piece.box.sizes):
+    def _entry(self, chunk: SavedChunk, request: ReadRequest) -> TensorEntry:
+        if chunk.file not in self._entries:
+            self._entries[chunk.file] = self._open(chunk.file)
+        entry = self._entries[chunk.file].get(chunk.key)
+        if entry is None or (entry.dtype, entry.shape) != (request.saved.dtype, chunk.box.sizes):
             raise CheckpointError(
-                f"{self.path(piece.file)} is damaged: it has no {piece.key!r} of shape "
-                f"{piece.box.sizes} and {request.saved.dtype}, which is a piece of {request.name}."
+                f"{self.path(chunk.file)} is damaged: it has no {chunk.key!r} of shape "
+                f"{chunk.box.sizes} and {request.saved.dtype}, which is a piece of {request.name}."
             )
         return entry
 
@@ -122,23 +122,23 @@ class Reader:
 
     # -- checking and copying ----------------------------------------------------------------
 
-    def _check_blocks(self, piece: SavedPiece, blocks: Sequence[int], name: str) -> None:
-        entry = self._entries[piece.file][piece.key]
-        assert piece.sums is not None, "there is nothing to check a piece without checksums with"
+    def _check_blocks(self, chunk: SavedChunk, blocks: Sequence[int], name: str) -> None:
+        entry = self._entries[chunk.file][chunk.key]
+        assert chunk.sums is not None, "a chunk without checksums cannot be checked"
         for block in blocks:
             start = block * BLOCK_BYTES
             view = bytes_of(self._buffer(min(BLOCK_BYTES, entry.num_bytes - start)))
-            self._read(piece.file, entry.start + start, view)
-            if block_sum(view) != int(piece.sums[8 * block : 8 * block + 8], 16):
+            self._read(chunk.file, entry.start + start, view)
+            if block_sum(view) != int(chunk.sums[8 * block : 8 * block + 8], 16):
                 raise CheckpointError(
-                    f"{self.path(piece.file)} is damaged: bytes {entry.start + start} to "
+                    f"{self.path(chunk.file)} is damaged: bytes {entry.start + start} to "
                     f"{entry.start + start + view.nbytes}, of {name}, do not fit their checksum."
                 )
 
     def _copy(
         self,
         request: ReadRequest,
-        piece: SavedPiece,
+        chunk: SavedChunk,
         entry: TensorEntry,
         part: Box,
         start: int,
@@ -146,48 +146,48 @@ class Reader:
         box: Box,
     ) -> None:
         wanted = box.intersect(part)
-        assert wanted is not None, "a stretch holds some of what it is read for"
-        spot = request.target[wanted.within(request.box).slices]
+        assert wanted is not None, "a contiguous read holds some of what it is for"
+        target = request.target[wanted.within(request.box).slices]
         position = entry.start + start
-        direct = wanted == box and spot.dtype == entry.dtype and spot.is_contiguous()
-        if direct and spot.device.type == "cpu":
-            self._read(piece.file, position, bytes_of(spot))
+        direct = wanted == box and target.dtype == entry.dtype and target.is_contiguous()
+        if direct and target.device.type == "cpu":
+            self._read(chunk.file, position, bytes_of(target))
             return
         buffer = self._buffer(length)
-        self._read(piece.file, position, bytes_of(buffer))
+        self._read(chunk.file, position, bytes_of(buffer))
         read = buffer.view(entry.dtype).view(box.sizes)
-        spot.copy_(read[wanted.within(box).slices])
+        target.copy_(read[wanted.within(box).slices])
 
 
-def _parts(request: ReadRequest) -> Iterator[tuple[SavedPiece, Box]]:
-    """The saved pieces that a request touches, and the block that it takes from each."""
-    for piece in request.saved.pieces:
-        part = piece.box.intersect(request.box) if request.box.volume else None
+def _parts(request: ReadRequest) -> Iterator[tuple[SavedChunk, Box]]:
+    """The saved chunks that a request touches, and the box that it takes from each."""
+    for chunk in request.saved.chunks:
+        part = chunk.box.intersect(request.box) if request.box.volume else None
         if part is not None:
-            yield piece, part
+            yield chunk, part
 
 
-def stretches(part: Box, outer: Box, itemsize: int) -> Iterator[tuple[int, int, Box]]:
-    """Blocks of `outer` that lie in one stretch of its memory and together hold `part`.
+def contiguous_boxes(part: Box, outer: Box, itemsize: int) -> Iterator[tuple[int, int, Box]]:
+    """Boxes that are contiguous in the memory of `outer` and together hold `part`.
 
-    Each comes as the first byte, the number of bytes, and the block; none is much longer than a
-    slab. A block may be wider than `part` where rows are short.
+    Each comes as the first byte, the number of bytes, and the box; none is much longer than
+    `BUFFER_BYTES`. A box may be wider than `part` where rows are short.
 
-    >>> [box for *_, box in stretches(Box((1, 1), (2, 2)), Box.whole((4, 4)), 4)]
+    >>> [box for *_, box in contiguous_boxes(Box((1, 1), (2, 2)), Box.whole((4, 4)), 4)]
     [Box(offsets=(1, 0), sizes=(2, 4))]
     """
-    for box in _stretches(part, outer, itemsize, 0):
+    for box in _contiguous_boxes(part, outer, itemsize, 0):
         yield box.position_in(outer) * itemsize, box.volume * itemsize, box
 
 
-def _stretches(part: Box, outer: Box, itemsize: int, dim: int) -> Iterator[Box]:
+def _contiguous_boxes(part: Box, outer: Box, itemsize: int, dim: int) -> Iterator[Box]:
     if dim == len(part.sizes):
         yield part
         return
     row_bytes = math.prod(outer.sizes[dim + 1 :]) * itemsize
     whole_rows = part.sizes[dim + 1 :] == outer.sizes[dim + 1 :]
-    read_whole = row_bytes <= (SLAB_BYTES if whole_rows else _WHOLE_ROW_BYTES)
-    num_rows = max(SLAB_BYTES // row_bytes, 1) if read_whole else 1
+    read_whole = row_bytes <= (BUFFER_BYTES if whole_rows else _WHOLE_ROW_BYTES)
+    num_rows = max(BUFFER_BYTES // row_bytes, 1) if read_whole else 1
     for start in range(0, part.sizes[dim], num_rows):
         count = min(num_rows, part.sizes[dim] - start)
         rows = part.along(dim, start, count)
@@ -197,4 +197,4 @@ def _stretches(part: Box, outer: Box, itemsize: int, dim: int) -> Iterator[Box]:
                 (*rows.sizes[: dim + 1], *outer.sizes[dim + 1 :]),
             )
         else:
-            yield from _stretches(rows, outer, itemsize, dim + 1)
+            yield from _contiguous_boxes(rows, outer, itemsize, dim + 1)

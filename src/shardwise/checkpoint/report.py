@@ -1,4 +1,4 @@
-"""What a checkpoint holds, and whether all of it is sound."""
+"""What a checkpoint holds, and whether any of it is damaged."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwise.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class TensorReport:
-    """One tensor of a checkpoint, and where its pieces lie."""
+    """One tensor of a checkpoint, and its pieces: the chunks it was saved in."""
 
     name: str
     dtype: str
@@ -32,13 +32,13 @@ class CheckpointReport:
     """What `inspect` finds."""
 
     path: str
-    #: How many ranks saved it; None for a checkpoint that is not of shardwise.
+    #: How many ranks saved it; None for a checkpoint that shardwise did not write.
     num_ranks: int | None
     num_bytes: int
     #: Bytes of each file.
     files: dict[str, int]
     tensors: tuple[TensorReport, ...]
-    #: Names that stand for the tensor of another name.
+    #: Tied names: name -> the name that the tensor is saved under.
     ties: dict[str, str]
     #: The saved state, with the name of each tensor in its place.
     state: Any
@@ -60,7 +60,7 @@ class Verdict:
 def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
     """What a checkpoint holds. Reads the index and the headers, no tensor."""
     index = read_index(Path(path))
-    names = sorted({piece.file for t in index.tensors.values() for piece in t.pieces})
+    names = sorted({chunk.file for t in index.tensors.values() for chunk in t.chunks})
     return CheckpointReport(
         path=str(path),
         num_ranks=index.num_ranks,
@@ -83,7 +83,7 @@ def _size(index: Index, name: str) -> int:
 
 
 def _report(name: str, tensor: SavedTensor) -> TensorReport:
-    pieces = tuple((p.file, *p.box) for p in tensor.pieces)
+    pieces = tuple((p.file, *p.box) for p in tensor.chunks)
     dtype = str(tensor.dtype).removeprefix("torch.")
     return TensorReport(name, dtype, tensor.shape, tensor.num_bytes, pieces)
 
@@ -97,10 +97,10 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
         return Verdict(0, (str(error),))
     with Reader(index) as reader:
         for name, tensor in index.tensors.items():
-            for piece in tensor.pieces:
-                one = SavedTensor(tensor.dtype, tensor.shape, (piece,))
-                # A check looks at boxes only; no memory is needed.
-                request = ReadRequest(name, one, piece.box, torch.empty(0))
+            for chunk in tensor.chunks:
+                one = SavedTensor(tensor.dtype, tensor.shape, (chunk,))
+                # A check uses boxes only; no memory is needed.
+                request = ReadRequest(name, one, chunk.box, torch.empty(0))
                 try:
                     reader.check([request])
                 except CheckpointError as error:

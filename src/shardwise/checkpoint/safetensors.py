@@ -1,9 +1,9 @@
 """The safetensors format: eight bytes of length, a JSON header, and the raw bytes of tensors.
 
 Note [Bounded headers]
-A header is read before anything in it is believed, so its length is held to `MAX_HEADER_BYTES` and
-to the size of the file, its density of brackets to what tables of tensors have, and every number in
-it to the bytes that are there. Nothing is allocated by what a header claims.
+A header is untrusted input. Its length is limited to `MAX_HEADER_BYTES` and the size of the file,
+its density of brackets to what tables of tensors have, and every number in it to the bytes of the
+file. No allocation depends on what a header claims.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import torch
 from shardwise.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
-#: Tensors may begin where any dtype can; readers that map the file rely on it.
+#: Of the first tensor; readers that map the file rely on it.
 _ALIGNMENT = 8
 
 DTYPES: dict[str, torch.dtype] = {
@@ -70,7 +70,7 @@ class Header:
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """How the format spells a dtype."""
+    """The format's name of a dtype."""
     if dtype not in DTYPE_NAMES:
         raise CheckpointError(
             f"{what} is {dtype}, which safetensors files cannot hold; convert it to one of "
@@ -141,7 +141,7 @@ def read_header(path: Path) -> Header:
 
 def bounded_json(raw: bytes, what: str) -> dict[str, Any]:
     """The JSON object in `raw`; see Note [Bounded headers]."""
-    # A list costs 20 times its two letters: what is mostly brackets is no table of tensors.
+    # A parsed list takes 20 times its two characters: refuse what is mostly brackets.
     if raw.count(b"[") + raw.count(b"{") > 64 + len(raw) // 8:
         raise CheckpointError(f"{what} is damaged or foreign: it is no table of tensors.")
     try:
@@ -186,7 +186,7 @@ def natural_numbers(value: Any) -> bool:
 def _check_cover(
     path: Path, entries: Mapping[str, TensorEntry], first: int, file_bytes: int
 ) -> None:
-    """Tensors lie one after the other and fill the file."""
+    """Tensors follow each other without gaps and fill the file."""
     position = first
     for entry in sorted(entries.values(), key=lambda e: (e.start, e.num_bytes)):
         if entry.start != position:

@@ -1,10 +1,12 @@
-"""Saving: every rank writes the pieces that fell to it, and rank 0 makes the checkpoint appear.
+"""Saving: every rank writes the chunks assigned to it, and rank 0 publishes the checkpoint.
+
+Replicas of a shard are written once, by one of the ranks that hold them, balanced in bytes.
 
 Note [Whole or not at all]
-A checkpoint is written to a folder with another name. When the files of all ranks are synced, rank
-0 adds the index and renames the folder; until then there is no checkpoint of that name. A save that
-fails on one rank fails on all, and its folder is removed; what a killed save leaves is removed by
-the next save of that name.
+A checkpoint is written to a folder with a temporary name. When the files of all ranks are synced,
+rank 0 adds the index and renames the folder; until then there is no checkpoint of that name. A save
+that fails on one rank fails on all, and its folder is removed. The next save of that name removes
+what a killed one left.
 """
 
 from __future__ import annotations
@@ -23,24 +25,22 @@ import torch
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import (
     INDEX_NAME,
+    SavedChunk,
     SavedFile,
-    SavedPiece,
     SavedTensor,
     half_name,
     pack_index,
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
 from shardwise.checkpoint.tree import Node, make_tree, merge
-from shardwise.checkpoint.write import TensorFile, slabs_of, sync_folder, write_synced
+from shardwise.checkpoint.write import TensorFile, buffers_of, sync_folder, write_synced
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
-
-# Who writes what: each piece once, by one of the ranks that hold it, evenly in bytes.
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBoxes:
-    """What a rank tells of a tensor: the whole, and the blocks that it holds."""
+    """A global tensor, and the boxes of it that one rank holds."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -49,7 +49,7 @@ class HeldBoxes:
 
 @dataclass(frozen=True, slots=True)
 class ChunkToWrite:
-    """A piece that has found its writer."""
+    """A box of a tensor that one rank writes."""
 
     name: str
     dtype: torch.dtype
@@ -60,8 +60,8 @@ class ChunkToWrite:
         return self.box.volume * self.dtype.itemsize
 
 
-def share_out(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite]]:
-    """The pieces that each rank writes. The same on every rank, since all get the same tables."""
+def assign_chunks(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite]]:
+    """The chunks that each rank writes; the same on every rank, as all have the same input."""
     holders: dict[str, dict[Box, list[int]]] = {}
     wholes: dict[str, tuple[int, HeldBoxes]] = {}
     for rank, table in enumerate(held):
@@ -76,42 +76,42 @@ def share_out(held: Sequence[Mapping[str, HeldBoxes]]) -> list[list[ChunkToWrite
             for box in mine.boxes:
                 if rank not in boxes.setdefault(box, []):
                     boxes[box].append(rank)
-    shares = []
+    chunks = []
     for name, boxes in holders.items():
         whole = wholes[name][1]
         why = why_not_tiled(list(boxes), whole.shape)
         if why is not None:
             raise CheckpointError(f"The ranks do not hold {name} as pieces of one tensor: {why}.")
-        # A tensor without elements has one piece nevertheless, so that its dtype is kept.
+        # A tensor without elements has one chunk too, which keeps its dtype.
         full = [box for box in boxes if box.volume] or list(boxes)[:1]
-        shares += [(ChunkToWrite(name, whole.dtype, box), boxes[box]) for box in full]
-    return _balanced(shares, len(held))
+        chunks += [(ChunkToWrite(name, whole.dtype, box), boxes[box]) for box in full]
+    return _balanced(chunks, len(held))
 
 
 def _balanced(
-    shares: Sequence[tuple[ChunkToWrite, list[int]]], num_ranks: int
+    chunks: Sequence[tuple[ChunkToWrite, list[int]]], num_ranks: int
 ) -> list[list[ChunkToWrite]]:
     loads = [0] * num_ranks
     mine: list[list[tuple[int, ChunkToWrite]]] = [[] for _ in range(num_ranks)]
-    # Pieces with one holder first, then the largest: what can go anywhere fills the gaps.
+    # Chunks with one holder first, then the largest: replicated ones fill the gaps.
     order = sorted(
-        range(len(shares)), key=lambda i: (len(shares[i][1]) > 1, -shares[i][0].num_bytes, i)
+        range(len(chunks)), key=lambda i: (len(chunks[i][1]) > 1, -chunks[i][0].num_bytes, i)
     )
     for i in order:
-        share, ranks = shares[i]
+        chunk, ranks = chunks[i]
         writer = min(ranks, key=lambda r: (loads[r], r))
-        loads[writer] += share.num_bytes
-        mine[writer].append((i, share))
-    return [[share for _, share in sorted(row, key=lambda pair: pair[0])] for row in mine]
+        loads[writer] += chunk.num_bytes
+        mine[writer].append((i, chunk))
+    return [[chunk for _, chunk in sorted(row, key=lambda pair: pair[0])] for row in mine]
 
 
-#: How much of its pieces a rank copies, at most, before an asynchronous save goes on without it.
+#: How many bytes a rank copies, at most, so that an asynchronous save can return.
 COPY_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
-class _Told:
-    """What a rank tells the others before anything is written."""
+class _RankState:
+    """What a rank has to save; exchanged before anything is written."""
 
     held: dict[str, HeldBoxes]
     node: Node
@@ -120,17 +120,17 @@ class _Told:
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What a rank tells of its file: None where it had nothing to write."""
+    """The file that a rank has written, with its chunks; None if it had nothing to write."""
 
     file: str | None
     saved: SavedFile | None
-    pieces: list[tuple[str, SavedPiece]]
+    chunks: list[tuple[str, SavedChunk]]
 
 
 def save(state: Any, path: str | os.PathLike[str]) -> None:
-    """Save a module, an optimizer, a tensor, or a table of them and of plain values, to a folder.
+    """Save a module, an optimizer, a tensor, or a dict of them and of plain values, to a folder.
 
-    Every rank calls it. Each piece is written by one of the ranks that hold it, into one
+    Every rank calls it. Each shard is written by one of the ranks that hold it, into one
     safetensors file per rank; plain tensors and values must be the same on all ranks. The folder
     must not exist.
 
@@ -151,8 +151,8 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
 def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = COPY_BYTES) -> Saving:
     """Like `save`, but return as soon as the state may change again.
 
-    A rank copies at most `copy_bytes` of the pieces that it writes. What is beyond that is written
-    before this returns. One save runs at a time: the next save or load waits for it.
+    A rank copies at most `copy_bytes` of what it writes, and writes the rest before this returns.
+    One save runs at a time: the next save or load waits for it.
     """
     if copy_bytes < 0:
         raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
@@ -194,7 +194,7 @@ _in_flight: list[Saving] = []
 
 
 def wait_for_saves() -> None:
-    """Wait for a save in the background, and raise what went wrong there if nobody asked."""
+    """Wait for saves in the background; raise their errors unless `result()` already did."""
     while _in_flight:
         _in_flight[0].result()
 
@@ -204,24 +204,24 @@ class _Job:
 
     def __init__(self, state: Any, path: Path) -> None:
         wait_for_saves()
-        # A name that is given from another folder later is the same name.
+        # The background thread must not depend on the current folder.
         self.path = path.absolute()
         self.half = self.path.parent / half_name(self.path.name)
         self.crew: Crew = current_crew()
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
-        told = self.crew.together(lambda: self._tell(state))
-        self._node, self._ties = told[0].node, told[0].ties
+        states = self.crew.together(lambda: self._rank_states(state))
+        self._node, self._ties = states[0].node, states[0].ties
         self._wholes: dict[str, HeldBoxes] = {}
-        for one in told:
+        for one in states:
             self._node = merge(self._node, one.node)
             self._ties = {**self._ties, **one.ties}
             self._wholes.update(one.held)
-        self.shares = share_out([one.held for one in told])
+        self.chunks = assign_chunks([one.held for one in states])
         self.crew.once(self._make_folder)
 
     # -- before writing ----------------------------------------------------------------------
 
-    def _tell(self, state: Any) -> list[_Told]:
+    def _rank_states(self, state: Any) -> list[_RankState]:
         tree = make_tree(state)
         held: list[dict[str, HeldBoxes]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
@@ -233,7 +233,7 @@ class _Job:
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
                 held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
-        return [_Told(table, tree.node, tree.ties) for table in held]
+        return [_RankState(table, tree.node, tree.ties) for table in held]
 
     def _make_folder(self) -> None:
         if self.path.exists():
@@ -251,7 +251,7 @@ class _Job:
         self._finish([None] * len(self.crew.present))
 
     def start(self, copy_bytes: int) -> None:
-        """Write what is beyond `copy_bytes` and copy the rest, so that the state may change."""
+        """Copy up to `copy_bytes` and write the rest, so that the state may change."""
         self._begun: list[_RankFile | None] = []
 
         def begin() -> list[None]:
@@ -275,7 +275,7 @@ class _Job:
     def _finish(self, begun: Sequence[_RankFile | None]) -> None:
         try:
             written = self.crew.together(lambda: self._write(begun))
-            self.crew.once(lambda: self._appear(written))
+            self.crew.once(lambda: self._publish(written))
         except BaseException:
             self._drop()
             raise
@@ -293,14 +293,14 @@ class _Job:
         if self.crew.leads:
             shutil.rmtree(self.half, ignore_errors=True)
 
-    def _appear(self, written: Sequence[_Written]) -> None:
+    def _publish(self, written: Sequence[_Written]) -> None:
         files = {w.file: w.saved for w in written if w.file is not None and w.saved is not None}
-        pieces: dict[str, list[SavedPiece]] = {}
+        chunks: dict[str, list[SavedChunk]] = {}
         for one in written:
-            for name, piece in one.pieces:
-                pieces.setdefault(name, []).append(piece)
+            for name, chunk in one.chunks:
+                chunks.setdefault(name, []).append(chunk)
         tensors = {
-            name: SavedTensor(whole.dtype, whole.shape, tuple(pieces[name]))
+            name: SavedTensor(whole.dtype, whole.shape, tuple(chunks[name]))
             for name, whole in self._wholes.items()
         }
         data = pack_index(tensors, self._node, self._ties, files, self.crew.size)
@@ -313,45 +313,45 @@ class _Job:
 
 
 class _RankFile:
-    """The file of one rank: some pieces may be written before others."""
+    """The file of one rank: some chunks may be written before others."""
 
     def __init__(self, job: _Job, rank: int) -> None:
-        self._shares = job.shares[rank]
-        writers = [r for r, shares in enumerate(job.shares) if shares]
+        self._chunks = job.chunks[rank]
+        writers = [r for r, chunks in enumerate(job.chunks) if chunks]
         self._file: TensorFile | None = None
-        self._done: list[tuple[str, SavedPiece]] = []
-        if not self._shares:
+        self._done: list[tuple[str, SavedChunk]] = []
+        if not self._chunks:
             return
         number = f"{writers.index(rank) + 1:05d}-of-{len(writers):05d}"
         self._name = f"model-{number}.safetensors"
-        self._keys = _keys(self._shares)
-        table = {k: (s.dtype, s.box.sizes) for k, s in zip(self._keys, self._shares, strict=True)}
-        self._values = [job._values[rank, s.name, s.box] for s in self._shares]
+        self._keys = _keys(self._chunks)
+        table = {k: (s.dtype, s.box.sizes) for k, s in zip(self._keys, self._chunks, strict=True)}
+        self._values = [job._values[rank, s.name, s.box] for s in self._chunks]
         self._file = TensorFile(job.half / self._name, table, {"format": "pt"})
 
     def write_beyond(self, copy_bytes: int) -> int:
-        """Write pieces until at most `copy_bytes` are left, and copy those; how many are copied."""
-        left = sum(share.num_bytes for share in self._shares)
+        """Write chunks until at most `copy_bytes` are left; copy those and return their bytes."""
+        left = sum(chunk.num_bytes for chunk in self._chunks)
         while left > copy_bytes:
-            left -= self._shares[len(self._done)].num_bytes
+            left -= self._chunks[len(self._done)].num_bytes
             self._write_next()
-        for place in range(len(self._done), len(self._shares)):
+        for place in range(len(self._done), len(self._chunks)):
             self._values[place] = torch.clone(self._values[place].to("cpu"))
         return left
 
     def _write_next(self) -> None:
         place = len(self._done)
-        share, key = self._shares[place], self._keys[place]
-        assert self._file is not None, "a rank with pieces has a file"
-        sums = self._file.write(key, slabs_of(self._values[place]))
+        chunk, key = self._chunks[place], self._keys[place]
+        assert self._file is not None, "a rank with chunks has a file"
+        sums = self._file.write(key, buffers_of(self._values[place]))
         self._values[place] = torch.empty(0)  # a copy is not needed any more
-        self._done.append((share.name, SavedPiece(self._name, key, share.box, sums)))
+        self._done.append((chunk.name, SavedChunk(self._name, key, chunk.box, sums)))
 
     def write_rest(self) -> _Written:
         if self._file is None:
             return _Written(None, None, [])
         with self._file as file:
-            while len(self._done) < len(self._shares):
+            while len(self._done) < len(self._chunks):
                 self._write_next()
             file.sync()
         saved = SavedFile(file.num_bytes, zlib.crc32(file.header))
@@ -362,14 +362,14 @@ class _RankFile:
             self._file.close()
 
 
-def _keys(shares: Sequence[ChunkToWrite]) -> list[str]:
-    """The keys of pieces in one file: the name, with the offset where a file has several."""
-    names = [share.name for share in shares]
+def _keys(chunks: Sequence[ChunkToWrite]) -> list[str]:
+    """The keys of chunks in a file: the name, with the offset if a tensor has several there."""
+    names = [chunk.name for chunk in chunks]
     keys = []
-    for share in shares:
-        several = names.count(share.name) > 1
-        offset = ",".join(map(str, share.box.offsets))
-        keys.append(f"{share.name}[{offset}]" if several else share.name)
+    for chunk in chunks:
+        several = names.count(chunk.name) > 1
+        offset = ",".join(map(str, chunk.box.offsets))
+        keys.append(f"{chunk.name}[{offset}]" if several else chunk.name)
     if len(set(keys)) != len(keys):
         raise CheckpointError("Two pieces of a file have one key: a name ends like an offset.")
     return keys

@@ -48,7 +48,7 @@ class Checkpoints:
         return sorted(int(m[1]) for m in names)
 
     def latest(self) -> int | None:
-        """The last step with a whole checkpoint; rank 0 looks, and all ranks get its answer."""
+        """The last step with a whole checkpoint, as rank 0 sees it, on every rank."""
         wait_for_saves()
         crew = current_crew()
 
@@ -64,7 +64,7 @@ class Checkpoints:
         self._trim()
 
     def save_async(self, step: int, state: Any, *, copy_bytes: int = COPY_BYTES) -> Saving:
-        """Save a step in the background; what is beyond `keep` goes when the next save begins."""
+        """Save a step in the background; the next save removes what is beyond `keep`."""
         wait_for_saves()
         self._trim()
         return save_async(state, self.path(step), copy_bytes=copy_bytes)
@@ -83,7 +83,7 @@ class Checkpoints:
     def _remove_old(self) -> None:
         assert self.keep is not None, "without a number, nothing is removed"
         for step in self.steps()[: -self.keep]:
-            # Renamed first: what is half removed must not look like a checkpoint.
+            # Renamed first: a half removed folder must not look like a checkpoint.
             gone = self.folder / f".{self.path(step).name}.removed"
             self.path(step).rename(gone)
         for leftover in self.folder.glob(".step-*.removed"):

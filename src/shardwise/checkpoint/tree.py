@@ -1,7 +1,7 @@
-"""States as trees: what a module, an optimizer or a table of values consists of, as JSON.
+"""States as JSON trees: modules, optimizers, dicts of them and of plain values.
 
-A tree has tables, lists, tuples, plain values and tensors. As JSON, a plain value is itself and
-everything else is an object with one word that says what it is:
+A tree has dicts, lists, tuples, plain values and tensors. In JSON, a plain value is itself and
+everything else is an object whose only key names its kind:
 
     {"dict": [["step", 3], ["model", {"dict": [["weight", {"tensor": "model.weight"}]]}]]}
 """
@@ -29,17 +29,17 @@ class Tree:
 
     node: Node = None
     tensors: dict[str, Any] = field(default_factory=dict)
-    #: Names whose tensor is that of another name, such as tied weights.
+    #: Tied names: name -> the name that the tensor has in `tensors`.
     ties: dict[str, str] = field(default_factory=dict)
 
 
 def is_tensor(value: Any) -> bool:
-    """Whether a value is stored in pieces: a tensor, or what says which pieces it has."""
+    """Whether a value is saved as a tensor; see Note [Pieces]."""
     return isinstance(value, torch.Tensor) or hasattr(value, "__checkpoint_pieces__")
 
 
 def is_stateful(value: Any) -> bool:
-    """Whether a value is an object that tells its state and takes it back."""
+    """Whether a value has `state_dict` and `load_state_dict`."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
@@ -53,7 +53,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def make_tree(state: Any) -> Tree:
-    """Take a state apart.
+    """Encode a state.
 
     >>> make_tree({"lr": 0.5, "betas": (1, 2)}).node
     {'dict': [['lr', 0.5], ['betas', {'tuple': [1, 2]}]]}
@@ -112,7 +112,7 @@ def _encode_plain(value: Any, name: str) -> Node:
 
 
 def merge(one: Node, other: Node, where: str = "") -> Node:
-    """One tree out of those of two ranks: tables may have keys that the other lacks.
+    """Merge the trees of two ranks: dicts may have keys that the other lacks.
 
     >>> merge({"dict": [["a", 1]]}, {"dict": [["a", 1], ["b", 2]]})
     {'dict': [['a', 1], ['b', 2]]}
@@ -133,14 +133,14 @@ def merge(one: Node, other: Node, where: str = "") -> Node:
 
 
 def children(node: Node) -> dict[Any, Node] | None:
-    """The items of a table, by key; None for anything else."""
+    """The items of a dict, by key; None for anything else."""
     if isinstance(node, dict) and isinstance(node.get("dict"), list):
         return dict(node["dict"])
     return None
 
 
 def decode(node: Node, tensor_of: Callable[[str], Any]) -> Any:
-    """The value that JSON stands for; `tensor_of` gives the tensor of a name."""
+    """The value of a node; `tensor_of` returns the tensor of a name."""
     if not isinstance(node, dict):
         return node
     ((word, content),) = node.items()

@@ -1,4 +1,4 @@
-"""Checkpoints made whole: every tensor in one piece, as other tools read them."""
+"""Convert checkpoints so that every tensor is one chunk, as other tools read them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import torch
 from shardwise.checkpoint.index import (
     INDEX_NAME,
     Index,
+    SavedChunk,
     SavedFile,
-    SavedPiece,
     SavedTensor,
     half_name,
     pack_index,
     read_index,
 )
 from shardwise.checkpoint.read import Reader, ReadRequest
-from shardwise.checkpoint.write import SLAB_BYTES, TensorFile, bytes_of, sync_folder, write_synced
+from shardwise.checkpoint.write import BUFFER_BYTES, TensorFile, bytes_of, sync_folder, write_synced
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
 
@@ -40,8 +40,8 @@ def convert(
     `source` is a checkpoint of shardwise, a folder of Hugging Face's, or one safetensors file.
     A `target` that ends in `.safetensors` is one file, which holds tensors only; anything else is
     a folder of files of at most `max_file_bytes` (or one tensor) each, with an index that keeps
-    plain values and adds checksums. `prefix` picks the tensors whose names begin so and cuts it
-    off, such as `"model."` of a checkpoint that holds an optimizer too; plain values then go.
+    plain values and adds checksums. `prefix` selects the tensors whose names begin so and
+    strips it, such as `"model."` of a checkpoint with an optimizer; plain values are dropped.
     """
     index = _picked(read_index(Path(source).absolute()), prefix)
     path = Path(target).absolute()
@@ -76,17 +76,17 @@ def _picked(index: Index, prefix: str) -> Index:
         raise CheckpointError(
             f"No tensor in {index.folder} has a name that begins with {prefix!r}."
         )
-    # A tie may lead outside of what is picked: then the tensor comes along under this name.
-    cut = {n: n[len(prefix) :] for n in names}
+    # A tie may lead outside of the selection: then the tensor is kept under this name.
+    short = {n: n[len(prefix) :] for n in names}
     tensors: dict[str, SavedTensor] = {}
     ties: dict[str, str] = {}
     for name in names:
         owner = index.ties.get(name, name)
-        if owner != name and owner in cut:
-            ties[cut[name]] = cut[owner]
+        if owner != name and owner in short:
+            ties[short[name]] = short[owner]
         else:
-            tensors[cut[name]] = index.tensors[owner]
-    node = {"dict": [[n, {"tensor": n}] for n in cut.values()]}
+            tensors[short[name]] = index.tensors[owner]
+    node = {"dict": [[n, {"tensor": n}] for n in short.values()]}
     return Index(index.folder, tensors, node, ties, index.files)
 
 
@@ -101,8 +101,8 @@ def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
         for name in names:
             saved = index.tensors[name]
             whole = Box.whole(saved.shape)
-            piece = SavedPiece(file, name, whole, sums[name])
-            tensors[name] = SavedTensor(saved.dtype, saved.shape, (piece,))
+            chunk = SavedChunk(file, name, whole, sums[name])
+            tensors[name] = SavedTensor(saved.dtype, saved.shape, (chunk,))
     data = pack_index(tensors, index.node, index.ties, files, 1)
     write_synced(half / INDEX_NAME, data)
     sync_folder(half)
@@ -134,7 +134,7 @@ def _write_file(
 def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
     """The bytes of a tensor in row-major order, some rows at a time, checked."""
     saved = reader.index.tensors[name]
-    for box in _slabs(Box.whole(saved.shape), saved.dtype.itemsize):
+    for box in _row_boxes(Box.whole(saved.shape), saved.dtype.itemsize):
         rows = torch.empty(box.sizes, dtype=saved.dtype)
         request = [ReadRequest(name, saved, box, rows)]
         reader.check(request)
@@ -142,12 +142,12 @@ def _whole_rows(reader: Reader, name: str) -> Iterator[memoryview]:
         yield bytes_of(rows)
 
 
-def _slabs(whole: Box, itemsize: int) -> Iterator[Box]:
-    """Blocks of whole rows that follow each other in memory."""
-    if not whole.sizes or whole.volume * itemsize <= SLAB_BYTES:
+def _row_boxes(whole: Box, itemsize: int) -> Iterator[Box]:
+    """Boxes of whole rows, in order, of about `BUFFER_BYTES`."""
+    if not whole.sizes or whole.volume * itemsize <= BUFFER_BYTES:
         yield whole
         return
     total = whole.sizes[0]
-    num_rows = max(SLAB_BYTES * total // (whole.volume * itemsize), 1)
+    num_rows = max(BUFFER_BYTES * total // (whole.volume * itemsize), 1)
     for start in range(0, total, num_rows):
         yield whole.along(0, start, min(num_rows, total - start))

@@ -1,4 +1,17 @@
-"""Writing one rank's file, block by block; see Note [Checksums by block]."""
+"""Writing one rank's file, block by block, with checksums.
+
+Note [Checksums by block]
+Every chunk has a checksum per `BLOCK_BYTES` of it. A reader that needs a box of a chunk reads and
+checks only the blocks around that box. The sums are in the index, so a file is plain safetensors.
+
+Note [Rows and columns]
+A block is a matrix of 64-bit words, 1024 to a row, padded with zeros. Its checksum is the CRC-32 of
+two vectors: the xor of each column, and per row the sum of the words times fixed odd weights,
+modulo 2**64. That is several times as fast as a CRC over all bytes. Damage that one vector does not
+show, the other does: an even number of flips in a column is in several rows, and one changed word
+in a row always changes the row's sum. What is left is the chance of a CRC collision, one in four
+thousand million.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +28,9 @@ import torch
 
 from shardwise.checkpoint.safetensors import TensorEntry, pack_header
 
-# Checksums of blocks, several times as fast as a CRC over all bytes.
-#
-# Note [Checksums by block] Every piece has a checksum per `BLOCK_BYTES` of it. A reader that
-# needs a part of a piece reads and checks the blocks around that part only. The sums are in the
-# index, so a file is plain safetensors.
-#
-# Note [Rows and columns] A block is a matrix of 64-bit words, 1024 to a row, filled up with
-# zeros. Its checksum is the CRC-32 of two vectors: the xor of each column, and per row the sum of
-# the words times fixed odd weights, modulo 2**64. A damage that one of the two does not see, the
-# other does: an even number of flips in a column lies in several rows, and one word that changes
-# in a row always changes the row's sum. What is left to chance is that of the CRC, one in four
-# thousand million.
-
 BLOCK_BYTES = 1 << 20
+#: The most that is copied at a time, to the CPU or into contiguous memory.
+BUFFER_BYTES = 4 << 20
 _ROW_WORDS = 1024
 _ROW_BYTES = 8 * _ROW_WORDS
 
@@ -90,14 +92,8 @@ class Sums:
         return "".join(f"{number:08x}" for number in self._done)
 
 
-# MERGED
-
-#: The most that is copied at a time: to the CPU, or into one stretch of memory.
-SLAB_BYTES = 4 << 20
-
-
 class TensorFile:
-    """A safetensors file that is being written: the header first, then pieces in any order."""
+    """A safetensors file that is being written: the header first, then chunks in any order."""
 
     def __init__(
         self,
@@ -118,13 +114,13 @@ class TensorFile:
     def num_bytes(self) -> int:
         return len(self.header) + sum(entry.num_bytes for entry in self._entries.values())
 
-    def write(self, key: str, slabs: Iterator[memoryview]) -> str:
-        """Write the bytes of a tensor; the checksums of its blocks."""
+    def write(self, key: str, buffers: Iterator[memoryview]) -> str:
+        """Write the bytes of a tensor; returns the checksums of its blocks."""
         entry: TensorEntry = self._entries[key]
         position, sums = entry.start, Sums()
-        for slab in slabs:
-            for start in range(0, slab.nbytes, BLOCK_BYTES):
-                block = slab[start : start + BLOCK_BYTES]
+        for buffer in buffers:
+            for start in range(0, buffer.nbytes, BLOCK_BYTES):
+                block = buffer[start : start + BLOCK_BYTES]
                 sums.add(block)  # while it is in the cache
                 _write_all(self._file, block, position)
                 position += block.nbytes
@@ -154,22 +150,22 @@ def _write_all(file: int, data: memoryview, position: int) -> None:
         data, position = data[written:], position + written
 
 
-def slabs_of(tensor: torch.Tensor) -> Iterator[memoryview]:
-    """The bytes of a tensor in row-major order; no more than a slab is copied at a time."""
+def buffers_of(tensor: torch.Tensor) -> Iterator[memoryview]:
+    """The bytes of a tensor in row-major order; at most `BUFFER_BYTES` are copied at a time."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if tensor.device.type == "cpu" and tensor.is_contiguous():
         yield bytes_of(tensor)
-    elif tensor.dim() == 0 or tensor.numel() * tensor.element_size() <= SLAB_BYTES:
+    elif tensor.dim() == 0 or tensor.numel() * tensor.element_size() <= BUFFER_BYTES:
         yield bytes_of(tensor.cpu().contiguous())
     else:
         row_bytes = tensor[0].numel() * tensor.element_size()
-        num_rows = SLAB_BYTES // max(row_bytes, 1)
+        num_rows = BUFFER_BYTES // max(row_bytes, 1)
         for start in range(0, len(tensor), max(num_rows, 1)):
             rows = tensor[start : start + max(num_rows, 1)]
             if num_rows:
                 yield bytes_of(rows.cpu().contiguous())
             else:
-                yield from slabs_of(rows[0])
+                yield from buffers_of(rows[0])
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -179,7 +175,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder last."""
+    """Sync the names in a folder to disk."""
     number = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(number)

@@ -1,7 +1,7 @@
 """One rank's batch, checked: where the ids and bags of each feature begin.
 
-A batch that does not fit is no exception yet: the other ranks wait for this one, so the complaint
-travels with the counts and is raised on every rank; see Note [Agreement].
+An invalid batch does not raise here, as other ranks wait for this one: the fault is sent with the
+counts and raised on every rank; see Note [Agreement].
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class FeatureBags:
     values: torch.Tensor
     lengths: torch.Tensor
     weights: torch.Tensor | None
-    #: Feature i has the ids from ids_from[i] up to ids_to[i], and the bags likewise.
+    #: Feature i has ids ids_from[i] to ids_to[i], and num_bags[i] bags from bags_from[i] on.
     ids_from: tuple[int, ...]
     ids_to: tuple[int, ...]
     bags_from: tuple[int, ...]
     num_bags: tuple[int, ...]
-    #: Whether the weights want a gradient.
+    #: Whether the weights require grad.
     weights_train: bool = False
 
     def ids_of(self, feature: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ class FeatureBags:
         return self.lengths[start : start + self.num_bags[feature]]
 
     def weights_of(self, feature: int) -> torch.Tensor:
-        assert self.weights is not None, "asked for the weights of a batch that has none"
+        assert self.weights is not None, "a batch without weights"
         return self.weights[self.ids_from[feature] : self.ids_to[feature]]
 
     def num_ids(self, feature: int) -> int:
@@ -59,21 +59,21 @@ def bags_of(
 ) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
-    Features that are put `side_by_side` need equally many.
+    With `side_by_side`, all features need the same number of bags.
     """
     features, lengths = batch.features, batch.lengths
     owners = {feature: table for table in tables for feature in table.features}
-    complaint = _names_complaint(tables, owners, features)
-    if complaint is not None:
-        return complaint
+    fault = _names_fault(tables, owners, features)
+    if fault is not None:
+        return fault
     sizes = _sizes(owners, batch)
     if isinstance(sizes, Fault):
         return sizes
-    complaint = _lengths_complaint(batch, owners, sizes) or (
-        _uneven_complaint(features, owners, sizes) if side_by_side else None
+    fault = _lengths_fault(batch, owners, sizes) or (
+        _uneven_fault(features, owners, sizes) if side_by_side else None
     )
-    if complaint is not None:
-        return complaint
+    if fault is not None:
+        return fault
     bag_starts = list(itertools.accumulate(sizes, initial=0))
     id_starts = _id_starts(lengths, sizes, bag_starts)
     place_of = {feature: place for place, feature in enumerate(features)}
@@ -88,10 +88,10 @@ def bags_of(
         num_bags=tuple(sizes[place] for place in places),
         weights_train=weights_train,
     )
-    return _ids_complaint(bags, list(owners), owners) or bags
+    return _ids_fault(bags, list(owners), owners) or bags
 
 
-def _names_complaint(
+def _names_fault(
     tables: Sequence[Table], owners: dict[str, Table], given: Sequence[str]
 ) -> Fault | None:
     counts = Counter(given)
@@ -135,7 +135,7 @@ def _all_called(batch: Jagged, owners: dict[str, Table]) -> str:
     return ", ".join(_called(feature, owners) for feature in batch.features)
 
 
-def _uneven_complaint(
+def _uneven_fault(
     features: Sequence[str], owners: dict[str, Table], sizes: Sequence[int]
 ) -> Fault | None:
     for feature, size in zip(features, sizes, strict=True):
@@ -147,9 +147,7 @@ def _uneven_complaint(
     return None
 
 
-def _lengths_complaint(
-    batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
-) -> Fault | None:
+def _lengths_fault(batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]) -> Fault | None:
     features, values, lengths = batch.features, batch.values, batch.lengths
     weights, first = batch.weights, batch.first
     if first is not None and (first.numel() == 0 or int(first) != 0):
@@ -188,13 +186,13 @@ def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence
     return list(itertools.accumulate(counts, initial=0))
 
 
-def _ids_complaint(
+def _ids_fault(
     bags: FeatureBags, features: Sequence[str], owners: dict[str, Table]
 ) -> Fault | None:
     numbers = [n for n in range(len(features)) if bags.num_ids(n)]
     if not numbers:
         return None
-    # Read all at once: on a GPU each look at a number waits for it.
+    # Read all at once: on a GPU each read of a value synchronizes.
     extremes = torch.stack([bound for n in numbers for bound in torch.aminmax(bags.ids_of(n))])
     for number, (low, high) in zip(numbers, extremes.view(-1, 2).tolist(), strict=True):
         table = owners[features[number]]

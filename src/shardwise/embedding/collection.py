@@ -31,7 +31,7 @@ from shardwise.embedding.compile import (
     num_bags_in_graph,
 )
 from shardwise.embedding.exchange.lookup import Engine, run_lookup
-from shardwise.embedding.exchange.prefetch import PrefetchedBatch, Queue, look_ahead
+from shardwise.embedding.exchange.prefetch import PrefetchedBatch, PrefetchQueue, prefetch_batch
 from shardwise.embedding.exchange.routing import Route
 from shardwise.embedding.exchange.scratch import Scratch
 from shardwise.embedding.in_backward import InBackward
@@ -39,7 +39,7 @@ from shardwise.embedding.init_tables import draw_tables, generator_of_first_rank
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.optimizers import FusedOptimizer
 from shardwise.embedding.plan import Entry, Plan, describe
-from shardwise.embedding.stacks import Stacks, tile_of, whole_of
+from shardwise.embedding.stacks import Stacks, shard_of, whole_of
 from shardwise.embedding.table import Table, checked_tables
 from shardwise.embedding.tiling import TableTiling
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
@@ -52,7 +52,7 @@ REDUCTIONS = ("mean", "sum")
 class _Weight(nn.Module):
     """Holds the parameter of one table, under the name that torchrec's modules give it."""
 
-    #: A plan lays it out: `shard_parameters` leaves it as it is.
+    #: Its plan decides its layout: `shard_parameters` leaves it alone.
     lays_out_itself = True
 
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
@@ -91,11 +91,11 @@ class _Collection(nn.Module):
         self._settings = optimizer
         #: All features, in the order of the output.
         self.features = [feature for table in self.tables for feature in table.features]
-        #: How a graph knows the collection; see Note [Collections in compiled code].
+        #: Stands for the collection in a graph; see Note [Collections in compiled code].
         self._handle = enroll(self)
-        home = Plan.of("table_wise").tiling(self.tables, 1)
+        tiling = Plan.of("table_wise").tiling(self.tables, 1)
         place = torch.device(device) if device is not None else torch.get_default_device()
-        stacks = Stacks(home, None, dtype or torch.get_default_dtype(), place)
+        stacks = Stacks(tiling, None, dtype or torch.get_default_dtype(), place)
         if place.type != "meta":
             draw_tables(stacks)
         weights = {t.name: _Weight(stacks.table(i), sparse) for i, t in enumerate(self.tables)}
@@ -112,22 +112,30 @@ class _Collection(nn.Module):
         return [self.parameter(table.name) for table in self.tables]
 
     def _settle(self, stacks: Stacks, scale: float) -> None:
-        """Work with these stacks from now on."""
+        """Use these stacks from now on."""
         optimizer = None
         if self._settings is not None:
             optimizer = InBackward(self._settings, stacks, self._backend)
         route = Route(stacks.tiling, pooled=self._pooled)
         grid = stacks.grid
-        # Without an exchange what is "sent" is what is returned; a GPU's allocator keeps memory.
+        # Without an exchange the buffer itself is returned; a GPU's allocator caches memory anyway.
         sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
         scratch = Scratch(keep=sends and stacks.device.type == "cpu")
         self._engine = Engine(
-            route, grid, stacks, self._backend, optimizer, self._sparse, scale, scratch, Queue()
+            route,
+            grid,
+            stacks,
+            self._backend,
+            optimizer,
+            self._sparse,
+            scale,
+            scratch,
+            PrefetchQueue(),
         )
-        self._form = self._spelled_form()
+        self._form = self._output_form()
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `to`, `double` and the like call: the stacks move, and the parameters with them."""
+        """What `to`, `double` and the like call: convert the stacks and the parameters."""
         stacks = self._engine.stacks
         if stacks.grid is not None:
             if all(
@@ -146,7 +154,7 @@ class _Collection(nn.Module):
             return self
         if self.optimizer is not None:
             self.optimizer.convert(fn)
-        self._form = self._spelled_form()
+        self._form = self._output_form()
         self._alias_parameters()
         for parameter in self.parameters():
             if parameter.grad is not None:
@@ -154,7 +162,7 @@ class _Collection(nn.Module):
         return self
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Take whole tables into sharded ones, and sharded tables into whole ones."""
+        """Load whole tables into sharded ones, and sharded tables into whole ones."""
         for table in self.tables:
             name = f"{prefix}{self._child}.{table.name}.weight"
             value, mine = state_dict.get(name), self.parameter(table.name)
@@ -194,7 +202,7 @@ class _Collection(nn.Module):
 
     @property
     def optimizer(self) -> InBackward | None:
-        """The optimizer whose updates are fused into backward, if one was asked for."""
+        """The optimizer whose updates are fused into backward, if there is one."""
         return self._engine.optimizer
 
     # -- sharding ----------------------------------------------------------------------------
@@ -206,13 +214,13 @@ class _Collection(nn.Module):
         *,
         grad_reduction: str = "mean",
     ) -> Any:
-        """Lay the tables out over the ranks of `mesh`, with the weights of its first rank.
+        """Shard the tables over the ranks of `mesh`, with the weights of its first rank.
 
-        In place; the collection itself is returned. From then on each rank brings its own batch.
-        Gradients are those of the mean of the ranks' losses, or of their sum.
+        In place; returns the collection. From then on each rank gives its own batch. Gradients are
+        those of the mean of the ranks' losses, or of their sum.
 
-        A collection on the `meta` device gets memory here, for each rank's part alone, and first
-        values: those that one device would draw with the random numbers of the first rank.
+        A collection on the `meta` device gets memory here, for each rank's shards alone, and
+        initial values: those that one device would draw with the generator of the first rank.
         """
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already; make another one.")
@@ -241,10 +249,10 @@ class _Collection(nn.Module):
             whole = self.parameter(table.name).detach().to(grid.device_type)
             with because("shard", implicit=False):
                 value = collectives.broadcast(localize(grid, whole), 0, grid, 0)
-            stacks.fill(number, tile_of(agreed(value)))
+            stacks.fill(number, shard_of(agreed(value)))
 
     def reset_parameters(self) -> None:
-        """Draw first values again, as `shard` does for a collection on the `meta` device."""
+        """Draw initial values again, as `shard` does for a collection on the `meta` device."""
         stacks = self._engine.stacks
         draw_tables(stacks, None if stacks.grid is None else generator_of_first_rank(stacks.grid))
 
@@ -254,7 +262,7 @@ class _Collection(nn.Module):
         plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
         grad_reduction: str,
     ) -> tuple[Plan, TableTiling]:
-        """The plan and the parts that it makes, once all ranks have said that theirs are these."""
+        """The plan and its tiling, once all ranks agree on them."""
         problem: ShardwiseError | None = None
         old = self._engine.stacks
         values = "no values (meta)" if old.device.type == "meta" else "values"
@@ -268,11 +276,10 @@ class _Collection(nn.Module):
                 raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
             chosen = Plan.of(plan)
             tiling = chosen.tiling(self.tables, len(grid.ranks))
-            cuts = zip(self.tables, tiling.cuts, strict=True)
             lines += [
-                f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {cut.kind} "
-                f"{list(cut.sizes)}"
-                for table, cut in cuts
+                f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {split.kind} "
+                f"{list(split.sizes)}"
+                for table, split in zip(self.tables, tiling.splits, strict=True)
             ]
         except ShardwiseError as error:
             problem = error
@@ -300,22 +307,20 @@ class _Collection(nn.Module):
     # -- a batch -----------------------------------------------------------------------------
 
     def prefetch(self, batch: Any) -> PrefetchedBatch:
-        """Send a batch on its way; give the result to the collection instead of it.
+        """Start to exchange a batch; give the result to the collection instead of the batch.
 
-        Nobody is waited for. The ids go out while rows or gradients of the collection's next
-        exchange travel, and arrive while other work is done. What is wrong with the batch, on any
-        rank, is raised when it is used.
+        This does not wait for other ranks. The ids are sent during the collection's next exchange
+        of rows or gradients, and arrive while other work is done. An invalid batch, on any rank,
+        raises when it is used.
         """
-        ahead = self._look_ahead(batch)
-        self._engine.queue.add(ahead)
-        return ahead
+        prefetched = self._prefetch(batch)
+        self._engine.queue.add(prefetched)
+        return prefetched
 
-    def _look_ahead(self, batch: Any) -> PrefetchedBatch:
-        engine = self._engine
+    def _prefetch(self, batch: Any) -> PrefetchedBatch:
+        route, grid = self._engine.route, self._engine.grid
         trouble = self._trouble()
-        return look_ahead(
-            engine.route, engine.grid, batch, trouble, side_by_side=self._side_by_side
-        )
+        return prefetch_batch(route, grid, batch, trouble, side_by_side=self._side_by_side)
 
     def _trouble(self) -> str | None:
         """Tables without memory, or a parameter that someone replaced."""
@@ -336,16 +341,16 @@ class _Collection(nn.Module):
         return False
 
     def _run(self, batch: Any) -> tuple[PrefetchedBatch, tuple[torch.Tensor, ...]]:
-        ahead = batch if isinstance(batch, PrefetchedBatch) else self._look_ahead(batch)
-        if ahead.route is not self._engine.route:
+        prefetched = batch if isinstance(batch, PrefetchedBatch) else self._prefetch(batch)
+        if prefetched.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
-        ahead.check()
+        prefetched.check()
         parameters, joined = self._parameters_in_order(), self._side_by_side
-        return ahead, run_lookup(self._engine, ahead, parameters, joined=joined)
+        return prefetched, run_lookup(self._engine, prefetched, parameters, joined=joined)
 
     # -- in compiled code --------------------------------------------------------------------
 
-    def _spelled_form(self) -> str:
+    def _output_form(self) -> str:
         """What a graph knows of the results."""
         grid, stacks = self._engine.grid, self._engine.stacks
         dims = [table.embedding_dim for table in self.tables for _ in table.features]
@@ -354,10 +359,10 @@ class _Collection(nn.Module):
         return form_of(dims, stacks.dtype, stacks.device, grid)
 
     def _look_up_in_graph(self, batch: Jagged, num_bags: Sequence[int]) -> Sequence[torch.Tensor]:
-        """`_run`, as torch.compile reads it; `num_bags` of each feature, in the order of output."""
+        """`_run` as torch.compile traces it; `num_bags` of each feature, in the order of output."""
         sizes = num_bags[:1] if self._side_by_side else num_bags
         if not self._pooled:
-            # With one feature all ids are its; with more, only their lengths say how many are.
+            # With one feature all ids are its own; with more, the counts are data-dependent.
             known = len(num_bags) == 1
             sizes = [batch.values_in_graph().shape[0]] if known else [NOT_KNOWN] * len(num_bags)
         return look_up_in_graph(self._handle, self._form, batch, sizes)
@@ -368,13 +373,13 @@ class _Collection(nn.Module):
         return f"{len(self.tables)} tables, {rows} rows{where}"
 
 
-def is_read_by_compiler(batch: Any) -> bool:
-    """Whether torch.compile goes through the program, with a batch that it can give to an op."""
+def is_traced_batch(batch: Any) -> bool:
+    """Whether torch.compile is tracing, with a batch that an op can take."""
     return torch.compiler.is_compiling() and not isinstance(batch, PrefetchedBatch)
 
 
 for _method in (_Collection.prefetch, _Collection._run):
-    breaks_graph(_method, "prefetch sends a batch on its way, which no graph can hold")
+    breaks_graph(_method, "prefetch sends a batch, which no graph can hold")
 
 
 class EmbeddingBagCollection(_Collection):
@@ -418,7 +423,7 @@ class EmbeddingBagCollection(_Collection):
 
     def forward(self, batch: Any) -> Any:
         outputs: Sequence[torch.Tensor]
-        if is_read_by_compiler(batch):
+        if is_traced_batch(batch):
             batch = jagged_in_graph(batch)
             num_bags = num_bags_in_graph(batch, self.features, equal=self._side_by_side)
             outputs = self._look_up_in_graph(batch, num_bags)
@@ -458,14 +463,14 @@ class EmbeddingCollection(_Collection):
 
     def forward(self, batch: Any) -> dict[str, JaggedRows]:
         outputs: Sequence[torch.Tensor]
-        if is_read_by_compiler(batch):
+        if is_traced_batch(batch):
             batch = jagged_in_graph(batch)
             num_bags = num_bags_in_graph(batch, self.features)
             outputs = self._look_up_in_graph(batch, num_bags)
             lengths = lengths_in_graph(batch, self.features)
         else:
-            ahead, outputs = self._run(batch)
-            lengths = ahead.lengths_per_feature()
+            prefetched, outputs = self._run(batch)
+            lengths = prefetched.lengths_per_feature()
         return {
             feature: JaggedRows(rows, length)
             for feature, rows, length in zip(self.features, outputs, lengths, strict=True)

@@ -1,13 +1,13 @@
 """Collections in compiled code.
 
 Note [Collections in compiled code]
-What a rank gets does not depend on its ids: a row for each of its bags. So a graph holds the lookup
-of all tables as one op, as in Note [Effect ops].
+The output's size does not depend on the ids: a row for each bag. So a graph holds the lookup of all
+tables as one op, as in Note [Effect ops].
 
-The tables are no inputs of the graph. The op finds the collection by a number, the value of a small
-tensor that is one; and since that requires grad, torch calls backward, which does what eager code
-does: it updates rows, or adds to the `.grad` of the parameters, sparse or not. So no compiled code
-depends on where the tables lie, on what is trained, or on gradients that wait.
+The tables are not inputs of the graph. The op finds the collection by the number in a small tensor,
+its handle. The handle requires grad, so torch calls backward, which does what eager code does: it
+updates rows, or adds to the `.grad` of the parameters, sparse or not. So compiled code depends
+neither on the tables' layout, nor on which are trained, nor on gradients that are held.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _library.define(
     "str[] names, Tensor[] tensors) -> Tensor[]"
 )
 
-#: The size of a result that is known only when ids are.
+#: The size of a data-dependent result.
 NOT_KNOWN = -1
 #: Collections by number.
 _collections: weakref.WeakValueDictionary[int, _Collection] = weakref.WeakValueDictionary()
@@ -47,23 +47,23 @@ _numbers = itertools.count()
 
 
 def enroll(collection: _Collection) -> torch.Tensor:
-    """A handle: what stands for the collection in a graph."""
+    """A handle: the tensor that stands for the collection in a graph."""
     number = next(_numbers)
     _collections[number] = collection
-    # Of one dim: what has none, torch.compile takes for a number.
+    # With one dim: torch.compile specializes on a tensor without dims.
     return torch.tensor([number], dtype=torch.float64, device="cpu", requires_grad=True)
 
 
 def form_of(
     dims: Sequence[int], dtype: torch.dtype, device: torch.device, grid: Grid | None
 ) -> str:
-    """What is known of results: their widths, and the ranks that get one."""
+    """What a graph knows of the results, as JSON: widths, dtype, device and mesh."""
     name = str(dtype).removeprefix("torch.")
-    spelled = None if grid is None else encode_grid(grid)
-    return json.dumps({"dims": dims, "dtype": name, "device": device.type, "grid": spelled})
+    encoded = None if grid is None else encode_grid(grid)
+    return json.dumps({"dims": dims, "dtype": name, "device": device.type, "grid": encoded})
 
 
-# -- as torch.compile reads it: nothing here looks at a value ------------------------------------
+# -- traced by torch.compile: nothing here reads a value -----------------------------------------
 
 
 def jagged_in_graph(batch: Any) -> Jagged:
@@ -80,7 +80,7 @@ def jagged_in_graph(batch: Any) -> Jagged:
 def num_bags_in_graph(
     batch: Jagged, features: Sequence[str], *, equal: bool = False
 ) -> Sequence[int]:
-    """How many bags each of `features` has; all have as many as the others where they must."""
+    """How many bags each of `features` has; with `equal`, all have the same number."""
     if batch.problem is not None:
         return [0] * len(features)
     if equal or batch.sizes is None:
@@ -106,9 +106,9 @@ def lengths_in_graph(batch: Jagged, features: Sequence[str]) -> list[torch.Tenso
 def look_up_in_graph(
     handle: torch.Tensor, form: str, batch: Jagged, sizes: Sequence[int]
 ) -> list[torch.Tensor]:
-    """The results of a collection, of `sizes` rows."""
+    """The outputs of a collection; output i has `sizes[i]` rows."""
     values, lengths = batch.values_in_graph(), batch.lengths
-    if batch.problem is not None:  # they may be anything
+    if batch.problem is not None:  # the tensors may be of any dtype or shape
         values = lengths = torch.empty(0, dtype=torch.int64)
     given = {"values": values, "lengths": lengths, "first": batch.first}
     given |= {"batch_sizes": batch.batch_sizes, "weights": batch.weights_in_graph()}
@@ -126,7 +126,7 @@ def look_up_in_graph(
 
 
 def _code() -> str:
-    """Which version of this package compiled code is of."""
+    """The version of this package that compiled code belongs to."""
     return source_digest()
 
 
@@ -146,14 +146,14 @@ def _traced(
 ) -> list[torch.Tensor]:
     options = json.loads(form) | {"features": features, "problem": problem}
     inputs = {"handle": handle, **dict(zip(names, tensors, strict=True))}
-    if type(handle) is torch.Tensor and not torch.compiler.is_exporting():  # nothing is traced
+    if type(handle) is torch.Tensor and not torch.compiler.is_exporting():  # eager
         return list(_look_up(options, **inputs))
     grid = None if options["grid"] is None else decode_grid(options["grid"])
     return list(_LOOK_UP(grid, options, inputs, sizes=sizes))
 
 
 _library.impl("collection", _traced, "CompositeImplicitAutograd")
-# Without autograd a LocalTensor is asked first.
+# Without autograd, a LocalTensor gets the call first.
 collective_handlers[torch.ops.shardwise.collection.default] = lambda func, args, kwargs: _traced(
     *args, **kwargs
 )
@@ -192,7 +192,7 @@ def _shapes(
 
 
 def _is_unknown(size: Any) -> bool:
-    return type(size) is int and size == NOT_KNOWN  # a symbol is not asked
+    return type(size) is int and size == NOT_KNOWN  # no guard on a symbol
 
 
 _LOOK_UP = EffectOp(

@@ -1,4 +1,4 @@
-"""InBackward: an optimizer whose updates happen while backward runs."""
+"""InBackward: an optimizer that updates rows during the backward pass; its state per table."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding.backends.backend import Backend, Query, update_stacks
-from shardwise.embedding.exchange.gradients import Rows
+from shardwise.embedding.exchange.gradients import Lookups, Rows
 from shardwise.embedding.exchange.shared_squares import (
     has_split_columns,
     stacks_of_columns,
@@ -23,15 +23,14 @@ from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.simulation.parts import on_rank
 
-# RowState: one number per row of a table whose columns lie on some of the ranks.
-#
-# Each of those ranks has the numbers of all rows, and all have the same. No layout of a DTensor
-# says that, so checkpoints see the pieces themselves: the whole, on each rank that has it.
-
 
 @dataclass(frozen=True)
 class RowState:
-    """The state of a table, one number per row; see Note [Pieces] in `checkpoint.pieces`."""
+    """The state, one number per row, of a table whose columns are on some of the ranks.
+
+    Each of those ranks has all the numbers. No DTensor layout says that, so checkpoints get each
+    holder's copy; see Note [Pieces] in `checkpoint.pieces`.
+    """
 
     shape: tuple[int, int]
     dtype: torch.dtype
@@ -42,16 +41,12 @@ class RowState:
         return [(rank, (0, 0), numbers) for rank, numbers in self.holders]
 
 
-#: Per rank present, per stack: the lookups of a backward pass and the gradients of their bags.
-Lookups = list[dict[int, tuple[Query, torch.Tensor]]]
-
-
 class InBackward:
     """Updates the rows that a batch looked up, in the backward pass of that batch.
 
-    No gradient of a table is stored. `hold()` puts updates off: what several backward passes say
-    about the tables is then kept as gradients of bags until `step()` applies their sum in one
-    update, or `skip()` forgets it. A table whose parameter does not require a gradient rests.
+    No table gradient is materialised. `hold()` defers updates: the bag gradients of several
+    backward passes are kept until `step()` applies their sum in one update, or `skip()` drops
+    them. A table whose parameter does not require grad is not updated.
     """
 
     def __init__(self, optimizer: FusedOptimizer, stacks: Stacks, backend: Backend) -> None:
@@ -60,7 +55,7 @@ class InBackward:
         self._backend = backend
         self._states = states_like(stacks, optimizer.states)
         self._holding = False
-        self._held: list[tuple[Lookups, list[dict[int, Rows]]]] = []
+        self._held: list[tuple[list[Lookups], list[dict[int, Rows]]]] = []
         #: Updates so far.
         self.num_steps = 0
 
@@ -79,7 +74,7 @@ class InBackward:
 
     @contextlib.contextmanager
     def hold(self) -> Iterator[InBackward]:
-        """Put the updates of backward passes inside off until `step()`."""
+        """Defer the updates of the backward passes inside until `step()`."""
         before, self._holding = self._holding, True
         try:
             yield self
@@ -92,31 +87,31 @@ class InBackward:
         return len(self._held)
 
     def step(self) -> None:
-        """Apply what was held, as the gradient of one batch."""
+        """Apply the held gradients, as those of one batch."""
         held, self._held = self._held, []
         if held:
             self._apply([h[0] for h in held], [h[1] for h in held])
 
     def skip(self) -> None:
-        """Forget what was held."""
+        """Drop the held gradients."""
         self._held = []
 
-    def take(self, lookups: Lookups, copies: list[dict[int, Rows]]) -> None:
-        """What a backward pass found: lookups in sharded stacks, summed rows of copied ones."""
+    def take(self, lookups: list[Lookups], copies: list[dict[int, Rows]]) -> None:
+        """Take a backward pass: lookups in sharded stacks, summed rows of replicated ones."""
         if self._holding:
             self._held.append((lookups, copies))
         else:
             self._apply([lookups], [copies])
 
-    def _apply(self, lookups: list[Lookups], copies: list[list[dict[int, Rows]]]) -> None:
+    def _apply(self, lookups: list[list[Lookups]], copies: list[list[dict[int, Rows]]]) -> None:
         self.num_steps += 1
         joint = self._update_columns(lookups)
         for place in range(len(self.stacks.ranks)):
             found = {}
             for k in range(len(self.stacks.weights[place])):
-                asked = [each[place][k] for each in lookups if k in each[place]]
-                if asked and k not in joint[place]:
-                    found[k] = _joined(asked)
+                queries = [each[place][k] for each in lookups if k in each[place]]
+                if queries and k not in joint[place]:
+                    found[k] = _joined(queries)
             update_stacks(
                 self._backend,
                 [self.stacks.weights[place][k] for k in found],
@@ -129,19 +124,19 @@ class InBackward:
     def _rule(self, place: int, stack: int) -> RowUpdate:
         return RowUpdate(self.settings, self._states[place][stack], self.num_steps)
 
-    def _update_columns(self, lookups: list[Lookups]) -> list[list[int]]:
-        """Update the stacks whose squares concern several ranks; which ones, per rank present."""
+    def _update_columns(self, lookups: list[list[Lookups]]) -> list[list[int]]:
+        """Update the stacks that share squares with other ranks; which ones, per rank present."""
         places = range(len(self.stacks.ranks))
         if not self.settings.needs_whole_rows:
             return [[] for _ in places]
         joint = [stacks_of_columns(self.stacks, place) for place in places]
-        asked = [
+        columns = [
             {k: _joined([each[place][k] for each in lookups]) for k in joint[place]}
             for place in places
         ]
-        # Decided by the tiling, not by what this rank holds: all ranks meet in the all-reduce.
+        # Decided by the tiling alone: all ranks have to take part in the all-reduce.
         if has_split_columns(self.stacks):
-            update_together(self.stacks, self._backend, self.settings, self._states, asked)
+            update_together(self.stacks, self._backend, self.settings, self._states, columns)
         return joint
 
     def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:
@@ -149,7 +144,7 @@ class InBackward:
         for place in range(len(self.stacks.ranks)):
             for k, weight in enumerate(self.stacks.weights[place]):
                 found = [each[place][k] for each in copies if k in each[place]]
-                # Ranks of a simulated world share the copy: it is updated once.
+                # Simulated ranks share the copy: it is updated once.
                 if not found or weight.data_ptr() in done:
                     continue
                 done.add(weight.data_ptr())
@@ -158,7 +153,7 @@ class InBackward:
                 self._backend.update(weight, Query(rows, None, None), values, self._rule(place, k))
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the state by what `fn` makes of it, as the stacks were."""
+        """Replace the state by what `fn` returns for it, such as a copy in another dtype."""
         self._states = [
             [{name: fn(tensor) for name, tensor in state.items()} for state in per_stack]
             for per_stack in self._states
@@ -168,7 +163,7 @@ class InBackward:
 
     @property
     def state(self) -> dict[str, dict[str, torch.Tensor]]:
-        """The state of each table, by name: views that lie like the table (DTensors on a mesh)."""
+        """The state of each table, by name: views in the table's layout (DTensors on a mesh)."""
         return {
             table.name: {
                 name: self._state_of(number, name, per_row)
@@ -179,25 +174,25 @@ class InBackward:
 
     def _state_of(self, table: int, name: str, per_row: bool) -> torch.Tensor:
         stacks = self.stacks
-        parts = self._parts_of(table, name, per_row)
+        parts = self._local_states(table, name, per_row)
         if stacks.grid is None:
             return parts[0]
         if not per_row:
             return stacks.wrap(table, parts)
         return stacks.wrap_per_row(table, parts, shared=self.settings.needs_whole_rows)
 
-    def _parts_of(self, table: int, name: str, per_row: bool) -> list[torch.Tensor]:
-        """What each rank present has of a state."""
+    def _local_states(self, table: int, name: str, per_row: bool) -> list[torch.Tensor]:
+        """The local state of a table on each rank present."""
         stacks = self.stacks
         parts = []
         for place, rank in enumerate(stacks.ranks):
-            tile = stacks.tiling.tile_on(table, rank)
-            if tile is None:
+            shard = stacks.tiling.shard_on(table, rank)
+            if shard is None:
                 nothing = stacks.nothing_of(table)
                 parts.append(nothing if not per_row else nothing[:, :1])
                 continue
-            state = self._states[place][tile.stack][name]
-            mine = state[tile.base : tile.base + tile.num_rows]
+            state = self._states[place][shard.stack][name]
+            mine = state[shard.base : shard.base + shard.num_rows]
             parts.append(mine.unsqueeze(1) if per_row else mine)
         return parts
 
@@ -208,13 +203,15 @@ class InBackward:
         if not self.settings.needs_whole_rows:
             return found
         for number, table in enumerate(self.stacks.tiling.tables):
-            cut = self.stacks.tiling.cuts[number]
-            if grid is None or not cut.by_columns or all(cut.sizes):
+            split = self.stacks.tiling.splits[number]
+            if grid is None or not split.by_columns or all(split.sizes):
                 continue
             for name, per_row in self.settings.states.items():
                 if per_row:
-                    parts = zip(self.stacks.ranks, self._parts_of(number, name, True), strict=True)
-                    holders = [(grid.ranks[at], part) for at, part in parts if cut.sizes[at]]
+                    parts = zip(
+                        self.stacks.ranks, self._local_states(number, name, True), strict=True
+                    )
+                    holders = [(grid.ranks[at], part) for at, part in parts if split.sizes[at]]
                     shape = (table.num_embeddings, 1)
                     found[table.name][name] = RowState(shape, self.stacks.dtype, holders)
         return found
@@ -233,7 +230,7 @@ class InBackward:
         }
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` gave, on the same plan or with whole tensors."""
+        """Continue from a `state_dict` of the same plan, or with whole tensors."""
         kind = type(self.settings).__name__
         if saved.get("optimizer") != kind:
             raise ArgumentError(
@@ -263,7 +260,7 @@ def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
         return
     if isinstance(value, RowState):
         raise LayoutError(
-            "The state is of a table whose columns lie on some ranks only, and this plan needs it "
+            "The state is of a table whose columns are on some ranks only, and this plan needs it "
             "elsewhere. Write it with shardwise.checkpoint, which moves it between plans."
         )
     if isinstance(value, DTensor) and not isinstance(target, DTensor):
@@ -273,12 +270,12 @@ def _copy_whole(target: torch.Tensor | RowState, value: Any) -> None:
     target.copy_(value)
 
 
-def _joined(asked: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Tensor]:
+def _joined(lookups: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Tensor]:
     """Several lookups in one stack as one."""
-    if len(asked) == 1:
-        return asked[0]
-    queries = [query for query, _ in asked]
-    grad = torch.cat([grad for _, grad in asked])
+    if len(lookups) == 1:
+        return lookups[0]
+    queries = [query for query, _ in lookups]
+    grad = torch.cat([grad for _, grad in lookups])
     lengths = weights = None
     if any(q.lengths is not None for q in queries):
         lengths = torch.cat(

@@ -1,4 +1,4 @@
-"""The first values of tables."""
+"""Initial values of tables."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from shardwise.embedding.stacks import Stacks
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize
 
-#: Numbers that are drawn at a time: sixteen megabytes.
+#: Numbers drawn at a time: 16 MB.
 _CHUNK_NUMBERS = 1 << 22
 
 
 def draw_tables(stacks: Stacks, generator: torch.Generator | None = None) -> None:
-    """Uniform numbers, of a table with n rows within one over the root of n.
+    """Draw a table of n rows uniformly between -1/√n and 1/√n.
 
-    All numbers of a table are drawn, some rows at a time, and each rank keeps those that it owns:
-    the numbers are those of one device, and no rank needs room for more than its part.
+    Every rank draws all rows, some at a time, and keeps those that it owns: the values are those of
+    one device, and no rank needs memory for more than its shard.
     """
     device = stacks.device if generator is None else generator.device
     for number, table in enumerate(stacks.tiling.tables):
@@ -33,7 +33,7 @@ def draw_tables(stacks: Stacks, generator: torch.Generator | None = None) -> Non
 
 
 def generator_of_first_rank(grid: Grid) -> torch.Generator:
-    """One that goes on where torch's stands on the first rank of a mesh; torch's stays there."""
+    """A generator with the state of the first rank's default one, which is left as it is."""
     state = torch.default_generator.get_state().to(grid.device_type)
     with because("state of the random numbers", implicit=False):
         state = agreed(collectives.broadcast(localize(grid, state), 0, grid, 0))

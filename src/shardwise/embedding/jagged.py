@@ -18,8 +18,8 @@ class Jagged:
     `offsets`, which begin with 0 and end with the number of ids). Features have equally many bags
     unless `batch_sizes` says how many each has. `weights` has one number per id.
 
-    What does not fit together is no error yet: other ranks may be waiting for this one. The
-    collection that is given the batch raises it, on every rank.
+    Tensors that do not fit together do not raise here, as other ranks may be waiting for this one:
+    the collection that gets the batch raises, on every rank.
 
     >>> ids, lengths = torch.tensor([7, 8, 9, 1]), torch.tensor([1, 0, 1, 2])
     >>> batch = Jagged(["user", "item"], ids, lengths=lengths)
@@ -57,20 +57,20 @@ class Jagged:
         if isinstance(features, str):
             raise ArgumentError("Jagged takes a list of features, not one text.")
         self.features = tuple(features)
-        # Not through the properties, which older compilers do not call here.
-        self._hold(values)
-        self._hold_weights(weights)
-        #: How many bags each feature has, in numbers: None where all have equally many, nothing
-        #: where it is not known without a look at a tensor that only runs have.
+        # Not through the properties, which older versions of dynamo do not call here.
+        self._set_values(values)
+        self._set_weights(weights)
+        #: How many bags each feature has, as ints: None if all have the same number, empty if that
+        #: is known only at run time.
         self.sizes = _known_sizes(batch_sizes)
         if batch_sizes is not None and not isinstance(batch_sizes, torch.Tensor):
             batch_sizes = torch.tensor(batch_sizes, dtype=torch.int64)
         self.batch_sizes: torch.Tensor | None = batch_sizes
-        #: What the collection is to complain about.
+        #: What is wrong with the batch; the collection raises it.
         self.problem = _problem(
             values=values, lengths=lengths, offsets=offsets, batch_sizes=batch_sizes
         )
-        #: Where the first bag begins: 0, unless the offsets are wrong.
+        #: The first offset: 0, unless the offsets are wrong.
         self.first: torch.Tensor | None = None
         if offsets is not None and self.problem is None:
             lengths, self.first = offsets.diff(), offsets[:1]
@@ -82,37 +82,37 @@ class Jagged:
 
     @values.setter
     def values(self, values: torch.Tensor) -> None:
-        self._hold(values)
+        self._set_values(values)
 
-    def _hold(self, values: torch.Tensor) -> None:
+    def _set_values(self, values: torch.Tensor) -> None:
         self._values = values
-        #: The same, where ranks have other numbers of ids, without a size: so a graph takes it.
+        #: The same without a common size, for graphs, where ranks have different numbers of ids.
         self._unsized = _without_size(values)
 
     def values_in_graph(self) -> torch.Tensor:
-        """The ids as a compiled region takes them."""
+        """The ids as a graph takes them."""
         return self._values if self._unsized is None else self._unsized
 
     @property
     def weights(self) -> torch.Tensor | None:
-        # Whoever gets them may ask for their gradient, which those without a size would not have.
+        # The caller may ask for their gradient, which the unsized copy would not have.
         self._unsized_weights = None
         return self._weights
 
     @weights.setter
     def weights(self, weights: torch.Tensor | None) -> None:
-        self._hold_weights(weights)
+        self._set_weights(weights)
 
-    def _hold_weights(self, weights: torch.Tensor | None) -> None:
+    def _set_weights(self, weights: torch.Tensor | None) -> None:
         self._weights = weights
         self._unsized_weights = _without_size(weights)
 
     def weights_in_graph(self) -> torch.Tensor | None:
-        """The weights as a compiled region takes them."""
+        """The weights as a graph takes them."""
         return self._weights if self._unsized_weights is None else self._unsized_weights
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Jagged:
-        """The same batch on another device; how many bags each feature has is not moved."""
+        """The same batch on another device; `batch_sizes` stays where it is."""
 
         def moved(tensor: torch.Tensor | None) -> torch.Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=non_blocking)
@@ -139,30 +139,30 @@ class Jagged:
         other.first, other.problem, other.sizes = self.first, self.problem, self.sizes
         return other
 
-    # -- other spellings ---------------------------------------------------------------------
+    # -- from other formats ------------------------------------------------------------------
 
     @staticmethod
     def from_lists(
         bags: Mapping[str, Sequence[Sequence[int]]],
         weights: Mapping[str, Sequence[Sequence[float]]] | None = None,
     ) -> Jagged:
-        """From lists of ids, as one writes them by hand.
+        """From lists of ids.
 
         >>> Jagged.from_lists({"user": [[7], []], "item": [[8], [9, 1]]}).lengths
         tensor([1, 0, 1, 2])
         """
         flat = [id_ for feature in bags.values() for bag in feature for id_ in bag]
-        heavy = None
+        flat_weights = None
         if weights is not None:
             listed = [w for feature in bags for bag in weights.get(feature, ()) for w in bag]
-            heavy = torch.tensor(listed, dtype=torch.float32)
+            flat_weights = torch.tensor(listed, dtype=torch.float32)
         return Jagged(
             bags,
             torch.tensor(flat, dtype=torch.int64),
             lengths=torch.tensor(
                 [len(bag) for feature in bags.values() for bag in feature], dtype=torch.int64
             ),
-            weights=heavy,
+            weights=flat_weights,
             batch_sizes=[len(feature) for feature in bags.values()],
         )
 
@@ -180,24 +180,26 @@ class Jagged:
         if isinstance(nested, torch.Tensor):
             if features is None:
                 raise ArgumentError("One nested tensor needs features=: whose bags it holds.")
-            values, offsets = _inside(nested)
-            heavy = None
+            values, offsets = _values_and_offsets(nested)
+            flat_weights = None
             if weights is not None:
                 if not isinstance(weights, torch.Tensor):
                     raise ArgumentError("One nested tensor of ids takes one of weights.")
-                heavy, _ = _inside(weights)
-            return Jagged(features, values, offsets=offsets, weights=heavy)
-        inner = {name: _inside(one) for name, one in nested.items()}
-        heavies = None
+                flat_weights, _ = _values_and_offsets(weights)
+            return Jagged(features, values, offsets=offsets, weights=flat_weights)
+        inner = {name: _values_and_offsets(one) for name, one in nested.items()}
+        flat_weights = None
         if weights is not None:
             if isinstance(weights, torch.Tensor):
                 raise ArgumentError("A nested tensor of ids per feature takes one of weights each.")
-            heavies = torch.cat([_inside(weights[name])[0] for name in inner if name in weights])
+            flat_weights = torch.cat(
+                [_values_and_offsets(weights[name])[0] for name in inner if name in weights]
+            )
         return Jagged(
             inner,
             torch.cat([values for values, _ in inner.values()]),
             lengths=torch.cat([offsets.diff() for _, offsets in inner.values()]),
-            weights=heavies,
+            weights=flat_weights,
             batch_sizes=[len(offsets) - 1 for _, offsets in inner.values()],
         )
 
@@ -217,7 +219,7 @@ class Jagged:
 
     @staticmethod
     def of(batch: Any) -> Jagged:
-        """A batch in any of these spellings."""
+        """A batch in any of these formats."""
         if isinstance(batch, Jagged):
             return batch
         if isinstance(batch, Mapping):
@@ -290,7 +292,7 @@ def _known_sizes(sizes: Sequence[int] | torch.Tensor | None) -> tuple[int, ...] 
 
 
 def _problem(**tensors: torch.Tensor | None) -> str | None:
-    """What is wrong with these tensors by themselves."""
+    """What is wrong with the type, dtype or shape of these tensors."""
     for what, tensor in tensors.items():
         if tensor is None and what != "values":
             continue
@@ -303,7 +305,7 @@ def _problem(**tensors: torch.Tensor | None) -> str | None:
     return None
 
 
-def _inside(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def _values_and_offsets(nested: Any) -> tuple[torch.Tensor, torch.Tensor]:
     if not nested.is_nested or nested.layout is not torch.jagged:
         raise ArgumentError(
             "A nested tensor of layout torch.jagged is needed: "

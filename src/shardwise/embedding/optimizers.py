@@ -1,10 +1,10 @@
 """Updates that are fused into the backward pass: one rule per optimizer.
 
-Each follows the formula of the optimizer of torch that has its name, on the rows that a batch
-looked up: SGD and Adagrad as with any gradient (rows without one do not change), Adam as
-`torch.optim.SparseAdam` (moments of other rows rest). Row-wise Adagrad keeps one number per row:
-the running sum of the mean square of the row's gradient. With `weight_decay`, that times the row is
-added to its gradient first; rows that were not looked up do not decay.
+Each follows the formula of torch's optimizer of that name, on the rows that a batch looked up: SGD
+and Adagrad as with a dense gradient (rows without one do not change), Adam as
+`torch.optim.SparseAdam` (moments of other rows do not change). Row-wise Adagrad keeps one number
+per row: the running sum of the mean square of the row's gradient. `weight_decay` adds that times
+the row to its gradient first; rows that were not looked up do not decay.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ class FusedOptimizer:
 
     lr: float
     weight_decay: float = field(default=0.0, kw_only=True)
-    #: name -> whether it has one number per row, or one per number of the table.
+    #: name -> whether it has one number per row; otherwise it has the table's shape.
     states: ClassVar[dict[str, bool]] = {}
-    #: Whether a row's change is a number times its gradient: `row_factors` gives the numbers then,
-    #: and with `needs_squares` wants to know the mean square of each row's gradient.
+    #: Whether a row's change is a number times its gradient, given by `row_factors`, which with
+    #: `needs_squares` needs the mean square of each row's gradient.
     scales_rows: ClassVar[bool] = False
     needs_squares: ClassVar[bool] = False
 
@@ -49,12 +49,12 @@ class FusedOptimizer:
         return False
 
     def decay(self, weight: torch.Tensor, rows: torch.Tensor, grad: torch.Tensor) -> None:
-        """Add to the gradient of `rows` what makes them decay."""
+        """Add the weight decay of `rows` to their gradient."""
         if self.weight_decay:
             grad.add_(weight.index_select(0, rows), alpha=self.weight_decay)
 
     def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
-        """What the gradient of each row is multiplied with before it is added.
+        """The factor of each row's gradient in its change.
 
         Updates the state, which is of the same rows as `squares`.
         """
@@ -73,11 +73,11 @@ class RowUpdate:
 
     optimizer: FusedOptimizer
     state: State
-    #: Counts updates from 1, as Adam wants to know.
+    #: The number of this update, from 1 on; Adam needs it.
     step: int
 
     def on(self, first_row: int, last_row: int) -> RowUpdate:
-        """The same for some rows of the stack, which count from the first of them."""
+        """The same for a range of rows of the stack, numbered from `first_row`."""
         state = {name: numbers[first_row:last_row] for name, numbers in self.state.items()}
         return RowUpdate(self.optimizer, state, self.step)
 
@@ -121,9 +121,9 @@ class Adagrad(FusedOptimizer):
 class RowWiseAdagrad(FusedOptimizer):
     """`s += mean(g²)` over the row; `w -= lr g / (√s + eps)`
 
-    On a table split by columns the ranks add up their parts of the mean, in one all-reduce per
-    update. With `across_columns=False` each rank keeps the mean over its own columns, as torchrec
-    does: nothing more is sent, but the numbers are not those of one device.
+    On a table split by columns, one all-reduce per update sums the ranks' shares of the mean. With
+    `across_columns=False` each rank keeps the mean over its own columns, as torchrec does: nothing
+    more is sent, but the results differ from one device's.
     """
 
     eps: float = 1e-8
@@ -137,7 +137,7 @@ class RowWiseAdagrad(FusedOptimizer):
         return self.across_columns
 
     def row_factors(self, squares: torch.Tensor | None, state: State) -> float | torch.Tensor:
-        assert squares is not None, "asked for with needs_squares"
+        assert squares is not None, "needs_squares is set"
         total = state["sum"].add_(squares)
         return total.sqrt().add_(self.eps).reciprocal_().mul_(-self.lr)
 
@@ -181,7 +181,7 @@ def scale_and_add_rows(
     squares: torch.Tensor,
     state: State,
 ) -> None:
-    """Change some rows, each there once, by `row_factors` times their gradient."""
+    """Change distinct rows by `row_factors` times their gradient."""
     here = {name: numbers.index_select(0, rows) for name, numbers in state.items()}
     factors = optimizer.row_factors(squares, here)
     assert isinstance(factors, torch.Tensor), "one factor per row"

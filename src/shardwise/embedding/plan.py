@@ -1,4 +1,4 @@
-"""Plans as data: how each table of a collection is sharded.
+"""Plans: how each table of a collection is sharded, and what that costs in bytes.
 
     format = "shardwise embedding plan 1"
 
@@ -7,16 +7,16 @@
     country = "data_parallel"
     movie = { kind = "grid", ranks = [0, 1] }
 
-| kind | a table's parts |
+| kind | a table's shards |
 |---|---|
 | `row_wise` | rows, over all ranks |
 | `column_wise` | columns, over all ranks or the `ranks` given |
-| `table_wise` | whole on one `rank`; without it, where the fewest bytes are |
+| `table_wise` | whole on one `rank`; by default the one with the fewest bytes |
 | `grid` | rows, over the `ranks` given |
 | `data_parallel` | whole on every rank |
 
-An entry is for the table of that name, or for all that a pattern with `*` and `?` matches and no
-earlier entry names.
+A key is a table's name or a pattern with `*` and `?`. A name goes before patterns, and the first
+pattern that matches a table holds.
 """
 
 from __future__ import annotations
@@ -36,114 +36,6 @@ from shardwise.embedding.table import Table
 from shardwise.embedding.tiling import TableSplit, TableTiling, make_tiling
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.plans.files import read_plan_file, write_plan_file
-
-# What a plan means, as text: bytes per rank, their balance, and what a step communicates.
-
-
-@dataclass(frozen=True, slots=True)
-class StepTraffic:
-    """Bytes that one rank sends in a step."""
-
-    ids: float
-    rows: float
-    gradients: float
-    copies: float
-
-    @property
-    def total(self) -> float:
-        return self.ids + self.rows + self.gradients + self.copies
-
-
-def held_bytes(tiling: TableTiling, number_bytes: int = 4) -> list[int]:
-    """The bytes of tables on each rank."""
-    return [
-        sum(stack.num_rows * stack.width for stack in stacks) * number_bytes
-        for stacks in tiling.stacks
-    ]
-
-
-def traffic(
-    route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
-) -> list[StepTraffic]:
-    """What each rank sends in a step with bags of that many ids, drawn evenly from all rows."""
-    num = route.num_ranks
-    ids = [0.0] * num
-    rows = [0.0] * num
-    gradients = [0.0] * num
-    id_bytes = route.id_dtype.itemsize
-    for owner, legs in enumerate(route.legs):
-        for leg in legs:
-            whole = route.tiling.tables[leg.table].num_embeddings
-            num_ids = batch_size * ids_per_bag * leg.tile.num_rows / whole
-            num_rows = batch_size if route.pooled else num_ids
-            sent = (num_ids + (batch_size if route.pooled else 0)) * id_bytes
-            back = num_rows * leg.tile.width * number_bytes
-            for asker in range(num):
-                if asker != owner:
-                    ids[asker] += sent
-                    rows[owner] += back
-                    gradients[asker] += back
-    copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
-    reduced = 2 * (num - 1) / num * copied * number_bytes
-    return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
-
-
-def describe(
-    tiling: TableTiling,
-    *,
-    pooled: bool,
-    batch_size: int,
-    ids_per_bag: float,
-    dtype: torch.dtype,
-    sums_squares: bool = False,
-) -> str:
-    """A table with a line per rank, then one per sharding kind, then the exchanges of a step.
-
-    With `sums_squares` the optimizer wants to know the squares of whole rows.
-    """
-    route = Route(tiling, pooled=pooled)
-    held = held_bytes(tiling, dtype.itemsize)
-    sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize)
-    mean = sum(held) / len(held)
-    lines = [
-        f"{len(tiling.tables)} tables on {tiling.num_ranks} ranks; {batch_size} bags of "
-        f"{ids_per_bag:g} ids per feature and rank",
-        "rank  parts  MB of tables  of mean  MB sent per step: ids   rows  gradients  copies",
-    ]
-    for rank, (num_bytes, one) in enumerate(zip(held, sent, strict=True)):
-        parts = sum(len(stack.tiles) for stack in tiling.stacks[rank])
-        share = num_bytes / mean if mean else 1
-        lines.append(
-            f"{rank:4}  {parts:5}  {num_bytes / 1e6:12.1f}  {share:7.2f}  "
-            f"{one.ids / 1e6:21.1f}  {one.rows / 1e6:5.1f}  {one.gradients / 1e6:9.1f}  "
-            f"{one.copies / 1e6:6.1f}"
-        )
-    lines += _kind_lines(tiling)
-    lines.append(f"exchanges per step: {', '.join(_exchanges(route, sums_squares)) or 'none'}")
-    return "\n".join(lines)
-
-
-def _kind_lines(tiling: TableTiling) -> Sequence[str]:
-    kinds: dict[str, list[str]] = {}
-    for table, cut in zip(tiling.tables, tiling.cuts, strict=True):
-        kinds.setdefault(cut.kind, []).append(table.name)
-    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
-
-
-def _exchanges(route: Route, sums_squares: bool) -> list[str]:
-    if route.num_ranks == 1:
-        return []
-    found = ["counts"]
-    if route.travels:
-        found += ["ids", "rows", "gradients"]
-    if any(stack.replicated for stack in route.tiling.stacks[0]):
-        found.append("an all-reduce of copied tables' gradients")
-    if sums_squares and any(
-        route.tiling.splits_columns(t) for t in range(len(route.tiling.tables))
-    ):
-        found.append("an all-reduce of squares of rows that are split by columns")
-    return found
-
 
 FORMAT = "shardwise embedding plan 1"
 
@@ -165,7 +57,7 @@ class Plan:
 
     >>> plan = Plan({"user": "row_wise", "*": "table_wise"})
     >>> tables = [Table("user", 10, 4), Table("item", 6, 4), Table("place", 4, 4)]
-    >>> [(cut.kind, cut.sizes) for cut in plan.cuts(tables, num_ranks=2)]
+    >>> [(split.kind, split.sizes) for split in plan.cuts(tables, num_ranks=2)]
     [('row_wise', (5, 5)), ('table_wise', (6, 0)), ('table_wise', (0, 4))]
     """
 
@@ -204,32 +96,32 @@ class Plan:
         write_plan_file(path, entries, form=FORMAT, section="tables")
 
     def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[TableSplit]:
-        """How each table is split over so many ranks, or an error that names what does not fit."""
+        """How each table is split over `num_ranks` ranks; an error names what does not fit."""
         chosen = self._chosen(tables)
         load = [0] * num_ranks
         found: dict[str, TableSplit] = {}
-        homeless: list[Table] = []
+        unassigned: list[Table] = []
         for table in tables:
             kind, options = chosen[table.name]
             if kind == "table_wise" and "rank" not in options:
-                homeless.append(table)
+                unassigned.append(table)
                 continue
-            found[table.name] = cut = _cut(table, kind, options, num_ranks)
+            found[table.name] = split = _split_table(table, kind, options, num_ranks)
             for rank in range(num_ranks):
-                load[rank] += _num_numbers(table, cut, rank)
+                load[rank] += _num_numbers(table, split, rank)
         # Largest first to the emptiest rank: the same on every rank, and close to even.
-        for table in sorted(homeless, key=lambda t: -t.num_embeddings * t.embedding_dim):
+        for table in sorted(unassigned, key=lambda t: -t.num_embeddings * t.embedding_dim):
             rank = load.index(min(load))
             load[rank] += table.num_embeddings * table.embedding_dim
-            found[table.name] = _cut(table, "table_wise", {"rank": rank}, num_ranks)
+            found[table.name] = _split_table(table, "table_wise", {"rank": rank}, num_ranks)
         return [found[table.name] for table in tables]
 
     def holders(
         self, tables: Sequence[Table], num_ranks: int
     ) -> list[tuple[str, Sequence[int] | None]]:
-        """The kind of each table and the ranks that share it, ascending; None for all of them.
+        """The kind of each table and its ranks, ascending; None means all ranks.
 
-        The same as `cuts` says, without a number for each rank.
+        As `cuts`, but without a size per rank.
 
         >>> Plan({"a": "row_wise", "b": {"kind": "grid", "ranks": [3, 1]}}).holders(
         ...     [Table("a", 10, 4), Table("b", 6, 4)], num_ranks=4
@@ -238,28 +130,28 @@ class Plan:
         """
         chosen = self._chosen(tables)
         found: dict[str, Sequence[int] | None] = {}
-        homeless: list[Table] = []
-        #: Numbers on each rank; tables that all of them hold whole change nothing.
+        unassigned: list[Table] = []
+        #: Elements on each rank, without replicated tables.
         load = [0] * num_ranks
         for table in tables:
             kind, options = chosen[table.name]
             given = options.get("rank") if kind == "table_wise" else options.get("ranks")
             if kind == "table_wise" and given is None:
-                homeless.append(table)
+                unassigned.append(table)
             elif given is not None:
                 ranks = [given] if kind == "table_wise" else given
-                found[table.name] = held = _checked_ranks(table, kind, ranks, num_ranks)
-                for rank, numbers in zip(held, _numbers(table, kind, len(held)), strict=True):
+                found[table.name] = holders = _checked_ranks(table, kind, ranks, num_ranks)
+                for rank, numbers in zip(holders, _numbers(table, kind, len(holders)), strict=True):
                     load[rank] += numbers
             else:
                 found[table.name] = None
                 if kind != "data_parallel":
                     for rank, numbers in enumerate(_numbers(table, kind, num_ranks)):
                         load[rank] += numbers
-        # As in `cuts`: largest first to the emptiest rank, the first of several.
+        # As in `cuts`: largest first, to the lowest of the emptiest ranks.
         heap = [(numbers, rank) for rank, numbers in enumerate(load)]
         heapq.heapify(heap)
-        for table in sorted(homeless, key=lambda t: -t.num_embeddings * t.embedding_dim):
+        for table in sorted(unassigned, key=lambda t: -t.num_embeddings * t.embedding_dim):
             numbers, rank = heap[0]
             found[table.name] = [rank]
             size = table.num_embeddings * table.embedding_dim
@@ -267,7 +159,7 @@ class Plan:
         return [(chosen[table.name][0], found[table.name]) for table in tables]
 
     def tiling(self, tables: Sequence[Table], num_ranks: int) -> TableTiling:
-        """The parts of all tables on so many ranks."""
+        """The shards of all tables on `num_ranks` ranks."""
         return make_tiling(tables, self.cuts(tables, num_ranks), num_ranks)
 
     def describe(
@@ -352,22 +244,21 @@ def _checked_entry(name: str, entry: Any) -> None:
         raise LayoutError(f"Plan entry {name!r}: grid needs ranks, those that share the rows.")
 
 
-def _cut(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> TableSplit:
+def _split_table(table: Table, kind: str, options: Mapping[str, Any], num_ranks: int) -> TableSplit:
     if kind == "data_parallel":
         return TableSplit(kind, (table.num_embeddings,) * num_ranks)
     everywhere = list(range(num_ranks))
     given = [options["rank"]] if kind == "table_wise" else options.get("ranks", everywhere)
     ranks = _checked_ranks(table, kind, given, num_ranks)
-    _cut_fits(table, kind, len(ranks))
+    _check_columns(table, kind, len(ranks))
     size = table.embedding_dim if kind == "column_wise" else table.num_embeddings
-    pieces = lengths(size, len(ranks), None)
     sizes = [0] * num_ranks
-    for rank, piece in zip(ranks, pieces, strict=True):
-        sizes[rank] = piece
+    for rank, length in zip(ranks, lengths(size, len(ranks), None), strict=True):
+        sizes[rank] = length
     return TableSplit(kind, tuple(sizes))
 
 
-def _cut_fits(table: Table, kind: str, num_parts: int) -> None:
+def _check_columns(table: Table, kind: str, num_parts: int) -> None:
     if kind == "column_wise" and table.embedding_dim < num_parts:
         raise LayoutError(
             f"Table {table.name!r}: its {table.embedding_dim} columns cannot be split over "
@@ -376,8 +267,8 @@ def _cut_fits(table: Table, kind: str, num_parts: int) -> None:
 
 
 def _numbers(table: Table, kind: str, num_parts: int) -> list[int]:
-    """How many numbers each part of a table has."""
-    _cut_fits(table, kind, num_parts)
+    """How many elements each shard of a table has."""
+    _check_columns(table, kind, num_parts)
     by_columns = kind == "column_wise"
     size = table.embedding_dim if by_columns else table.num_embeddings
     other = table.num_embeddings if by_columns else table.embedding_dim
@@ -397,6 +288,111 @@ def _checked_ranks(table: Table, kind: str, given: Any, num_ranks: int) -> list[
     return sorted(given)
 
 
-def _num_numbers(table: Table, cut: TableSplit, rank: int) -> int:
-    other = table.num_embeddings if cut.by_columns else table.embedding_dim
-    return cut.sizes[rank] * other
+def _num_numbers(table: Table, split: TableSplit, rank: int) -> int:
+    other = table.num_embeddings if split.by_columns else table.embedding_dim
+    return split.sizes[rank] * other
+
+
+@dataclass(frozen=True, slots=True)
+class StepTraffic:
+    """Bytes that one rank sends in a step."""
+
+    ids: float
+    rows: float
+    gradients: float
+    copies: float
+
+    @property
+    def total(self) -> float:
+        return self.ids + self.rows + self.gradients + self.copies
+
+
+def table_bytes(tiling: TableTiling, number_bytes: int = 4) -> list[int]:
+    """The bytes of tables on each rank."""
+    return [
+        sum(stack.num_rows * stack.width for stack in stacks) * number_bytes
+        for stacks in tiling.stacks
+    ]
+
+
+def traffic(
+    route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
+) -> list[StepTraffic]:
+    """What each rank sends in a step, with ids drawn evenly from all rows."""
+    num = route.num_ranks
+    ids = [0.0] * num
+    rows = [0.0] * num
+    gradients = [0.0] * num
+    id_bytes = route.id_dtype.itemsize
+    for owner, legs in enumerate(route.legs):
+        for leg in legs:
+            whole = route.tiling.tables[leg.table].num_embeddings
+            num_ids = batch_size * ids_per_bag * leg.shard.num_rows / whole
+            num_rows = batch_size if route.pooled else num_ids
+            sent = (num_ids + (batch_size if route.pooled else 0)) * id_bytes
+            back = num_rows * leg.shard.width * number_bytes
+            for rank in range(num):
+                if rank != owner:
+                    ids[rank] += sent
+                    rows[owner] += back
+                    gradients[rank] += back
+    copied = sum(s.num_rows * (s.width + 1) for s in route.tiling.stacks[0] if s.replicated)
+    reduced = 2 * (num - 1) / num * copied * number_bytes
+    return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
+
+
+def describe(
+    tiling: TableTiling,
+    *,
+    pooled: bool,
+    batch_size: int,
+    ids_per_bag: float,
+    dtype: torch.dtype,
+    sums_squares: bool = False,
+) -> str:
+    """A table with a line per rank, then one per sharding kind, then the exchanges of a step.
+
+    With `sums_squares` the optimizer needs the squares of whole rows.
+    """
+    route = Route(tiling, pooled=pooled)
+    held = table_bytes(tiling, dtype.itemsize)
+    sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize)
+    mean = sum(held) / len(held)
+    lines = [
+        f"{len(tiling.tables)} tables on {tiling.num_ranks} ranks; {batch_size} bags of "
+        f"{ids_per_bag:g} ids per feature and rank",
+        "rank  parts  MB of tables  of mean  MB sent per step: ids   rows  gradients  copies",
+    ]
+    for rank, (num_bytes, one) in enumerate(zip(held, sent, strict=True)):
+        parts = sum(len(stack.shards) for stack in tiling.stacks[rank])
+        share = num_bytes / mean if mean else 1
+        lines.append(
+            f"{rank:4}  {parts:5}  {num_bytes / 1e6:12.1f}  {share:7.2f}  "
+            f"{one.ids / 1e6:21.1f}  {one.rows / 1e6:5.1f}  {one.gradients / 1e6:9.1f}  "
+            f"{one.copies / 1e6:6.1f}"
+        )
+    lines += _kind_lines(tiling)
+    lines.append(f"exchanges per step: {', '.join(_exchanges(route, sums_squares)) or 'none'}")
+    return "\n".join(lines)
+
+
+def _kind_lines(tiling: TableTiling) -> Sequence[str]:
+    kinds: dict[str, list[str]] = {}
+    for table, split in zip(tiling.tables, tiling.splits, strict=True):
+        kinds.setdefault(split.kind, []).append(table.name)
+    return [f"{kind}: {', '.join(names)}" for kind, names in kinds.items()]
+
+
+def _exchanges(route: Route, sums_squares: bool) -> list[str]:
+    if route.num_ranks == 1:
+        return []
+    found = ["counts"]
+    if route.travels:
+        found += ["ids", "rows", "gradients"]
+    if any(stack.replicated for stack in route.tiling.stacks[0]):
+        found.append("an all-reduce of copied tables' gradients")
+    if sums_squares and any(
+        route.tiling.splits_columns(t) for t in range(len(route.tiling.tables))
+    ):
+        found.append("an all-reduce of squares of rows that are split by columns")
+    return found

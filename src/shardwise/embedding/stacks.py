@@ -10,7 +10,7 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.tiling import TableTiling, Tile
+from shardwise.embedding.tiling import TableShard, TableTiling
 from shardwise.lookup.exchange import ranks_present
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import one_tensor, part_per_rank
@@ -34,7 +34,7 @@ class Stacks:
             ]
             for rank in self.ranks
         ]
-        # Ranks present share the copies of a table that all of them hold.
+        # Ranks present share the memory of replicated tables.
         shared: dict[int, torch.Tensor] = {}
         for place, rank in enumerate(self.ranks):
             for k, stack in enumerate(tiling.stacks[rank]):
@@ -42,85 +42,85 @@ class Stacks:
                     mine = self.weights[place][k]
                     self.weights[place][k] = shared.setdefault(stack.width, mine)
 
-    def fill(self, table: int, value_of: Callable[[Tile], torch.Tensor]) -> None:
-        """Write the values of a table, tile by tile."""
+    def fill(self, table: int, value_of: Callable[[TableShard], torch.Tensor]) -> None:
+        """Write the values of a table, shard by shard."""
         for place, rank in enumerate(self.ranks):
-            tile = self.tiling.tile_on(table, rank)
-            if tile is not None:
-                self.rows(place, tile).copy_(value_of(tile))
+            shard = self.tiling.shard_on(table, rank)
+            if shard is not None:
+                self.rows(place, shard).copy_(value_of(shard))
 
     def fill_rows(self, table: int, first: int, values: torch.Tensor) -> None:
-        """Write some whole rows of a table, from `first` on, where ranks present hold them."""
+        """Write rows of a table, from `first` on, where ranks present hold them."""
         last = first + values.shape[0]
         for place, rank in enumerate(self.ranks):
-            tile = self.tiling.tile_on(table, rank)
-            if tile is None:
+            shard = self.tiling.shard_on(table, rank)
+            if shard is None:
                 continue
-            start, end = max(first, tile.rows[0]), min(last, tile.rows[1])
+            start, end = max(first, shard.rows[0]), min(last, shard.rows[1])
             if start < end:
-                part = values[start - first : end - first, tile.columns[0] : tile.columns[1]]
-                self.rows(place, tile)[start - tile.rows[0] : end - tile.rows[0]].copy_(part)
+                part = values[start - first : end - first, shard.columns[0] : shard.columns[1]]
+                self.rows(place, shard)[start - shard.rows[0] : end - shard.rows[0]].copy_(part)
 
-    def rows(self, place: int, tile: Tile) -> torch.Tensor:
-        """A tile of the i-th rank present, as a view of its stack."""
-        return self.weights[place][tile.stack][tile.base : tile.base + tile.num_rows]
+    def rows(self, place: int, shard: TableShard) -> torch.Tensor:
+        """A shard of the i-th rank present, as a view of its stack."""
+        return self.weights[place][shard.stack][shard.base : shard.base + shard.num_rows]
 
     def all(self) -> list[torch.Tensor]:
         """The stacks of all ranks present."""
         return [weight for weights in self.weights for weight in weights]
 
     def convert(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace each stack by what `fn` makes of it, such as a copy in another dtype."""
+        """Replace each stack by what `fn` returns for it, such as a copy in another dtype."""
         self.weights = [[fn(weight) for weight in weights] for weights in self.weights]
         for weight in self.all():
             self.dtype, self.device = weight.dtype, weight.device
 
     def layout(self, table: int) -> Layout:
-        """How the table's DTensor lies."""
-        one, cut = self.tiling.tables[table], self.tiling.cuts[table]
-        return self._layout((one.num_embeddings, one.embedding_dim), cut.placement(one))
+        """The layout of the table's DTensor."""
+        one, split = self.tiling.tables[table], self.tiling.splits[table]
+        return self._layout((one.num_embeddings, one.embedding_dim), split.placement(one))
 
     def _layout(self, shape: tuple[int, int], placement: Placement) -> Layout:
         assert self.grid is not None, "tables without a mesh have no layout"
         return make_layout(self.grid, (placement,), shape, contiguous_stride(shape), self.dtype)
 
     def table(self, number: int) -> torch.Tensor:
-        """A table as its parameter holds it: a view of the stack, in a DTensor on a mesh."""
+        """The value of a table's parameter: a view of the stack, as a DTensor on a mesh."""
         parts = []
         for place, rank in enumerate(self.ranks):
-            tile = self.tiling.tile_on(number, rank)
-            parts.append(self.nothing_of(number) if tile is None else self.rows(place, tile))
+            shard = self.tiling.shard_on(number, rank)
+            parts.append(self.nothing_of(number) if shard is None else self.rows(place, shard))
         if self.grid is None:
             return parts[0]
         return self.wrap(number, parts)
 
     def wrap(self, number: int, parts: Sequence[torch.Tensor]) -> DTensor:
-        """The DTensor of a table whose parts are given for each rank present."""
+        """The DTensor of a table, from the shard of each rank present."""
         assert self.grid is not None, "tables without a mesh are plain tensors"
         local = one_tensor(self.grid, _shared(parts), sized=False)
         return DTensor._wrap(local, self.layout(number))
 
     def wrap_per_row(self, number: int, parts: Sequence[torch.Tensor], shared: bool) -> DTensor:
-        """The DTensor of a state with one number per row, on each holder of some columns.
+        """The DTensor of a state with one number per row, on each rank that holds columns.
 
-        When the numbers are `shared`, all holders have the same; where those are all ranks, the
-        state is replicated. Else it has a column per holder.
+        With `shared`, the numbers of all holders are equal: the state is replicated if all ranks
+        are holders. Otherwise it has a column per holder.
         """
         assert self.grid is not None, "states without a mesh are plain tensors"
-        one, cut = self.tiling.tables[number], self.tiling.cuts[number]
+        one, split = self.tiling.tables[number], self.tiling.splits[number]
         local = one_tensor(self.grid, _shared(parts), sized=False)
-        placement, num_columns = cut.placement(one), 1
-        if cut.by_columns:
-            holders = tuple(int(size > 0) for size in cut.sizes)
+        placement, num_columns = split.placement(one), 1
+        if split.by_columns:
+            holders = tuple(int(size > 0) for size in split.sizes)
             copied = shared and all(holders)
             placement = REPLICATE if copied else Shard(1, holders)
             num_columns = 1 if copied else sum(holders)
         return DTensor._wrap(local, self._layout((one.num_embeddings, num_columns), placement))
 
     def nothing_of(self, number: int) -> torch.Tensor:
-        """The part of a rank that owns nothing of a table."""
-        one, cut = self.tiling.tables[number], self.tiling.cuts[number]
-        shape = (one.num_embeddings, 0) if cut.by_columns else (0, one.embedding_dim)
+        """The empty shard of a rank that owns nothing of a table."""
+        one, split = self.tiling.tables[number], self.tiling.splits[number]
+        shape = (one.num_embeddings, 0) if split.by_columns else (0, one.embedding_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
     def holds(self, number: int, parameter: torch.Tensor) -> bool:
@@ -128,17 +128,17 @@ class Stacks:
         local = getattr(parameter, "_local", parameter)
         parts = [local] if self.grid is None else part_per_rank(self.grid, local)
         for place, (rank, part) in enumerate(zip(self.ranks, parts, strict=True)):
-            tile = self.tiling.tile_on(number, rank)
-            if tile is not None:
-                stack = self.weights[place][tile.stack]
-                start = stack.data_ptr() + tile.base * tile.width * stack.element_size()
+            shard = self.tiling.shard_on(number, rank)
+            if shard is not None:
+                stack = self.weights[place][shard.stack]
+                start = stack.data_ptr() + shard.base * shard.width * stack.element_size()
                 if part.data_ptr() != start or part.dtype != stack.dtype:
                     return False
         return True
 
 
 def _shared(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Views of one memory as one object: a simulated world stores and writes them once."""
+    """One tensor object for views of the same memory: a simulated world stores it once."""
     seen: dict[tuple[int, torch.Size], torch.Tensor] = {}
     return [
         seen.setdefault((part.data_ptr(), part.shape), part) if part.numel() else part
@@ -147,17 +147,17 @@ def _shared(parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def whole_of(value: DTensor) -> torch.Tensor:
-    """All of a sharded table, as a plain tensor."""
+    """A sharded table, gathered into a plain tensor."""
     return agreed(value.full_tensor())
 
 
-def tile_of(values: torch.Tensor) -> Callable[[Tile], torch.Tensor]:
-    """Cuts tiles out of a whole table."""
-    return lambda tile: values[tile.rows[0] : tile.rows[1], tile.columns[0] : tile.columns[1]]
+def shard_of(values: torch.Tensor) -> Callable[[TableShard], torch.Tensor]:
+    """A function that slices a shard out of a whole table."""
+    return lambda shard: values[shard.rows[0] : shard.rows[1], shard.columns[0] : shard.columns[1]]
 
 
 def states_like(stacks: Stacks, names: Mapping[str, bool]) -> list[list[dict[str, torch.Tensor]]]:
-    """Zeros for each state of each stack: one per row, or one for each number of the weight."""
+    """Zeros for each state of each stack: one per row, or of the weight's shape."""
     found: list[list[dict[str, torch.Tensor]]] = []
     made: dict[tuple[int, str], torch.Tensor] = {}
     for weights in stacks.weights:

@@ -1,4 +1,4 @@
-"""Table: what a collection is told about one of its tables."""
+"""Table: the description of one table of a collection."""
 
 from __future__ import annotations
 

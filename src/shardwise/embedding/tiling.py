@@ -1,10 +1,10 @@
-"""Tiling: which rank owns which part of each table, and how the parts of a rank are stacked.
+"""Tiling: which rank owns which shard of each table, and how a rank's shards are stacked.
 
 Note [Stacks]
-All parts of one width that a rank owns lie in one weight, one below the other: a *stack*. A lookup
-of many tables is then one lookup in a stack, with ids that count from its first row. The sender
-adds the difference, so that what arrives can be looked up as it is. The table's parameter is a view
-of its rows in the stack.
+All shards of one width that a rank owns are rows of one weight: a *stack*. A lookup in many tables
+is then one lookup in a stack, with ids that count from its first row. The sender shifts them,
+so the receiver looks ids up as they arrive. The table's parameter is a view of its rows in the
+stack.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from shardwise.embedding.table import Table
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """One rank's part of a table: rows and columns from, up to, at a place in its stack."""
+class TableShard:
+    """One rank's shard of a table: rows and columns (start, end), from row `base` of a stack."""
 
     rank: int
     rows: tuple[int, int]
@@ -38,12 +38,12 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Tables of one width that a rank holds below each other; `replicated` on every rank or not."""
+    """Shards of one width on one rank, concatenated; `replicated` ones are whole on every rank."""
 
     width: int
     num_rows: int
-    #: (table, its tile), in the order of rows.
-    tiles: tuple[tuple[int, Tile], ...]
+    #: (table, its shard), in the order of rows.
+    shards: tuple[tuple[int, TableShard], ...]
     replicated: bool
 
 
@@ -64,7 +64,7 @@ class TableSplit:
         return self.kind == "data_parallel"
 
     def placement(self, table: Table) -> Placement:
-        """How the table's DTensor lies along the axis."""
+        """The placement of the table's DTensor."""
         if self.replicated:
             return REPLICATE
         dim = 1 if self.by_columns else 0
@@ -75,11 +75,11 @@ class TableSplit:
 
 @dataclass(frozen=True, slots=True)
 class TableTiling:
-    """`tiles[t]` are the parts of table t in the order of ranks; `stacks[r]` what rank r holds."""
+    """`shards[t]` are the shards of table t in the order of ranks; `stacks[r]` those of rank r."""
 
     tables: tuple[Table, ...]
-    cuts: tuple[TableSplit, ...]
-    tiles: tuple[tuple[Tile, ...], ...]
+    splits: tuple[TableSplit, ...]
+    shards: tuple[tuple[TableShard, ...], ...]
     stacks: tuple[tuple[Stack, ...], ...]
 
     @property
@@ -88,42 +88,44 @@ class TableTiling:
 
     def splits_columns(self, table: int) -> bool:
         """Whether several ranks hold some columns of a table each."""
-        return self.cuts[table].by_columns and len(self.tiles[table]) > 1
+        return self.splits[table].by_columns and len(self.shards[table]) > 1
 
-    def tile_on(self, table: int, rank: int) -> Tile | None:
-        return next((tile for tile in self.tiles[table] if tile.rank == rank), None)
+    def shard_on(self, table: int, rank: int) -> TableShard | None:
+        return next((shard for shard in self.shards[table] if shard.rank == rank), None)
 
 
-def make_tiling(tables: Sequence[Table], cuts: Sequence[TableSplit], num_ranks: int) -> TableTiling:
-    """Lay the parts of the tables out over ranks, equal widths of a rank in one stack."""
-    tiles: list[list[Tile]] = [[] for _ in tables]
+def make_tiling(
+    tables: Sequence[Table], splits: Sequence[TableSplit], num_ranks: int
+) -> TableTiling:
+    """Place the shards of all tables; those of one width on a rank form a stack."""
+    shards: list[list[TableShard]] = [[] for _ in tables]
     stacks = []
     for rank in range(num_ranks):
-        found: dict[tuple[bool, int], list[tuple[int, Tile]]] = {}
+        found: dict[tuple[bool, int], list[tuple[int, TableShard]]] = {}
         heights: dict[tuple[bool, int], int] = {}
-        for number, (table, cut) in enumerate(zip(tables, cuts, strict=True)):
-            rows, columns = _extent(table, cut, rank)
+        for number, (table, split) in enumerate(zip(tables, splits, strict=True)):
+            rows, columns = _extent(table, split, rank)
             if rows[0] == rows[1] or columns[0] == columns[1]:
                 continue
-            key = (cut.replicated, columns[1] - columns[0])
+            key = (split.replicated, columns[1] - columns[0])
             place = list(found).index(key) if key in found else len(found)
-            tile = Tile(rank, rows, columns, place, heights.get(key, 0))
-            found.setdefault(key, []).append((number, tile))
-            heights[key] = tile.base + tile.num_rows
-            tiles[number].append(tile)
+            shard = TableShard(rank, rows, columns, place, heights.get(key, 0))
+            found.setdefault(key, []).append((number, shard))
+            heights[key] = shard.base + shard.num_rows
+            shards[number].append(shard)
         stacks.append(
             tuple(
                 Stack(key[1], heights[key], tuple(members), key[0])
                 for key, members in found.items()
             )
         )
-    return TableTiling(tuple(tables), tuple(cuts), tuple(map(tuple, tiles)), tuple(stacks))
+    return TableTiling(tuple(tables), tuple(splits), tuple(map(tuple, shards)), tuple(stacks))
 
 
-def _extent(table: Table, cut: TableSplit, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+def _extent(table: Table, split: TableSplit, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
     rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
-    if cut.replicated:
+    if split.replicated:
         return rows, columns
-    start = sum(cut.sizes[:rank])
-    piece = (start, start + cut.sizes[rank])
-    return (rows, piece) if cut.by_columns else (piece, columns)
+    start = sum(split.sizes[:rank])
+    mine = (start, start + split.sizes[rank])
+    return (rows, mine) if split.by_columns else (mine, columns)

@@ -1,7 +1,6 @@
 """Fused kernels over all the embedding tables that a rank holds, in Triton.
 
-No module in here is imported unless a GPU is asked to work: Triton is not a dependency of the
-package.
+Its modules are imported only to run on a GPU: Triton is not a dependency of the package.
 """
 
 import torch

@@ -1,11 +1,13 @@
-"""Launching a kernel again without asking again which one it is.
+"""Cheap launches: compiled kernels, and the scratch memory of launches, are kept.
 
-Triton looks at every argument of every launch to find the compiled kernel: its type, whether it is
-divisible by 16, whether it is 1. For a kernel of many arguments that takes longer than launching.
-Here only what can differ between two launches is looked at, and the compiled kernel is launched
-with addresses, which need no check that a tensor is on the device. The kernels ask Triton not to
-specialize on the values of numbers; numbers of 64 bits and tensors that are not aligned are left to
-Triton.
+Triton inspects every argument of every launch to find the compiled kernel: its type, whether it is
+divisible by 16, whether it is 1. For a kernel of many arguments that takes longer than the launch.
+Here only what can differ between two launches is inspected, and the compiled kernel is launched
+with addresses, which skips the check that a tensor is on the device. The kernels tell Triton not to
+specialize on the values of numbers; 64-bit numbers and unaligned tensors are left to Triton.
+
+Scratch memory is kept per stream, so that launches on two streams do not share it. During graph
+capture it is allocated anew: the graph keeps its own, and outlives what is kept here.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _WIDE = 2**31
 
 
 class Launches:
-    """The compiled kernels that were launched before, by what they were compiled for."""
+    """Compiled kernels, by what they were compiled for."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device.index if device.type == "cuda" else None
@@ -76,30 +78,24 @@ class Launches:
 
 
 def _watched() -> bool:
-    """Whether somebody asked Triton to be told of launches, as its profiler does."""
+    """Whether Triton has launch hooks, such as those of its profiler."""
     runtime = triton.knobs.runtime
     hooks = (runtime.launch_enter_hook, runtime.launch_exit_hook)
     return any(hook is not None and getattr(hook, "calls", True) for hook in hooks)
 
 
-# Memory that kernels of one launch share, kept from launch to launch: asking for it costs time.
-#
-# There is one of each per stream, so that launches on two streams do not meet in it. While a
-# graph is captured it is asked for anew: the graph keeps its own, and outlives what is kept here.
-
-
 def is_captured(device: torch.device) -> bool:
-    """Whether what is launched now becomes part of a graph."""
+    """Whether a CUDA graph is being captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class Parts(NamedTuple):
-    """Room for the parts of results that several programs make."""
+    """Scratch memory for partial results of several programs."""
 
-    #: Zeros, which kernels count in and set back to zero.
+    #: Zeros, which kernels count in and reset.
     counters: torch.Tensor
     values: torch.Tensor
-    #: Where the values stand; without, for results that need it not.
+    #: The positions of the values, for results that need them.
     positions: torch.Tensor | None
 
     def hold(self, num_counters: int, num_values: int, with_positions: bool) -> bool:
@@ -111,6 +107,8 @@ class Parts(NamedTuple):
 
 
 class KernelScratch:
+    """Scratch memory that is kept per stream, as large as the largest request."""
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._kept: dict[int, Parts] = {}

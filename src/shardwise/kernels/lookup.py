@@ -1,8 +1,8 @@
 """Lookups: bags of rows, pooled, or the row of every id, for all features at once.
 
 Note [What backward needs]
-In training, the lookup writes down for every id its key (see tables), where its bag's output row
-lies, and by how much it was scaled. Backward sorts the keys and needs nothing else of the input.
+In training, the lookup records for every id its key (see `tables`), the position of its bag's
+output row, and its scale. Backward sorts the keys and needs nothing else of the input.
 """
 
 from __future__ import annotations
@@ -18,66 +18,22 @@ from shardwise.kernels.memory import assert_owned, load_rows, num_pieces, rows_i
 from shardwise.kernels.pool_bags import pool_bags
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet
 
-# The kernel that copies the row of every id, for all features in one launch.
-
-
-@triton.jit
-def copy_rows(
-    features,
-    first_id,
-    ids,
-    out,
-    keys,
-    out_at,
-    flags,
-    TRACE: tl.constexpr,
-    MASKED: tl.constexpr,
-    DTYPES: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    ROWS: tl.constexpr,
-    DIM: tl.constexpr,
-):
-    """Unpooled: program (i, f) copies ROWS rows of feature f."""
-    number = tl.program_id(1)
-    feature = features + number * COLUMNS
-    first, end = tl.load(first_id + number), tl.load(first_id + number + 1)
-    at = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    here = at < end
-    address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
-    dtype = tl.load(feature + 3)
-    row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - tl.load(feature + 5)
-    owned = here & (row >= 0) & (row < num_rows)
-    if not MASKED:
-        assert_owned(owned, here, flags)
-    d = tl.arange(0, DIM)
-    inside = (d < dim)[None, :]
-    place = row[:, None] * dim + d[None, :]
-    rows = load_rows(address, place, owned[:, None] & inside, dtype, DTYPES)
-    out_row = tl.load(feature + 6) + (at - first).to(tl.int64) * tl.load(feature + 7)
-    target = out + out_row[:, None] + d[None, :]
-    tl.store(target, rows.to(out.dtype.element_ty), mask=here[:, None] & inside)
-    if TRACE:
-        key = tl.where(owned, row + tl.load(feature + 4), tl.load(feature + 8))
-        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
-        tl.store(out_at + at, out_row.to(out_at.dtype.element_ty), mask=here)
-
-
 SUM, MEAN, MAX = 0, 1, 2
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
-#: Up to as many ids, one launch does it all; see Note [Long bags].
+#: Up to this many ids, one launch is enough; see Note [Long bags].
 SMALL = 2**20
-#: Bags of more ids are split: in small batches, and in large ones. A warp takes about as long for
-#: a chunk of them as for the parts of a bag that has the square of as many.
+#: Bags of more ids are split: in small batches, and in large ones. A warp takes about as long for a
+#: chunk of n ids as to add the partial results of a bag of n² ids.
 LONG_IN_SMALL = 256
 LONG = 512
-#: Which programs a launch consists of.
+#: Which programs a launch has.
 _BAGS, _CHUNKS, _BOTH = 1, 2, 3
-#: As many programs serve the chunks of a large batch.
+#: The number of programs for the chunks of a large batch.
 _CHUNK_PROGRAMS = 4096
 
 
 class Trace(NamedTuple):
-    """What a lookup leaves for its backward; see Note [What backward needs]."""
+    """What a lookup records for backward; see Note [What backward needs]."""
 
     keys: torch.Tensor
     out_at: torch.Tensor
@@ -168,7 +124,7 @@ def row_lookup(
 
 
 def _parts(tables: TableSet, num_chunks: int, mode: str) -> Sequence[torch.Tensor | None]:
-    """Where the parts of long bags are counted and kept, and for max their positions."""
+    """Scratch for the partial results of long bags: counters, values, and for max positions."""
     if not num_chunks:
         return None, None, None
     is_max = mode == "max"
@@ -191,11 +147,52 @@ def _trace(tables: TableSet, num_ids: int, rows: OutputRows, mode: str, weighted
 
 
 def index_dtype(count: int) -> torch.dtype:
-    """Wide enough for numbers below `count`."""
+    """The integer dtype for numbers below `count`."""
     return torch.int32 if count < 2**31 else torch.int64
 
 
 def _check(flags: torch.Tensor | None) -> None:
-    """Where kernels are interpreted, fail as they do on the device."""
+    """Raise if interpreted kernels met a wrong id, as they fail on the device."""
     if flags is not None and not flags.is_cuda and flags[0]:
         raise IndexError("an embedding id is out of the range of its table")
+
+
+@triton.jit
+def copy_rows(
+    features,
+    first_id,
+    ids,
+    out,
+    keys,
+    out_at,
+    flags,
+    TRACE: tl.constexpr,
+    MASKED: tl.constexpr,
+    DTYPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Copy the row of every id: program (i, f) copies ROWS rows of feature f."""
+    number = tl.program_id(1)
+    feature = features + number * COLUMNS
+    first, end = tl.load(first_id + number), tl.load(first_id + number + 1)
+    at = first + tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    here = at < end
+    address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
+    dtype = tl.load(feature + 3)
+    row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - tl.load(feature + 5)
+    owned = here & (row >= 0) & (row < num_rows)
+    if not MASKED:
+        assert_owned(owned, here, flags)
+    d = tl.arange(0, DIM)
+    inside = (d < dim)[None, :]
+    place = row[:, None] * dim + d[None, :]
+    rows = load_rows(address, place, owned[:, None] & inside, dtype, DTYPES)
+    out_row = tl.load(feature + 6) + (at - first).to(tl.int64) * tl.load(feature + 7)
+    target = out + out_row[:, None] + d[None, :]
+    tl.store(target, rows.to(out.dtype.element_ty), mask=here[:, None] & inside)
+    if TRACE:
+        key = tl.where(owned, row + tl.load(feature + 4), tl.load(feature + 8))
+        tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
+        tl.store(out_at + at, out_row.to(out_at.dtype.element_ty), mask=here)

@@ -1,4 +1,4 @@
-"""What several kernels do: read and write rows of any dtype, search rising numbers, check ids."""
+"""Shared by the kernels: load and store rows of any dtype, bisect sorted values, check ids."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def store_rows(address, at, values, mask, dtype, DTYPES: tl.constexpr):
 
 @triton.jit
 def last_at_most(values, count, wanted):
-    """The last of `count` rising values that is at most `wanted`."""
+    """The position of the last of `count` ascending values that is at most `wanted`."""
     low, high = 0 * count, count
     while high - low > 1:
         middle = (low + high) // 2
@@ -65,7 +65,7 @@ def last_at_most(values, count, wanted):
 
 @triton.jit
 def assert_owned(owned, here, flags):
-    """A wrong id reads nothing, and fails on the device or is written down."""
+    """A wrong id loads nothing; it fails a device assertion, or sets a flag."""
     tl.device_assert(owned | (here == 0), "an embedding id is out of the range of its table")
     if flags is not None:
         wrong = (here & (owned == 0)).to(tl.int32)
@@ -73,12 +73,12 @@ def assert_owned(owned, here, flags):
 
 
 def padded_dim(dim: int) -> int:
-    """How many columns a kernel works on for tables of up to `dim`: a power of two."""
+    """The width of a kernel's blocks for tables of up to `dim` columns: a power of two."""
     return max(4, 1 << (dim - 1).bit_length())
 
 
 def num_pieces(count: int, size: int) -> int:
-    """How many pieces of `size` hold `count`. Triton's own takes ten times as long on the host."""
+    """`count / size`, rounded up. Triton's cdiv takes ten times as long on the host."""
     return -(-count // size)
 
 

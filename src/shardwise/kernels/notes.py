@@ -1,4 +1,4 @@
-"""Writing down what an update needs to know of a lookup that was made without a trace."""
+"""Make the trace of a lookup that was done without one, for an update."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwise.kernels.lookup import Trace, index_dtype
 from shardwise.kernels.memory import num_pieces
 from shardwise.kernels.tables import IdBags, TableSet
 
-#: Ids that a program writes down at a time.
+#: Ids that a program records at a time.
 _BLOCK = 128
 
 
@@ -67,7 +67,7 @@ def noted(
 ) -> Trace:
     """The trace of a sum.
 
-    Unless `all_in_bags`, ids may stand after the last bag: they touch no row.
+    Unless `all_in_bags`, there may be ids after the last bag, which touch no row.
     """
     ids, offsets, first_bag, max_bags, rows = bags
     key_dtype = index_dtype(tables.num_keys + 1)

@@ -1,22 +1,22 @@
 """The kernel that pools bags of rows, for all features in one launch.
 
 Note [One bag, one warp]
-A program of one warp serves one bag: it reads ROWS rows at a time, so that that many row reads are
-in flight, and adds them in float32. Memory latency is hidden by many warps, not by wide programs.
+A program of one warp serves one bag: it loads ROWS rows at a time, so that as many loads are in
+flight, and adds them in float32. Many warps hide memory latency, not wide programs.
 
 Note [Long bags]
-A bag longer than LONG would keep its warp busy long after all others are done. Such bags are left
-to programs of their own: all ids are cut at multiples of LONG into chunks, and a program pools what
-its chunk holds of long bags. At most one long bag starts in a chunk and at most one ends there, so
-two partial results per chunk are enough, and the host need not know which bags are long. Of the
-programs that hold a part of a bag, the one that is done last adds the parts in order, so the result
-is the same from run to run; a counter per chunk in which a long bag starts tells it that it is the
-last, and it sets the counter back.
+A bag longer than LONG would keep its warp busy long after all others are done. Such bags have other
+programs: all ids are split at multiples of LONG into chunks, and a program pools what its chunk has
+of long bags. At most one long bag starts in a chunk and at most one ends there, so two partial
+results per chunk are enough, and the host need not know which bags are long. Of the programs of a
+bag, the last one to finish adds the partial results in order, so two runs agree in every bit; a
+counter per chunk in which a long bag starts tells it that it is the last, and it resets the
+counter.
 
-In small batches all programs are of one launch, which also asserts that ids are in range: launching
-is what costs there. In large ones, programs for bags alone need fewer registers and no search; the
-chunks follow in a launch of their own, which asserts that no id was out of range, and leaves unless
-a flag says that a bag was long.
+In small batches, where launches dominate, all programs are in one launch, which also asserts that
+ids are in range. In large ones, programs for bags alone need fewer registers and no search; a
+second launch handles the chunks: it asserts that no id was out of range, and returns unless a flag
+says that a bag was long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _larger(value, position, other_value, other_position):
 
 @triton.jit
 def _better(best, best_at, found, found_at):
-    """The larger of two maxima, of which the first may be of nothing yet."""
+    """The larger of two maxima, the first of which may be of no element yet."""
     # A row of -inf is more than nothing. Positions of nothing are -1 here, and the largest there.
     better = (found > best) | ((best_at < 0) & (found_at >= 0) & (found_at < 2147483647))
     return tl.where(better, found, best), tl.where(better, found_at, best_at)
@@ -45,7 +45,7 @@ def _better(best, best_at, found, found_at):
 @triton.jit
 def _pool(
     feature,  # this feature's line of TableSet.features
-    out_row,  # where its output row lies, written down for backward
+    out_row,  # the position of its output row, recorded for backward
     start,
     end,
     bag_scale,
@@ -110,7 +110,7 @@ def _join(
     partial, partial_at, first, last, start, MODE: tl.constexpr, LONG: tl.constexpr,
     ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
-    """The parts of a long bag, from chunk `first` to chunk `last`, in order."""
+    """Combine the partial results of a long bag, from chunk `first` to chunk `last`, in order."""
     d = tl.arange(0, DIM)
     # Its first part is in the second slot of its chunk, unless the bag starts with the chunk.
     slot = (start > first * LONG).to(tl.int64)
@@ -147,7 +147,7 @@ def _serve(
     start = tl.load(offsets + bag).to(INDEX)
     end = tl.load(offsets + bag + 1).to(INDEX)
     # A bag that holds both the first and the last id of a chunk counts once, as the first's; ids
-    # that stand after the last bag are nobody's.
+    # after the last bag belong to none.
     mine = (end - start > LONG) & ((slot == 0) | (start > low)) & (end > low)
     if not OF_CHUNK:
         mine = end - start <= LONG

@@ -1,6 +1,6 @@
 """The gradient of per-sample weights: each id's row times its bag's gradient.
 
-A program takes SPAN ids, whatever bags they are of: a bag of very many ids is shared by programs.
+A program takes SPAN ids, whatever their bags: several programs share a long bag.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the kernels know of the tables: addresses and sizes, in device memory.
+"""The tables as the kernels see them: addresses and sizes, in device memory.
 
 Tables may differ in rows, dim and dtype, and several features may look up one table; one launch
-serves all. A *key* is a row counted through all tables, so that sorting keys groups the ids of all
-features by the row that they touch.
+serves all. A *key* is a row number over all tables, so sorting keys groups the ids of all features
+by the row that they touch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ TABLE_COLUMNS = ("address", "first_key", "dim", "dtype", "state", "second_state"
 
 
 class OutputRows(NamedTuple):
-    """Where the output rows of each feature lie: the first one's place, and the step to the next.
+    """The output rows of each feature: the start of the first one, and the stride.
 
     Both count elements of one buffer of `num_elements`.
     """
@@ -47,7 +47,7 @@ class OutputRows(NamedTuple):
 
 
 class IdBags(NamedTuple):
-    """Ids in bags, which are counted through the features.
+    """Ids in bags, numbered over all features.
 
     Feature f has bags `first_bag[f]` to `first_bag[f + 1]`, at most `max_bags`, and bag b the ids
     `offsets[b]` to `offsets[b + 1]`; without offsets each id is a bag of its own.
@@ -62,19 +62,18 @@ class IdBags(NamedTuple):
 
 
 class TableLines(NamedTuple):
-    """One row per table, as TABLE_COLUMNS says, and one after the last that ends the keys."""
+    """One row per table, with TABLE_COLUMNS, and a last one that ends the keys."""
 
     rows: torch.Tensor
-    #: Whether tables and states each lie one after another in one buffer: a key is a row of it.
+    #: Whether tables, and each state, are adjacent in one buffer: a key is a row of it.
     in_one_buffer: bool
 
 
 class TableSet:
-    """Tables on one device, in the memory that they have now, and the features that look them up.
+    """Tables on one device, by their current addresses, and the features that look them up.
 
-    `first_rows[t]` is the row of the whole table that the first row of `tables[t]` is, for a table
-    of which this is a row-wise shard: ids count in the whole table, and those of other shards are
-    skipped.
+    For a row-wise shard `tables[t]`, `first_rows[t]` is the row of the whole table that it begins
+    with: ids count in the whole table, and those of other shards are skipped.
     """
 
     def __init__(
@@ -102,11 +101,11 @@ class TableSet:
         self.dtypes = 0
         for table in tables:
             self.dtypes |= 1 << DTYPES.index(table.dtype)
-        #: Read once. Who gives a table other memory has to make another set.
+        #: Read once: a table that moves in memory needs another set.
         self._addresses = tuple([table.data_ptr() for table in tables])
         self._features: tuple[OutputRows, torch.Tensor] | None = None
         self._lines: tuple[object, TableLines] | None = None
-        #: What graphs that were captured read: it stays when the next batch has other sizes.
+        #: Read by captured graphs: kept alive when the next batch has other sizes.
         self._in_graphs: list[torch.Tensor] = []
         self.device = tables[0].device
         self.scratch = KernelScratch(self.device)
@@ -114,11 +113,11 @@ class TableSet:
 
     @cached_property
     def flags(self) -> torch.Tensor:
-        """Set by the kernels and never taken back: an id was out of range; a bag was long."""
+        """Set by the kernels and never reset: an id was out of range; a bag was long."""
         return torch.zeros(2, dtype=torch.int32, device=self.device)
 
     def features(self, out: OutputRows) -> torch.Tensor:
-        """One row per feature, as FEATURE_COLUMNS says."""
+        """One row per feature, with FEATURE_COLUMNS."""
         if self._features is None or self._features[0] != out:
             places = zip(self.feature_tables, out.starts, out.strides, strict=True)
             rows = [
@@ -141,7 +140,7 @@ class TableSet:
         return self._features[1]
 
     def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
-        """The tables, and where the states of each lie, contiguous and in float32."""
+        """The tables and the addresses of their states, which are contiguous float32."""
         beside = [[tensor.data_ptr() for tensor in state] for state in states]
         if self._lines is None or self._lines[0] != beside:
             _check_states(states)
@@ -164,12 +163,12 @@ class TableSet:
         return self._lines[1]
 
     def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
-        # Not waited for: the copy takes the values along before it returns.
+        # Without waiting: the values are staged before the call returns.
         return torch.tensor(rows, dtype=torch.int64).to(self.device, non_blocking=True)
 
 
 class KnownSets:
-    """The sets of tables that were asked for before, by their first table as long as it lives."""
+    """A cache of table sets, by their first table, as long as that lives."""
 
     def __init__(self) -> None:
         self._sets = WeakTensorKeyDictionary()
@@ -184,7 +183,7 @@ class KnownSets:
             known = self._sets[tables[0]] = {}
         found = known.get((addresses, first_rows))
         if found is None:
-            # A table that has other memory now does not come back to what it had.
+            # A table that moved does not come back to its old address.
             for key in [key for key in known if key[0][0] != addresses[0]]:
                 del known[key]
             # Of detached aliases: the set must not keep its own key alive.
@@ -195,12 +194,12 @@ class KnownSets:
         return found
 
 
-#: As TableSet's: what captured graphs read.
+#: Read by captured graphs: kept alive.
 _FIRSTS_IN_GRAPHS: list[torch.Tensor] = []
 
 
 def first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """Where the bags of each feature begin, and where the last end."""
+    """The first bag of each feature, and the number of bags."""
     firsts = _first_bags(num_bags, device)
     if is_captured(device):
         _FIRSTS_IN_GRAPHS.append(firsts)
@@ -209,7 +208,7 @@ def first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
 
 @lru_cache(64)
 def _first_bags(num_bags: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    # Mostly there are as many as in a batch before.
+    # Most batches have the sizes of an earlier one.
     firsts = torch.tensor(list(accumulate(num_bags, initial=0)))
     return firsts.to(device, non_blocking=True)
 
@@ -252,7 +251,7 @@ def side_by_side(tables: TableSet, batch_size: int) -> OutputRows:
 
 
 def one_after_another(tables: TableSet, batch_sizes: Sequence[int]) -> OutputRows:
-    """Outputs as one flat buffer, a block of rows per feature, for batches of different sizes."""
+    """Outputs as one flat buffer, feature after feature, for batches of different sizes."""
     dims = [tables.tables[t].shape[1] for t in tables.feature_tables]
     sizes = [size * dim for size, dim in zip(batch_sizes, dims, strict=True)]
     return OutputRows(_starts(sizes), tuple(dims), sum(sizes))

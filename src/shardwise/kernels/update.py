@@ -1,4 +1,8 @@
-"""One step of an optimizer on every row that was looked up; see Note [Sorted segments]."""
+"""Updates and gradients of every row that was looked up; see Note [Sorted segments].
+
+A plain gradient is what an SGD step with lr=-1 makes of zeros: sums are taken in float32, always in
+the same order, and each row is written once, in the table's dtype.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +24,7 @@ OPTIMIZERS = {
 }
 #: Ids per program in large batches.
 SPAN = 128
-#: A device has room for about as many programs at once.
+#: About as many programs run at once on a device.
 _PROGRAMS = 2**12
 
 
@@ -60,7 +64,7 @@ def update_sorted(
     states: Sequence[Sequence[torch.Tensor]],
     numbers: tuple[float, ...],
 ) -> None:
-    """The same, of keys that were sorted: `keys[i]` is that of the id number `order[i]`."""
+    """`update` with sorted keys: `keys[i]` is the key of id number `order[i]`."""
     num_ids = keys.shape[0]
     dim, span = tables.padded_dim, _span(num_ids)
     num_blocks = num_pieces(num_ids, span)
@@ -88,19 +92,12 @@ def update_sorted(
 
 
 def _span(num_ids: int) -> int:
-    """Ids per program: a power of two, less in small batches, so that no multiprocessor idles."""
+    """Ids per program: a power of two, smaller in small batches, so that no SM idles."""
     return min(SPAN, max(16, 1 << (num_ids // _PROGRAMS - 1).bit_length()))
 
 
-# The plain gradient of tables, for ordinary optimizers: dense, or of the rows that have one.
-#
-# A gradient is what a step of SGD at the rate -1 makes of zeros: sums are taken in float32,
-# always in the same order, and each row is written once, in the table's dtype.
-# MERGED
-
-
 def add_gradients(tables: TableSet, trace: Trace, grad: torch.Tensor) -> None:
-    """Add to each table the gradient of a table of its shape, whose keys are in the trace."""
+    """Add the dense gradients to `tables`, which have the shapes of those looked up."""
     update(tables, trace, grad, "sgd", lr=-1)
 
 
@@ -109,7 +106,7 @@ def row_sums(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows of one table that were looked up, each once and in order, and their gradients.
 
-    The trace's keys are rows. How many there are depends on the ids: this waits for the device.
+    The trace's keys are rows. Their count is data-dependent: this waits for the device.
     """
     keys, order = torch.sort(trace.keys)
     rows, numbers = torch.unique_consecutive(keys, return_inverse=True)

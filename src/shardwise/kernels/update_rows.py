@@ -2,16 +2,16 @@
 
 Note [Sorted segments]
 The keys of all ids are sorted; equal keys form a segment, whose ids touch one row. Each touched row
-is read and written once, and no gradient of a table is stored. A program takes SPAN sorted ids,
-four at a time: it asks for their bags' gradients and for the rows that end a segment at once, so
-that those reads overlap, then adds in order and steps at each segment's last id. Sums are always
-taken in the same order, so that two runs agree in every bit.
+is read and written once, and no table gradient is materialised. A program takes SPAN sorted ids,
+four at a time: it loads their bags' gradients and the rows that end a segment together, so that the
+loads overlap, then adds in order and updates at each segment's last id. Sums are always taken in
+the same order, so two runs agree in every bit.
 
 Note [Segments that cross programs]
-What a program has of a segment that goes on in the next one is its tail; what it has of one that
-began earlier and ends here is its head. A second launch finds, for each head, where its segment
-began (the keys are sorted: by bisection), adds the tails in order and the head, and updates the
-row. A row with a million ids is thus summed by all programs that hold them.
+A program's tail is its partial sum of a segment that continues in the next program; its head is
+that of a segment that began earlier and ends here. A second launch finds, for each head, where its
+segment began (by bisection of the sorted keys), adds the tails in order and the head, and updates
+the row. So a row with a million ids is summed by many programs.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _locate(
 ):
     """The line of the table that a key belongs to, and the row within that table."""
     if ONE_SHAPE:
-        # All tables lie one after another in one buffer: a key is a row of it.
+        # All tables are adjacent in one buffer: a key is a row of it.
         return tables, key.to(tl.int64)
     low = key.to(tl.int32) * 0
     high = low + num_tables
@@ -54,7 +54,7 @@ def _fetch(
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
 ):
-    """What the step of a row reads: the row, and its optimizer state."""
+    """Load what the step of a row needs: the row, and its optimizer state."""
     line, row = _locate(tables, num_tables, key, ONE_SHAPE, COLUMNS, SEARCH)
     dim = tl.load(line + 2)
     mask = d < tl.where(done, dim, 0)
@@ -145,7 +145,7 @@ def _read(
 def _finish(
     total, ends, began, row, head, d, numbers, OPTIMIZER: tl.constexpr, DTYPES: tl.constexpr
 ):
-    """At the end of a segment: step its row, or keep what this program has of its sum."""
+    """At the end of a segment: update its row, or store the partial sum as the head."""
     if ends:
         if began:
             _step(row, total, d, numbers, OPTIMIZER, DTYPES)
@@ -186,8 +186,8 @@ def update_rows(
 ):
     """Sum up and update the rows of the segments within SPAN sorted ids, four ids at a time.
 
-    Written out four times rather than as a tile, so that the decisions of each id are scalars:
-    what is not the end of a segment reads and writes no row.
+    Unrolled rather than a block of four, so that the branches of each id are scalar: an id that
+    does not end a segment reads and writes no row.
     """
     block = tl.program_id(0)
     low = block * SPAN
@@ -207,7 +207,7 @@ def update_rows(
         began1 = began0 | (k1 != k0)
         began2 = began1 | (k2 != k1)
         began3 = began2 | (k3 != k2)
-        # All reads before any sum: what each id adds, and the rows that end a segment.
+        # All loads before any sum: what each id adds, and the rows that end a segment.
         g0, ends0, row0 = _read(
             tables, num_tables, order, out_at, scale, argmax, grad, at, k0, k1, began0, num_keys, d,
             SCALED, MAX, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH,
@@ -273,7 +273,7 @@ def update_split_rows(
     end = low + SPAN
     goes_on = tl.load(keys + end, mask=end < num_ids, other=-1) == key
     if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key < num_keys):
-        # Where the segment began: behind the last key that is smaller.
+        # The segment began after the last smaller key.
         begin = low * 0
         if tl.load(keys) < key:
             begin = last_at_most(keys, low, key - 1) + 1

@@ -1,10 +1,10 @@
-"""The processes of a job, as the launcher sees them.
+"""The processes of a job, as the launcher sees them, and the messages between both.
 
 Note [A job ends as a whole]
 The launcher watches its processes. When one fails, dies or does not answer in time, it ends the
 others and raises an error that names the rank. A process of a job ends with the launcher, however
-the launcher ends: it watches its end of the pipe to it. No rank leaves before all are done, so that
-none takes its connections away from the others.
+that ends, by watching their pipe. No rank exits before all are done, as that would close the
+connections of others.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ from typing import Any
 
 from shardwise.errors import LaunchError, ShardwiseError
 
-# What the launcher tells a process of a job, and what that tells the launcher.
+#: How long a process may take to end by itself before it is killed.
+GRACE_S = 5.0
+#: How long after a first failure the launcher looks for a rank that died and caused it.
+CAUSE_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a process has to know to take part in a job."""
+    """What the launcher tells each process of a job."""
 
     num_ranks: int
     backend: str
@@ -33,15 +36,15 @@ class Settings:
     start_timeout_s: float
     collective_timeout_s: float
     environment: Mapping[str, str]
-    #: Whether the function gets a way to send notes.
+    #: Whether the function gets a callable that sends notes.
     noting: bool
 
 
 @dataclass(frozen=True, slots=True)
-class Said:
-    """What a rank tells the launcher: "here", "started", "note", "failed" or "done"."""
+class Message:
+    """A message of a rank to the launcher: "here", "started", "note", "failed" or "done"."""
 
-    word: str
+    kind: str
     content: Any = None
 
 
@@ -55,14 +58,6 @@ class Failed:
     trace: str
 
 
-# MERGED
-
-#: How long a process may take to end by itself before it is killed.
-GRACE_S = 5.0
-#: How long after a first failure the launcher looks for a rank that died and caused it.
-CAUSE_S = 1.0
-
-
 class RankTraceback(Exception):
     """Where a rank failed: the cause of a `LaunchError`, shown with its traceback."""
 
@@ -72,7 +67,7 @@ class RankTraceback(Exception):
 
 @dataclass
 class Job:
-    """The processes of a job, and what has been heard from them."""
+    """The processes of a job, and their messages so far."""
 
     on_note: Callable[[int, Any], None] | None
     processes: list[Any] = field(default_factory=list)
@@ -98,14 +93,16 @@ class Job:
             starting = len(self.started) < self.size
             limits = [begin + start_timeout_s] if starting else []
             limits += [end_by] if end_by is not None else []
-            if not self._hear(min(limits) if limits else None):
+            if not self._receive(min(limits) if limits else None):
                 late = end_by is not None and time.monotonic() >= end_by
-                raise LaunchError(self._lateness(timeout_s if late else start_timeout_s, starting))
+                raise LaunchError(
+                    self._timeout_text(timeout_s if late else start_timeout_s, starting)
+                )
             if self.failed or self.died:
                 self._raise()
         return [self.answers[rank] for rank in range(self.size)]
 
-    def _lateness(self, seconds: float | None, starting: bool) -> str:
+    def _timeout_text(self, seconds: float | None, starting: bool) -> str:
         ranks = range(self.size)
         absent = [r for r in ranks if r not in self.here]
         if absent:
@@ -116,41 +113,41 @@ class Job:
         busy = [r for r in ranks if r not in self.answers]
         return f"{_ranks(busy)} did not finish within {seconds:g} s; all ranks were ended."
 
-    def _hear(self, until_s: float | None) -> bool:
-        """Take in one message of each rank that has one; False when none came in time."""
+    def _receive(self, until_s: float | None) -> bool:
+        """Receive one message of each rank that has sent one; False if none came in time."""
         silent = {*self.answers, *self.failed, *self.died}
         ranks = {id(self.pipes[r]): r for r in range(self.size) if r not in silent}
         left = None if until_s is None else max(0.0, until_s - time.monotonic())
         ready = wait([self.pipes[r] for r in ranks.values()], left)
         for pipe in ready:
-            self._take(ranks[id(pipe)])
+            self._handle(ranks[id(pipe)])
         return bool(ready)
 
-    def _take(self, rank: int) -> None:
+    def _handle(self, rank: int) -> None:
         try:
-            said: Said = pickle.loads(self.pipes[rank].recv_bytes())
+            message: Message = pickle.loads(self.pipes[rank].recv_bytes())
         except (EOFError, OSError):
             self.died.append(rank)
             return
-        if said.word == "here":
+        if message.kind == "here":
             self.here.add(rank)
-        elif said.word == "started":
+        elif message.kind == "started":
             self.started.add(rank)
-        elif said.word == "failed":
-            self.failed[rank] = said.content
-        elif said.word == "done":
-            self.answers[rank] = said.content
+        elif message.kind == "failed":
+            self.failed[rank] = message.content
+        elif message.kind == "done":
+            self.answers[rank] = message.content
         elif self.on_note is not None:
-            self.on_note(rank, said.content)
+            self.on_note(rank, message.content)
 
     def _raise(self) -> None:
-        # A rank that dies makes others fail, whose messages may come first: look for it.
+        # A rank that dies makes others fail, whose messages may come first: wait for it.
         until_s = time.monotonic() + CAUSE_S
         while not self.died and len({*self.answers, *self.failed}) < self.size:
-            if not self._hear(until_s):
+            if not self._receive(until_s):
                 break
         if self.died:
-            ends = "; ".join(f"Rank {rank} {self._end_of(rank)}" for rank in sorted(self.died))
+            ends = "; ".join(f"Rank {rank} {self._exit_text(rank)}" for rank in sorted(self.died))
             raise LaunchError(f"{ends}; the other ranks were ended.")
         rank, first = min(self.failed.items(), key=lambda item: item[1].at_s)
         if first.error is not None:
@@ -160,7 +157,7 @@ class Job:
             f"Rank {rank} failed: {first.summary}; the other ranks were ended."
         ) from RankTraceback(first.trace)
 
-    def _end_of(self, rank: int) -> str:
+    def _exit_text(self, rank: int) -> str:
         process = self.processes[rank]
         process.join(GRACE_S)
         code = process.exitcode
@@ -171,12 +168,12 @@ class Job:
         return f"ended with exit status {code} before it was done"
 
     def end(self) -> None:
-        """No process of the job is left when this returns."""
+        """End all processes; none is left when this returns."""
         if len(self.answers) < self.size:
             for process in self.processes:
                 process.terminate()
         for pipe in self.pipes:
-            pipe.close()  # those that are done wait for this
+            pipe.close()  # ranks that are done wait for this
         deadline = time.monotonic() + GRACE_S
         for process in self.processes:
             process.join(max(0.0, deadline - time.monotonic()))

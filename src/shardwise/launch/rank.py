@@ -1,4 +1,4 @@
-"""The life of one process of a job; see Note [A job ends as a whole]."""
+"""What one process of a job does, from the rendezvous on; see Note [A job ends as a whole]."""
 
 from __future__ import annotations
 
@@ -18,9 +18,7 @@ import torch
 import torch.distributed as dist
 
 from shardwise.errors import LaunchError, ShardwiseError
-from shardwise.launch.job import Failed, Said, Settings
-
-# Where the ranks of a job meet.
+from shardwise.launch.job import Failed, Message, Settings
 
 LOOPBACK = "127.0.0.1"
 """The address that only this machine can reach."""
@@ -28,7 +26,7 @@ distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 
 def open_store(host: str, port: int) -> Any:
-    """A store on `host` alone, where torch would listen on every interface."""
+    """The store for the rendezvous, listening on `host` alone (torch's listens everywhere)."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.create_server(address[:2], family=family)
@@ -48,42 +46,39 @@ def open_store(host: str, port: int) -> Any:
         )
 
 
-# MERGED
-
-
 def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> None:
-    """Meet the other ranks, run the function that `task` holds, and say how it went."""
+    """Join the other ranks, run the function in `task`, and send the result or the error."""
     os.environ.clear()
     os.environ.update(settings.environment)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the launcher decides
     done = threading.Event()
-    launcher = threading.Thread(target=_end_with, args=(pipe, done), daemon=True)
+    launcher = threading.Thread(target=_watch_launcher, args=(pipe, done), daemon=True)
     launcher.start()
 
-    def say(word: str, content: Any = None) -> None:
-        pipe.send_bytes(pickle.dumps(Said(word, content)))
+    def send(kind: str, content: Any = None) -> None:
+        pipe.send_bytes(pickle.dumps(Message(kind, content)))
 
     try:
         fn, args = pickle.loads(task)
-        say("here")
+        send("here")
         _join(rank, settings)
-        say("started")
-        extra = (lambda value: say("note", value),) if settings.noting else ()
-        say("done", fn(*extra, *args))
+        send("started")
+        extra = (lambda value: send("note", value),) if settings.noting else ()
+        send("done", fn(*extra, *args))
     except BaseException as error:
         summary = f"{type(error).__name__}: {error}".removesuffix(".")
         trace = traceback.format_exc()
-        say("failed", Failed(time.monotonic(), _sendable(error), summary, trace))
+        send("failed", Failed(time.monotonic(), _sendable(error), summary, trace))
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(1)  # the launcher ends the others; there is nothing to wait for
+        os._exit(1)  # the launcher ends the others
     done.set()
     launcher.join()
     dist.destroy_process_group()
 
 
 def _join(rank: int, settings: Settings) -> None:
-    """Meet the other ranks, however late they start, and make the process group."""
+    """Wait for the other ranks, however late they start, and create the process group."""
     if settings.host in (LOOPBACK, "localhost"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback_interface())
     os.environ.update(
@@ -118,8 +113,8 @@ def _sendable(error: BaseException) -> ShardwiseError | None:
     return error
 
 
-def _end_with(pipe: Connection, done: threading.Event) -> None:
-    """Be gone when the launcher is; it never sends anything, it only closes the pipe."""
+def _watch_launcher(pipe: Connection, done: threading.Event) -> None:
+    """Kill this process when the launcher is gone; it never sends, it only closes the pipe."""
     wait([pipe])
     if not done.is_set():
         os.kill(os.getpid(), signal.SIGKILL)

@@ -1,8 +1,8 @@
-"""Several processes on this machine that work as one job.
+"""Launch several processes on this machine as one job.
 
 Note [One import for all]
-The processes are forked from a server that has imported torch and shardwise and nothing else. It is
-started anew, so it holds no threads and no devices of the launcher, and it serves later jobs too.
+The processes are forked from a server that has only imported torch and shardwise. It is a fresh
+process without the launcher's threads and devices, and serves later jobs too.
 """
 
 from __future__ import annotations
@@ -40,11 +40,12 @@ def launch(
 ) -> list[Any]:
     """Run `fn(*args)` in `num_ranks` processes with a process group; what each rank returns.
 
-    `fn` must be importable, since the processes are started anew. With `on_note`, `fn` gets a first
-    argument more: called with a value, it has `on_note(rank, value)` called here.
+    `fn` must be importable, as the processes do not share the launcher's memory. With `on_note`,
+    `fn` gets a callable as an extra first argument; `on_note(rank, value)` is called here with each
+    value it is called with.
 
-    The ranks meet at `host`, which only this machine can reach unless told otherwise; port 0 is any
-    free one. Every rank has to be there within `start_timeout_s`; a collective waits
+    The rendezvous is at `host`, by default reachable from this machine only; port 0 is any free
+    one. Every rank has to join within `start_timeout_s`; a collective waits
     `collective_timeout_s` for the others; the whole job ends after `timeout_s`. A rank that fails
     ends the job: with its own error where that is one of shardwise's, else with a `LaunchError`.
     """
@@ -80,11 +81,10 @@ def launch(
 
 
 def join(backend: str | None = None, *, timeout_s: float = 120) -> None:
-    """Make the process group of a process that torchrun has started.
+    """Create the process group in a process that torchrun has started.
 
-    As `init_process_group` does, but each restart (`torchrun --max-restarts`) meets under a name of
-    its own: torch's agent keeps one store, in which gloo would find the addresses of processes that
-    are gone.
+    Like `init_process_group`, but each restart (`torchrun --max-restarts`) uses its own key prefix:
+    torch's agent keeps one store, in which gloo would find the addresses of dead processes.
     """
     store, rank, size = next(distributed.rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")

@@ -1,11 +1,11 @@
 """A lower bound on the cost of every plan, without a solver.
 
 Note [Bound]
-Spread over all ranks, a plan's seconds and bytes are means, whatever rank holds what. So no plan is
-cheaper than the least mean of seconds among choices of options whose mean of bytes fits; and a plan
-of cost T uses no option that puts more than T on one rank. `mean_bound(T)` is the Lagrangian dual
-of that choice (any prices of bytes give a valid bound), and the bound is the smallest T that is at
-least `mean_bound(T)`.
+The mean over ranks of a plan's seconds and bytes does not depend on which rank holds what. So no
+plan is cheaper than the least mean of seconds among choices of options whose mean of bytes fits;
+and a plan of cost T uses no option that puts more than T on one rank. `_mean(T)` is the Lagrangian
+dual of that choice (any prices of bytes give a valid bound), and the bound is the smallest T that
+is at least `_mean(T)`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Mask = npt.NDArray[np.bool_]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound:
-    """A lower bound in seconds, with what shows it."""
+    """A lower bound in seconds, with its proof."""
 
     seconds: float
     #: Seconds per byte of each kind of memory.
@@ -30,7 +30,7 @@ class Bound:
     #: Which options a plan of that cost may use; per table the cheapest at these prices.
     allowed: Mask
     chosen: Ints
-    #: What makes it: "mean" of all ranks, or one "table".
+    #: What limits: the "mean" of all ranks, or one "table".
     why: str
     table: int = -1
 
@@ -42,9 +42,9 @@ class Bounds:
         self.problem, self.flat = problem, problem.flat
         flat = self.flat
         self._first = flat.first[:-1]
-        #: An option that one rank cannot hold is none.
+        #: Options whose largest load fits on a rank.
         self.possible: Mask = np.asarray((flat.peak[:, 1:] <= problem.capacity).all(1))
-        #: Ranks that share cores take as long as all of them together.
+        #: Ranks that share cores take as long as all of them one after another.
         self._slow = 1.0 if problem.at_once is None else problem.num_ranks / problem.at_once
         self._memo: dict[bytes, tuple[float, Array, Ints]] = {}
 
@@ -53,12 +53,12 @@ class Bounds:
         return np.flatnonzero(count == 0)
 
     def best(self) -> Bound | None:
-        """None where some table fits on no rank, or all of them together not on all ranks."""
+        """The bound; None if a table fits on no rank, or all tables do not fit on all ranks."""
         flat, base = self.flat, self.problem.base_s
         if len(self.tables_without_option(self.possible)):
             return None
         peaks = np.where(self.possible, flat.peak[:, 0], np.inf)
-        # The option that puts least on one rank, table by table: no plan is below the largest.
+        # Per table, the least that its options put on one rank: no plan is below the largest.
         least = np.minimum.reduceat(peaks, self._first)
         low = float(least.max())
         worst = int(least.argmax())
@@ -134,7 +134,7 @@ class Bounds:
         return float(least.sum() - prices @ self.problem.capacity), chosen
 
     def _raised(self, seconds: Array, prices: Array, kind: int) -> Array:
-        """The price of one kind of memory at which what is used just fits."""
+        """The price of one kind of memory at which the chosen options just fit."""
         mean, capacity = self.flat.mean, self.problem.capacity
         low, high = prices[kind], max(prices[kind], 1e-15)
         trial = prices.copy()

@@ -1,7 +1,7 @@
-"""Measure the constants of this machine: lookups, updates, exchanges; and fit pieces to them.
+"""Measure the constants of this machine: time lookups, updates and exchanges, then fit them.
 
-CPU seconds are counted, of the whole process: a machine that others use gives the same figures.
-On a GPU the seconds are those of its stream.
+Times are CPU seconds of the whole process, so other load on the machine does not change them. On a
+GPU the seconds are those of its stream.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class KernelTiming:
     ids: float
     bags: float
     row_bytes: float
-    #: Different bytes that it touched, of one tile.
+    #: Different bytes that it touched, of one shard.
     touched: float
     seconds: float
 
@@ -58,7 +58,7 @@ CASES = (
     (26, 2_000, 32, 512, 2, 1.0),
     (26, 50_000, 64, 512, 10, 2.0),
     (1, 400_000, 256, 2048, 5, 1.0),
-    # Narrow rows, as parts of columns are: there the ids cost, not the bytes.
+    # Narrow rows, as in column-wise shards: there the ids cost, not the bytes.
     (1, 100_000, 4, 8192, 20, 1.0),
     (1, 20_000, 8, 8192, 20, 2.0),
     (8, 20_000, 8, 2048, 20, 1.0),
@@ -66,12 +66,12 @@ CASES = (
 )
 
 
-#: Constants that steps of several ranks are fitted with, beside factors of both kernels.
+#: Constants that are fitted to steps of several ranks, beside factors of both kernels.
 FITTED = (
     "step_s", "latency_s", "owner_byte_s", "asker_byte_s", "leg_s", "send_id_s", "split_id_s",
     "copy_byte_s",
 )  # fmt: skip
-#: Terms of the update kernel that those steps fit too.
+#: Terms of the update kernel that are fitted to those steps too.
 TERMS = ("tile_s", "id_s", "bag_s", "bag_byte_s")
 #: Tables, rows, dim, bags of a rank and ids per bag, of steps that several ranks take together.
 STEPS = (
@@ -83,7 +83,7 @@ STEPS = (
     (12, 20_000, 16, 512, 20),
     (6, 100_000, 32, 512, 40),
 )
-#: Kinds, and tables that some ranks hold alone: those tell what holders pay from what askers do.
+#: Kinds, and tables on some ranks only, which tell holders' costs from those of requesting ranks.
 KINDS: tuple[Entry, ...] = (
     "table_wise",
     "column_wise",
@@ -152,8 +152,8 @@ def measure_steps(repeats: int, threads: int) -> list[float]:
 def fit_steps(whole: Constants, empty: Constants, measured: Array, num_ranks: int) -> Constants:
     """The constants of updates and exchanges, from steps by rank and case.
 
-    What a step costs is linear in the constants: with one of them set, it is their coefficient.
-    Lookups stay as they were measured alone; so do the sizes at which bytes get dearer.
+    A step's cost is linear in the constants: with one of them set to 1, it is the coefficient.
+    Lookups stay as they were measured alone; so do the sizes at which bytes cost more.
     """
     update = whole.update
     none = replace(update, call_s=0.0, tile_s=0.0, id_s=0.0, bag_s=0.0, bag_byte_s=0.0)
@@ -201,7 +201,7 @@ def _step_seconds(constants: Constants, num_ranks: int) -> Array:
 def draw_batch(
     tables: Sequence[Table], bags: int, ids_per_bag: int, skew: float, seed: int = 0
 ) -> Jagged:
-    """A batch whose ids crowd at small numbers the more, the larger `skew` is."""
+    """A random batch; the larger `skew`, the more ids are small."""
     generator = torch.Generator().manual_seed(seed)
     features = [feature for table in tables for feature in table.features]
     values = []
@@ -261,14 +261,14 @@ def fit_kernel(samples: Sequence[KernelTiming], touched: Sequence[float] = TOUCH
     matrix, times = np.asarray(rows), np.asarray([s.seconds for s in samples])
     found = least_squares_from_zero(matrix / times[:, None], np.ones(len(times)))
     call, tile, per_id, bag, *rest = found.tolist()
-    *pieces, bag_byte = rest
+    *byte_s, bag_byte = rest
     # More bytes touched are never read faster.
-    pieces = np.maximum.accumulate(pieces).tolist()
-    return Kernel(call, tile, per_id, bag, tuple(touched), tuple(pieces), bag_byte)
+    byte_s = np.maximum.accumulate(byte_s).tolist()
+    return Kernel(call, tile, per_id, bag, tuple(touched), tuple(byte_s), bag_byte)
 
 
 def least_squares_from_zero(matrix: Array, wanted: Array, rounds: int = 20_000) -> Array:
-    """The x of non-negative numbers for which `matrix @ x` is nearest to `wanted`."""
+    """Non-negative least squares: the x >= 0 for which `matrix @ x` is nearest to `wanted`."""
     scale = np.maximum(np.sqrt((matrix**2).sum(0)), 1e-300)
     scaled = matrix / scale
     gram, target = scaled.T @ scaled, scaled.T @ wanted

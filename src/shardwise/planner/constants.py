@@ -1,10 +1,10 @@
-"""Constants: what work costs on a machine, as data that is measured and kept in a file.
+"""Constants: what work costs on a machine, measured and kept in a file.
 
 Note [Seconds per byte]
 The seconds per byte of a lookup depend on how many different bytes a step touches: what fits into a
 cache is read faster. So a kernel has seconds per byte at some sizes, and those between are
-interpolated over the logarithm of the size. Each step also costs a fixed time, each part of a table
-some, each id and each bag some: a kernel's time is not the sum of the times of tables alone.
+interpolated over the logarithm of the size. There are also seconds per call, per shard of a
+table, per id and per bag: a kernel's time is not the sum of the times of tables alone.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ Array = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """One kernel over all parts of a rank: a lookup, or an update."""
+    """One kernel over all shards of a rank: a lookup, or an update."""
 
-    #: Seconds of a call, of each part of a table, of each id, and of each bag.
+    #: Seconds per call, per shard of a table, per id, and per bag.
     call_s: float
     tile_s: float
     id_s: float
@@ -46,7 +46,7 @@ class Kernel:
     bag_byte_s: float = 0.0
 
     def seconds(self, ids: Any, bags: Any, row_bytes: Any, touched: Any) -> Array:
-        """Of the parts of tables, without `call_s`."""
+        """The seconds of shards, without `call_s`."""
         sizes = np.log(np.maximum(np.asarray(touched, float), 1.0))
         per_byte = np.interp(sizes, np.log(np.asarray(self.touched)), np.asarray(self.byte_s))
         found = self.tile_s + ids * (self.id_s + row_bytes * per_byte)
@@ -66,17 +66,17 @@ class Constants:
     #: Seconds per byte for the rank that holds a table, to ranks of its host and of others.
     owner_byte_s: float
     owner_byte_between_s: float
-    #: Seconds per byte for the ranks that ask: what they put together and take apart.
+    #: Seconds per byte of rows assembled and gradients sent, for the requesting ranks.
     asker_byte_s: float
-    #: Seconds of a feature on its way to one part of its table, for the ranks that ask.
+    #: Seconds of a feature per shard of its table, for the requesting ranks.
     leg_s: float
     #: Seconds per id that a rank sends, and per id of a table whose rows are split.
     send_id_s: float
     split_id_s: float
-    #: Seconds per byte of gradients of tables that every rank holds.
+    #: Seconds per byte of gradients of replicated tables.
     copy_byte_s: float
     copy_byte_between_s: float
-    #: Seconds of a step beside all that.
+    #: Further seconds of a step.
     step_s: float = 0.0
     #: How many ranks of a host compute at the same time; None for all.
     at_once: float | None = None

@@ -1,10 +1,10 @@
-"""What each way to lay a table out costs: seconds and bytes for its holders and for all ranks.
+"""What each way to shard a table costs: seconds and bytes, for its holders and for all ranks.
 
 Note [Who pays]
-All ranks ask for rows of all tables, so which ranks hold a part does not change what others pay:
-the holder receives ids, looks rows up, sends them, receives gradients and updates; every rank sends
-ids, puts rows together and takes gradients apart. An exchange takes as long as the rank that sends
-or receives most; those are holders, so the network is paid by them.
+All ranks request rows of all tables, so which ranks hold a shard does not change what others pay.
+The holder receives ids, looks rows up, sends them, receives gradients and updates; every rank sends
+ids, assembles rows and sends gradients. An exchange takes as long as the rank that sends or
+receives most; those are holders, so the network time is theirs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LEAST_ROWS = 100
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What is the same for all tables: ranks, hosts, numbers, the optimizer, the machine."""
+    """What is the same for all tables: ranks, hosts, dtype, optimizer, machine."""
 
     num_ranks: int
     ranks_per_host: int
@@ -55,7 +55,7 @@ class Setting:
 
     @property
     def within(self) -> float:
-        """The share of what a rank sends that goes to other ranks of its host."""
+        """The fraction of what a rank sends that goes to other ranks of its host."""
         return (self.ranks_per_host - 1) / self.num_ranks
 
     @property
@@ -69,7 +69,7 @@ class Setting:
 
     @property
     def base_s(self) -> float:
-        """Of a step, whatever the plan: calls of kernels, and the latency of four exchanges."""
+        """Seconds of a step of any plan: kernel calls, and the latency of four exchanges."""
         c = self.constants
         latency = 0.0
         if self.num_ranks > 1:
@@ -78,7 +78,7 @@ class Setting:
         return c.step_s + c.lookup.call_s + c.update.call_s + latency
 
     def state_bytes(self, rows: Array, width: Array) -> Array:
-        """What the optimizer keeps for so many rows."""
+        """Bytes of optimizer state of so many rows."""
         states = OPTIMIZERS[self.optimizer].states.values()
         numbers = sum((rows if per_row else rows * width for per_row in states), 0.0 * rows)
         return np.asarray(numbers * self.number_bytes)
@@ -100,7 +100,7 @@ class Loads:
         return Loads(self.setting, [self.uses[place]])
 
     def held(self, share: Array | float, width: Array) -> Array:
-        """On a rank that holds `share` of the rows, `width` columns wide."""
+        """The load on a rank that holds `share` of the rows, `width` columns wide."""
         s, c = self.setting, self.setting.constants
         row_bytes = width * s.number_bytes
         ids, unique = self.ids * share, self.unique * share
@@ -116,8 +116,8 @@ class Loads:
         buffers = message + 2 * answers * row_bytes
         return np.stack([seconds, held + buffers], 1)
 
-    def asked(self, holders: float, width: Array, *, by_rows: bool) -> Array:
-        """On every rank, for a table that so many ranks hold."""
+    def requested(self, holders: float, width: Array, *, by_rows: bool) -> Array:
+        """The load on every rank to request rows of a table with so many holders."""
         s, c = self.setting, self.setting.constants
         ids, bags = self.ids / s.num_ranks, self.bags / s.num_ranks
         copies = 1.0 if by_rows else holders
@@ -129,17 +129,17 @@ class Loads:
         if by_rows and holders > 1:
             seconds = seconds + ids * c.split_id_s
         answers = bags if s.pooled else ids
-        # The ids, the rows as they come, and the output with its gradient.
+        # The ids, the received rows, and the output with its gradient.
         held = message + (numbers + 2 * answers * self.dim) * s.number_bytes
         if not by_rows and holders > 1 and OPTIMIZERS[s.optimizer] is RowWiseAdagrad:
-            # Squares of rows are added up; where some rank holds nothing, of every row.
+            # Squares of rows are all-reduced: those of every row if some rank holds nothing.
             squares = self.rows if holders < s.num_ranks else self.unique
             seconds = seconds + squares * s.number_bytes * self._all_reduce_byte_s()
             held = held + squares * s.number_bytes
         return np.stack([seconds, held], 1)
 
     def copied(self) -> Array:
-        """On every rank, for a table that all of them hold."""
+        """The load on every rank of a replicated table."""
         s, c = self.setting, self.setting.constants
         row_bytes = self.dim * s.number_bytes
         ids, bags = self.ids / s.num_ranks, self.bags / s.num_ranks
@@ -166,14 +166,14 @@ class Loads:
 
 @dataclass(frozen=True, slots=True)
 class SplitKind:
-    """A kind of sharding and how many ranks hold a part."""
+    """A kind of sharding, and how many ranks hold a shard."""
 
     kind: str
     holders: int
 
 
-def ways(setting: Setting, use: TableUse) -> list[SplitKind]:
-    """Those that a table may be laid out in."""
+def split_kinds(setting: Setting, use: TableUse) -> list[SplitKind]:
+    """The kinds that a table may be sharded by."""
     num, table = setting.num_ranks, use.table
     found = [SplitKind("table_wise", 1)]
     if num > 1:
@@ -211,7 +211,7 @@ def _counts(num_ranks: int, ranks_per_host: int) -> list[int]:
 
 
 def _forced(setting: Setting, use: TableUse) -> list[SplitKind]:
-    """Kinds that a user insists on, also where they make no sense."""
+    """Kinds that the user insists on, even if they make no sense."""
     num, found = setting.num_ranks, []
     for kind in use.kinds or ():
         if kind == "column_wise":
@@ -228,7 +228,7 @@ def _forced(setting: Setting, use: TableUse) -> list[SplitKind]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TableOptions:
-    """The options of each table, their loads in arrays, and what all of them load anyway."""
+    """The options of each table, their loads in arrays, and the load common to all options."""
 
     options: list[list[Option]]
     flat: FlatOptions
@@ -236,9 +236,9 @@ class TableOptions:
 
 
 def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
-    """All options of all tables; computed way by way, since there may be many of them."""
+    """All options of all tables; computed kind by kind, as there may be many tables."""
     loads = Loads(setting, uses)
-    per_table = [ways(setting, use) for use in uses]
+    per_table = [split_kinds(setting, use) for use in uses]
     counts = [len(each) for each in per_table]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
     owner = np.repeat(np.arange(len(uses)), counts)
@@ -246,23 +246,23 @@ def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
     for start, each in zip(first.tolist(), per_table, strict=False):
         for number, way in enumerate(each):
             wanted.setdefault(way, []).append(start + number)
-    everywhere, piece = np.zeros((len(owner), 2)), np.zeros((len(owner), 2))
+    everywhere, shard = np.zeros((len(owner), 2)), np.zeros((len(owner), 2))
     holders, kept = np.zeros(len(owner)), [way for each in per_table for way in each]
     for way, places in wanted.items():
-        on_all, on_holder = way_loads(loads, way)
+        on_all, on_holder = kind_loads(loads, way)
         everywhere[places] = on_all[owner[places]]
         if on_holder is not None:
-            piece[places] = on_holder[owner[places]]
+            shard[places] = on_holder[owner[places]]
             holders[places] = way.holders
-    # What every option of a table loads is no matter of choice.
+    # What every option of a table loads is common to all plans.
     least = np.minimum.reduceat(everywhere, first[:-1])
     everywhere -= least[owner]
-    mean = everywhere + piece * (holders / setting.num_ranks)[:, None]
-    flat = FlatOptions(first, owner, mean, everywhere + piece)
+    mean = everywhere + shard * (holders / setting.num_ranks)[:, None]
+    flat = FlatOptions(first, owner, mean, everywhere + shard)
     loaded = (everywhere.max(1) > 0).tolist()
     made = [
         _option(
-            way, everywhere[i] if loaded[i] or not holders[i] else None, piece[i], int(holders[i])
+            way, everywhere[i] if loaded[i] or not holders[i] else None, shard[i], int(holders[i])
         )
         for i, way in enumerate(kept)
     ]
@@ -271,31 +271,31 @@ def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
     return TableOptions(options, flat, least.sum(0))
 
 
-def way_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
-    """Per table: the load on every rank, and on each holder; None where all ranks hold alike."""
+def kind_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
+    """Per table: the load on every rank, and on each holder (None if all ranks hold a shard)."""
     num = loads.setting.num_ranks
     if way.kind == "data_parallel":
         return loads.copied(), None
     by_rows = way.kind != "column_wise"
     share = 1.0 / way.holders if by_rows else 1.0
     width = loads.dim if by_rows else loads.dim / way.holders
-    piece = loads.held(share, width)
-    everywhere = loads.asked(way.holders, width, by_rows=by_rows)
+    shard = loads.held(share, width)
+    everywhere = loads.requested(way.holders, width, by_rows=by_rows)
     if way.holders == num and num > 1:
-        return everywhere + piece, None
-    return everywhere, piece
+        return everywhere + shard, None
+    return everywhere, shard
 
 
 _FIRST = np.zeros(1 << 14, np.int64)
 
 
-def _option(way: SplitKind, everywhere: Array | None, piece: Array, holders: int) -> Option:
-    pieces = piece[None][_FIRST[:holders]] if holders else None
+def _option(way: SplitKind, everywhere: Array | None, shard: Array, holders: int) -> Option:
+    shards = shard[None][_FIRST[:holders]] if holders else None
     named = way.kind in ("table_wise", "row_wise", "data_parallel")
     label = way.kind if named else f"{way.kind} on {way.holders}"
-    return Option(label, everywhere, pieces, ANY, True, way)
+    return Option(label, everywhere, shards, ANY, True, way)
 
 
-def piece_sizes(size: int, holders: int) -> Ints:
+def shard_sizes(size: int, holders: int) -> Ints:
     """The rows or columns of each holder, as a plan splits them."""
     return np.asarray(lengths(size, holders, None), np.int64)

@@ -1,10 +1,10 @@
-"""The exact problem for HiGHS, with the symmetry of ranks broken by the model.
+"""The mixed-integer program for HiGHS, with the symmetry of ranks broken by the model.
 
 Note [Ranks in order of appearance]
-Ranks are alike, so every plan has as many twins as ranks have orders; a solver that sees them all
-proves nothing in time. Here tables are numbered from the largest, and a rank's number says when it
-is first used: a table may use no rank behind those that the tables before it can have used. With
-several hosts the same holds for hosts, and for the ranks inside each.
+Ranks are interchangeable, so every plan has as many copies as ranks have permutations; a solver
+that sees them all proves nothing in time. Here tables are ordered by size, and ranks are numbered
+in the order of their first use: a table may use no rank beyond those that the tables before it can
+have used. With several hosts the same holds for hosts, and for the ranks inside each.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Ints, Opti
 
 
 def find_highs() -> Any | None:
-    """The solver's module; None where it is not installed."""
+    """The solver's module; None if it is not installed."""
     try:
         return importlib.import_module("highspy")
     except ImportError:
@@ -29,14 +29,14 @@ def find_highs() -> Any | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """What the solver found: a better plan or none, and the bound that it proved."""
+    """The result of the solver: a better plan, if any, and the bound that it proved."""
 
     found: Assignment | None
     bound_s: float
 
 
 class _Model:
-    """Columns and rows, collected before they go to the solver at once."""
+    """Columns and rows, collected to be passed to the solver at once."""
 
     def __init__(self) -> None:
         self.costs: list[float] = []
@@ -72,7 +72,7 @@ class _Used:
     pick: int
     #: Rank to column, or for blocks host to column.
     at: dict[int, int]
-    #: Host to column, for options of one piece.
+    #: Host to column, for options of one shard.
     hosts: dict[int, int]
 
 
@@ -98,11 +98,11 @@ class ExactProblem:
         # How many ranks, hosts and ranks of one host the tables so far can have used.
         ranks_seen = hosts_seen = 0
         for table in order:
-            pieces = max((problem.options[table][c].num_pieces for c in allowed[table]), default=0)
+            shards = max((problem.options[table][c].num_shards for c in allowed[table]), default=0)
             hosts = max(
                 (self._num_hosts(problem.options[table][c]) for c in allowed[table]), default=0
             )
-            ranks_seen, hosts_seen = ranks_seen + pieces, hosts_seen + hosts
+            ranks_seen, hosts_seen = ranks_seen + shards, hosts_seen + hosts
             seen = (
                 min(ranks_seen, num),
                 min(hosts_seen, problem.num_hosts),
@@ -114,18 +114,18 @@ class ExactProblem:
 
     def _num_hosts(self, option: Option) -> int:
         if option.scope == BLOCK:
-            return option.num_pieces // self.problem.ranks_per_host
-        return 1 if option.scope == HOST else option.num_pieces
+            return option.num_shards // self.problem.ranks_per_host
+        return 1 if option.scope == HOST else option.num_shards
 
     def _order(self, allowed: Sequence[Sequence[int]]) -> list[int]:
-        """Tables that take one rank come first, the largest of them at the head."""
+        """Tables of one shard come first, the largest at the head."""
         problem = self.problem
 
         def size(table: int) -> tuple[int, float, int]:
             options = [problem.options[table][choice] for choice in allowed[table]]
-            most = max(option.num_pieces for option in options)
+            most = max(option.num_shards for option in options)
             first = options[0]
-            peak = 0.0 if first.pieces is None else float(first.pieces[0, 0])
+            peak = 0.0 if first.shards is None else float(first.shards[0, 0])
             return most, -peak, table
 
         return sorted(range(len(problem.names)), key=size)
@@ -148,20 +148,20 @@ class ExactProblem:
             )
             for rank in range(problem.num_ranks):
                 self._load(rank, pick, rows[rank])
-        if option.pieces is None:
+        if option.shards is None:
             return pick
         if option.scope == BLOCK:
             self._add_blocks(used, hosts)
         else:
-            self._add_pieces(used, ranks, hosts, local)
+            self._add_shards(used, ranks, hosts, local)
         return pick
 
     def _add_blocks(self, used: _Used, hosts: int) -> None:
         model, problem, option = self.model, self.problem, used.option
         per_host = problem.ranks_per_host
-        num = option.num_pieces // per_host
-        assert option.pieces is not None, "blocks are pieces"
-        least = option.pieces.reshape(num, per_host, -1).min(0)
+        num = option.num_shards // per_host
+        assert option.shards is not None, "blocks are shards"
+        least = option.shards.reshape(num, per_host, -1).min(0)
         for host in range(min(problem.num_hosts, max(hosts, num))):
             column = used.at[host] = model.column(1.0)
             for local in range(per_host):
@@ -169,13 +169,13 @@ class ExactProblem:
         columns = list(used.at.values())
         model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
 
-    def _add_pieces(self, used: _Used, ranks: int, hosts: int, local: int) -> None:
+    def _add_shards(self, used: _Used, ranks: int, hosts: int, local: int) -> None:
         model, problem, option = self.model, self.problem, used.option
-        assert option.pieces is not None, "an option with pieces"
-        num = option.num_pieces
+        assert option.shards is not None, "an option with shards"
+        num = option.num_shards
         most = 1.0 if option.distinct else float(num)
-        # Pieces may differ by a row or a column: all count as the least, so that the bound holds.
-        least = option.pieces.min(0)
+        # Shards may differ by a row or a column: all count as the least, to keep the bound valid.
+        least = option.shards.min(0)
         for rank in range(problem.num_ranks):
             if self._rank_allowed(rank, ranks, hosts, local) or num > 1:
                 column = used.at[rank] = model.column(most)
@@ -224,7 +224,7 @@ class ExactProblem:
                     model.row([*columns, self.span], [*values, -1.0], -np.inf, 0.0)
                 elif columns:
                     model.row(columns, values, -np.inf, 1.0)
-        # The mean of all ranks: the solver would have to find this cut by itself.
+        # The mean of all ranks is a valid cut, which the solver would have to find by itself.
         total: dict[int, float] = {}
         for columns, values in self._terms[0]:
             for column, value in zip(columns, values, strict=True):
@@ -288,7 +288,7 @@ class ExactProblem:
             if values[used.pick] < 0.5:
                 continue
             chosen[used.table] = used.choice
-            if used.option.pieces is None:
+            if used.option.shards is None:
                 continue
             found: list[int] = []
             per_host = problem.ranks_per_host
@@ -302,7 +302,7 @@ class ExactProblem:
         return Assignment(problem, chosen, ranks)
 
     def _start(self, start: Assignment) -> Array:
-        """The values of columns for a plan: its ranks renumbered in the order of appearance."""
+        """The values of the columns for a plan, its ranks renumbered in order of appearance."""
         values = np.zeros(len(self.model.costs))
         numbers = _renumbered(start, [used.table for used in self.used])
         loads = start.loads()

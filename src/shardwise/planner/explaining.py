@@ -1,4 +1,4 @@
-"""Why a plan is as it is: what limits it, what the next best would cost, how others compare."""
+"""Explain a plan: what limits it, what the next best options cost, how other plans compare."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardwise.planner.price import Price, price
 from shardwise.planner.problem import cost_of
 from shardwise.planner.workload import Workload
 
-#: Tables for which the next best option is looked for.
+#: How many tables the next best option is searched for.
 MOST_EXPLAINED = 200
 BAR_WIDTH = 28
 
@@ -103,8 +103,8 @@ def _choice(result: PlanResult, packing: Packing, table: int) -> TableChoice:
         loads = packing.loads.copy()
         if option.everywhere is not None:
             loads += option.everywhere
-        if option.pieces is not None:
-            np.add.at(loads, where, option.pieces)
+        if option.shards is not None:
+            np.add.at(loads, where, option.shards)
         if (loads[:, 1:] <= problem.capacity * (1 + 1e-9)).all():
             costs[number] = cost_of(problem, loads)
     packing.put(table, mine, ranks)
@@ -132,11 +132,11 @@ def _reason(result: PlanResult, table: int, costs: dict[int, float]) -> str:
         return "on every rank: too small to be worth an exchange"
     if whole is None:
         return "split: other kinds were ruled out"
-    pieces = options[whole].pieces
-    assert pieces is not None, "a whole table is one piece"
-    if (pieces[0, 1:] > problem.capacity).any():
+    shards = options[whole].shards
+    assert shards is not None, "a whole table is one shard"
+    if (shards[0, 1:] > problem.capacity).any():
         return "split: whole, it is larger than the memory of a rank"
-    if pieces[0, 0] + problem.base_s > result.solution.cost_s:
+    if shards[0, 0] + problem.base_s > result.solution.cost_s:
         return "split: whole, it alone would take longer than the plan"
     if whole not in costs:
         return "split: whole, it fits on no rank beside the others"
@@ -173,7 +173,9 @@ def describe_result(result: PlanResult) -> str:
         lines.append(f"every table whole on one rank: {1e3 * result.table_wise_s:.4g} ms; this "
                      f"plan takes {ratio:.2f} of it")  # fmt: skip
         if ratio > 1 + 1e-6:
-            lines.append("the plan is dearer than that: kinds were ruled out by the tables' file")
+            lines.append(
+                "the plan is more expensive than that: kinds were ruled out by the tables' file"
+            )
     else:
         lines.append("every table whole on one rank: does not fit into memory, or was ruled out")
     lines += [f"limited by {each}" for each in limits(result)]
@@ -194,7 +196,7 @@ def bars(priced: Price, memory: float, most: int = 16) -> str:
     seconds, held, sent = priced.seconds, priced.memory, priced.sent
     order = np.arange(len(seconds))
     if len(seconds) > most:
-        # Those that take longest, and those that hold most.
+        # The slowest and the fullest.
         picked = [*np.argsort(-seconds)[: most // 2], *np.argsort(-held)[: most // 2]]
         order = np.asarray(sorted({int(r) for r in picked}))
     room = memory if memory < UNLIMITED else float(held.max())

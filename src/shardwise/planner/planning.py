@@ -1,4 +1,4 @@
-"""plan: from tables and ranks to the best plan found, with a proof of how good it is."""
+"""plan: the best plan found for tables and ranks, with a bound on what a better one could save."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from shardwise.planner.problem import Assignment, Problem
 from shardwise.planner.solve import NoPlanFits, Progress, Solution, gap_of, solve
 from shardwise.planner.workload import Workload, with_sample, workload
 
-#: Where nobody says how much memory a rank has, none is too little.
+#: The memory of a rank if none is given.
 UNLIMITED = float(1 << 60)
-#: Tables times ranks up to which it is tried whether memory suffices, and not only estimated.
+#: Tables times ranks up to which plans are searched to say what would fit; beyond, estimated.
 _MOST_TRIED = 20_000
 
 
 @dataclass(frozen=True, eq=False)
 class PlanResult:
-    """A plan, what it costs, and how far from the best it can be at most."""
+    """A plan, its cost, and the bound of the best plan's cost."""
 
     plan: Plan
     work: Workload
@@ -80,7 +80,7 @@ def plan(
     `mesh` is a mesh of one axis, or a number of ranks. `memory` is of one rank, in bytes; `batch`
     counts the bags of a feature in a step, over all ranks. Figures that are not given are measured
     from `sample`, or assumed; see `Workload.assumed`. The search ends when the plan is proven to be
-    within `gap` of the best, when nothing helps, or after so many CPU `seconds`.
+    within `gap` of the best, when nothing helps, or after `seconds` of CPU time.
 
     On a mesh of real processes the first rank plans, and all get its plan.
 
@@ -266,13 +266,13 @@ def _table_wise(
     ]
     if any(place is None for place in places):
         return None
-    homes = Plan({"*": "table_wise"}).holders(work.tables, setting.num_ranks)
-    ranks = [np.asarray(r if r is not None else [0], np.int64) for _, r in homes]
+    holders = Plan({"*": "table_wise"}).holders(work.tables, setting.num_ranks)
+    ranks = [np.asarray(r if r is not None else [0], np.int64) for _, r in holders]
     found = Assignment(problem, [int(p) for p in places if p is not None], ranks)
     return (found.cost(), found) if found.fits() else None
 
 
-# -- what is too little ----------------------------------------------------------------------
+# -- what would fit --------------------------------------------------------------------------
 
 
 def what_would_fit(work: Workload, setting: Setting, memory: float) -> str:
@@ -288,7 +288,7 @@ def what_would_fit(work: Workload, setting: Setting, memory: float) -> str:
 
 
 def least_on_average(work: Workload, setting: Setting) -> float:
-    """The memory per rank without which no plan fits: of means, and of each table's least part."""
+    """A lower bound on the memory per rank: from means, and from each table's smallest shard."""
     made = table_options(setting, work.uses)
     flat = made.flat
     means = np.minimum.reduceat(flat.mean[:, 1], flat.first[:-1])

@@ -1,12 +1,12 @@
-"""The problem that a planner solves, without tables or meshes: options, loads, capacities.
+"""The optimization problem of the planner: options, loads and capacities, without tables or meshes.
 
 Note [Loads]
 A load is a vector: seconds first, then bytes of each kind of memory. An option of a table loads
-every rank alike (`everywhere`), puts pieces on some ranks (`pieces`), or both. The cost of a plan
+every rank equally (`everywhere`), puts shards on some ranks (`shards`), or both. The cost of a plan
 is the seconds of the most loaded rank; the bytes of no rank may exceed the capacity.
 
-Ranks of a problem are alike, so only the loads of pieces count, never which rank holds them. Where
-an option wants the ranks of one host, hosts are alike too.
+Ranks are interchangeable, so only the loads of shards count, never which rank holds them. So are
+hosts, for options that need the ranks of one host.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ from shardwise.errors import ArgumentError
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
 
-#: Where pieces may lie: on any ranks; on ranks of one host; one on each rank of some hosts.
+#: Where shards may be: on any ranks; on ranks of one host; one on each rank of some hosts.
 ANY, HOST, BLOCK = "any", "host", "block"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Option:
-    """One way to lay a table out."""
+    """One way to shard a table."""
 
     label: str
     #: The load on every rank; one row per rank where they differ.
     everywhere: Array | None = None
-    #: One row per piece.
-    pieces: Array | None = None
+    #: One row per shard.
+    shards: Array | None = None
     scope: str = ANY
-    #: Whether no two pieces may lie on one rank.
+    #: Whether each shard needs a rank of its own.
     distinct: bool = True
-    #: What the option stands for, for whoever made it.
+    #: What the option stands for; the solver does not read it.
     what: Any = None
 
     @property
-    def num_pieces(self) -> int:
-        return 0 if self.pieces is None else len(self.pieces)
+    def num_shards(self) -> int:
+        return 0 if self.shards is None else len(self.shards)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,9 +60,9 @@ class Problem:
     ranks_per_host: int
     #: Seconds that every plan takes on every rank.
     base_s: float = 0.0
-    #: How many ranks can compute at the same time; fewer than ranks where they share cores.
+    #: How many ranks can compute at the same time, if they share cores.
     at_once: float | None = None
-    #: The options in arrays, where whoever made them has those already.
+    #: The options in arrays, if they are known already.
     given_flat: FlatOptions | None = None
 
     def __post_init__(self) -> None:
@@ -85,9 +85,9 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class FlatOptions:
-    """All options of all tables in arrays, those of a table side by side."""
+    """All options of all tables in arrays, grouped by table."""
 
-    #: Where the options of each table begin, and one behind the last.
+    #: The first option of each table, then the number of options.
     first: Ints
     table: Ints
     #: Mean load on a rank, and the largest on one rank.
@@ -108,16 +108,16 @@ class FlatOptions:
                     rows = option.everywhere.reshape(-1, width)
                     mean[at] += rows[0] if len(rows) == 1 else rows.mean(0)
                     peak[at] += rows[0] if len(rows) == 1 else rows.max(0)
-                if option.pieces is not None:
-                    mean[at] += option.pieces.sum(0) / problem.num_ranks
-                    peak[at] += option.pieces.max(0)
+                if option.shards is not None:
+                    mean[at] += option.shards.sum(0) / problem.num_ranks
+                    peak[at] += option.shards.max(0)
                 at += 1
         return FlatOptions(first, table, mean, peak)
 
 
 @dataclass(slots=True, eq=False)
 class Assignment:
-    """The option of each table, and the ranks of its pieces."""
+    """The option of each table, and the ranks of its shards."""
 
     problem: Problem
     chosen: list[int]
@@ -137,8 +137,8 @@ class Assignment:
             option = self.option(table)
             if option.everywhere is not None:
                 found += option.everywhere
-            if option.pieces is not None:
-                np.add.at(found, ranks, option.pieces)
+            if option.shards is not None:
+                np.add.at(found, ranks, option.shards)
         return found
 
     def cost(self) -> float:
@@ -150,7 +150,7 @@ class Assignment:
 
 
 def cost_of(problem: Problem, loads: Array) -> float:
-    """Seconds of a step: of the slowest rank, or of all where they share too few cores."""
+    """Seconds of a step: of the slowest rank, or of all if they share too few cores."""
     seconds = float(loads[:, 0].max()) + problem.base_s
     if problem.at_once is not None:
         total = float(loads[:, 0].sum()) + problem.base_s * problem.num_ranks
@@ -159,22 +159,22 @@ def cost_of(problem: Problem, loads: Array) -> float:
 
 
 def simplified(option: Option, ranks_per_host: int, num_hosts: int) -> Option:
-    """The same option with as few conditions as it has."""
-    if option.pieces is None:
+    """The same option without constraints that change nothing."""
+    if option.shards is None:
         return option
-    if option.scope == HOST and (len(option.pieces) == 1 or num_hosts == 1):
+    if option.scope == HOST and (len(option.shards) == 1 or num_hosts == 1):
         return replace(option, scope=ANY)
-    if option.scope == BLOCK and len(option.pieces) == ranks_per_host * num_hosts:
+    if option.scope == BLOCK and len(option.shards) == ranks_per_host * num_hosts:
         everywhere = 0.0 if option.everywhere is None else option.everywhere
-        rows = option.pieces + everywhere
-        if (option.pieces == option.pieces[0]).all() and rows.ndim == 2:
+        rows = option.shards + everywhere
+        if (option.shards == option.shards[0]).all() and rows.ndim == 2:
             rows = rows[0] if (rows == rows[0]).all() else rows
-        return replace(option, everywhere=rows, pieces=None)
+        return replace(option, everywhere=rows, shards=None)
     return option
 
 
 def undominated(options: Sequence[Option]) -> list[int]:
-    """Without options that another one with the same pieces is as good as."""
+    """The options that no other one with the same number of shards dominates."""
     kept: list[int] = []
     for number, option in enumerate(options):
         others = [i for i in kept if _is_as_good(options[i], option)]
@@ -186,13 +186,13 @@ def undominated(options: Sequence[Option]) -> list[int]:
 
 
 def _is_as_good(one: Option, other: Option) -> bool:
-    if one.num_pieces != other.num_pieces or (one.everywhere is None) != (other.everywhere is None):
+    if one.num_shards != other.num_shards or (one.everywhere is None) != (other.everywhere is None):
         return False
-    if one.pieces is not None and other.pieces is not None:
+    if one.shards is not None and other.shards is not None:
         free = one.scope == other.scope or (one.scope == ANY and other.scope == HOST)
-        if not free or (one.distinct and not other.distinct and one.num_pieces > 1):
+        if not free or (one.distinct and not other.distinct and one.num_shards > 1):
             return False
-        if not (one.pieces <= other.pieces).all():
+        if not (one.shards <= other.shards).all():
             return False
     if one.everywhere is not None and other.everywhere is not None:
         return bool((one.everywhere <= other.everywhere).all())

@@ -1,8 +1,8 @@
-"""Solve a problem: an answer at once, better ones as time goes, and a bound that proves how good.
+"""Solve a problem: a first plan quickly, better ones over time, and a bound on the best.
 
 Note [Same answer everywhere]
-Work is counted in steps, not in seconds, so that the answer depends on the problem alone. Only a
-limit of seconds that is reached cuts it short.
+Work is limited in steps, not in seconds, so the answer depends on the problem alone, unless the
+limit of seconds ends the search.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import numpy as np
 from shardwise.errors import LayoutError
 from shardwise.planner.bound import Bound, Bounds
 from shardwise.planner.exact import ExactProblem, find_highs
-from shardwise.planner.packing import Packing, Search, packed
+from shardwise.planner.local_search import Search
+from shardwise.planner.packing import Packing, packed
 from shardwise.planner.problem import Assignment, Problem
 
 #: Beyond so many columns the exact model is not tried.
@@ -25,7 +26,7 @@ _MOST_COLUMNS = 30_000
 #: Kicks of the local search, per problem; fewer where a step takes longer.
 _KICKS = 400
 _KICK_TABLES = 20_000
-#: Plans that are shaken in turn, and how often in vain.
+#: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
 
 
@@ -67,7 +68,7 @@ class Solution:
 
 
 def gap_of(cost_s: float, bound_s: float) -> float:
-    """By how much a cost may lie above the best, as a share of the bound.
+    """By how much a cost may exceed the best one, relative to the bound.
 
     >>> round(gap_of(1.02, 1.0), 3)
     0.02
@@ -76,7 +77,7 @@ def gap_of(cost_s: float, bound_s: float) -> float:
 
 
 class _Run:
-    """One search: the best so far, the clock, and who is told."""
+    """One search: the best plan so far, the clock, and the progress callback."""
 
     def __init__(
         self,
@@ -97,7 +98,7 @@ class _Run:
         return time.process_time() - self.start
 
     def late(self) -> bool:
-        """Whether time is over; an answer comes first."""
+        """Whether time is up and there is an answer."""
         if self.seconds is None or self.elapsed() < self.seconds:
             return False
         self.timed_out = True
@@ -132,7 +133,7 @@ def solve(
     exact: bool = True,
     tell: Callable[[Progress], None] | None = None,
 ) -> Solution:
-    """The best plan found until the gap is reached, nothing helps, or time is over."""
+    """The best plan found until the gap is reached, nothing helps, or time is up."""
     run = _Run(problem, seconds, tell)
     bound = run.bounds.best()
     if bound is None:
@@ -169,14 +170,14 @@ def allowed_lists(problem: Problem, mask: np.ndarray) -> list[list[int]]:
 
 
 def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
-    """Largest pieces first, with the options that bounds at several levels choose."""
+    """Largest shards first, with the options that bounds at several levels choose."""
     problem, base = run.problem, run.problem.base_s
     first = problem.flat.first[:-1]
     found: list[Packing] = []
     level = max(bound.seconds - base, 1e-30)
     tried: set[tuple[int, ...]] = set()
     allowed = allowed_lists(problem, run.bounds.possible)
-    # Above the bound there are more options; below it, the pieces are smaller and pack better.
+    # Levels above the bound allow more options; below it, shards are smaller and pack better.
     for factor in (1.0, 1.03, 0.6, 0.35, 1.1, 1.3, 1.6, np.inf):
         _, _, chosen = run.bounds._mean(level * factor)
         if not len(chosen):
@@ -209,14 +210,14 @@ def _steps(problem: Problem) -> int:
 def _kick(
     run: _Run, packings: Sequence[Packing], gap: float, rounds: int, first_seed: int = 0
 ) -> None:
-    """Shake the best plan and search on from there."""
+    """Kick the best plans in turn, and search on from there."""
     problem = run.problem
     if not packings or problem.num_ranks * len(problem.names) > _KICK_TABLES:
         return
     assert run.best is not None, "there is an answer"
     base = problem.base_s
     target = run.bound_s * (1 + gap) - base
-    # Several plans are shaken in turn: the best one may lie in a corner.
+    # Several plans in turn: the best one may be a local optimum.
     others = sorted(packings, key=lambda packing: packing.highest)
     pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
     failed, cost = [0] * len(pool), np.inf
@@ -226,7 +227,7 @@ def _kick(
             return
         place = number % len(pool)
         if failed[place] > _FAILED:
-            # This one is stuck: it goes on from the best.
+            # This one is stuck: restart from the best plan.
             pool[place], failed[place] = _packing_of(run.best, run.cost), 0
         current = pool[place]
         if run.cost < cost:
@@ -256,7 +257,7 @@ def _exact(run: _Run, gap: float, highs: object) -> bool:
     problem = run.problem
     allowed = allowed_lists(problem, run.bounds.useful(run.cost))
     size = sum(
-        problem.num_ranks if problem.options[t][c].pieces is not None else 1
+        problem.num_ranks if problem.options[t][c].shards is not None else 1
         for t, choices in enumerate(allowed)
         for c in choices
     )
@@ -271,7 +272,7 @@ def _exact(run: _Run, gap: float, highs: object) -> bool:
                 return True
     left = 20.0 if run.seconds is None else max(0.1, run.seconds - run.elapsed())
     if problem.num_hosts > 1:
-        left *= 0.6  # with hosts it proves less, and kicks find more
+        left *= 0.6  # with several hosts it proves less, and kicks find more
     model = ExactProblem(problem, allowed, run.bound_s, run.cost)
     answer = model.solve(highs, seconds=left, gap=gap, start=start)
     if answer.found is not None:

@@ -1,4 +1,4 @@
-"""Workload: tables, and what a step asks of each.
+"""Workload: tables, and how a step uses each.
 
     format = "shardwise tables 1"
     batch = 65536                       # bags of each feature in a step, over all ranks
@@ -12,7 +12,7 @@
     kinds = ["table_wise", "row_wise"]  # optional: the only kinds that may be chosen
     max_column_cuts = 4                 # optional
 
-What is left out has a default, and the report says which were taken.
+Missing figures have defaults; the report says which were used.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _KEYS = {
 
 @dataclass(frozen=True, slots=True)
 class TableUse:
-    """One table, and what a step of all ranks together asks of it."""
+    """One table, and how a step of all ranks together uses it."""
 
     table: Table
     #: Mean over the bags of all features of the table.
@@ -57,7 +57,7 @@ class TableUse:
     #: The kinds that may be chosen; None for all.
     kinds: tuple[str, ...] | None = None
     max_column_cuts: int | None = None
-    #: Which of the figures nobody gave.
+    #: Figures that are defaults.
     assumed: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -108,7 +108,7 @@ class Workload:
     """All tables of a plan."""
 
     uses: tuple[TableUse, ...]
-    #: Whether bags are pooled; otherwise a row comes back for each id.
+    #: Whether bags are pooled; otherwise each id gets a row.
     pooled: bool = True
 
     @property
@@ -116,7 +116,7 @@ class Workload:
         return tuple(use.table for use in self.uses)
 
     def assumed(self) -> dict[str, int]:
-        """For each figure that somebody left out, for how many tables."""
+        """For each figure that was not given, for how many tables."""
         found: dict[str, int] = {}
         for use in self.uses:
             for name in use.assumed:
@@ -132,7 +132,7 @@ def workload(
     repeated: float | Mapping[str, float] | None = None,
     pooled: bool = True,
 ) -> Workload:
-    """Figures for all tables alike, or by name of table.
+    """A workload from figures for all tables, or by name of table.
 
     >>> found = workload([Table("user", 1000, 16)], batch=64, ids_per_bag={"user": 2.0})
     >>> found.uses[0].ids, found.assumed()
@@ -181,7 +181,7 @@ def _no_others(what: str, given: Mapping[str, Any], known: set[str]) -> None:
 
 
 def read_tables(path: str | os.PathLike[str], *, batch: int | None = None) -> Workload:
-    """A workload from a TOML or JSON file; `batch` goes before the file's."""
+    """A workload from a TOML or JSON file; `batch` overrides the file's."""
     file = Path(path)
     content = read_content(file)
     if not isinstance(content, dict) or content.get("format") != FORMAT:
@@ -239,8 +239,8 @@ def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> T
 def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = None) -> Workload:
     """Figures measured from a sample of batches: ids per bag, repeated ids, and bags per step.
 
-    A batch is what the collection takes: a `Jagged`, or what becomes one. Each stands for a whole
-    step, of all ranks; with `batch`, for so many bags as it has, and repeats are those of it.
+    A batch is what the collection takes: a `Jagged`, or what becomes one. Each is taken as the step
+    of all ranks; with `batch`, only its ids per bag and its repeats are used.
     """
     bags: dict[str, int] = {}
     ids: dict[str, int] = {}

@@ -1,8 +1,8 @@
-"""The seam for kernels: what a collection asks of whoever looks up and updates rows.
+"""The interface to kernels: what a collection needs to look up and update rows.
 
 A backend works on one *stack* at a time (see Note [Stacks]): all tables of one width that a rank
 holds, in one flat weight, with one flat list of ids. Bags are given by their lengths; without
-lengths each id is a bag of its own. Sums only: what makes a mean is multiplied in elsewhere.
+lengths each id is a bag of its own. Backends only sum: the factor of a mean is applied elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from shardwise.embedding.optimizers import RowUpdate
 
 
 class Run(NamedTuple):
-    """Some bags in a row that look up one table: how many, and which rows of the stack it has."""
+    """Consecutive bags that look up one table: how many, and the table's rows in the stack."""
 
     num_bags: int
     first_row: int
@@ -28,7 +28,7 @@ class Run(NamedTuple):
 class Query:
     """Ids into a stack. `lengths` of the bags they form, or None; `weights` per id, or None.
 
-    `runs`, where they are known, tell which bags look up which table.
+    `runs`, if known, say which bags look up which table.
     """
 
     ids: torch.Tensor
@@ -71,7 +71,7 @@ class Backend(Protocol):
 def look_up_stacks(
     backend: Backend, weights: Sequence[torch.Tensor], queries: Sequence[Query]
 ) -> list[torch.Tensor]:
-    """The rows that each stack is asked for: at once where the backend can."""
+    """Look up all stacks, at once if the backend can."""
     at_once = getattr(backend, "look_up_stacks", None)
     if at_once is not None and weights:
         return at_once(weights, queries)
@@ -85,7 +85,7 @@ def update_stacks(
     grads: Sequence[torch.Tensor],
     rules: Sequence[RowUpdate],
 ) -> None:
-    """Update each stack: at once where the backend can. The rules are of one optimizer."""
+    """Update all stacks, at once if the backend can. The rules are of one optimizer."""
     at_once = getattr(backend, "update_stacks", None)
     if at_once is not None and weights:
         at_once(weights, queries, grads, rules)

@@ -1,8 +1,7 @@
-"""What was looked up, sorted by row.
+"""Lookups sorted by row.
 
-Row and bag are packed into one number, so that one sort of plain numbers does it all. On the CPU
-each table is sorted by itself: its rows and bags are few enough for numbers of 32 bits, and its ids
-for the cache.
+Row and bag are packed into one integer, so that one sort of plain integers is enough. On the CPU
+each table is sorted by itself: its rows and bags fit into 32 bits, and its ids into the cache.
 """
 
 from __future__ import annotations
@@ -18,16 +17,15 @@ import torch
 from shardwise.embedding.backends.backend import Query, Run
 from shardwise.lookup.order import repeated, sorted_in_place, starts_of_runs
 
-#: Numbers of rows that are held at a time.
+#: Elements of rows that are gathered at a time.
 _CHUNK_NUMBERS = 1 << 22
-#: Ids that are sorted at a time: what is made of them takes a few megabytes, and the next ones take
-#: the same memory.
+#: Ids that are sorted at a time: their buffers take a few megabytes, which the next ones reuse.
 _PART_IDS = 1 << 20
 
 
 @dataclass
 class ByRow:
-    """What was looked up, in the order of rows."""
+    """Lookups in the order of rows."""
 
     #: Each row as often as it was looked up.
     ids: torch.Tensor
@@ -47,7 +45,7 @@ class ByRow:
 
 
 class Part(NamedTuple):
-    """Rows of a stack from, up to, and what was looked up there, counted from the first of them."""
+    """A range of a stack's rows, and the lookups there, with rows counted from the first."""
 
     first_row: int
     last_row: int
@@ -60,7 +58,7 @@ def by_row(query: Query, num_rows: int) -> ByRow:
 
 
 def in_parts(query: Query, num_rows: int) -> Iterator[Part]:
-    """As `by_row`, some tables at a time where it is known which ids are whose."""
+    """As `by_row`, some tables at a time if the query has runs."""
     return _parts(query, num_rows, _PART_IDS)
 
 
@@ -73,7 +71,7 @@ def _parts(query: Query, num_rows: int, num_ids: int) -> Iterator[Part]:
     if tables is None:
         yield Part(0, num_rows, _all_at_once(query, num_rows))
         return
-    group: list[_Asked] = []
+    group: list[_TableLookups] = []
     total = 0
     for table in tables:
         group.append(table)
@@ -103,7 +101,7 @@ def products_of_rows(table: torch.Tensor, query: Query, grad: torch.Tensor) -> t
 
 
 def _all_at_once(query: Query, num_rows: int) -> ByRow:
-    """With weights, it is the id's position that is packed: its bag and its weight are wanted."""
+    """With weights, the id's position is packed instead of its bag, to find both."""
     bags = bag_of_id(query)
     what, num = bags, query.num_bags
     if query.weights is not None and query.lengths is not None:
@@ -123,8 +121,8 @@ def _all_at_once(query: Query, num_rows: int) -> ByRow:
     return ByRow(rows, packed.to(small), weights)
 
 
-class _Asked(NamedTuple):
-    """What one table was asked for: its rows, and each run's first bag and ids from, up to."""
+class _TableLookups(NamedTuple):
+    """The lookups of one table: its rows, and each run with its first bag and its range of ids."""
 
     first_row: int
     num_rows: int
@@ -139,16 +137,16 @@ class _Asked(NamedTuple):
         return sum(run.num_bags for run, _, _, _ in self.runs)
 
 
-def _tables(query: Query) -> list[_Asked] | None:
-    """The tables in the order of rows; None where they are unknown or 32 bits are too few."""
+def _tables(query: Query) -> list[_TableLookups] | None:
+    """The tables in the order of rows; None if they are unknown or 32 bits are too few."""
     if query.runs is None or query.weights is not None or query.ids.device.type != "cpu":
         return None
     assert query.lengths is not None, "runs are of bags"
     ends = np.concatenate(([0], np.cumsum(query.lengths.numpy(), dtype=np.int64)))
-    found: dict[int, _Asked] = {}
+    found: dict[int, _TableLookups] = {}
     bag = 0
     for run in query.runs:
-        table = found.setdefault(run.first_row, _Asked(run.first_row, run.num_rows, []))
+        table = found.setdefault(run.first_row, _TableLookups(run.first_row, run.num_rows, []))
         table.runs.append((run, bag, int(ends[bag]), int(ends[bag + run.num_bags])))
         bag += run.num_bags
     for table in found.values():
@@ -160,12 +158,12 @@ def _tables(query: Query) -> list[_Asked] | None:
     return [found[first_row] for first_row in sorted(found)]
 
 
-def _bits(table: _Asked) -> int:
-    """How many bits the numbers of a table's bags take."""
+def _bits(table: _TableLookups) -> int:
+    """How many bits a bag number of a table takes."""
     return max(1, (table.num_bags - 1).bit_length())
 
 
-def _sorted_part(query: Query, tables: Sequence[_Asked]) -> Part:
+def _sorted_part(query: Query, tables: Sequence[_TableLookups]) -> Part:
     """Each table by itself, one after the other."""
     total = sum(table.num_ids for table in tables)
     first_row = tables[0].first_row
@@ -191,8 +189,8 @@ def _sorted_part(query: Query, tables: Sequence[_Asked]) -> Part:
     return Part(first_row, tables[-1].first_row + tables[-1].num_rows, ByRow(ids, bags, None))
 
 
-def _packed(query: Query, table: _Asked, bits: int) -> np.ndarray:
-    """Rows of one table and bags that looked them up, as one number each."""
+def _packed(query: Query, table: _TableLookups, bits: int) -> np.ndarray:
+    """Each row of one table and the bag that looked it up, packed into one integer."""
     assert query.lengths is not None, "runs are of bags"
     ids, lengths = query.ids.numpy(), query.lengths.numpy()
     keys = np.empty(table.num_ids, dtype=np.uint32)

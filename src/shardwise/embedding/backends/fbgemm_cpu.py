@@ -1,7 +1,7 @@
 """The backend of fbgemm's CPU kernels, where `fbgemm-gpu-cpu` or `fbgemm-gpu` is installed.
 
-A stack is to fbgemm one table with many bags. What it has no kernel for (single rows, Adam, decay,
-other dtypes, tensors on a GPU) goes through torch's kernels; the results are the same.
+To fbgemm a stack is one table with many bags. What it has no kernel for (single rows, Adam, weight
+decay, other dtypes, tensors on a GPU) uses torch's kernels; the results are the same.
 """
 
 from __future__ import annotations
@@ -102,5 +102,5 @@ def _offsets(query: Query) -> torch.Tensor:
 
 
 def _weights(weight: torch.Tensor, query: Query) -> torch.Tensor:
-    # Its kernels take no weights only as an undefined tensor, which Python cannot make.
+    # Without weights its kernels need an undefined tensor, which Python cannot make.
     return weight.new_ones(query.ids.shape[0]) if query.weights is None else query.weights.float()

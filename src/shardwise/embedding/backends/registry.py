@@ -43,15 +43,15 @@ def _triton() -> Backend:
             "backend='triton' needs Triton, which is not installed here: pip install triton, or "
             "use backend='torch'."
         )
-    # Imported here: nobody else needs Triton.
+    # Imported here: nothing else needs Triton.
     from shardwise.embedding.backends.triton_kernels import TritonBackend
 
     return TritonBackend()
 
 
 class ByDevice:
-    """The fastest kernels that are installed: fused ones for tables on a GPU where there is Triton,
-    fbgemm's for the updates on a CPU that it does faster than torch, torch's for all else."""
+    """The fastest installed kernels: Triton's for tables on a GPU, fbgemm's for those CPU updates
+    that it does faster than torch, torch's for all else."""
 
     name = "auto"
 
@@ -114,7 +114,7 @@ class ByDevice:
 
 
 def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
-    """Row-wise Adagrad of rows that are not narrow: torch's kernels go over gradients twice."""
+    """Row-wise Adagrad of wide rows: torch's kernels read the gradients twice."""
     return (
         weight.device.type == "cpu"
         and weight.dtype == torch.float32

@@ -1,18 +1,17 @@
 """The backend of plain torch kernels.
 
 Note [Backward is a lookup]
-The gradient of a row is the sum, over the bags that looked it up, of the gradients of those bags.
-With ids sorted by row that is a lookup again: rows are the bags, and what is looked up in them are
-bags' gradients. So the same fast kernel serves both ways, and nothing as large as the number of ids
-times the width is ever written. It runs over some thousand rows at a time, which stay in the cache
-until they have been applied.
+The gradient of a row is the sum of the gradients of the bags that looked it up. With ids sorted by
+row that is a lookup again, in which rows are the bags and bag gradients the table. So the same fast
+kernel serves both directions, and nothing of size ids × width is ever written. It runs over some
+thousand rows at a time, which stay in the cache until they are applied.
 
 Note [An update is a product]
-Where a row changes by a number times its gradient (SGD, row-wise Adagrad), the update of a whole
-stack is `weight += S × grad`: S has a row for each row of the stack and, in it, the number at each
-bag that looked the row up. MKL multiplies such a matrix in half the time that reducing and adding
-take, and no row's gradient is ever written. It walks over all rows of the stack, so it is used only
-when the batch looked up a fair part of them.
+Where a row changes by a factor times its gradient (SGD, row-wise Adagrad), the update of a stack is
+`weight += S @ grad`: the sparse matrix S has a row for each row of the stack, with the factor at
+each bag that looked it up. MKL multiplies such a matrix in half the time of reducing and adding,
+and no row gradient is materialised. It walks over all rows of the stack, so it is used only if the
+batch looked up a fair part of them.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ from shardwise.embedding.exchange.scratch import Lent
 from shardwise.embedding.optimizers import RowUpdate, mean_squares
 from shardwise.lookup.order import places
 
-#: Numbers of a gradient that are held at a time: four megabytes. Fewer cost more calls than they
-#: save in misses of the cache.
+#: Elements of a gradient at a time: 4 MB. Smaller chunks cost more in calls than they save in cache
+#: misses.
 _CHUNK_NUMBERS = 1 << 20
-#: Rows of a stack per id of a batch, up to which a product that walks over all rows is faster.
+#: Rows of a stack per id of a batch, up to which the product over all rows is faster.
 _ROWS_PER_ID = 8
 
 
@@ -85,7 +84,7 @@ class TorchBackend:
 
 @dataclass
 class _Bags:
-    """The gradients of bags, and what updates of several tables want to know of them."""
+    """The gradients of bags, and their mean squares, which several tables share."""
 
     grad: torch.Tensor
 
@@ -102,7 +101,7 @@ def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: 
 def _chunks(
     grad: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None, starts: torch.Tensor
 ) -> Iterator[tuple[slice, torch.Tensor]]:
-    """The gradients of rows, some thousand at a time, and which of the rows they are of."""
+    """Row gradients, some thousand rows at a time, with the slice of rows they belong to."""
     num_rows = starts.shape[0] - 1
     step = max(1, num_rows)
     if grad.device.type == "cpu":
@@ -111,8 +110,8 @@ def _chunks(
         edges = starts[first : first + step + 1]
         start, end = int(edges[0]), int(edges[-1])
         offsets = (edges - start).to(bags.dtype)
-        heavy = None if weights is None else weights[start:end]
-        yield slice(first, first + step), _summed(grad, bags[start:end], offsets, heavy)
+        some_weights = None if weights is None else weights[start:end]
+        yield slice(first, first + step), _summed(grad, bags[start:end], offsets, some_weights)
 
 
 def _worth_a_product(weight: torch.Tensor, looked_up: ByRow) -> bool:
@@ -128,7 +127,7 @@ def _add_product(weight: torch.Tensor, looked_up: ByRow, bags: _Bags, rule: RowU
     """See Note [An update is a product]."""
     ids, weights = looked_up.ids, looked_up.weights
     counts = torch.bincount(ids, minlength=weight.shape[0]).to(torch.int32)
-    # Of every row of the stack: those that were not looked up have no number in the product.
+    # Factors of every row of the stack; rows that were not looked up have no entry in S.
     squares = _squares(bags, looked_up, counts) if rule.optimizer.needs_squares else None
     factors = rule.optimizer.row_factors(squares, rule.state)
     if weights is not None:
@@ -150,7 +149,7 @@ def _squares(bags: _Bags, looked_up: ByRow, counts: torch.Tensor) -> torch.Tenso
         some_bags, weights = looked_up.bags, looked_up.weights
         rows, edges = looked_up.rows, looked_up.starts
     else:
-        # Most rows are in one bag, and have its gradient: only those of several are added up.
+        # Most rows are in one bag and have its gradient: only those in several are summed.
         squares.index_copy_(0, looked_up.ids.long(), bags.squares.index_select(0, looked_up.bags))
         is_several = counts > 1
         rows = places(is_several)
@@ -164,7 +163,7 @@ def _squares(bags: _Bags, looked_up: ByRow, counts: torch.Tensor) -> torch.Tenso
 
 
 def _edges(counts: torch.Tensor) -> torch.Tensor:
-    """Where each piece begins, and at the end, where the last one ends."""
+    """Where each group of `counts` begins, and where the last one ends."""
     edges = counts.new_zeros(counts.shape[0] + 1)
     torch.cumsum(counts, 0, dtype=counts.dtype, out=edges[1:])
     return edges

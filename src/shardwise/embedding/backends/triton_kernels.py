@@ -1,7 +1,7 @@
-"""The backend of fused kernels on a GPU: one launch for all stacks of a rank to look up.
+"""The backend of fused Triton kernels on a GPU: one launch looks up all stacks of a rank.
 
 The kernels take ids in any order and bags of any length (see shardwise.kernels); an update sorts
-the ids of the batch, sums the gradients of each row in that order, and steps it, all in one pass.
+the ids of the batch, sums the gradients of each row in that order, and updates it, in one pass.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class TritonBackend:
 
 
 def _joined(parts: list[torch.Tensor | None], queries: Sequence[Query]) -> torch.Tensor | None:
-    """One number per id or bag of all stacks; ones where a stack has none."""
+    """Lengths or weights of all stacks; ones for a stack without."""
     if all(part is None for part in parts):
         return None
     found = [

@@ -1,4 +1,4 @@
-"""From the gradients of bags to those of tables, or to updates of their rows."""
+"""From bag gradients to row gradients and the gradients of tables' parameters."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from shardwise.comm.watch import because
 from shardwise.embedding.backends.backend import Backend, Query
 from shardwise.embedding.stacks import Stacks
-from shardwise.embedding.tiling import Tile
+from shardwise.embedding.tiling import TableShard
 from shardwise.lookup.exchange import summed
 from shardwise.lookup.order import counted, repeated
 from shardwise.ops.lookup.row_sparse import gather_rows
@@ -17,35 +17,37 @@ from shardwise.ops.lookup.row_sparse import make as make_row_sparse
 from shardwise.simulation.ranks import one_tensor
 from shardwise.training.contract import Reduction
 
+#: Per stack of a rank: a lookup, and the gradients of its bags.
+Lookups = dict[int, tuple[Query, torch.Tensor]]
 #: The rows of a stack that have a gradient, each once and in order, and the gradients.
 Rows = tuple[torch.Tensor, torch.Tensor]
 
 
 def row_gradients(
-    stacks: Stacks, place: int, backend: Backend, queries: dict[int, tuple[Query, torch.Tensor]]
+    stacks: Stacks, place: int, backend: Backend, lookups: Lookups
 ) -> dict[int, Rows]:
     """Per stack of one rank, the rows with a gradient."""
     weights = stacks.weights[place]
-    return {k: backend.row_gradient(weights[k], *asked) for k, asked in queries.items()}
+    return {k: backend.row_gradient(weights[k], *lookup) for k, lookup in lookups.items()}
 
 
 def sum_of_copies(stacks: Stacks, rows: Sequence[dict[int, Rows]]) -> list[dict[int, Rows]]:
-    """The gradients of tables that every rank holds, summed over ranks in one all-reduce.
+    """The gradients of replicated tables, summed over ranks in one all-reduce.
 
-    They travel dense, with one column more that says which rows any rank looked up.
+    They are sent dense, with an extra column that says which rows any rank looked up.
     """
     if stacks.grid is None or not any(rows):
         return list(rows)
     flats = []
     for place, per_stack in enumerate(rows):
-        pieces = []
+        parts = []
         for k, (numbers, values) in per_stack.items():
             weight = stacks.weights[place][k]
             dense = weight.new_zeros(weight.shape[0], weight.shape[1] + 1)
             ones = values.new_ones(values.shape[0], 1)
             dense.index_copy_(0, numbers, torch.cat([values, ones], 1))
-            pieces.append(dense.view(-1))
-        flats.append(torch.cat(pieces))
+            parts.append(dense.view(-1))
+        flats.append(torch.cat(parts))
     with because("gradients of copied tables", implicit=False):
         totals = summed(stacks.grid, flats)
     found = []
@@ -65,19 +67,19 @@ def mean_over_replicas(
     stacks: Stacks,
     backend: Backend,
     replicas: Reduction,
-    asked: Sequence[dict[int, tuple[Query, torch.Tensor]]],
+    lookups: Sequence[Lookups],
     copies: Sequence[dict[int, Rows]],
-) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]]]:
-    """What a backward pass asks of the tables, on average over data axes that are not theirs.
+) -> tuple[list[Lookups], list[dict[int, Rows]]]:
+    """The lookups of a backward pass, averaged over data axes outside the collection's mesh.
 
-    Every replica gets the rows of all, in one order, so that all make the same update.
+    Every replica gets the rows of all, in one order, so all make the same update.
     """
-    found_asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
+    found_lookups: list[Lookups] = []
     found_copies: list[dict[int, Rows]] = []
     with because("gradients of replicated tables", implicit=False):
         for place, rank in enumerate(stacks.ranks):
-            rows = {**row_gradients(stacks, place, backend, asked[place]), **copies[place]}
-            here: dict[int, tuple[Query, torch.Tensor]] = {}
+            rows = {**row_gradients(stacks, place, backend, lookups[place]), **copies[place]}
+            here: Lookups = {}
             shared: dict[int, Rows] = {}
             for k, weight in enumerate(stacks.weights[place]):
                 nothing = torch.empty(0, dtype=torch.int64, device=weight.device), weight[:0]
@@ -89,29 +91,29 @@ def mean_over_replicas(
                     shared[k] = numbers, values
                 else:
                     here[k] = Query(numbers, None, None), values
-            found_asked.append(here)
+            found_lookups.append(here)
             found_copies.append(shared)
-    return found_asked, found_copies
+    return found_lookups, found_copies
 
 
 def table_gradient(
     stacks: Stacks, table: int, rows: Sequence[dict[int, Rows]], *, sparse: bool
 ) -> torch.Tensor | None:
-    """The gradient of a table's parameter, out of the rows of the stacks it lies in."""
+    """The gradient of a table's parameter, from the row gradients of its stacks."""
     numbers, values = [], []
     for place, rank in enumerate(stacks.ranks):
-        tile = stacks.tiling.tile_on(table, rank)
-        weight = stacks.weights[place][tile.stack] if tile is not None else None
-        found = rows[place].get(tile.stack) if tile is not None else None
-        if tile is None or found is None or weight is None:
+        shard = stacks.tiling.shard_on(table, rank)
+        weight = stacks.weights[place][shard.stack] if shard is not None else None
+        found = rows[place].get(shard.stack) if shard is not None else None
+        if shard is None or found is None or weight is None:
             nothing = stacks.nothing_of(table)
             numbers.append(torch.empty(0, dtype=torch.int64, device=nothing.device))
             values.append(nothing[:0] if nothing.shape[0] else nothing)
             continue
-        if place and stacks.tiling.cuts[table].replicated:
+        if place and stacks.tiling.splits[table].replicated:
             here = (numbers[0], values[0])  # the same on every rank, and stored once
         else:
-            here = _between(found, tile)
+            here = _between(found, shard)
         numbers.append(here[0])
         values.append(here[1])
     if stacks.grid is None:
@@ -131,28 +133,28 @@ def table_gradient(
         )
     dense: list[torch.Tensor] = []
     for rank, at, value in zip(stacks.ranks, numbers, values, strict=True):
-        tile = stacks.tiling.tile_on(table, rank)
-        if dense and stacks.tiling.cuts[table].replicated:
+        shard = stacks.tiling.shard_on(table, rank)
+        if dense and stacks.tiling.splits[table].replicated:
             dense.append(dense[0])
             continue
         empty = tuple(stacks.nothing_of(table).shape)
-        size = empty if tile is None else (tile.num_rows, tile.width)
+        size = empty if shard is None else (shard.num_rows, shard.width)
         dense.append(value.new_zeros(size).index_copy_(0, at, value))
     return stacks.wrap(table, dense)
 
 
-def _between(rows: Rows, tile: Tile) -> Rows:
+def _between(rows: Rows, shard: TableShard) -> Rows:
     numbers, values = rows
-    edges = torch.tensor([tile.base, tile.base + tile.num_rows], device=numbers.device)
+    edges = torch.tensor([shard.base, shard.base + shard.num_rows], device=numbers.device)
     start, end = torch.searchsorted(numbers, edges).tolist()
-    return numbers[start:end] - tile.base, values[start:end]
+    return numbers[start:end] - shard.base, values[start:end]
 
 
-def without_tables(query: Query, tiles: Sequence[Tile]) -> Query:
-    """A query without the ids of some tables; their bags are empty then."""
+def without_tables(query: Query, shards: Sequence[TableShard]) -> Query:
+    """A query without the ids of some tables, whose bags become empty."""
     keep = torch.ones_like(query.ids, dtype=torch.bool)
-    for tile in tiles:
-        keep &= (query.ids < tile.base) | (query.ids >= tile.base + tile.num_rows)
+    for shard in shards:
+        keep &= (query.ids < shard.base) | (query.ids >= shard.base + shard.num_rows)
     lengths = query.lengths
     if lengths is None:
         lengths = keep.to(query.ids.dtype)

@@ -13,6 +13,7 @@ from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.foreach import count_writes
 from shardwise.embedding.backends.backend import Backend, Query
 from shardwise.embedding.exchange.gradients import (
+    Lookups,
     Rows,
     mean_over_replicas,
     row_gradients,
@@ -20,8 +21,8 @@ from shardwise.embedding.exchange.gradients import (
     table_gradient,
     without_tables,
 )
-from shardwise.embedding.exchange.output import put_together, take_apart
-from shardwise.embedding.exchange.prefetch import PrefetchedBatch, Queue
+from shardwise.embedding.exchange.output import assemble_output, flatten_gradients
+from shardwise.embedding.exchange.prefetch import PrefetchedBatch, PrefetchQueue
 from shardwise.embedding.exchange.routing import Route
 from shardwise.embedding.exchange.scratch import Scratch
 from shardwise.embedding.exchange.step import RankStep, exchange_rows, gradients_per_stack, look_up
@@ -42,117 +43,121 @@ class Engine:
     backend: Backend
     optimizer: InBackward | None
     sparse: bool
-    #: What gradients are multiplied with: one over the number of ranks, or one.
+    #: The factor of gradients: one over the number of ranks, or one.
     scale: float
-    #: What is sent lies here, both ways; it has arrived before the next is written.
+    #: Send buffer of both directions; what was sent has arrived before the next write.
     scratch: Scratch
-    #: Batches whose ids go out while rows or gradients travel.
-    queue: Queue
+    #: Batches whose ids are sent while rows or gradients are exchanged.
+    queue: PrefetchQueue
 
 
 @dataclass(frozen=True, slots=True)
 class Updated:
-    """Which tables backward updates, and their parameters, which are views of the stacks."""
+    """Which tables backward updates, and all parameters, which are views of the stacks."""
 
     trained: list[bool]
     parameters: list[torch.Tensor]
 
 
 def run_lookup(
-    engine: Engine, ahead: PrefetchedBatch, parameters: list[torch.Tensor], *, joined: bool
+    engine: Engine, batch: PrefetchedBatch, parameters: list[torch.Tensor], *, joined: bool
 ) -> tuple[torch.Tensor, ...]:
-    """One tensor per feature, or one of all features side by side."""
+    """One tensor per feature; with `joined`, one with all features side by side."""
     if engine.optimizer is None:
-        return _Lookup.apply(engine, ahead, joined, ahead.weights, *parameters)
-    # The tables take no part in autograd then: something has to call backward.
+        return _Lookup.apply(engine, batch, joined, batch.weights, *parameters)
+    # The tables are not inputs of autograd then: `start` makes it call backward.
     start = torch.zeros((), requires_grad=any(p.requires_grad for p in parameters))
-    resting = [p.requires_grad for p in parameters]
     return _FusedLookup.apply(
-        engine, ahead, joined, Updated(resting, parameters), ahead.weights, start
+        engine,
+        batch,
+        joined,
+        Updated([p.requires_grad for p in parameters], parameters),
+        batch.weights,
+        start,
     )
 
 
 def _forward(
-    engine: Engine, ahead: PrefetchedBatch, joined: bool
+    engine: Engine, batch: PrefetchedBatch, joined: bool
 ) -> tuple[list[RankStep], tuple[Any, ...]]:
     route, grid = engine.route, engine.grid
-    visits = ahead.arrive()
-    answers, homes = [], []
-    for visit, weights in zip(visits, engine.stacks.weights, strict=True):
-        flat, home = look_up(
-            route, visit, weights, engine.stacks.dtype, engine.backend, engine.scratch
+    steps = batch.arrive()
+    answers, local_rows = [], []
+    for step, weights in zip(steps, engine.stacks.weights, strict=True):
+        flat, local = look_up(
+            route, step, weights, engine.stacks.dtype, engine.backend, engine.scratch
         )
         answers.append(flat)
-        homes.append(home)
+        local_rows.append(local)
     received = exchange_rows(
-        route, grid, visits, answers, back=False, meanwhile=engine.queue.send_ids
+        route, grid, steps, answers, back=False, meanwhile=engine.queue.send_ids
     )
     outputs = [
-        put_together(route, visit, flat, home, joined)
-        for visit, flat, home in zip(visits, received, homes, strict=True)
+        assemble_output(route, step, flat, local, joined)
+        for step, flat, local in zip(steps, received, local_rows, strict=True)
     ]
     if grid is None:
-        return visits, tuple(outputs[0])
-    return visits, tuple(one_tensor(grid, column) for column in zip(*outputs, strict=True))
+        return steps, tuple(outputs[0])
+    return steps, tuple(one_tensor(grid, column) for column in zip(*outputs, strict=True))
 
 
 def _backward(
-    engine: Engine, visits: list[RankStep], grads: tuple[torch.Tensor | None, ...], joined: bool
-) -> tuple[list[dict[int, tuple[Query, torch.Tensor]]], list[dict[int, Rows]], torch.Tensor | None]:
-    """Per rank present: what each sharded stack was asked and the gradients of its answers; the
-    rows of copied stacks, summed over ranks; and the gradient of the ids' weights."""
+    engine: Engine, steps: list[RankStep], grads: tuple[torch.Tensor | None, ...], joined: bool
+) -> tuple[list[Lookups], list[dict[int, Rows]], torch.Tensor | None]:
+    """Per rank present, the lookups of sharded stacks with their gradients, and the row gradients
+    of replicated stacks, summed over ranks; then the gradient of the ids' weights."""
     route, grid = engine.route, engine.grid
     per_rank: list[list[torch.Tensor | None]]
     if grid is None:
         per_rank = [list(grads)]
     else:
-        empty: list[Any] = [None] * len(visits)
+        empty: list[Any] = [None] * len(steps)
         columns = [empty if g is None else part_per_rank(grid, g) for g in grads]
         per_rank = [list(row) for row in zip(*columns, strict=True)]
-    buffers, homes = [], []
-    for visit, each in zip(visits, per_rank, strict=True):
-        flat, home = take_apart(route, visit, each, engine.scale, joined, engine.scratch)
+    buffers, local_rows = [], []
+    for step, each in zip(steps, per_rank, strict=True):
+        flat, local = flatten_gradients(route, step, each, engine.scale, joined, engine.scratch)
         buffers.append(flat)
-        homes.append(home)
+        local_rows.append(local)
     received = exchange_rows(
-        route, grid, visits, buffers, back=True, meanwhile=engine.queue.send_ids
+        route, grid, steps, buffers, back=True, meanwhile=engine.queue.send_ids
     )
-    asked: list[dict[int, tuple[Query, torch.Tensor]]] = []
-    copies, at_homes = [], []
-    for place, (visit, flat, home) in enumerate(zip(visits, received, homes, strict=True)):
-        per_stack = gradients_per_stack(route, visit, flat) if visit.asked else {}
-        asked.append({k: (visit.query(k), grad) for k, grad in per_stack.items()})
-        at_home = {k: (visit.query(k), grad) for k, grad in home.items()}
-        at_homes.append(at_home)
-        copies.append(row_gradients(engine.stacks, place, engine.backend, at_home))
+    lookups: list[Lookups] = []
+    copies, all_local = [], []
+    for place, (step, flat, local) in enumerate(zip(steps, received, local_rows, strict=True)):
+        per_stack = gradients_per_stack(route, step, flat) if step.requests else {}
+        lookups.append({k: (step.query(k), grad) for k, grad in per_stack.items()})
+        local_lookups = {k: (step.query(k), grad) for k, grad in local.items()}
+        all_local.append(local_lookups)
+        copies.append(row_gradients(engine.stacks, place, engine.backend, local_lookups))
     of_weights = None
-    if weights_train(visits):
-        # Before any row changes. The loss is this rank's own: no mean over ranks.
+    if weights_train(steps):
+        # Before any row changes. The weights are this rank's own: no mean over ranks.
         found = weight_gradients(
-            route, grid, visits, engine.stacks.weights, asked, at_homes, engine.backend
+            route, grid, steps, engine.stacks.weights, lookups, all_local, engine.backend
         )
-        if visits[0].bags.weights_train:
+        if steps[0].bags.weights_train:
             found = [part / engine.scale for part in found]
             of_weights = found[0] if grid is None else one_tensor(grid, found)
-    return asked, sum_of_copies(engine.stacks, copies), of_weights
+    return lookups, sum_of_copies(engine.stacks, copies), of_weights
 
 
 class _Lookup(UntracedFunction):
-    """Gradients go to the tables' parameters."""
+    """A lookup whose backward returns the gradients of the tables' parameters."""
 
     @staticmethod
     def forward(
         ctx: Any,
         engine: Engine,
-        ahead: PrefetchedBatch,
+        batch: PrefetchedBatch,
         joined: bool,
         weights: torch.Tensor | None,
         *parameters: torch.Tensor,
     ) -> tuple[Any, ...]:
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
-        ctx.save_for_backward(weights, *parameters)  # what the gradients depend on
-        ctx.visits, outputs = _forward(engine, ahead, joined)
+        ctx.save_for_backward(weights, *parameters)  # so that autograd checks their versions
+        ctx.steps, outputs = _forward(engine, batch, joined)
         return outputs
 
     @staticmethod
@@ -160,10 +165,10 @@ class _Lookup(UntracedFunction):
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
         needed = ctx.needs_input_grad[4:]
-        asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
+        lookups, copies, of_weights = _backward(engine, ctx.steps, grads, ctx.joined)
         rows = [
             {**row_gradients(engine.stacks, place, engine.backend, queries), **copies[place]}
-            for place, queries in enumerate(asked)
+            for place, queries in enumerate(lookups)
         ]
         found = [
             table_gradient(engine.stacks, table, rows, sparse=engine.sparse) if need else None
@@ -173,13 +178,13 @@ class _Lookup(UntracedFunction):
 
 
 class _FusedLookup(UntracedFunction):
-    """Backward updates the tables; no gradient of theirs is made."""
+    """A lookup whose backward updates the tables; no table gradient is materialised."""
 
     @staticmethod
     def forward(
         ctx: Any,
         engine: Engine,
-        ahead: PrefetchedBatch,
+        batch: PrefetchedBatch,
         joined: bool,
         updated: Updated,
         weights: torch.Tensor | None,
@@ -188,25 +193,25 @@ class _FusedLookup(UntracedFunction):
         ctx.set_materialize_grads(False)
         ctx.engine, ctx.joined = engine, joined
         ctx.updated = updated
-        ctx.visits, outputs = _forward(engine, ahead, joined)
+        ctx.steps, outputs = _forward(engine, batch, joined)
         return outputs
 
     @staticmethod
     @differentiated_once("an embedding collection")
     def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[Any, ...]:
         engine: Engine = ctx.engine
-        asked, copies, of_weights = _backward(engine, ctx.visits, grads, ctx.joined)
+        lookups, copies, of_weights = _backward(engine, ctx.steps, grads, ctx.joined)
         updated: Updated = ctx.updated
         if not all(updated.trained):
-            _leave_out(engine.stacks, updated.trained, asked, copies)
+            _leave_out(engine.stacks, updated.trained, lookups, copies)
         replicas = reduction_for(updated.parameters[0])
         if replicas is not None and replicas.means:
-            asked, copies = mean_over_replicas(
-                engine.stacks, engine.backend, replicas, asked, copies
+            lookups, copies = mean_over_replicas(
+                engine.stacks, engine.backend, replicas, lookups, copies
             )
         assert engine.optimizer is not None, "fused lookups have an optimizer"
-        engine.optimizer.take(asked, copies)
-        # The stacks were written to, below the parameters: their views have to know.
+        engine.optimizer.take(lookups, copies)
+        # The stacks were written to directly: count it as a write to the parameters.
         count_writes(updated.parameters)
         return None, None, None, None, of_weights, None
 
@@ -214,20 +219,20 @@ class _FusedLookup(UntracedFunction):
 def _leave_out(
     stacks: Stacks,
     trained: list[bool],
-    asked: list[dict[int, tuple[Query, torch.Tensor]]],
+    lookups: list[Lookups],
     copies: list[dict[int, Rows]],
 ) -> None:
-    """Drop what concerns tables that rest."""
+    """Drop the lookups and rows of tables that are not trained."""
     for place, rank in enumerate(stacks.ranks):
         for k, stack in enumerate(stacks.tiling.stacks[rank]):
-            resting = [tile for table, tile in stack.tiles if not trained[table]]
-            if not resting:
+            frozen = [shard for table, shard in stack.shards if not trained[table]]
+            if not frozen:
                 continue
-            if k in asked[place]:
-                query, grad = asked[place][k]
-                asked[place][k] = (without_tables(query, resting), grad)
+            if k in lookups[place]:
+                query, grad = lookups[place][k]
+                lookups[place][k] = (without_tables(query, frozen), grad)
             if k in copies[place]:
                 rows, values = copies[place][k]
-                kept = without_tables(Query(rows, None, None), resting)
+                kept = without_tables(Query(rows, None, None), frozen)
                 assert kept.lengths is not None, "without_tables gives lengths"
                 copies[place][k] = (kept.ids, values[kept.lengths.bool()])

@@ -1,16 +1,15 @@
-"""PrefetchedBatch: a batch whose ids are on their way before they are needed.
+"""PrefetchedBatch: a batch whose ids are sent before they are needed.
 
 Note [Two exchanges without waiting]
-How many ids a rank gets has to be known before they can be sent, so counts are exchanged first, and
-all ranks have to be there before that is done. `prefetch` only begins it. The ids follow at a point
-that is the same on every rank and where ranks wait for each other anyway: as soon as the collection
-has begun its next exchange of rows (forward) or of gradients (backward); at the latest when the
-batch is used. A rank takes part in that exchange after its `prefetch`, so waiting for its counts
-there takes no longer than waiting for its rows.
+Receivers need to know how many ids arrive, so counts are exchanged first. `prefetch` only starts
+that. The ids follow at a point that is the same on every rank and where ranks wait for each other
+anyway: right after the collection started its next exchange of rows (forward) or gradients
+(backward), at the latest when the batch is used. A rank joins that exchange after its `prefetch`:
+waiting for its counts there takes no longer than waiting for its rows.
 
-All collectives are begun by the thread that runs the program, in the order of the program, which is
-the same on every rank, whatever other collectives run in between on the same group. No thread is
-needed, whose timing would decide an order, and no second communicator.
+The main thread starts all collectives in program order, which is the same on every rank, whatever
+other collectives run in between on the same group. So neither a second thread nor a second
+communicator is needed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from shardwise.embedding.batch import FeatureBags, bags_of, unfit
 from shardwise.embedding.exchange.routing import (
     Packed,
     Route,
-    asked_at_home,
+    local_requests,
     message_sizes,
     pack,
     unpack,
@@ -41,9 +40,9 @@ from shardwise.simulation.ranks import one_tensor, part_per_rank
 
 
 class PrefetchedBatch:
-    """A batch on its way; made by `prefetch`, given to the collection instead of the batch.
+    """What `prefetch` returns; give it to the collection instead of the batch.
 
-    What is wrong with it, on any rank, is raised on every rank when it is used.
+    An invalid batch on any rank raises on every rank when it is used.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class PrefetchedBatch:
         weights: torch.Tensor | None,
     ) -> None:
         self.route, self.grid = route, grid
-        #: Of the ids, as the batch has them: their gradient goes there.
+        #: The batch's weights of ids, which get the gradient.
         self.weights = weights
         packed = [each if isinstance(each, Fault) else pack(route, each) for each in found]
         self._bags = [each for each in found if isinstance(each, FeatureBags)]
@@ -64,7 +63,7 @@ class PrefetchedBatch:
         self._error: Exception | None = None
         self._meeting: Meeting | None = None
         self._exchange: torch.Tensor | None = None
-        self._visits: list[RankStep] | None = None
+        self._steps: list[RankStep] | None = None
         if grid is not None and route.num_ranks > 1:
             self._faults = Faults(grid, "what is wrong with a batch")
             self._meeting = self._meet(grid, packed)
@@ -73,7 +72,7 @@ class PrefetchedBatch:
             self._error = joint_error("", {0: wrong[0]}, 1) if wrong else None
 
     def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
-        """Begin the exchange of counts, with which each rank says whether its batch fits."""
+        """Start the exchange of counts, with which each rank says whether its batch is valid."""
         nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
         notes, statuses = [], []
         for rank, each in zip(self._ranks, packed, strict=True):
@@ -84,7 +83,7 @@ class PrefetchedBatch:
             return Meeting(grid, 0, one_tensor(grid, notes), one_tensor(grid, statuses))
 
     def send_ids(self) -> None:
-        """Once the counts are there, begin the exchange of ids. Later calls do nothing."""
+        """Wait for the counts and start the exchange of ids. Later calls do nothing."""
         meeting, self._meeting = self._meeting, None
         if meeting is None or self.grid is None:
             return
@@ -103,7 +102,7 @@ class PrefetchedBatch:
                 self._exchange = start_exchange(self.grid, messages, sent, sizes)
 
     def check(self) -> None:
-        """Raise what is wrong with the batch on some rank; the ids are on their way then."""
+        """Send the ids; raise if the batch is invalid on any rank."""
         self.send_ids()
         if self._error is not None:
             raise self._error
@@ -119,63 +118,63 @@ class PrefetchedBatch:
         return [one_tensor(self.grid, column) for column in columns]
 
     def arrive(self) -> list[RankStep]:
-        """Wait for the ids that this rank is asked for."""
+        """Wait for the ids that this rank has to look up."""
         self.check()
-        if self._visits is None:
-            self._visits = self._arrived()
-        return self._visits
+        if self._steps is None:
+            self._steps = self._arrived()
+        return self._steps
 
     def _arrived(self) -> list[RankStep]:
         messages = [p.message for p in self._packed]
         if self._exchange is not None:
             assert self.grid is not None, "an exchange without a mesh"
             messages, self._exchange = finished(self.grid, self._exchange), None
-        visits = []
+        steps = []
         for rank, bags, packed, notes, message in zip(
             self._ranks, self._bags, self._packed, self._notes, messages, strict=True
         ):
-            asked = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
-            home = asked_at_home(self.route, rank, bags)
+            requests = unpack(self.route, rank, message, notes) if self.route.legs[rank] else {}
+            local = local_requests(self.route, rank, bags)
             packed.message = message[:0]  # it has been sent
-            visits.append(RankStep(rank, bags, packed, notes, asked, home))
-        return visits
+            steps.append(RankStep(rank, bags, packed, notes, requests, local))
+        return steps
 
 
-class Queue:
-    """Batches whose counts are on their way and whose ids are not; in the order of the program."""
+class PrefetchQueue:
+    """Batches whose counts are being exchanged and whose ids were not sent, in program order."""
 
     def __init__(self) -> None:
         self._batches: list[PrefetchedBatch] = []
 
-    def add(self, ahead: PrefetchedBatch) -> None:
-        if ahead.route.travels:
-            self._batches.append(ahead)
+    def add(self, batch: PrefetchedBatch) -> None:
+        if batch.route.travels:
+            self._batches.append(batch)
 
     def send_ids(self) -> None:
-        """Send the ids of all; see Note [Two exchanges without waiting]."""
+        """Send the ids of all batches; see Note [Two exchanges without waiting]."""
         batches, self._batches = self._batches, []
-        for ahead in batches:
-            ahead.send_ids()
+        for batch in batches:
+            batch.send_ids()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Queue:
-        return Queue()  # a batch is of the collection that prefetched it
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchQueue:
+        return PrefetchQueue()  # a batch belongs to the collection that prefetched it
 
 
-def look_ahead(
+def prefetch_batch(
     route: Route, grid: Grid | None, batch: Any, trouble: str | None, *, side_by_side: bool
 ) -> PrefetchedBatch:
-    """Check a batch on every rank, and begin the exchange of counts.
+    """Check a batch on every rank, and start the exchange of counts.
 
-    `trouble` is what is wrong with the collection itself, on this rank: all of them will know.
+    `trouble` is what is wrong with the collection itself on this rank; all ranks will raise it.
     """
     try:
         jagged = Jagged.of(batch)
     except ArgumentError as error:
-        return _complain(route, grid, unfit(str(error).rstrip(".")))
+        return _invalid_batch(route, grid, unfit(str(error).rstrip(".")))
     if trouble is not None:
-        return _complain(route, grid, Fault(f"{trouble}.", ShardwiseError))
-    if grid is None and _differs(jagged):
-        return _complain(route, grid, unfit(_ONE_BATCH))
+        return _invalid_batch(route, grid, Fault(f"{trouble}.", ShardwiseError))
+    if grid is None and _differs_between_ranks(jagged):
+        return _invalid_batch(route, grid, unfit(_ONE_BATCH))
     weights = jagged._weights
     train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
     found = [
@@ -192,14 +191,14 @@ _ONE_BATCH = (
 )
 
 
-def _differs(batch: Jagged) -> bool:
+def _differs_between_ranks(batch: Jagged) -> bool:
     given = (batch.values, batch.lengths, batch._weights)
     return any(len(parts_of(each)) > 1 for each in given)
 
 
-def _complain(route: Route, grid: Grid | None, complaint: Fault) -> PrefetchedBatch:
+def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedBatch:
     present = [0] if grid is None else ranks_present(grid)
-    return PrefetchedBatch(route, grid, [complaint] * len(present), None)
+    return PrefetchedBatch(route, grid, [fault] * len(present), None)
 
 
 def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:

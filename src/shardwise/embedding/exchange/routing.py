@@ -1,15 +1,14 @@
-"""Routing: which features' ids go to which rank, and how a message of ids is laid out.
+"""Routing: which ids go to which rank, and the format of a message of ids.
 
 Note [Messages]
 A rank sends one message of integers to each other rank. It holds, for all legs to that rank (a leg
-is one feature on its way to one tile), ordered by stack and then by feature:
+is a `FeatureRoute`: one feature's ids to one shard), ordered by stack and then by feature:
 
     the lengths of the bags | the ids | the weights, as bits, where there are any
 
-Ids count from the first row of the receiver's stack. Where the rows of a table are split, a bag
-sends each owner only what it owns, and the lengths say how much that is. Unpooled lookups send no
-lengths: one row comes back for each id. All integers are 32 bits wide when every stack is that
-short.
+Ids count from the first row of the receiver's stack. Where the rows of a table are split, each
+owner gets only the ids of its rows, and lengths that count those. Unpooled lookups send no lengths:
+one row comes back for each id. The integers are int32 unless a stack has 2³¹ rows or more.
 """
 
 from __future__ import annotations
@@ -23,23 +22,23 @@ import torch
 from shardwise.core.sizes import chunk_length
 from shardwise.embedding.backends.backend import Run
 from shardwise.embedding.batch import FeatureBags
-from shardwise.embedding.tiling import TableTiling, Tile
+from shardwise.embedding.tiling import TableShard, TableTiling
 from shardwise.lookup.order import counted, divided, repeated, stable_order
 
 
 @dataclass(frozen=True, slots=True)
 class FeatureRoute:
-    """One feature's way to one tile of its table."""
+    """A leg: one feature, and one shard of its table that gets its ids."""
 
     feature: int
     table: int
-    tile: Tile
-    #: Whether other tiles own other rows of the table.
+    shard: TableShard
+    #: Whether other shards have other rows of the table.
     split: bool
 
 
 class Route:
-    """What is the same for every batch: the legs to each rank, and those that stay at home."""
+    """What is the same for every batch: the legs to each rank, and those to replicated tables."""
 
     def __init__(self, tiling: TableTiling, *, pooled: bool) -> None:
         self.tiling, self.pooled = tiling, pooled
@@ -47,54 +46,54 @@ class Route:
         feature_tables = [t for t, table in enumerate(tiling.tables) for _ in table.features]
         self.num_features = len(feature_tables)
         split = [
-            not cut.by_columns and not cut.replicated and len(tiles) > 1
-            for cut, tiles in zip(tiling.cuts, tiling.tiles, strict=True)
+            not how.by_columns and not how.replicated and len(shards) > 1
+            for how, shards in zip(tiling.splits, tiling.shards, strict=True)
         ]
         legs: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
-        home: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
+        local: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
         for feature, table in enumerate(feature_tables):
-            for tile in tiling.tiles[table]:
-                target = home if tiling.cuts[table].replicated else legs
-                target[tile.rank].append(FeatureRoute(feature, table, tile, split[table]))
-        order = [sorted(each, key=lambda leg: leg.tile.stack) for each in legs]
+            for shard in tiling.shards[table]:
+                target = local if tiling.splits[table].replicated else legs
+                target[shard.rank].append(FeatureRoute(feature, table, shard, split[table]))
+        order = [sorted(each, key=lambda leg: leg.shard.stack) for each in legs]
         #: Per rank, the legs that lead there from every rank, by stack and feature.
         self.legs: tuple[tuple[FeatureRoute, ...], ...] = tuple(map(tuple, order))
-        #: Per rank, the first one that is sent the same: it has other columns of the same tables.
+        #: Per rank, the first rank that gets the same message: it has other columns of the tables.
         self.like: tuple[int, ...] = tuple(
             next(i for i, other in enumerate(order) if i == rank or _same_message(other, mine))
             for rank, mine in enumerate(order)
         )
-        #: Per rank, the legs to tables that it holds a copy of.
-        self.home: tuple[tuple[FeatureRoute, ...], ...] = tuple(map(tuple, home))
+        #: Per rank, the legs to replicated tables, which need no exchange.
+        self.local: tuple[tuple[FeatureRoute, ...], ...] = tuple(map(tuple, local))
         self.split_features = [f for f, t in enumerate(feature_tables) if split[t]]
         self.feature_tables = feature_tables
         self.max_stacks = max(map(len, tiling.stacks))
         longest = max((s.num_rows for each in tiling.stacks for s in each), default=0)
         self.id_dtype = torch.int32 if longest < 2**31 else torch.int64
         rows = max((table.num_embeddings for table in tiling.tables), default=0)
-        #: Of ids that count the rows of whole tables.
+        #: The dtype of ids that count the rows of whole tables.
         self.row_dtype = torch.int32 if rows < 2**31 else torch.int64
-        #: Columns of the note that a rank gives each other rank; see `note`.
+        #: Columns of the note that a rank gives each other rank; see `_note`.
         self.note_width = self.num_features + self.max_stacks + 1
         #: Whether any id or row ever leaves a rank.
         self.travels = any(self.legs) and self.num_ranks > 1
 
     def splits_of(self, feature: int) -> tuple[int, list[int]]:
-        """Rows per tile, and the tiles' ranks, of a table that is split by rows."""
+        """Rows per shard, and the shards' ranks, of a table that is split by rows."""
         table = self.feature_tables[feature]
-        tiles = self.tiling.tiles[table]
+        shards = self.tiling.shards[table]
         rows = self.tiling.tables[table].num_embeddings
-        num_holders = sum(1 for size in self.tiling.cuts[table].sizes if size)
-        block = max(chunk_length(rows, num_holders), tiles[0].num_rows)
-        return block, [tile.rank for tile in tiles]
+        num_holders = sum(1 for size in self.tiling.splits[table].sizes if size)
+        block = max(chunk_length(rows, num_holders), shards[0].num_rows)
+        return block, [shard.rank for shard in shards]
 
 
 def _same_message(first: Sequence[FeatureRoute], second: Sequence[FeatureRoute]) -> bool:
     return len(first) == len(second) and not any(
         one.split
         or one.feature != two.feature
-        or one.tile.base != two.tile.base
-        or one.tile.rows != two.tile.rows
+        or one.shard.base != two.shard.base
+        or one.shard.rows != two.shard.rows
         for one, two in zip(first, second, strict=True)
     )
 
@@ -108,7 +107,7 @@ class Packed:
     sent: list[int]
     #: Ids to each leg, by rank.
     ids_per_leg: list[list[int]]
-    #: For tables split by rows: where in the feature each id that was sent to a rank stood; known
+    #: For tables split by rows: the position in the feature of each id sent to a rank; filled
     #: where one number or row per id comes back.
     positions: dict[tuple[int, int], torch.Tensor]
     note: torch.Tensor
@@ -121,7 +120,7 @@ class _Split:
     ids: torch.Tensor
     weights: torch.Tensor | None
     positions: torch.Tensor
-    #: (owner, feature) -> from, up to, in `ids`.
+    #: (owner, feature) -> its slice of `ids`.
     spans: dict[tuple[int, int], slice]
     #: Per owner, the length of each bag there; None for unpooled lookups.
     lengths: torch.Tensor | None
@@ -139,25 +138,25 @@ class _Outgoing:
     def split_of(self, leg: FeatureRoute) -> _Split | None:
         if not leg.split:
             return None
-        assert self._split is not None, "a leg to a part of the rows without split features"
+        assert self._split is not None, "a leg to some of the rows without split features"
         return self._split
 
     def num_ids(self, leg: FeatureRoute) -> int:
         split = self.split_of(leg)
         if split is None:
             return self.bags.num_ids(leg.feature)
-        span = split.spans[leg.tile.rank, leg.feature]
+        span = split.spans[leg.shard.rank, leg.feature]
         return span.stop - span.start
 
     def write_lengths(self, leg: FeatureRoute, target: torch.Tensor) -> int:
-        """Write to the beginning of `target`; how much was written."""
+        """Write to the start of `target`; returns how much was written."""
         num, split = self.bags.num_bags[leg.feature], self.split_of(leg)
         if split is None:
             target[:num] = self.bags.lengths_of(leg.feature)
         else:
             assert split.lengths is not None, "pooled bags have lengths"
             start = split.bags_from[leg.feature]
-            target[:num] = split.lengths[leg.tile.rank, start : start + num]
+            target[:num] = split.lengths[leg.shard.rank, start : start + num]
         return num
 
     def write_ids(self, leg: FeatureRoute, target: torch.Tensor) -> int:
@@ -165,18 +164,18 @@ class _Outgoing:
         if split is None:
             ids = self.bags.ids_of(leg.feature)
         else:
-            ids = split.ids[split.spans[leg.tile.rank, leg.feature]]
-        torch.add(ids, leg.tile.base - leg.tile.rows[0], out=target[:num])
+            ids = split.ids[split.spans[leg.shard.rank, leg.feature]]
+        torch.add(ids, leg.shard.base - leg.shard.rows[0], out=target[:num])
         return num
 
     def write_weights(self, leg: FeatureRoute, target: torch.Tensor) -> int:
-        """As the bits of single precision."""
+        """As the bits of float32."""
         num, split = self.num_ids(leg), self.split_of(leg)
         if split is None:
             weights = self.bags.weights_of(leg.feature)
         else:
             assert split.weights is not None, "weights went missing"
-            weights = split.weights[split.spans[leg.tile.rank, leg.feature]]
+            weights = split.weights[split.spans[leg.shard.rank, leg.feature]]
         target[:num] = weights.to(torch.float32).contiguous().view(torch.int32)
         return num
 
@@ -214,16 +213,16 @@ def pack(route: Route, bags: FeatureBags) -> Packed:
 
 
 def _note(route: Route, bags: FeatureBags, ids_per_leg: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Per rank: the bags of each feature, the ids to each stack of its, and if ids have weights.
+    """Per rank: the bags of each feature, the ids to each of its stacks, and a weights flag.
 
-    The last is 0 without weights, 1 with them, 2 if they want a gradient.
+    The flag is 0 without weights, 1 with them, 2 if they require grad.
     """
     weights = 0 if bags.weights is None else 1 + bags.weights_train
     rows = []
     for legs, counts in zip(route.legs, ids_per_leg, strict=True):
         per_stack = [0] * route.max_stacks
         for leg, count in zip(legs, counts, strict=True):
-            per_stack[leg.tile.stack] += count
+            per_stack[leg.shard.stack] += count
         rows.append([*bags.num_bags, *per_stack, weights])
     return torch.tensor(rows, dtype=torch.int64)
 
@@ -274,13 +273,13 @@ def _lengths_per_owner(
     features = route.split_features
     if route.pooled:
         sizes = [bags.num_bags[f] for f in features]
-        pieces = torch.cat([bags.lengths_of(f) for f in features])
+        counts_per_bag = torch.cat([bags.lengths_of(f) for f in features])
     else:
         sizes = [1] * len(features)
-        pieces = torch.tensor([bags.num_ids(f) for f in features], device=owners.device)
+        counts_per_bag = torch.tensor([bags.num_ids(f) for f in features], device=owners.device)
     num = sum(sizes)
     small = torch.int32 if route.num_ranks * num < 2**31 else torch.int64
-    key = owners.to(small).mul_(num).add_(repeated(pieces, num_ids, small))
+    key = owners.to(small).mul_(num).add_(repeated(counts_per_bag, num_ids, small))
     lengths = counted(key, route.num_ranks * num).view(route.num_ranks, num)
     if not route.pooled:
         return None, lengths.tolist()
@@ -290,14 +289,14 @@ def _lengths_per_owner(
 
 @dataclass(slots=True)
 class StackRequest:
-    """What one stack is asked for: ids, and where each bag begins; None for unpooled lookups."""
+    """What one stack has to look up: ids, and the lengths of bags (None for unpooled lookups)."""
 
     ids: torch.Tensor
     lengths: torch.Tensor | None
     weights: torch.Tensor | None
-    #: Rows that each asking rank gets.
+    #: Rows that each requesting rank gets.
     num_rows: list[int]
-    #: Ids of each asking rank.
+    #: Ids of each requesting rank.
     num_ids: list[int]
     #: Which bags look up which table; None for unpooled lookups.
     runs: tuple[Run, ...] | None
@@ -308,7 +307,7 @@ class StackRequest:
 
 
 def message_sizes(route: Route, rank: int, notes: torch.Tensor) -> list[int]:
-    """How many integers arrive from each rank, by the notes that they gave."""
+    """How many integers arrive from each rank, from the notes of all ranks."""
     sizes = []
     for row in notes.tolist():
         ids = sum(row[route.num_features : route.num_features + route.max_stacks])
@@ -320,10 +319,10 @@ def message_sizes(route: Route, rank: int, notes: torch.Tensor) -> list[int]:
 def unpack(
     route: Route, rank: int, message: torch.Tensor, notes: torch.Tensor
 ) -> dict[int, StackRequest]:
-    """What the stacks of a rank are asked for, out of the messages of all ranks."""
-    stacks = sorted({leg.tile.stack for leg in route.legs[rank]})
-    legs_of = {k: [leg for leg in route.legs[rank] if leg.tile.stack == k] for k in stacks}
-    pieces: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
+    """The requests to the stacks of a rank, from the messages of all ranks."""
+    stacks = sorted({leg.shard.stack for leg in route.legs[rank]})
+    legs_of = {k: [leg for leg in route.legs[rank] if leg.shard.stack == k] for k in stacks}
+    parts: dict[int, list[list[torch.Tensor]]] = {k: [[], [], []] for k in stacks}
     num_rows: dict[int, list[int]] = {k: [] for k in stacks}
     num_ids: dict[int, list[int]] = {k: [] for k in stacks}
     runs: dict[int, list[Run]] = {k: [] for k in stacks}
@@ -339,24 +338,24 @@ def unpack(
                 num = sum(row[leg.feature] for leg in legs_of[k])
                 num_rows[k].append(num)
                 runs[k] += [_run(leg, row[leg.feature]) for leg in legs_of[k]]
-                pieces[k][0].append(message[at : at + num])
+                parts[k][0].append(message[at : at + num])
                 at += num
         else:
             for k in stacks:
                 num_rows[k].append(nums[k])
         for part in (1, 2) if row[-1] else (1,):
             for k in stacks:
-                pieces[k][part].append(message[at : at + nums[k]])
+                parts[k][part].append(message[at : at + nums[k]])
                 at += nums[k]
         if not row[-1]:
             for k in stacks:
                 one = torch.ones((), dtype=torch.float32, device=message.device)
-                pieces[k][2].append(one.view(torch.int32).to(message.dtype).expand(nums[k]))
+                parts[k][2].append(one.view(torch.int32).to(message.dtype).expand(nums[k]))
     return {
         k: StackRequest(
-            ids=torch.cat(pieces[k][1]),
-            lengths=torch.cat(pieces[k][0]) if route.pooled else None,
-            weights=torch.cat(pieces[k][2]).to(torch.int32).view(torch.float32)
+            ids=torch.cat(parts[k][1]),
+            lengths=torch.cat(parts[k][0]) if route.pooled else None,
+            weights=torch.cat(parts[k][2]).to(torch.int32).view(torch.float32)
             if weighted
             else None,
             num_rows=num_rows[k],
@@ -368,15 +367,15 @@ def unpack(
 
 
 def _run(leg: FeatureRoute, num_bags: int) -> Run:
-    return Run(num_bags, leg.tile.base, leg.tile.num_rows)
+    return Run(num_bags, leg.shard.base, leg.shard.num_rows)
 
 
-def asked_at_home(route: Route, rank: int, bags: FeatureBags) -> dict[int, StackRequest]:
-    """What a rank asks of the tables that it holds a copy of."""
+def local_requests(route: Route, rank: int, bags: FeatureBags) -> dict[int, StackRequest]:
+    """A rank's own requests to replicated tables."""
     found = {}
-    for k in sorted({leg.tile.stack for leg in route.home[rank]}):
-        legs = [leg for leg in route.home[rank] if leg.tile.stack == k]
-        ids = torch.cat([bags.ids_of(leg.feature) + leg.tile.base for leg in legs])
+    for k in sorted({leg.shard.stack for leg in route.local[rank]}):
+        legs = [leg for leg in route.local[rank] if leg.shard.stack == k]
+        ids = torch.cat([bags.ids_of(leg.feature) + leg.shard.base for leg in legs])
         lengths = torch.cat([bags.lengths_of(leg.feature) for leg in legs])
         weights = None
         if bags.weights is not None:

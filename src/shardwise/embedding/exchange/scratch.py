@@ -1,8 +1,7 @@
-"""Memory that is kept from step to step: for what a rank sends, and for gradients.
+"""CPU buffers that are reused from step to step: for messages, and for gradients.
 
-The C library takes large pieces of memory from the system and gives them back as soon as they are
-free. A step that asks for new ones pays for every page of them again: on the CPU that costs more
-than writing the numbers.
+The C library returns large allocations to the system as soon as they are free. A step that
+allocates them anew pays for every page fault again, which costs more than writing the values.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import torch
 
 
 class Scratch:
-    """One piece of memory, as large as was ever asked for; with `keep=False` a new one each time.
+    """One buffer, as large as the largest request; with `keep=False` a new one each time.
 
     >>> scratch = Scratch(keep=True)
     >>> first = scratch.numbers(6, torch.float32)
@@ -32,17 +31,17 @@ class Scratch:
     def numbers(
         self, num: int, dtype: torch.dtype, device: torch.device | None = None
     ) -> torch.Tensor:
-        """Room for so many numbers; what an earlier call gave is to be forgotten."""
+        """An uninitialised tensor, which invalidates that of the call before."""
         if not self.keep:
             return torch.empty(num, dtype=dtype, device=device)
         num_bytes = num * dtype.itemsize
         if self._bytes.shape[0] < num_bytes:
-            self._bytes = torch.empty(0, dtype=torch.uint8)  # the old one is free before
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # free the old one first
             self._bytes = torch.empty(num_bytes, dtype=torch.uint8)
         return self._bytes[:num_bytes].view(dtype)
 
     def __reduce__(self) -> Any:
-        """A copy has memory of its own."""
+        """A copy has its own memory."""
         return _scratch, (self.keep,)
 
 
@@ -51,7 +50,7 @@ def _scratch(keep: bool) -> Scratch:
 
 
 class Lent:
-    """Memory that others may hold on to: it is lent again only when nobody holds it any more.
+    """A buffer that callers may keep: it is lent again only when no tensor refers to it.
 
     >>> lent = Lent()
     >>> gradient = lent.numbers(6, torch.float32)
@@ -63,11 +62,11 @@ class Lent:
 
     def __init__(self) -> None:
         self._bytes = np.empty(0, dtype=np.uint8)
-        # This object's and the counter's own, which is not the same in every Python.
+        # The references of this object and of getrefcount, which differ between Python versions.
         self._num_when_free = sys.getrefcount(self._bytes)
 
     def numbers(self, num: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for so many numbers, on the CPU."""
+        """An uninitialised tensor on the CPU."""
         num_bytes = num * dtype.itemsize
         is_held = sys.getrefcount(self._bytes) > self._num_when_free
         if is_held or self._bytes.shape[0] < num_bytes:
@@ -76,5 +75,5 @@ class Lent:
         return torch.from_numpy(self._bytes[:num_bytes]).view(dtype)
 
     def __reduce__(self) -> Any:
-        """A copy has memory of its own."""
+        """A copy has its own memory."""
         return Lent, ()

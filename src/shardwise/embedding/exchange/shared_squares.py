@@ -1,10 +1,10 @@
 """Row-wise Adagrad on tables that are split by columns.
 
-Its state is the mean square of a row's whole gradient, of which each rank has some columns. So the
-ranks add up what their columns contribute, in one all-reduce, before any row changes. Ranks that
-hold columns of a table were asked for the same ids, and so have the same rows in the same order:
-one number per row that was looked up is exchanged. Only where some ranks hold nothing of a table,
-and cannot know its rows, does a number for each row of the table travel.
+Its state is the mean square of a row's whole gradient, of which each rank has some columns. So
+before any row changes, one all-reduce sums what the columns of each rank contribute. All ranks that
+hold columns of a table looked up the same ids, so they have the same rows in the same order and
+exchange one number per row that was looked up. Only where some ranks hold nothing of a table, and
+cannot know those rows, do all send a number for each row of the table.
 """
 
 from __future__ import annotations
@@ -14,23 +14,24 @@ from collections.abc import Sequence
 import torch
 
 from shardwise.comm.watch import because
-from shardwise.embedding.backends.backend import Backend, Query
+from shardwise.embedding.backends.backend import Backend
+from shardwise.embedding.exchange.gradients import Lookups
 from shardwise.embedding.optimizers import FusedOptimizer, State, scale_and_add_rows
 from shardwise.embedding.stacks import Stacks
-from shardwise.embedding.tiling import Tile
+from shardwise.embedding.tiling import TableShard
 from shardwise.lookup.exchange import summed
 
-#: Per rank present, per stack.
+#: Per rank present, per stack: rows, their gradients, and the sums of squares of those.
 Found = list[dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]
 
 
 def stacks_of_columns(stacks: Stacks, place: int) -> list[int]:
-    """The stacks of a rank that hold some columns of a table, and not all."""
+    """The stacks of a rank that hold some but not all columns of a table."""
     tiling = stacks.tiling
     return [
         k
         for k, stack in enumerate(tiling.stacks[stacks.ranks[place]])
-        if any(stacks.tiling.splits_columns(table) for table, _ in stack.tiles)
+        if any(stacks.tiling.splits_columns(table) for table, _ in stack.shards)
     ]
 
 
@@ -44,11 +45,11 @@ def update_together(
     backend: Backend,
     optimizer: FusedOptimizer,
     states: Sequence[Sequence[State]],
-    asked: Sequence[dict[int, tuple[Query, torch.Tensor]]],
+    lookups: Sequence[Lookups],
 ) -> None:
     """Update the stacks that hold columns, with the squares of whole rows."""
     found: Found = []
-    for place, queries in enumerate(asked):
+    for place, queries in enumerate(lookups):
         here = {}
         for k, (query, grad) in queries.items():
             weight = stacks.weights[place][k]
@@ -64,31 +65,31 @@ def update_together(
 
 
 def _add_up(stacks: Stacks, found: Found) -> None:
-    """Turn the squares of tiles into mean squares of whole rows, in place."""
+    """Turn the squares of shards into mean squares of whole rows, in place."""
     assert stacks.grid is not None, "columns are split over a mesh"
     tables = [t for t in range(len(stacks.tiling.tables)) if stacks.tiling.splits_columns(t)]
-    by_row = {t: len(stacks.tiling.tiles[t]) == stacks.tiling.num_ranks for t in tables}
+    by_row = {t: len(stacks.tiling.shards[t]) == stacks.tiling.num_ranks for t in tables}
     sent = []
     for place in range(len(stacks.ranks)):
-        pieces = [_contribution(stacks, place, found[place], t, by_row[t]) for t in tables]
-        sent.append(torch.cat(pieces))
+        sums = [_contribution(stacks, place, found[place], t, by_row[t]) for t in tables]
+        sent.append(torch.cat(sums))
     with because("squares of rows split by columns", implicit=False):
         totals = summed(stacks.grid, sent)
     for place, total in enumerate(totals):
         at = 0
         for table in tables:
-            span = _span(stacks, place, found[place], table)
+            range_ = _row_range(stacks, place, found[place], table)
             num = stacks.tiling.tables[table].num_embeddings
             if by_row[table]:
-                assert span is not None, "every rank holds some of its columns"
-                num = span[1] - span[0]
+                assert range_ is not None, "every rank holds some of its columns"
+                num = range_[1] - range_[0]
             part = total[at : at + num]
             at += num
-            if span is None:
+            if range_ is None:
                 continue
-            tile, (rows, _, squares) = _tile_and_rows(stacks, place, found[place], table)
-            start, end = span
-            whole = part if by_row[table] else part.index_select(0, rows[start:end] - tile.base)
+            shard, (rows, _, squares) = _shard_and_rows(stacks, place, found[place], table)
+            start, end = range_
+            whole = part if by_row[table] else part.index_select(0, rows[start:end] - shard.base)
             squares[start:end] = whole
         _to_means(stacks, place, found[place])
 
@@ -100,43 +101,43 @@ def _contribution(
     table: int,
     by_row: bool,
 ) -> torch.Tensor:
-    span = _span(stacks, place, found, table)
+    range_ = _row_range(stacks, place, found, table)
     num = stacks.tiling.tables[table].num_embeddings
-    if span is None:
+    if range_ is None:
         return torch.zeros(num, dtype=stacks.dtype, device=stacks.device)
-    tile, (rows, _, squares) = _tile_and_rows(stacks, place, found, table)
-    start, end = span
+    shard, (rows, _, squares) = _shard_and_rows(stacks, place, found, table)
+    start, end = range_
     if by_row:
         return squares[start:end]
     dense = squares.new_zeros(num)
-    return dense.index_copy_(0, rows[start:end] - tile.base, squares[start:end])
+    return dense.index_copy_(0, rows[start:end] - shard.base, squares[start:end])
 
 
-def _span(
+def _row_range(
     stacks: Stacks,
     place: int,
     found: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     table: int,
 ) -> tuple[int, int] | None:
     """Where, among the rows of its stack, those of a table are; None where a rank has none."""
-    tile = stacks.tiling.tile_on(table, stacks.ranks[place])
-    if tile is None:
+    shard = stacks.tiling.shard_on(table, stacks.ranks[place])
+    if shard is None:
         return None
-    rows = found[tile.stack][0]
-    edges = torch.tensor([tile.base, tile.base + tile.num_rows], device=rows.device)
+    rows = found[shard.stack][0]
+    edges = torch.tensor([shard.base, shard.base + shard.num_rows], device=rows.device)
     start, end = torch.searchsorted(rows, edges).tolist()
     return start, end
 
 
-def _tile_and_rows(
+def _shard_and_rows(
     stacks: Stacks,
     place: int,
     found: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]],
     table: int,
-) -> tuple[Tile, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    tile = stacks.tiling.tile_on(table, stacks.ranks[place])
-    assert tile is not None, "asked for a rank that holds some of the table"
-    return tile, found[tile.stack]
+) -> tuple[TableShard, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    shard = stacks.tiling.shard_on(table, stacks.ranks[place])
+    assert shard is not None, "the rank holds some of the table"
+    return shard, found[shard.stack]
 
 
 def _to_means(
@@ -148,7 +149,7 @@ def _to_means(
     for k, stack in enumerate(stacks.tiling.stacks[stacks.ranks[place]]):
         if k not in found:
             continue
-        for table, _ in stack.tiles:
-            span = _span(stacks, place, found, table)
-            assert span is not None, "the stack holds a part of the table"
-            found[k][2][span[0] : span[1]] /= stacks.tiling.tables[table].embedding_dim
+        for table, _ in stack.shards:
+            range_ = _row_range(stacks, place, found, table)
+            assert range_ is not None, "the stack holds columns of the table"
+            found[k][2][range_[0] : range_[1]] /= stacks.tiling.tables[table].embedding_dim

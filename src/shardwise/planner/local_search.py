@@ -1,0 +1,255 @@
+"""Local search: moves, swaps and other options that lower the highest ranks of a packing.
+
+Every step lowers the higher of the ranks that it touches (see Note [Heights]), so the sorted list
+of heights falls lexicographically and the search ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from shardwise.planner.packing import Packing
+from shardwise.planner.problem import ANY, BLOCK, HOST, Ints, Option
+
+#: The relative gain of a step; with less, rounding errors would keep the search going.
+_GAIN = 1e-9
+
+
+class Search:
+    """Steps that lower the highest ranks of a packing."""
+
+    def __init__(self, packing: Packing, allowed: Sequence[Sequence[int]], rng_seed: int = 0):
+        self.packing = packing
+        #: Per table, the options that may be tried.
+        self.allowed = allowed
+        self._rng = np.random.default_rng(rng_seed)
+        self.num_steps = 0
+
+    def run(self, target: float, late: Callable[[], bool], *, max_steps: int = 1 << 30) -> None:
+        """Run until the highest rank is at the target, no step helps, or time is up."""
+        packing = self.packing
+        at_once = packing.problem.at_once
+        while self.num_steps < max_steps and packing.highest > target:
+            if at_once is not None and packing.highest <= packing.loads[:, 0].sum() / at_once:
+                return  # the ranks share cores: only the sum counts now
+            if late():
+                return
+            self.num_steps += 1
+            worst = int(packing.heights.argmax())
+            if not (self._move_or_swap(worst) or self._choose_again(worst)):
+                return
+
+    # -- move a shard of the worst rank, or swap it with a smaller one -----------------------
+
+    def _movable(self, rank: int) -> list[tuple[int, int]]:
+        """(table, number of its shard) of the shards on a rank that may move."""
+        packing = self.packing
+        found = []
+        for table in sorted(packing.tables_on[rank]):
+            option = packing.problem.options[table][packing.chosen[table]]
+            if option.scope != BLOCK:
+                for number in np.flatnonzero(packing.ranks[table] == rank).tolist():
+                    found.append((table, number))
+        return found
+
+    def _targets(self, table: int) -> Ints | None:
+        """The ranks that a shard of a table may go to; None for all."""
+        packing = self.packing
+        option = packing.problem.options[table][packing.chosen[table]]
+        if option.scope == HOST:
+            per_host = packing.problem.ranks_per_host
+            host = int(packing.ranks[table][0]) // per_host
+            if option.num_shards > 1:
+                return np.arange(host * per_host, (host + 1) * per_host)
+        return None
+
+    def _move_or_swap(self, worst: int) -> bool:
+        packing = self.packing
+        height = packing.heights[worst]
+        limit = height * (1 - _GAIN)
+        movable = self._movable(worst)
+        best: tuple[float, int, int, int] | None = None
+        load = packing.loads[worst]
+        for table, number in movable:
+            option = packing.problem.options[table][packing.chosen[table]]
+            assert option.shards is not None, "a movable shard"
+            shard = option.shards[number]
+            left = float(packing.height(load - shard))
+            if left >= limit:
+                continue
+            raised = packing.height(packing.loads + shard)
+            raised = np.maximum(raised, left)
+            raised[worst] = np.inf
+            if option.distinct and option.num_shards > 1:
+                raised[packing.ranks[table]] = np.inf
+            targets = self._targets(table)
+            if targets is not None:
+                outside = np.ones(len(raised), bool)
+                outside[targets] = False
+                raised[outside] = np.inf
+            place = int(raised.argmin())
+            if raised[place] < limit and (best is None or raised[place] < best[0]):
+                best = float(raised[place]), table, number, place
+        if best is not None:
+            _, table, number, place = best
+            self._relocate(table, number, place)
+            return True
+        return self._swap(worst, movable, limit)
+
+    def _relocate(self, table: int, number: int, place: int) -> None:
+        packing = self.packing
+        ranks = packing.ranks[table].copy()
+        ranks[number] = place
+        choice = packing.chosen[table]
+        packing.take(table)
+        packing.put(table, choice, ranks)
+
+    def _swap(self, worst: int, movable: Sequence[tuple[int, int]], limit: float) -> bool:
+        packing = self.packing
+        others = [
+            rank
+            for rank in np.argsort(packing.heights, kind="stable").tolist()
+            if rank != worst and packing.heights[rank] < limit
+        ]
+        if len(others) > 24:  # the lowest ranks, and some of the others
+            middle = self._rng.permutation(np.asarray(others[12:]))[:12]
+            others = others[:12] + sorted(middle.tolist())
+        load = packing.loads[worst]
+        best: tuple[float, tuple[int, int], tuple[int, int], int] | None = None
+        mine = [
+            packing.problem.options[t][packing.chosen[t]].shards[n]  # type: ignore[index]
+            for t, n in movable
+        ]
+        if not mine:
+            return False
+        mine_array = np.asarray(mine)
+        for rank in others:
+            theirs = self._movable(rank)
+            if not theirs:
+                continue
+            their_array = np.asarray(
+                [
+                    packing.problem.options[t][packing.chosen[t]].shards[n]  # type: ignore[index]
+                    for t, n in theirs
+                ]
+            )
+            change = their_array[None] - mine_array[:, None]
+            after = np.maximum(
+                packing.height(load + change), packing.height(packing.loads[rank] - change)
+            )
+            if best is not None and after.min() >= best[0]:
+                continue
+            for flat in np.argsort(after, axis=None, kind="stable")[:4].tolist():
+                i, j = divmod(flat, len(theirs))
+                if after[i, j] >= limit or (best is not None and after[i, j] >= best[0]):
+                    break
+                if self._may_swap(movable[i], theirs[j], worst, rank):
+                    best = float(after[i, j]), movable[i], theirs[j], rank
+                    break
+        if best is None:
+            return False
+        _, (table, number), (other, other_number), rank = best
+        self._relocate(table, number, rank)
+        self._relocate(other, other_number, worst)
+        return True
+
+    def _may_swap(
+        self, mine: tuple[int, int], theirs: tuple[int, int], here: int, there: int
+    ) -> bool:
+        packing = self.packing
+        for (table, _), place in ((mine, there), (theirs, here)):
+            option = packing.problem.options[table][packing.chosen[table]]
+            if mine[0] == theirs[0]:
+                return False
+            if option.num_shards > 1:
+                if option.distinct and place in packing.ranks[table]:
+                    return False
+                targets = self._targets(table)
+                if targets is not None and place not in targets:
+                    return False
+        return True
+
+    # -- another option for a table that loads the worst rank --------------------------------
+
+    def _choose_again(self, worst: int) -> bool:
+        packing = self.packing
+        before = packing.heights[worst]
+        limit = before * (1 - _GAIN)
+        tables = sorted(packing.tables_on[worst])
+        everywhere = sorted(packing.tables_everywhere - packing.tables_on[worst])
+        if len(everywhere) > 60:
+            picked = self._rng.permutation(len(everywhere))[:60]
+            everywhere = [everywhere[i] for i in sorted(picked.tolist())]
+        best: tuple[float, int, int, Ints] | None = None
+        for table in tables + everywhere:
+            old, old_ranks = packing.chosen[table], packing.ranks[table]
+            packing.take(table)
+            for choice in self.allowed[table]:
+                option = packing.problem.options[table][choice]
+                if choice == old and option.scope == ANY:
+                    continue  # moving its shards was tried already
+                ranks = packing.place(option)
+                if ranks is None:
+                    continue
+                height = self._height_with(option, ranks, worst)
+                if height < limit and (best is None or height < best[0]):
+                    best = height, table, choice, ranks
+            packing.put(table, old, old_ranks)
+        if best is None:
+            return False
+        _, table, choice, ranks = best
+        packing.take(table)
+        packing.put(table, choice, ranks)
+        return True
+
+    def _height_with(self, option: Option, ranks: Ints, worst: int) -> float:
+        """The highest of the worst rank and those that the option loads."""
+        packing = self.packing
+        if option.everywhere is not None:
+            loads = packing.loads + option.everywhere
+            if option.shards is not None:
+                np.add.at(loads, ranks, option.shards)
+            return float(packing.height(loads).max())
+        assert option.shards is not None, "an option loads something"
+        if option.num_shards == 1:
+            load = packing.loads[ranks[0]] + option.shards[0]
+            return (
+                max(float(packing.height(load)), float(packing.heights[worst]))
+                if (ranks[0] != worst)
+                else float(packing.height(load))
+            )
+        touched, where = np.unique(ranks, return_inverse=True)
+        loads = packing.loads[touched].copy()
+        np.add.at(loads, where, option.shards)
+        highest = float(packing.height(loads).max())
+        if worst not in ranks:
+            highest = max(highest, float(packing.heights[worst]))
+        return highest
+
+    # -- a random change, to leave a local optimum -------------------------------------------
+
+    def kick(self, num: int) -> None:
+        """Give `num` random tables of the highest and lowest ranks a random option each."""
+        packing = self.packing
+        order = np.argsort(-packing.heights, kind="stable")
+        high = [int(r) for r in order[: max(2, packing.num_ranks // 4)]]
+        low = [int(r) for r in order[-max(2, packing.num_ranks // 4) :]]
+        on = sorted(set().union(*(packing.tables_on[r] for r in (*high, *low))))
+        on += sorted(packing.tables_everywhere - set(on))
+        if not on:
+            return
+        picked = self._rng.permutation(len(on))[:num]
+        taken = [on[i] for i in picked.tolist()]
+        for table in taken:
+            packing.take(table)
+        for table in taken:
+            choices = list(self.allowed[table]) or [packing.chosen[table]]
+            choice = choices[int(self._rng.integers(len(choices)))]
+            ranks = packing.place(packing.problem.options[table][choice])
+            if ranks is None:
+                choice = packing.chosen[table]
+                ranks = packing.place(packing.problem.options[table][choice])
+                assert ranks is not None, "it was placed before"
+            packing.put(table, choice, ranks)
