@@ -208,3 +208,33 @@ def test_what_torch_copies_to_fold_it_may_be_written_to(mesh, placement, product
         a.zero_()
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.square().sum().backward()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)])
+def test_a_hook_survives_a_write_to_a_product_of_vector_and_matrix(placement):
+    v, m = torch.randn(4), torch.randn(4, 6)
+
+    def gradient(vector, matrix):
+        out = vector @ matrix
+        out.register_hook(lambda grad: -2 * grad)
+        out.mul_(3)
+        out.sum().backward()
+        return matrix.grad
+
+    expected = gradient(v, m.clone().requires_grad_())
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        vector = distribute_tensor(v, mesh, [placement])
+        matrix = distribute_tensor(m, mesh, [placement]).requires_grad_()
+        assert_close(gradient(vector, matrix).full_tensor(), expected)
+
+
+def test_a_layer_that_only_learns_its_bias_keeps_nothing_for_backward():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x, weight = (distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]) for _ in range(2))
+        bias = distribute_tensor(torch.zeros(4), mesh, [Replicate()]).requires_grad_()
+        out = F.linear(x, weight, bias)
+        out.sum().backward()
+        out.sum().backward()  # as on one device, where nothing was freed
+        assert_close(bias.grad.full_tensor(), torch.full((4,), 8.0))

@@ -189,6 +189,9 @@ _apply_batched = direct_apply(BatchedMatmul)
 
 
 def _broadcast_matmul(left: Any, right: Any) -> Any:
+    if left.dim() == 1 and right.dim() == 2:
+        # torch squeezes a product in place. A view would lose its hooks when it is written to.
+        return torch.mv(right.t(), left)
     if max(left.dim(), right.dim()) <= 2:  # matrices or vectors: nothing is merged
         return _matmul.decompose(left, right)
     if not are_distributed(left, right):
@@ -237,8 +240,9 @@ class Linear(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias = ctx.needs_input_grad
+        # Where only the bias learns, nothing is kept, and backward may run any number of times.
+        x, weight = ctx.saved_tensors if for_x or for_weight else (None, None)
         grad_x = grad_weight = grad_bias = None
         again = torch.is_grad_enabled()  # double backward
         if for_x:
