@@ -242,7 +242,8 @@ class Linear(UntracedFunction):
     def backward(ctx: Any, grad: Any) -> Any:
         for_x, for_weight, for_bias = ctx.needs_input_grad
         # Where only the bias learns, nothing is kept, and backward may run any number of times.
-        x, weight = ctx.saved_tensors if for_x or for_weight else (None, None)
+        saved: Any = ctx.saved_tensors if for_x or for_weight else (None, None)
+        x, weight = saved
         grad_x = grad_weight = grad_bias = None
         again = torch.is_grad_enabled()  # double backward
         if for_x:
