@@ -550,3 +550,25 @@ def test_a_write_to_a_turned_tensor_keeps_nothing_for_backward(mesh):
         (2 * x).sum().backward()
         found.append(number.grad)
     torch.testing.assert_close(value(found[1]), found[0])
+
+
+@pytest.mark.parametrize("read", ["full_tensor", "to_local"])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.mul_(2),
+        lambda x: x[:2].mul_(2),
+        lambda x: torch._foreach_mul_([x], 2.0),
+    ],
+    ids=["tensor", "view", "foreach"],
+)
+def test_backward_refuses_what_a_write_changed_in_a_tensor_that_was_handed_out(read, write):
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        leaf = shardwise.distribute_tensor(torch.randn(4, 4), mesh, [shardwise.Replicate()])
+        x = leaf.requires_grad_() * 1
+        y = getattr(x, read)().sin()
+        with torch.no_grad():
+            write(x)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()

@@ -31,6 +31,7 @@ class Grid:
         "device_type",
         "group_names",
         "hides_writes",
+        "lends",
         "mesh",
         "num_writes",
         "ranks",
@@ -56,6 +57,8 @@ class Grid:
         #: sharing torch's version counter; the same on every rank. See Note [Snapshots follow].
         self.num_writes = 0
         self.hides_writes = False
+        #: Whether `to_local` has handed out memory of tensors here: autograd may have saved it.
+        self.lends = False
 
     @property
     def num_axes(self) -> int:

@@ -13,7 +13,7 @@ from shardwise.core.placements import Partial
 from shardwise.dispatch.plan import wraps_all
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan
-from shardwise.dispatch.wrapped import Wrapped
+from shardwise.dispatch.wrapped import Wrapped, count_on_local
 
 aten = torch.ops.aten
 
@@ -91,5 +91,7 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     for tensor in tensors:
         if isinstance(tensor, Wrapped):
             tensor._layout.grid.num_writes += 1
+            if tensor._layout.grid.lends:
+                count_on_local(tensor)
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(tensors)

@@ -28,7 +28,7 @@ from shardwise.dispatch.propagate import CallPlan, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
 from shardwise.dispatch.schema import functional_twin, plain_op
 from shardwise.dispatch.strict import forbid_move
-from shardwise.dispatch.wrapped import is_partial, reduced_layout, reduced_once
+from shardwise.dispatch.wrapped import count_on_local, is_partial, reduced_layout, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
@@ -159,7 +159,7 @@ def make_entry(
         check_written_once(op, layouts[fixed[0]])
         entry.call = _written_back(entry.call, written[0])
     if written:
-        entry.finish = _counts_write(layouts[0].grid, written[0] if op._schema.returns else None)
+        entry.finish = _counts_write(layouts[0].grid, written, bool(op._schema.returns))
     elif isinstance(shape, TensorMeta):
         entry.out = plan.outputs[0]
     else:
@@ -318,12 +318,15 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
     return write
 
 
-def _counts_write(grid: Grid, position: int | None) -> Callable[..., Any]:
-    """A `finish` that counts the write and returns the argument at `position`, or None."""
+def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable[..., Any]:
+    """A `finish` that counts the write and, if the op `returns`, returns what was written to."""
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         grid.num_writes += 1
-        return None if position is None else args[position]
+        if grid.lends:
+            for position in written:
+                count_on_local(args[position])
+        return args[written[0]] if returns else None
 
     return finish
 

@@ -9,7 +9,7 @@ import torch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.redistribute.moves import Run
-from shardwise.simulation.parts import one_part, parts_of
+from shardwise.simulation.parts import count_write, one_part, parts_of
 
 
 class Wrapped(torch.Tensor):
@@ -87,6 +87,17 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
     versions = _versions(tensor)
     versions[0] += writing
     tensor.__dict__["_reduced"] = (reduced, layout, tensor._local, versions)
+
+
+def count_on_local(tensor: Any) -> None:
+    """Count a write on the local tensor, and on that of the base of a view.
+
+    torch counts it on the DTensor alone. A plain tensor from `to_local` shares the counter of the
+    local tensor: so backward raises if it needs what was overwritten, as on one device.
+    """
+    for x in (tensor, tensor._base) if tensor._is_view() else (tensor,):
+        if isinstance(x, Wrapped):
+            count_write(x._local)
 
 
 def _versions(tensor: Any) -> list[int]:

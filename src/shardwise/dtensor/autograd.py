@@ -43,7 +43,7 @@ from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import copied, prepare, prepare_async
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
-from shardwise.simulation.parts import is_per_rank, parts_of, sized_copy
+from shardwise.simulation.parts import is_per_rank, lent, parts_of, sized_copy
 from shardwise.simulation.ranks import localize, one_for_all
 
 
@@ -348,7 +348,7 @@ class FromLocal(UntracedFunction):
 
 def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     """The local tensor of `x` for use outside of it; see ToLocal."""
-    local = later(x._local) if async_op else sized_copy(x._local, True)
+    local = later(x._local) if async_op else lent(x._local)
     if plain:
         return one_for_all(local, equal=all(p.is_replicate() for p in x.placements))
     return local

@@ -53,7 +53,7 @@ from shardwise.dtensor.pickling import packed, unpacked
 from shardwise.dtensor.plain_operands import beside_plain
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
-from shardwise.simulation.parts import held_like, sized_copy, unsized
+from shardwise.simulation.parts import held_like, lent, sized_copy, unsized
 from shardwise.simulation.ranks import localize
 
 _strided = torch.strided
@@ -419,8 +419,9 @@ class DTensor(Wrapped):
         layout = self._layout
         if layout.snapshot:
             snapshots.current(self)
+        layout.grid.lends = True
         if not (torch.is_grad_enabled() and self.requires_grad):
-            return sized_copy(self._local, True)
+            return lent(self._local)
         if grad_placements is None:
             grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
         else:

@@ -7,6 +7,7 @@ is the same on every rank, and has no roster.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,10 +19,12 @@ from shardwise.simulation.roster import Roster
 __all__ = [
     "agreed",
     "copy_per_rank",
+    "count_write",
     "from_parts",
     "held_like",
     "holds_parts",
     "is_per_rank",
+    "lent",
     "on_rank",
     "one_part",
     "parts_of",
@@ -99,6 +102,25 @@ def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 def sized(x: torch.Tensor) -> torch.Tensor:
     """`x` for use outside a DTensor, where its sizes are read and may differ between ranks."""
     return LocalTensor(x._parts, x._roster, True) if type(x) is LocalTensor else x
+
+
+def lent(x: torch.Tensor) -> torch.Tensor:
+    """An alias of `x` outside autograd, for use outside a DTensor; see `count_write`."""
+    alias = sized_copy(x, True)
+    if type(x) is LocalTensor:
+        known = [ref for ref in x.__dict__.get("_lent", ()) if ref() is not None]
+        x.__dict__["_lent"] = [*known, weakref.ref(alias)]
+    return alias
+
+
+def count_write(x: torch.Tensor) -> None:
+    """Count a write to `x` on what shares its memory, for autograd: its parts, and aliases of it.
+
+    A plain tensor shares its version counter with its aliases, a LocalTensor does not.
+    """
+    tensors = [*parts_of(x), *(ref() for ref in getattr(x, "__dict__", {}).get("_lent", ()))]
+    known = [t for t in tensors if type(t) in (torch.Tensor, LocalTensor) and not t.is_inference()]
+    torch.autograd.graph.increment_version(known)
 
 
 def unsized(x: torch.Tensor) -> torch.Tensor:
