@@ -59,9 +59,9 @@ def bytes_read(path):
     from shardwise.checkpoint.crew import current_crew
 
     with Reader(matching.index) as reader:
-        wishes = matching.wishes(current_crew())
-        reader.check(wishes)
-        reader.fill(wishes)
+        requests = matching.requests(current_crew())
+        reader.check(requests)
+        reader.fill(requests)
         return reader.num_bytes
 
 
