@@ -159,10 +159,10 @@ def _fused_lookup(
     """As `F.embedding_bag`; the ids are in range."""
     edges = torch.nn.functional.pad(starts, (0, 1), value=ids.shape[0])
     padding = -1 if padding_idx is None else padding_idx
-    return _FusedLookup.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
+    return _FusedBlockBags.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
 
 
-class _FusedLookup(UntracedFunction):
+class _FusedBlockBags(UntracedFunction):
     @staticmethod
     def forward(
         ctx: Any,
