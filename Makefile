@@ -20,7 +20,7 @@ types: venv
 	$(BIN)/mypy
 
 fast: venv
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow and not processes and not gpu"
+	OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/pytest --numprocesses 2 --dist worksteal -m "not slow and not processes and not gpu"
 
 docs: venv
 	$(BIN)/mkdocs build --strict --quiet

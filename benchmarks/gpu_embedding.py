@@ -5,17 +5,21 @@
 Forward, and the whole training step (forward, backward, update), with uniform and with power-law
 ids; medians of device events, all in one run. Bytes are those of the rows, the ids and the output.
 Batches of 256 are compared with one empty launch, host time included; one table as a DTensor with
-the same plain table; and a batch that has a bag of 100,000 ids with one that has not. Exits with a
-message if there is no GPU.
+the same plain table; and a batch that has a bag of 100,000 ids with one that has not. Then what
+users call: a collection on a mesh of one rank beside the bare kernels and, where it is installed,
+torchrec, in turns, host time included. Exits with a message if there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib.util
+import itertools
 import json
+import os
 import statistics
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +152,112 @@ def _of_law(options: argparse.Namespace, law: str, bandwidth: float) -> dict[str
     return {**found, "forward / copy": share, "rows touched": touched}
 
 
+#: Tables, rows, columns, batch, ids per bag of what users call.
+COLLECTIONS = (
+    (26, 1_000_000, 128, 16384, 20),
+    (26, 1_000_000, 128, 256, 20),
+    (100, 200_000, 64, 2048, 20),
+    (500, 20_000, 32, 512, 5),
+)
+
+
+def _in_turns(actions: dict[str, Callable[[], Any]], repeats: int = 20) -> dict[str, float]:
+    """Median milliseconds of each: the device's time or the host's, whichever is longer."""
+    for action in actions.values():
+        for _ in range(4):
+            action()
+    spans: dict[str, list[Any]] = {name: [] for name in actions}
+    for _ in range(repeats):
+        for name, action in actions.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            action()
+            end.record()
+            spans[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {
+        name: statistics.median(begin.elapsed_time(end) for begin, end in each)
+        for name, each in spans.items()
+    }
+
+
+def _collection(problem: Problem, optimizer: str) -> Callable[[], torch.Tensor]:
+    import shardwise
+    from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
+
+    rows, dim = problem.tables[0].shape
+    names = [f"t{number}" for number in range(len(problem.tables))]
+    collection = EmbeddingBagCollection(
+        [Table(name, rows, dim) for name in names],
+        optimizer=SGD(0.01) if optimizer == "sgd" else RowWiseAdagrad(0.01),
+        device="cuda",
+        output="tensor",
+    ).shard(shardwise.init_device_mesh("cuda", (1,)), "table_wise")
+    return lambda: collection(Jagged(names, problem.ids, offsets=problem.offsets))
+
+
+def _torchrec(problem: Problem, optimizer: str) -> Callable[[], torch.Tensor]:
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed import DistributedModelParallel, sharding_plan
+    from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+    from torchrec.distributed.types import ShardingPlan
+
+    rows, dim = problem.tables[0].shape
+    names = [f"t{number}" for number in range(len(problem.tables))]
+    rule = EmbOptimType.EXACT_SGD if optimizer == "sgd" else EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    sharder = EmbeddingBagCollectionSharder(
+        fused_params={"optimizer": rule, "learning_rate": 0.01, "eps": 1e-8}
+    )
+    tables = [
+        EmbeddingBagConfig(name=n, num_embeddings=rows, embedding_dim=dim, feature_names=[n])
+        for n in names
+    ]
+    bags = EmbeddingBagCollection(device=torch.device("meta"), tables=tables)
+    whole = sharding_plan.table_wise(rank=0, compute_kernel="fused")
+    plan = sharding_plan.construct_module_sharding_plan(
+        bags, dict.fromkeys(names, whole), sharder=sharder, local_size=1, world_size=1,
+        device_type="cuda",
+    )  # fmt: skip
+    model = DistributedModelParallel(
+        bags, device=torch.device("cuda"), plan=ShardingPlan(plan={"": plan}), sharders=[sharder]
+    )
+    lengths = problem.offsets.diff().int()
+    return lambda: model(KeyedJaggedTensor(names, problem.ids, lengths=lengths)).values()
+
+
+def _of_collections() -> dict[str, Any]:
+    """What users call, on a mesh of one rank through NCCL."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
+    torch.distributed.init_process_group("nccl")
+    sides = {"collection": _collection}
+    if importlib.util.find_spec("torchrec") is not None:
+        sides["torchrec"] = _torchrec
+    results = {}
+    for (tables, rows, dim, batch, ids), optimizer in itertools.product(
+        COLLECTIONS, ("sgd", "rowwise_adagrad")
+    ):
+        size = argparse.Namespace(tables=tables, rows=rows, dim=dim, ids=ids)
+        problem = Problem(size, "power law", batch)
+        states = [list(torch.zeros(len(problem.buffer), device="cuda").split(rows))]
+        states = [] if optimizer == "sgd" else states
+        actions: dict[str, Callable[[], Any]] = {
+            "kernels, forward": problem.forward,
+            "kernels, step": partial(problem.step, optimizer, states),
+        }
+        for name, make in sides.items():
+            look_up, grad = make(problem, optimizer), problem.grad.view(batch, -1)
+            actions[f"{name}, forward"] = torch.no_grad()(look_up)
+            actions[f"{name}, step"] = partial(lambda f, g: f().backward(g), look_up, grad)
+        title = f"{tables} tables of {rows:,} × {dim}, batch {batch} × {ids}, {optimizer}"
+        results[title] = _in_turns(actions)
+        _show(title, results[title])
+        del problem, states, actions
+        torch.cuda.empty_cache()
+    torch.distributed.destroy_process_group()
+    return results
+
+
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     bandwidth = copy_tb_s()
     print(f"copy: {bandwidth:.2f} TB/s")
@@ -157,6 +267,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     results["batch 256"] = _of_small_batches(options)
     results["one table"] = _of_one_table(options)
     results["a long bag"] = _of_a_long_bag(options)
+    results["collections"] = _of_collections()
     return results
 
 

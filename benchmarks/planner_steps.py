@@ -3,18 +3,19 @@
     python -m benchmarks.planner_steps [--peer-python PYTHON] [--constants FILE] [--rounds 3]
 
 The machine is calibrated first (unless --constants names a file). Then the planned step, all tables
-row-wise, column-wise, table-wise, and further drawn plans run in turn; a step's time is the CPU
-seconds of its slowest rank, since processes that share cores wait for each other; the minimum of
-all rounds counts. It prints the predicted and measured times and their rank correlation. With
---peer-python, torchrec runs the same tables and batches with its own plan, in its own processes.
+row-wise, column-wise, table-wise, and further drawn plans run in turn in the same processes, round
+after round. A rank's time is the median of its CPU seconds over rounds, since processes that share
+cores wait for each other; the slowest rank counts. It prints the predicted and measured times and
+their rank correlation. With --peer-python, torchrec runs the same tables and batches with its own
+plan, in its own processes.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.planner_tasks import DLRM_IDS, DLRM_ROWS
 
-RANKS, BAGS, STEPS = 4, 512, 3
+RANKS, BAGS = 4, 512
 MOST_ROWS = 150_000
 DIMS = (16, 32, 64, 128)
 
@@ -53,38 +54,48 @@ def batch_of(rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(values), torch.cat(lengths)
 
 
-def timed(step: Any) -> list[float]:
-    """CPU seconds of this process in each step; the first is not counted."""
-    batches = [batch_of(dist.get_rank(), number) for number in range(STEPS + 1)]
-    found = []
-    for number, (values, lengths) in enumerate(batches):
-        dist.barrier()
-        start = time.process_time()
-        step(values, lengths)
-        if number:
-            found.append(time.process_time() - start)
-    return found
+def timed(steps: list[Any], rounds: int) -> list[float]:
+    """Of each kind of step, the median of this process's CPU seconds over rounds.
+
+    Each runs twice in a round, and the second time counts: the first warms the caches.
+    """
+    batches = [batch_of(dist.get_rank(), number) for number in range(2)]
+    found: list[list[float]] = [[] for _ in steps]
+    for number in range(rounds + 1):
+        for step, times in zip(steps, found, strict=True):
+            for values, lengths in batches:
+                dist.barrier()
+                start = time.process_time()
+                step(values, lengths)
+                spent = time.process_time() - start
+            if number:
+                times.append(spent)
+    return [statistics.median(times) for times in found]
 
 
 # -- ours ------------------------------------------------------------------------------------
 
 
-def run_ours(entries: dict[str, Any]) -> list[float]:
+def run_ours(plans: list[dict[str, Any]], rounds: int) -> list[float]:
     import shardwise
     from shardwise.embedding import EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
 
     torch.set_num_threads(1)
     mesh = shardwise.init_device_mesh("cpu", (RANKS,))
     tables = [Table(name, rows, dim) for name, rows, dim, _ in sizes()]
-    optimizer = RowWiseAdagrad(0.01, across_columns=False)
-    bags = EmbeddingBagCollection(tables, optimizer=optimizer, output="tensor", device="meta")
-    bags.shard(mesh, Plan(entries))
 
-    def step(values: torch.Tensor, lengths: torch.Tensor) -> None:
-        out = bags(Jagged(bags.features, values, lengths=lengths))
-        out.backward(torch.ones_like(out))
+    def make(entries: dict[str, Any]) -> Any:
+        optimizer = RowWiseAdagrad(0.01, across_columns=False)
+        bags = EmbeddingBagCollection(tables, optimizer=optimizer, output="tensor", device="meta")
+        bags.shard(mesh, Plan(entries))
 
-    return timed(step)
+        def step(values: torch.Tensor, lengths: torch.Tensor) -> None:
+            out = bags(Jagged(bags.features, values, lengths=lengths))
+            out.backward(torch.ones_like(out))
+
+        return step
+
+    return timed([make(entries) for entries in plans], rounds)
 
 
 def drawn_plan(seed: int) -> dict[str, Any]:
@@ -109,12 +120,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer-python")
     parser.add_argument("--constants")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--plans", type=int, default=20)
     parser.add_argument("--peer", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.peer:
-        peer()
+        peer(options.rounds)
         return
     from shardwise.embedding import Plan, Table
     from shardwise.launch import launch
@@ -126,8 +137,9 @@ def main(arguments: list[str] | None = None) -> None:
     constants = Constants.of(options.constants) if options.constants else calibrate(num_ranks=RANKS)
     tables = [Table(name, rows, dim) for name, rows, dim, _ in sizes()]
     work = with_sample(workload(tables), whole_batches())
-    # Squares of column-split rows are kept apart, as torchrec does: nothing more is sent.
-    found = plan(work, RANKS, constants=constants, optimizer="rowwise_adagrad", gap=0.001)
+    # Squares of column-split rows are kept apart, as torchrec does: nothing more is sent, and so
+    # the costs are those of an optimizer without squares.
+    found = plan(work, RANKS, constants=constants, optimizer="sgd", gap=0.001)
     plans: dict[str, dict[str, Any]] = {
         "planned": dict(found.plan.entries),
         "all row-wise": {"*": "row_wise"},
@@ -140,29 +152,28 @@ def main(arguments: list[str] | None = None) -> None:
         name: price(Plan(entries), work, found.setting).expected_s
         for name, entries in plans.items()
     }
-    measured: dict[str, list[float]] = {name: [] for name in plans}
-    for _ in range(options.rounds):
-        for name, entries in plans.items():
-            per_rank = launch(run_ours, RANKS, entries, collective_timeout_s=300)
-            measured[name] += [max(times) for times in zip(*per_rank, strict=True)]
+    per_rank = launch(
+        run_ours, RANKS, list(plans.values()), options.rounds, collective_timeout_s=300
+    )
+    slowest = [max(times) for times in zip(*per_rank, strict=True)]
+    measured = dict(zip(plans, slowest, strict=True))
     print(f"{'plan':<20} {'predicted ms':>12} {'measured ms':>12}")
-    # Other work on the machine can only make a step slower.
-    least = {name: min(times) for name, times in measured.items()}
-    for name in sorted(plans, key=least.__getitem__):
-        print(f"{name:<20} {1e3 * predicted[name]:12.2f} {1e3 * least[name]:12.2f}")
+    for name in sorted(plans, key=measured.__getitem__):
+        print(f"{name:<20} {1e3 * predicted[name]:12.2f} {1e3 * measured[name]:12.2f}")
     order = list(plans)
-    correlation = rank_correlation([predicted[n] for n in order], [least[n] for n in order])
+    correlation = rank_correlation([predicted[n] for n in order], [measured[n] for n in order])
     others = ("all row-wise", "all column-wise", "greedy table-wise")
-    best = min(others, key=least.__getitem__)
+    best = min(others, key=measured.__getitem__)
     print(f"rank correlation of {len(plans)} plans: {correlation:.3f}")
-    print(f"planned over the best of the three ({best}): {least['planned'] / least[best]:.3f}")
+    ratio = measured["planned"] / measured[best]
+    print(f"planned over the best of the three ({best}): {ratio:.3f}")
     if options.peer_python is None:
         print("no --peer-python: torchrec was not run")
     else:
         theirs = peer_times(options.peer_python, options.rounds)
         print(
             f"torchrec with its own plan: {1e3 * theirs:.2f} ms; planned over it: "
-            f"{least['planned'] / theirs:.3f}"
+            f"{measured['planned'] / theirs:.3f}"
         )
 
 
@@ -199,28 +210,24 @@ def rank_correlation(first: list[float], second: list[float]) -> float:
 
 
 def peer_times(python: str, rounds: int) -> float:
-    times: list[float] = []
-    for _ in range(rounds):
-        ran = subprocess.run(
-            [python, __file__, "--peer"], capture_output=True, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
-        )  # fmt: skip
-        if ran.returncode:
-            raise SystemExit(f"torchrec failed: {ran.stderr[-2000:]}")
-        times += json.loads(ran.stdout.splitlines()[-1])
-    return min(times)
+    ran = subprocess.run(
+        [python, __file__, "--peer", "--rounds", str(rounds)], capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": ""},
+    )  # fmt: skip
+    if ran.returncode:
+        raise SystemExit(f"torchrec failed: {ran.stderr[-2000:]}")
+    return float(ran.stdout.splitlines()[-1])
 
 
-def peer() -> None:
+def peer(rounds: int) -> None:
     import torch.multiprocessing as mp
 
     queue = mp.get_context("spawn").SimpleQueue()
-    mp.spawn(_peer_rank, (29_700 + os.getpid() % 200, queue), nprocs=RANKS)
-    per_rank = [queue.get() for _ in range(RANKS)]
-    print(json.dumps([max(times) for times in zip(*per_rank, strict=True)]))
+    mp.spawn(_peer_rank, (29_700 + os.getpid() % 200, rounds, queue), nprocs=RANKS)
+    print(max(queue.get() for _ in range(RANKS)))
 
 
-def _peer_rank(rank: int, port: int, queue: Any) -> None:
+def _peer_rank(rank: int, port: int, rounds: int, queue: Any) -> None:
     import logging
 
     from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -266,7 +273,7 @@ def _peer_rank(rank: int, port: int, queue: Any) -> None:
         out = found.wait().values() if hasattr(found, "wait") else found.values()
         out.backward(torch.ones_like(out))
 
-    queue.put(timed(step))
+    queue.put(timed([step], rounds)[0])
     dist.barrier()
 
 

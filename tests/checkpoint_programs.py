@@ -1,14 +1,17 @@
 """What the processes of the checkpoint tests run."""
 
+import time
+import warnings
+
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardwise
 from shardwise import Replicate, Shard
-from shardwise.checkpoint import Checkpoints, load, save, save_async
+from shardwise.checkpoint import Checkpoints, load, save, save_async, saving
 from shardwise.checkpoint.index import read_index
-from shardwise.checkpoint.loading import _Matching
+from shardwise.checkpoint.matching import Matching
 from shardwise.checkpoint.read import Reader
 
 SHAPES = {"rows": (11, 6), "columns": (5, 9), "table": (8, 3), "both": (7, 10), "same": (4,)}
@@ -53,13 +56,13 @@ def bytes_read(path):
     mesh = shardwise.init_device_mesh("cpu", (4,))
     save({"x": shardwise.ones(4096, 4096, device_mesh=mesh, placements=[Shard(0)])}, path)
     target = shardwise.zeros(4096, 4096, device_mesh=mesh, placements=[Shard(0)])
-    matching = _Matching(True)
+    matching = Matching(True)
     matching.index = read_index(path)
-    matching.match({"x": target}, matching.index.node, "")
+    matching.match_all({"x": target})
     from shardwise.checkpoint.crew import current_crew
 
     with Reader(matching.index) as reader:
-        requests = matching.requests(current_crew())
+        requests = matching.requests(current_crew(), matching.targets)
         reader.check(requests)
         reader.fill(requests)
         return reader.num_bytes
@@ -124,6 +127,115 @@ def stages(path):
     new = nn.Linear(3, 3)
     load({"layers": {rank: new}, "step": 0}, path)
     return new.weight.unique().tolist()
+
+
+def save_to_different_places(folder):
+    return error_of(save, {"x": torch.ones(2)}, f"{folder}/{dist.get_rank() // 3}")
+
+
+def save_different_steps(folder):
+    return error_of(Checkpoints(folder).save, 10 + dist.get_rank() // 3, {"x": torch.ones(2)})
+
+
+class Refusing:
+    """On one rank, an object that takes half of its state and then fails."""
+
+    def __init__(self):
+        self.table = torch.zeros(3)
+
+    def state_dict(self):
+        return {"table": self.table}
+
+    def load_state_dict(self, state):
+        self.table.copy_(state["table"])
+        if dist.get_rank() == 2:
+            raise KeyError("mode")
+
+
+def load_what_one_rank_refuses(path):
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    x = shardwise.ones(8, device_mesh=mesh, placements=[Shard(0)])
+    saved = Refusing()
+    saved.table += 1
+    save({"x": x, "object": saved}, path)
+    state = {"x": shardwise.zeros(8, device_mesh=mesh, placements=[Shard(0)]), "object": Refusing()}
+    error = error_of(load, state, path)
+    return error, state["x"].to_local().tolist(), state["object"].table.tolist()
+
+
+def load_into_optimizers_that_differ(path):
+    """Rank 1 has put another parameter into its optimizer."""
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0)
+    save({"layer": layer, "optimizer": optimizer}, path)
+    new = nn.Linear(2, 2)
+    nn.init.zeros_(new.weight)
+    groups = [*new.parameters(), *[nn.Parameter(torch.ones(1))] * (dist.get_rank() == 1)]
+    state = {"layer": new, "optimizer": torch.optim.SGD(groups, lr=1.0)}
+    return error_of(load, state, path), new.weight.any().item()
+
+
+def stages_with_optimizers(path):
+    """Each rank trains a layer of its own: one optimizer in the checkpoint, by names."""
+    rank = dist.get_rank()
+
+    def make():
+        layer = nn.Linear(3, 3, bias=False)
+        return {"layers": {rank: layer}, "optimizer": torch.optim.Adam(layer.parameters(), lr=0.1)}
+
+    state = make()
+    (weight,) = state["layers"][rank].parameters()
+    weight.grad = torch.full_like(weight, float(rank + 1))
+    state["optimizer"].step()
+    save(state, path)
+    new = make()
+    load(new, path)
+    (other,) = new["layers"][rank].parameters()
+    old, found = state["optimizer"].state[weight], new["optimizer"].state[other]
+    return torch.equal(old["exp_avg"], found["exp_avg"]) and torch.equal(weight, other)
+
+
+def load_past_a_damaged_one(folder):
+    """The latest is damaged in a part that one rank alone would read."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    series = Checkpoints(folder)
+    for step in (1, 2):
+        x = shardwise.full((64,), float(step), device_mesh=mesh, placements=[Shard(0)])
+        series.save(step, {"x": x, "step": step})
+    if dist.get_rank() == 0:
+        (file,) = series.path(2).glob("model-00003-*")
+        data = bytearray(file.read_bytes())
+        data[-2] ^= 8
+        file.write_bytes(data)
+    dist.barrier()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found = series.load_latest({"x": x, "step": 0}, fallback=True)
+    return found["step"], x.to_local().unique().tolist(), [str(w.message) for w in caught]
+
+
+def end_during_a_save(path, seconds, fails):
+    """The function returns while a save goes on."""
+
+    def slow(file, data, write=saving.write_synced):
+        time.sleep(seconds)
+        if fails:
+            raise OSError(28, "No space left on device")
+        write(file, data)
+
+    saving.write_synced = slow
+    save_async({"x": torch.ones(2)}, path)
+    return dist.get_rank()
+
+
+def save_for_ever(folder):
+    """Until it is killed; keeps two, and every second save goes on in the background."""
+    series = Checkpoints(folder, keep=2)
+    step = (series.latest() or 0) + 1
+    while True:
+        state = {"x": torch.full((200_000,), float(step)), "step": step}
+        (series.save_async if step % 2 else series.save)(step, state)
+        step += 1
 
 
 def through_torch(path):

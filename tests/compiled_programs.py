@@ -205,7 +205,7 @@ def loaded(file, x):
 def beside_a_gradient():
     """Inductor, sizes that are symbols, and an input whose gradient adds up."""
     torch._dynamo.reset()
-    mesh = shardwise.init_device_mesh("cpu", (4,))
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     x = distribute_tensor(torch.ones(9, 4), mesh, [Shard(0)]).requires_grad_()
     fast = torch.compile(lambda x: x * 3, dynamic=True, fullgraph=True)
     for run in (torch.square, fast):

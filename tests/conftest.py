@@ -6,12 +6,17 @@ import os
 import hypothesis
 import pytest
 import torch
+from _pytest.doctest import DoctestModule
 from launcher import Processes
 
 import shardwise
 
 # Two cores at most: threads of tiny ops only wait for each other.
 torch.set_num_threads(1)
+# What is not there needs no seed, but torch would keep one for later with the stack of the call.
+for device in (torch.cuda, torch.mtia, torch.xpu):
+    if not device.is_available():
+        device.manual_seed_all = lambda seed: None
 # Inductor compiles where it is called: its pool would import torch beside each process.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
@@ -22,8 +27,21 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("shardwise")
 
 
-# Imported by tests that skip without transformers; there are no doctests to collect in it.
-collect_ignore = ["parallel/hugging_face_models.py"]
+@pytest.hookimpl(wrapper=True)
+def pytest_collect_file():
+    """Examples are in the package and on its pages: none is searched for in the tests."""
+    found = yield
+    return [each for each in found if not isinstance(each, DoctestModule)]
+
+
+def pytest_collection_modifyitems(items):
+    """First what needs processes, then what takes long.
+
+    Of two workers, each of which begins with half of the list and ends with the other's last tests,
+    one alone starts processes, and neither is left with a long test at the end.
+    """
+    for marker in ("slow", "processes"):
+        items.sort(key=lambda item: item.get_closest_marker(marker) is None)
 
 
 def pytest_collection_finish():
@@ -56,8 +74,30 @@ def square():
 
 
 @pytest.fixture(scope="module")
-def processes():
-    """Four gloo processes; call it with a function to run on each."""
-    started = Processes(4)
+def _started():
+    """By number of ranks, the processes that serve all tests of a file.
+
+    Not longer: each group of ranks has threads that wake up a hundred times a second.
+    """
+    started = {}
     yield started
-    started.kill()
+    for each in started.values():
+        each.kill()
+
+
+def _running(started, size):
+    if size not in started or not started[size].alive:
+        started[size] = Processes(size)
+    return started[size]
+
+
+@pytest.fixture
+def processes(_started):
+    """Four gloo processes; call it with a function to run on each."""
+    return _running(_started, 4)
+
+
+@pytest.fixture
+def two_processes(_started):
+    """Two gloo processes: for programs that every rank compiles for itself."""
+    return _running(_started, 2)

@@ -2,15 +2,19 @@
 
 import os
 import resource
+import time
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 import shardwise
-from shardwise import Shard
-from shardwise.checkpoint import Checkpoints
+from shardwise import Partial, Replicate, Shard, parallel
+from shardwise._torch.c10d import group_timeout
+from shardwise.checkpoint import Checkpoints, load, save
+from shardwise.checkpoint.crew import current_crew
 from shardwise.core import code_version
+from shardwise.core.mesh import grid_of
 from shardwise.embedding import EmbeddingBagCollection, Table
 from shardwise.parallel import parallelize_module
 
@@ -57,3 +61,123 @@ def parallelize_by_different_code(package):
         code_version.PACKAGE = package
     mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": "colwise"})
+
+
+# -- who waits how long ----------------------------------------------------------------------
+
+
+def timeouts_s():
+    """Of the groups of a mesh that is used, of checkpoints, and of a group of the program's own."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2))
+    terms = [Partial(), Partial()]
+    shardwise.DTensor.from_local(torch.ones(1), mesh, terms).full_tensor()
+    own = dist.new_group([0, 1, 2, 3])
+    used = grid_of(mesh).mesh  # equal meshes use the groups of the first
+    groups = [used.get_group(0), used.get_group(1), current_crew().group, own]
+    return [group_timeout(group).total_seconds() for group in groups]
+
+
+def wait_for_a_rank_that_never_comes():
+    """In a group of a mesh axis, which torch would let wait for half an hour."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    if dist.get_rank() == 3:
+        time.sleep(60)
+    x = shardwise.DTensor.from_local(torch.ones(1), mesh, [Replicate(), Partial()])
+    x.full_tensor()
+
+
+# -- an error on one rank --------------------------------------------------------------------
+
+
+class Failing:
+    """Saves or loads nothing on one rank, where it raises."""
+
+    def __init__(self, error):
+        self._error = error if dist.get_rank() == 1 else None
+
+    def state_dict(self):
+        if self._error is not None:
+            raise self._error
+        return {"x": torch.ones(2)}
+
+    def load_state_dict(self, state):
+        self.state_dict()
+
+
+ERRORS = [
+    KeyError("k"),
+    AttributeError("a"),
+    IndexError("i"),
+    AssertionError("s"),
+    MemoryError(),
+    StopIteration(),
+    ZeroDivisionError("z"),
+    RecursionError("r"),
+    NotImplementedError("n"),
+]
+
+
+def error_of(fn, *args):
+    try:
+        fn(*args)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def fail_on_one_rank(folder):
+    """What every rank hears when a step of a checkpoint fails on one of them."""
+    crew, heard = current_crew(), []
+    for error in ERRORS:
+
+        def step(error=error):
+            if dist.get_rank() == 1:
+                raise error
+            return [None]
+
+        heard.append(error_of(crew.together, step))
+    for error in ERRORS[:2]:
+        heard.append(error_of(save, {"part": Failing(error)}, f"{folder}/failing"))
+    save({"part": Failing(None)}, f"{folder}/whole")
+    for error in ERRORS[:2]:
+        heard.append(error_of(load, {"part": Failing(error)}, f"{folder}/whole"))
+    return heard
+
+
+def plan_with_an_error_of_its_own():
+    """A style that fails on one rank, by an error that no door expects."""
+
+    class Broken(parallel.ColwiseParallel):
+        def check_distributed(self, module, mesh):
+            return {}["missing"] if dist.get_rank() == 1 else None
+
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    return error_of(parallelize_module, nn.Sequential(nn.Linear(4, 4)), mesh, {"0": Broken()})
+
+
+# -- ranks that do different things ----------------------------------------------------------
+
+
+def step_once_more():
+    """One rank takes a step that the others do not take."""
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("dp",))
+    for _ in range(2 + (dist.get_rank() == 1)):
+        shardwise.DTensor.from_local(torch.ones(3), mesh, [Partial()]).full_tensor()
+
+
+def save_against_load(folder):
+    state = {"x": torch.ones(2)}
+    save(state, f"{folder}/whole")
+    if dist.get_rank() == 1:
+        return error_of(load, state, f"{folder}/whole")
+    return error_of(save, state, f"{folder}/again")
+
+
+def save_against_step(folder):
+    """One rank saves while the others train."""
+    mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    current_crew()
+    if dist.get_rank() == 1:
+        return save({"x": torch.ones(2)}, f"{folder}/whole")
+    x = shardwise.DTensor.from_local(torch.ones(3), mesh, [Partial(), Partial()])
+    return x.full_tensor()

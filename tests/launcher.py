@@ -1,6 +1,6 @@
 """Real processes: started once, each runs the functions that it is sent.
 
-Joining takes a moment, so one set of processes serves all tests. A set in which a process
+Joining takes a moment, so one set of processes serves all tests of a file. A set in which a process
 hung or died is killed, and the next test gets a new one.
 """
 
@@ -8,15 +8,22 @@ import datetime
 import multiprocessing
 import os
 import pickle
+import runpy
+import sys
+import tempfile
 import time
 import traceback
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from shardwise.launch import PRELOADED
+
+# Many tests compile on each rank: the compiler is imported once, where processes are forked.
+PRELOADED += ["torch._functorch.aot_autograd", "torch._inductor.compile_fx"]
 
 
 @dataclass(frozen=True)
@@ -62,21 +69,21 @@ class Processes:
             pipe.send_bytes(pickle.dumps((fn, args)))
         deadline = time.monotonic() + timeout_s
         results: list[Any] = []
-        silent = []
+        silent, ended = [], []
         for rank, pipe in enumerate(self._pipes):
             try:
                 if pipe.poll(max(0, deadline - time.monotonic())):
                     results.append(pickle.loads(pipe.recv_bytes()))
                     continue
+                silent.append(rank)
             except EOFError:
-                pass
-            silent.append(rank)
-        if silent:
+                ended.append(rank)
+        if silent or ended:
             self.kill()
             found = [r.trace if isinstance(r, Failure) else "returned" for r in results]
             raise TimeoutError(
-                f"{fn.__name__}: ranks {silent} did not answer within {timeout_s} s; "
-                f"the others: {found}"
+                f"{fn.__name__}: ranks {silent} did not answer within {timeout_s} s, the "
+                f"processes of {ended} ended; the others: {found}"
             )
         return results
 
@@ -89,6 +96,32 @@ class Processes:
             process.kill()
         for process in self._processes:
             process.join()
+
+
+def run_script(path, timeout_s=240):
+    """What a script prints, in a process of its own that is forked with torch imported."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    with tempfile.TemporaryDirectory() as folder:
+        printed = Path(folder, "printed")
+        process = context.Process(target=_run_as_program, args=(str(path), str(printed)))
+        process.start()
+        process.join(timeout_s)
+        process.kill()
+        process.join()
+        output = printed.read_text()
+    assert process.exitcode == 0, f"exit code {process.exitcode}\n{output[-3000:]}"
+    return output
+
+
+def _run_as_program(path, printed):
+    with open(printed, "w") as file:
+        for stream in (1, 2):
+            os.dup2(file.fileno(), stream)
+    sys.argv = [path]
+    sys.path.insert(0, os.path.dirname(path))
+    runpy.run_path(path, run_name="__main__")
+    sys.stdout.flush()
 
 
 def _serve(rank, size, port, pipe, timeout_s):
@@ -104,10 +137,12 @@ def _serve(rank, size, port, pipe, timeout_s):
     )
     while True:
         try:
-            fn, args = pickle.loads(pipe.recv_bytes())
+            message = pipe.recv_bytes()
         except EOFError:
             return
+        torch.manual_seed(0)
         try:
+            fn, args = pickle.loads(message)
             answer = pickle.dumps(fn(*args))
         except Exception as error:
             answer = pickle.dumps(Failure(type(error), str(error), traceback.format_exc()))

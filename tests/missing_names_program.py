@@ -1,6 +1,6 @@
 """Runs code in interpreters in which torch lacks some private names; used by tests/_torch.
 
-Reads a list of `[names, code]` from its input and writes for each what went wrong, or "". Each
+Reads lists of `[names, code]`, one a line, and writes for each pair what went wrong, or "". Each
 runs in a process of its own, forked before shardwise is imported: that saves the import of torch.
 """
 
@@ -117,4 +117,5 @@ def run(names: list[str], code: str) -> str:
 
 
 if __name__ == "__main__":
-    print(json.dumps([run(*job) for job in json.load(sys.stdin)]))
+    for line in sys.stdin:
+        print(json.dumps([run(*job) for job in json.loads(line)]), flush=True)

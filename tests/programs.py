@@ -5,8 +5,10 @@ Each returns tensors by name. Values come from one seed; `mine` gives each rank 
 
 import io
 import itertools
+import pickle
 import random
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -16,6 +18,14 @@ import shardwise
 from shardwise import DTensor, LocalTensor, Partial, Replicate, Shard
 from shardwise.core.world import current_world
 from shardwise.debug import CommDebugMode
+from shardwise.embedding import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    Jagged,
+    RowWiseAdagrad,
+    Table,
+)
+from shardwise.parallel import ColwiseParallel, RowwiseParallel, data_parallel, parallelize_module
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 
@@ -321,8 +331,8 @@ def apart_step():
 
 
 def compiled_steps():
-    """Two batch sizes, uneven on four ranks, through one compiled lookup and linear layer."""
-    mesh = line()
+    """Two batch sizes, through one compiled lookup and linear layer."""
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
     fast = torch.compile(_scores, backend="aot_eager", fullgraph=True, dynamic=True)
     places = {"table": S0, "weight": R, "ids": S0}
 
@@ -344,7 +354,7 @@ def _two_steps(scores, place):
     torch.manual_seed(0)
     table = place("table", torch.randn(11, 14)).requires_grad_()
     weight = place("weight", torch.randn(20, 14)).requires_grad_()
-    for size in (26, 35):
+    for size in (27, 35):
         out = scores(place("ids", torch.randint(0, 11, (size,))), table, weight)
         grads = torch.autograd.grad(out.sum(), [table, weight])
         for name, tensor in zip(("out", "table", "weight"), (out, *grads), strict=True):
@@ -401,10 +411,65 @@ def mesh_larger_than_the_world():
 
 
 def mesh_of_two_ranks():
-    """Ranks 2 and 3 are not in the mesh."""
+    """Ranks 2 and 3 are not in the mesh; the program is the same."""
     mesh = shardwise.DeviceMesh("cpu", [0, 1])
-    x = shardwise.distribute_tensor(torch.arange(5), mesh, [S0])
-    return x.full_tensor().tolist()
+    torch.manual_seed(0)
+    x = shardwise.distribute_tensor(torch.arange(5.0), mesh, [S0]).requires_grad_()
+    y = shardwise.rand(5, device_mesh=mesh, placements=[S0])
+    z = DTensor.from_local(torch.ones(5), mesh, [R])
+    made = shardwise.ones(5, device_mesh=mesh, placements=[S0])
+    layer = shardwise.distribute_module(torch.nn.Linear(5, 3), mesh)
+    mlp = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+    split = {"0": ColwiseParallel(), "2": RowwiseParallel(use_local_output=False)}
+    parallelize_module(mlp, mesh, split)(torch.ones(3, 4)).sum().backward()
+    optimizer = torch.optim.Adam([x, *layer.parameters()], foreach=True)
+    out = layer((x * y + z * made).redistribute(placements=[R]))
+    out.view(1, 3).split(1, dim=1)[0].square().sum().backward()
+    torch.nn.utils.clip_grad_norm_([x, *layer.parameters()], 1.0)
+    optimizer.step()
+    assert tuple(x.grad.shape) == tuple(x.shape) == (5,)
+    assert out.placements == (R,)
+    copied = pickle.loads(pickle.dumps(x))
+    held = [t.to_local().numel() for t in (x, y, z, out, x.grad, copied)]
+    return held, x.detach().full_tensor(), torch.rand(2).tolist()
+
+
+def train_on_two_ranks():
+    """Replicas, collections and a local_map on ranks 0 and 1; the losses and shapes of each rank.
+
+    The tables' gradients are those of the mean of two ranks' losses, so a rank outside counts not.
+    """
+    mesh = shardwise.DeviceMesh("cpu", [0, 1])
+    torch.manual_seed(dist.get_rank())
+    tables = [Table(name, 10, 4) for name in "abc"]
+    bags = EmbeddingBagCollection(tables, output="tensor", optimizer=RowWiseAdagrad(lr=0.1))
+    bags.shard(mesh, {"a": "row_wise", "b": "column_wise", "c": "data_parallel"})
+    rows = EmbeddingCollection([Table("word", 6, 2)], device="meta").shard(mesh, "row_wise")
+    top = data_parallel(nn.Linear(12, 1), mesh)
+    optimizer = torch.optim.SGD(top.parameters(), lr=0.1)
+    batch = Jagged.from_lists({name: [[1, 2], [3], []] for name in "abc"})
+    losses = []
+    for _ in range(2):
+        loss = top(bags(bags.prefetch(batch))).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    found = rows(Jagged.from_lists({"word": [[1], [2, 3]]}))["word"]
+    found.values.sum().backward()
+    x = shardwise.ones(5, 4, device_mesh=mesh, placements=[S0]).requires_grad_()
+    twice = shardwise.local_map(lambda t: t @ t.new_ones(4, 3), out_placements=[S0])(x)
+    twice.sum().backward()
+    saved = bags.optimizer.state_dict()["state"]["a"]["sum"].shape
+    shapes = [found.values.shape, twice.shape[1:], x.grad.shape, saved, bags.state_dict().keys()]
+    with pytest.raises(shardwise.BatchError, match="c"):
+        bags(Jagged.from_lists({name: [[1]] for name in "ab"}))
+    return losses, str(shapes), bags.parameter("a").detach().to_local().numel()
+
+
+def value_outside_the_mesh():
+    mesh = shardwise.DeviceMesh("cpu", [0, 1])
+    return shardwise.ones(5, device_mesh=mesh).sum().item()
 
 
 def one_rank_brings(odd):

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launcher import run_script
 
 pytestmark = pytest.mark.slow
 
@@ -43,8 +44,7 @@ def needs(name):
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_simulated(name):
     needs(name)
-    (output,) = finished(run(sys.executable, EXAMPLES / name))
-    assert output.strip()
+    assert run_script(EXAMPLES / name).strip()
 
 
 @pytest.mark.processes

@@ -2,54 +2,25 @@
 
 import contextlib
 import json
+import os
+import time
 import tracemalloc
 
+import fuzz_inputs
 import hypothesis
 import pytest
+from fuzz_inputs import PLANS, load_table_plan
 from hypothesis import strategies as st
 
+from shardwise import Shard
 from shardwise.core.encode import decode_placement
 from shardwise.demo import data
 from shardwise.demo.data import read_clicks
-from shardwise.embedding import Plan, Table
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.parallel import load_plan as load_module_plan
 from shardwise.report import Mesh
-from shardwise.shard import load_plan as load_sharding_plan
+from shardwise.report.case import load_target
 
-TABLES = [Table("user", 10, 4), Table("item", 6, 4)]
-
-
-def load_table_plan(path):
-    return Plan.load(path).cuts(TABLES, 4)
-
-
-PLANS = {
-    load_module_plan: {
-        "format": "shardwise plan 1",
-        "modules": {
-            "a.*": "colwise",
-            "b": {"style": "SequenceParallel", "sequence_dim": 1},
-            "c": {"style": "PrepareModuleInput", "input_layouts": ["Shard(0)", "None"],
-                  "desired_input_layouts": ["Replicate()", "None"]},
-        },
-    },
-    load_table_plan: {
-        "format": "shardwise embedding plan 1",
-        "tables": {"user": {"kind": "grid", "ranks": [0, 1]}, "*": "row_wise"},
-    },
-    load_sharding_plan: {
-        "format": "shardwise plan 1",
-        "modules": {
-            "t.weight": {"style": "ChunkShardingSpec", "dim": 0,
-                         "placements": ["rank:0/cpu", "rank:1/cpu"]},
-            "u.weight": {"style": "EnumerableShardingSpec", "shards": [
-                {"offsets": [0, 0], "sizes": [2, 4], "placement": "rank:0/cpu"},
-                {"offsets": [2, 0], "sizes": [2, 4], "placement": "rank:1/cpu"}]},
-            "tower": {"style": "Output", "local": True},
-        },
-    },
-}  # fmt: skip
+pytestmark = pytest.mark.slow
 
 WORDS = st.sampled_from(
     ["", "*", "colwise", "row_wise", "kind", "ranks", "style", "Shard(0)", "Shard(99999999999)",
@@ -83,7 +54,7 @@ def folder(tmp_path_factory):
     return tmp_path_factory.mktemp("hostile")
 
 
-@pytest.mark.parametrize("read", PLANS, ids=["modules", "tables", "parameters"])
+@pytest.mark.parametrize("read", PLANS, ids=lambda read: read.__name__)
 def test_plans(folder, read):
     (folder / "whole.json").write_text(json.dumps(PLANS[read]))
     read(folder / "whole.json")
@@ -166,3 +137,70 @@ def test_meshes_and_placements_as_text(text):
     for read in (Mesh.parse, decode_placement):
         with contextlib.suppress(ShardwiseError):
             read(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"Shard(0, sizes=({'1' * 40}",
+        f"Shard(0, sizes=({'1' * 40}))",
+        f"Shard(0, sizes=({'1, ' * 50_000}x))",
+        f"Shard(0, sizes=({', ' * 50_000}))",
+        "Shard(0, sizes=(1 2))",
+        f"Shard({'0' * 300_000})",
+        "Shard(٣)",
+        "Shard(0, sizes=(1,,2))",
+        "Partial(sum",
+    ],
+)
+def test_placements_are_parsed_in_linear_time(text):
+    begin = time.perf_counter()
+    with pytest.raises(LayoutError, match="is no placement"):
+        decode_placement(text)
+    assert time.perf_counter() - begin < 1
+
+
+def test_sizes_of_many_ranks_are_read_back():
+    sizes = tuple(range(4096))
+    for text in (repr(Shard(-1, sizes)), f"Shard(-1, sizes=({','.join(map(str, sizes))},))"):
+        assert decode_placement(text) == Shard(-1, sizes)
+    assert decode_placement("Shard(0, sizes=())") == Shard(0, ())
+
+
+def test_names_in_plans_are_bounded(folder):
+    content = {"format": "shardwise embedding plan 1", "tables": {"[" * 100_000: "row_wise"}}
+    (folder / "plan.json").write_text(json.dumps(content))
+    begin = time.perf_counter()
+    with pytest.raises(LayoutError, match="has 100,000 characters, more than 1,000"):
+        load_table_plan(folder / "plan.json")
+    assert time.perf_counter() - begin < 1
+
+
+def test_a_plan_is_a_regular_file(folder):
+    os.mkfifo(folder / "pipe.json")
+    (folder / "folder.toml").mkdir()
+    for name in ("pipe.json", "folder.toml"):
+        with pytest.raises(LayoutError, match="not a regular file"):
+            load_table_plan(folder / name)
+
+
+@pytest.mark.parametrize("kind", fuzz_inputs.KINDS)
+def test_drawn_inputs(tmp_path, kind):
+    """A few of what `python tests/fuzz_inputs.py` runs by the thousand."""
+    fuzz_inputs.run(kind, range(150), tmp_path)
+
+
+def test_numbers_and_targets_that_python_does_not_take(tmp_path):
+    """What drawn inputs have found."""
+    constants = {**PLANS[fuzz_inputs.load_constants], "step_s": 10**400}
+    (tmp_path / "constants.json").write_text(json.dumps(constants))
+    with pytest.raises(LayoutError, match="step_s is a number from 0 on"):
+        fuzz_inputs.load_constants(tmp_path / "constants.json")
+    tables = {"a": {"rows": 2, "dim": 2, "kinds": [{}]}}
+    (tmp_path / "tables.json").write_text(
+        json.dumps({"format": "shardwise tables 1", "tables": tables})
+    )
+    with pytest.raises(ArgumentError, match="kinds are some of"):
+        fuzz_inputs.read_tables(tmp_path / "tables.json")
+    with pytest.raises(ArgumentError, match="json:loads takes s, "):
+        load_target("json:loads")

@@ -5,6 +5,7 @@ under `if TYPE_CHECKING` do not, because they never run.
 """
 
 import ast
+import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +25,10 @@ LAYERS = [
     {"dtensor"},
     {"ops"},
     {"plans", "training", "effects"},
-    {"parallel", "embedding", "shard", "checkpoint", "interop"},
-    {"planner", "debug", "testing", "preload", "safe_globals"},
-    {"report"},
-    {"demo"},
+    {"parallel", "embedding", "shard", "checkpoint"},
+    {"planner", "debug", "testing", "preload"},
+    {"report", "interop"},
+    {"demo", "safe_globals"},
     {"cli"},
 ]
 LAYER = {room: number for number, rooms in enumerate(LAYERS) for room in rooms}
@@ -64,6 +65,11 @@ class Import:
     module: str
     where: str
     name: str
+
+
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"), str(path))
 
 
 def module_name(path: Path, package: Path) -> str:
@@ -103,7 +109,7 @@ def read_imports(package: Path) -> tuple[set[str], list[Import]]:
     imports = []
     for path in paths:
         module = module_name(path, package)
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
         for node in running_nodes(tree):
             if isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -232,7 +238,7 @@ def names_internals(node: ast.AST, from_torch: set[str]) -> bool:
 def internals_faults(package: Path) -> list[str]:
     faults = []
     for path in sorted(package.rglob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
         from_torch, where = names_of_torch(tree), path.relative_to(package.parent)
         if room(module_name(path, package)) == INTERNALS_ROOM or str(where) in INTERNALS_ELSEWHERE:
             continue
@@ -249,7 +255,7 @@ def unnamed_faults(package: Path) -> list[str]:
     """In the room itself: internals that are not taken by text, so that they could be missing."""
     faults = []
     for path in sorted((package / INTERNALS_ROOM).glob("*.py")):
-        tree = ast.parse(path.read_text(encoding="utf-8"), str(path))
+        tree = parsed(path)
         from_torch = names_of_torch(tree)
         for node in running_nodes(tree):
             last = node.attr if isinstance(node, ast.Attribute) else ""
@@ -296,10 +302,11 @@ def report(faults: list[str]) -> None:
 
 
 @pytest.fixture(scope="module")
-def shardwise() -> tuple[set[str], list[Import]]:
+def shardwise() -> Iterator[tuple[set[str], list[Import]]]:
     modules, imports = read_imports(PACKAGE)
     assert modules, f"no package at {PACKAGE}: these tests would check nothing"
-    return modules, [item for item in imports if (item.module, item.name) != UPWARD]
+    yield modules, [item for item in imports if (item.module, item.name) != UPWARD]
+    parsed.cache_clear()
 
 
 def test_every_room_has_a_layer(shardwise):

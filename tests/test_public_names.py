@@ -4,6 +4,7 @@ import importlib
 import inspect
 import subprocess
 import sys
+from enum import Enum
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,11 @@ PACKAGES = (
     "shard",
     "testing",
 )
-MODULES = ("shardwise", *(f"shardwise.{name}" for name in PACKAGES))
+MODULES = (
+    "shardwise",
+    *(f"shardwise.{name}" for name in PACKAGES),
+    "shardwise.interop.torchrec",
+)
 #: Public, but not for `import *`: torch's optimizers have these names.
 BY_NAME = {"shardwise.embedding": ["SGD", "Adagrad", "Adam"]}
 
@@ -35,7 +40,7 @@ BY_NAME = {"shardwise.embedding": ["SGD", "Adagrad", "Adam"]}
 def parameters(value):
     """The parameters of a function or class of ours, in brackets; the annotations left out."""
     plain = (bool, int, float, str, type(None))
-    if isinstance(value, type) and issubclass(value, (Exception, torch.Tensor)):
+    if isinstance(value, type) and issubclass(value, (Exception, Enum, torch.Tensor)):
         return ""
     if not getattr(value, "__module__", "").startswith("shardwise") or not callable(value):
         return ""
@@ -90,6 +95,7 @@ def test_members_of_the_tensors():
         "over",
         "process_group",
         "reshard",
+        "resharded",
         "sharding_spec",
     }
 

@@ -70,6 +70,21 @@ def test_import_shardwise_is_enough(file, imports):
     run(imports + WORLD + LOAD, file)
 
 
+def test_a_file_is_read_without_a_process_group(file):
+    """As torch's own: what a rank holds can be read, and nothing sent."""
+    program = """
+import sys, torch, shardwise
+state = torch.load(sys.argv[1], weights_only=True)
+local = torch.arange(4.0)
+for x in state["dtensors"]:
+    assert torch.equal(x.to_local(), local) and x.shape == (4,) and "DTensor" in repr(x)
+assert torch.equal((state["dtensors"][0] + 1).to_local(), local + 1)
+assert state["layer"]["weight"].device_mesh.shape == (1,)
+assert torch.equal(state["sharded"].local_shards()[0].tensor, local)
+"""
+    run(program, file)
+
+
 def test_other_globals_stay_refused(tmp_path):
     """What torch did not load before, it does not load now."""
     path = str(tmp_path / "other.pt")

@@ -47,7 +47,10 @@ def faults(package: Path) -> tuple[list[str], set[tuple[str, str]]]:
         place = path.relative_to(package)
         if place.parts[0].removesuffix(".py") in BELOW:
             continue
-        for name, line in names(ast.parse(path.read_text(encoding="utf-8"), str(path))):
+        text = path.read_text(encoding="utf-8")
+        if not any(name in text for name in FORBIDDEN | FORBIDDEN_ATTRIBUTES):
+            continue
+        for name, line in names(ast.parse(text, str(path))):
             if (place.as_posix(), name) in EXCEPTIONS:
                 needed.add((place.as_posix(), name))
             else:

@@ -46,10 +46,10 @@ class Pair:
         )
 
 
-def run(seed, mesh_shape):
+def run(seed, mesh):
     """Run the program of a seed; what it did, in words. Raises where the two differ."""
     draw = random.Random(seed)
-    program = Program(draw, mesh_of(mesh_shape))
+    program = Program(draw, mesh)
     program.start()
     for _ in range(draw.randint(3, 9)):
         draw.choice([program.view, program.view, program.write, program.write, program.read])()
@@ -58,8 +58,9 @@ def run(seed, mesh_shape):
 
 
 def run_all(first, stop, mesh_shape):
-    """Run the programs of these seeds, and say what they did."""
-    return [run(seed, mesh_shape) for seed in range(first, stop)]
+    """Run the programs of these seeds, and say what they did; one mesh serves all."""
+    mesh = mesh_of(mesh_shape)
+    return [run(seed, mesh) for seed in range(first, stop)]
 
 
 class Program:

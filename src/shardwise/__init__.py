@@ -1,4 +1,4 @@
-"""Tensors, embedding tables and layers sharded over many devices, with the numbers of one.
+"""Shard tensors, embedding tables and layers over many devices, and get one device's results.
 
 import shardwise
 

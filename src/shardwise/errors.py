@@ -19,10 +19,26 @@
     └── TorchVersionError  (RuntimeError)         a torch that lacks what a feature is built on
 
     ReplicationWarning     (UserWarning)          an op without a rule gathered its operands
+    CheckpointWarning      (UserWarning)          a checkpoint was loaded, but not as asked
 
 Every error derives from the builtin that ordinary code would catch. A message says what was asked,
 what was found and what to do.
 """
+
+
+def printable(text: str) -> str:
+    """The text with all that a terminal may act on escaped; line breaks stay.
+
+    Names in files are chosen by whoever wrote the file.
+
+    >>> print(printable("a\\x1b[2Jb"))
+    a\\x1b[2Jb
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text
+    )
 
 
 class ShardwiseError(Exception):
@@ -72,7 +88,7 @@ class PlanError(ShardwiseError, RuntimeError):
     """Entries of a plan contradict each other."""
 
 
-class PathError(ShardwiseError, KeyError):
+class PathError(ShardwiseError, KeyError, AttributeError):
     """A path of a plan is empty or leads nowhere."""
 
     def __str__(self) -> str:
@@ -88,7 +104,13 @@ class RedistributionError(ShardwiseError, RuntimeError):
 
 
 class CheckpointError(ShardwiseError, RuntimeError):
-    """A checkpoint cannot be written, is damaged or foreign, or does not fit the state."""
+    """A checkpoint cannot be written, is damaged or foreign, or does not fit the state.
+
+    Its message may hold names from files: it is `printable`.
+    """
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(printable(arg) if isinstance(arg, str) else arg for arg in args))
 
 
 class LaunchError(ShardwiseError, RuntimeError):
@@ -101,3 +123,7 @@ class TorchVersionError(ShardwiseError, RuntimeError):
 
 class ReplicationWarning(UserWarning):
     """Under `fallback("replicate")`, an op without a rule gathered its operands."""
+
+
+class CheckpointWarning(UserWarning):
+    """A checkpoint was loaded, but an older one than asked for, or with state by position."""

@@ -25,6 +25,7 @@ from shardwise.errors import (
     ArgumentError,
     BatchError,
     CheckpointError,
+    CheckpointWarning,
     CollectiveError,
     IdRangeError,
     LaunchError,
@@ -41,7 +42,7 @@ from shardwise.errors import (
     UnsupportedError,
     WorldError,
 )
-from shardwise.random.mode import rng
+from shardwise.random.draws import rng
 from shardwise.simulation.local_tensor import LocalTensor
 from shardwise.simulation.world import simulate
 
@@ -49,6 +50,7 @@ __all__ = [
     "ArgumentError",
     "BatchError",
     "CheckpointError",
+    "CheckpointWarning",
     "CollectiveError",
     "DTensor",
     "DeviceMesh",

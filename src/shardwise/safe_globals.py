@@ -1,14 +1,14 @@
-"""Lets files with DTensors and sharded tensors load with `weights_only=True`.
+"""What torch has to know of our tensors, told when it is imported.
 
-`torch.load` calls only what is on torch's list of safe globals. `import shardwise` imports neither
-torch nor its own tensors, so it registers functions that import them when a file needs them: at
-once if torch is imported, otherwise as soon as it is.
+`torch.load(weights_only=True)` calls only what is on torch's list of safe globals; and
+`get_model_state_dict` gathers only torch's DTensors. `import shardwise` imports neither torch nor
+its own tensors, so it waits for the modules of torch that have to know.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
@@ -31,11 +31,22 @@ def register() -> None:
 
 
 def register_with_torch() -> None:
-    """`register`, now or when torch is imported."""
-    if "torch" in sys.modules:
-        register()
+    """Tell torch, now or when it is imported."""
+    _after("torch", lambda _: register())
+    _after("torch.distributed.checkpoint.state_dict", _know_state_dicts)
+
+
+def _know_state_dicts(module: ModuleType) -> None:
+    from shardwise.interop.state_dicts import install
+
+    install(module)
+
+
+def _after(name: str, then: Callable[[ModuleType], None]) -> None:
+    if name in sys.modules:
+        then(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _TorchImport())
+        sys.meta_path.insert(0, _Import(name, then))
 
 
 def _dtensor(*state: Any) -> Any:
@@ -50,29 +61,32 @@ def _sharded_tensor(*state: Any) -> Any:
     return _unpickle(*state)
 
 
-class _TorchImport(MetaPathFinder):
-    """Calls `register` after other finders have imported torch."""
+class _Import(MetaPathFinder):
+    """Calls a function after other finders have imported a module."""
+
+    def __init__(self, name: str, then: Callable[[ModuleType], None]) -> None:
+        self.name, self.then = name, then
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if name != "torch":
+        if name != self.name:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         found = (finder.find_spec(name, path, target) for finder in others)
         spec = next((spec for spec in found if spec is not None), None)
         if spec is not None and spec.loader is not None:
-            self._register_after(spec.loader)
+            self._call_after(spec.loader)
         return spec
 
-    def _register_after(self, loader: Any) -> None:
+    def _call_after(self, loader: Any) -> None:
         run = loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             loader.exec_module = run
             run(module)
             sys.meta_path.remove(self)
-            register()
+            self.then(module)
 
-        # On this loader only: find_spec("torch") alone imports nothing.
+        # On this loader only: find_spec(name) alone imports nothing.
         loader.exec_module = exec_module

@@ -22,23 +22,26 @@ def room(file):
     return importlib.import_module(f"shardwise._torch.{file}")
 
 
-def run_without(jobs):
-    """Run each `(names, code)` where torch lacks these names; fails with what went wrong."""
-    ran = subprocess.run(
-        [sys.executable, "-W", "ignore", PROGRAM],
-        input=json.dumps(jobs),
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert ran.returncode == 0, ran.stderr
-    faults = [
-        f"without {', '.join(names)}:\n{code}\n{fault}"
-        for (names, code), fault in zip(jobs, json.loads(ran.stdout.splitlines()[-1]), strict=True)
-        if fault
-    ]
-    if faults:
-        pytest.fail("\n".join(faults), pytrace=False)
+@pytest.fixture(scope="module")
+def run_without():
+    """Runs each `(names, code)` where torch lacks these names; fails with what went wrong."""
+    command = [sys.executable, "-W", "ignore", PROGRAM]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as program:
+
+        def run(jobs):
+            program.stdin.write(json.dumps(jobs) + "\n")
+            program.stdin.flush()
+            answer = json.loads(program.stdout.readline())
+            faults = [
+                f"without {', '.join(names)}:\n{code}\n{fault}"
+                for (names, code), fault in zip(jobs, answer, strict=True)
+                if fault
+            ]
+            if faults:
+                pytest.fail("\n".join(faults), pytrace=False)
+
+        yield run
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -51,7 +54,7 @@ def test_the_doctor_examines_every_file():
     assert {part.__name__ for part in doctor.INTERNALS} == {room(f).__name__ for f in WITH_NAMES}
 
 
-def test_a_file_without_one_of_its_names_says_what_is_lost():
+def test_a_file_without_one_of_its_names_says_what_is_lost(run_without):
     run_without(
         [
             ([name], f"check_room({file!r}, {name!r})")
@@ -61,7 +64,7 @@ def test_a_file_without_one_of_its_names_says_what_is_lost():
     )
 
 
-def test_a_missing_name_never_stops_the_import():
+def test_a_missing_name_never_stops_the_import(run_without):
     """With all names of a file missing at once: whatever one alone would stop, they stop together.
 
     What a file itself makes of one missing name is tested above.
@@ -109,7 +112,7 @@ WITHOUT_LOSS = [
 ]
 
 
-def test_what_needs_a_missing_name_says_so_and_the_rest_works():
+def test_what_needs_a_missing_name_says_so_and_the_rest_works(run_without):
     wrapper, kernels = (
         "torch.Tensor._make_wrapper_subclass",
         "torch._C._dispatch_has_kernel_for_dispatch_key",

@@ -1,10 +1,12 @@
 """Damaged, truncated and foreign files are refused by name, and nothing is half loaded."""
 
-import contextlib
 import json
+import os
 import resource
 import struct
+import time
 
+import checkpoint_fuzz
 import hypothesis
 import pytest
 import torch
@@ -12,9 +14,8 @@ from hypothesis import strategies as st
 
 import shardwise
 from shardwise import CheckpointError, Shard
-from shardwise.checkpoint import inspect, load, save, verify
-from shardwise.checkpoint.index import INDEX_NAME, _checksum
-from shardwise.checkpoint.safetensors import read_header
+from shardwise.checkpoint import load, save, verify
+from shardwise.checkpoint.index import INDEX_NAME
 
 WHOLES = {"a": torch.arange(24.0).view(6, 4), "b": torch.arange(10)}
 
@@ -106,60 +107,12 @@ def test_verify_names_everything_that_is_damaged(tmp_path, saved):
 
 # -- crafted files ---------------------------------------------------------------------------
 
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=12,
-)
-KEYS = ["files", "tensors", "ties", "ranks", "state", "format", "a", "b", "dtype", "shape",
-        "pieces", "dict", "tensor", "list", "weight_map", "data_offsets"]  # fmt: skip
 
-
-@st.composite
-def mutated(draw, content):
-    """JSON with a part somewhere replaced by something else."""
-    if isinstance(content, dict) and content and draw(st.integers(0, 5)):
-        key = draw(st.sampled_from(sorted(content)))
-        if draw(st.integers(0, 9)) == 0:
-            return {draw(st.sampled_from(KEYS)) if k == key else k: v for k, v in content.items()}
-        return {**content, key: draw(mutated(content[key]))}
-    if isinstance(content, list) and content and draw(st.integers(0, 5)):
-        place = draw(st.integers(0, len(content) - 1))
-        return [*content[:place], draw(mutated(content[place])), *content[place + 1 :]]
-    numbers = st.sampled_from([-1, 0, 1, 5, 2**31, 2**62, 2**63, 10**30])
-    return draw(numbers | json_values)
-
-
-@hypothesis.settings(max_examples=300)
-@hypothesis.given(st.data())
-def test_crafted_indexes(tmp_path_factory, saved, data):
-    """An index whose checksum is right and whose content is not."""
-    content = json.loads(saved[INDEX_NAME])
-    del content["shardwise"]["checksum"]
-    content = data.draw(mutated(content))
-    if isinstance(content, dict) and isinstance(content.get("shardwise"), dict):
-        content["shardwise"]["checksum"] = f"{_checksum(content):08x}"
-    raw = json.dumps(content).encode()
-    folder = put(tmp_path_factory.mktemp("index") / "x", {**saved, INDEX_NAME: raw})
-    state = {"a": torch.zeros(6, 4), "b": torch.zeros(10, dtype=torch.int64), "step": 0}
-    for use in (inspect, verify, lambda path: load(state, path)):
-        with contextlib.suppress(CheckpointError):
-            use(folder)
-
-
-@hypothesis.settings(max_examples=300)
-@hypothesis.given(st.data())
-def test_crafted_headers(tmp_path_factory, saved, data):
-    name = min(saved)
-    (length,) = struct.unpack("<Q", saved[name][:8])
-    header = data.draw(mutated(json.loads(saved[name][8 : 8 + length])))
-    raw = json.dumps(header).encode()
-    claimed = data.draw(st.sampled_from([len(raw), len(raw), len(raw) - 1, 2**40, 2**64 - 1, 0]))
-    path = tmp_path_factory.mktemp("header") / "x.safetensors"
-    path.write_bytes(struct.pack("<Q", max(claimed, 0)) + raw + saved[name][8 + length :])
-    with contextlib.suppress(CheckpointError):
-        read_header(path)
-        load({}, path)
+def test_forged_and_damaged_checkpoints(tmp_path):
+    """300 of the cases that `tests/checkpoint_fuzz.py` makes; as a program it runs 10,000."""
+    ends = checkpoint_fuzz.run(range(300), tmp_path / "saved")
+    assert ends["refused"] > 150, "the cases are too tame"
+    assert ends["loaded"] > 30, "the cases are too wild"
 
 
 @hypothesis.given(st.binary(max_size=200))
@@ -216,7 +169,63 @@ def test_a_pickle_is_not_read(tmp_path):
 
 def test_a_newer_format_is_named(tmp_path, saved):
     content = json.loads(saved[INDEX_NAME])
-    content["shardwise"]["format"] = "shardwise checkpoint 2"
+    content["shardwise"]["format"] = "shardwise checkpoint 3"
     raw = json.dumps(content).encode()
     folder = put(tmp_path / "x", {**saved, INDEX_NAME: raw})
-    assert "shardwise checkpoint 2" in refused(folder)
+    assert "shardwise checkpoint 3" in refused(folder)
+
+
+# -- what is no file, or has no end ------------------------------------------------------------
+
+
+def replace_by(path, kind):
+    path.unlink()
+    if kind == "fifo":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(kind)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "folder", "/dev/zero", "/dev/null"])
+@pytest.mark.parametrize("place", [0, -1], ids=["a file", "the index"])
+def test_only_regular_files_are_read(tmp_path, saved, kind, place):
+    folder = put(tmp_path / "x", saved)
+    name = sorted(saved)[place]
+    replace_by(folder / name, kind)
+    start = time.monotonic()
+    assert name in refused(folder)
+    assert name in verify(folder).faults[0]
+    if kind != "folder":
+        assert "no regular file" in refused(folder / name)
+    assert time.monotonic() - start < 5
+
+
+def test_a_file_that_claims_a_terabyte_is_not_read(tmp_path, saved):
+    folder = put(tmp_path / "x", saved)
+    for name in saved:
+        with (folder / name).open("r+b") as file:
+            file.truncate(1 << 40)
+        assert name in refused(folder)
+        (folder / name).write_bytes(saved[name])
+
+
+def test_names_that_are_too_long_or_none(tmp_path, saved):
+    for path in (tmp_path / ("n" * 300), tmp_path / "a\0b"):
+        assert len(verify(path).faults) == 1
+        with pytest.raises(CheckpointError, match=r"cannot be read|no checkpoint at"):
+            load({}, path)
+        with pytest.raises(CheckpointError):
+            save({"x": 1}, path)
+    put(tmp_path / "x", {INDEX_NAME: json.dumps({"weight_map": {"a": "n" * 300}}).encode()})
+    assert "too long" in verify(tmp_path / "x").faults[0]
+
+
+def test_names_in_errors_do_not_reach_the_terminal_raw(tmp_path):
+    name = "\x1b]0;title\x07\x1b[2J\u202e"
+    save({name: torch.ones(2)}, tmp_path / "x")
+    with pytest.raises(CheckpointError) as error:
+        load({name: torch.ones(3)}, tmp_path / "x")
+    assert r"\x1b]0;title\x07\x1b[2J\u202e has shape (2,)" in str(error.value)
+    assert "\x1b" not in str(error.value)

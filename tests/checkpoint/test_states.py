@@ -218,6 +218,83 @@ def test_a_state_that_does_not_fit(tmp_path, wanted, message):
         assert torch.equal(value, old), "something was loaded"
 
 
+class Picky:
+    """An object that may refuse what it is given, after it has taken some of it."""
+
+    def __init__(self, refuses=None):
+        self.table = torch.zeros(3)
+        self.mode = "old"
+        self.refuses = refuses
+
+    def state_dict(self):
+        return {"mode": self.mode, "table": self.table}
+
+    def load_state_dict(self, state):
+        self.mode = state["mode"]
+        self.table.copy_(state["table"])
+        if self.refuses:
+            raise self.refuses
+
+
+class PickyModule(Counting):
+    def set_extra_state(self, state):
+        super().set_extra_state(state)
+        if state["count"] == 5:
+            raise KeyError("count")
+
+
+@pytest.mark.parametrize(
+    ("key", "refusing", "words"),
+    [
+        ("last", lambda: Picky(KeyError("mode")), "last refuses what was saved: KeyError: 'mode'"),
+        ("module", PickyModule, "module refuses what was saved: KeyError: 'count'"),
+        ("optimizer", lambda: hooked_optimizer(), "optimizer refuses .*: ZeroDivisionError"),
+    ],
+)
+def test_an_object_that_refuses_leaves_everything_as_it_was(mesh, tmp_path, key, refusing, words):
+    def make():
+        layer = nn.Linear(2, 2)
+        place = shardwise.distribute_tensor(torch.zeros(4, 2), mesh, [Shard(0)])
+        return {
+            "layer": layer, "optimizer": torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.5),
+            "x": place, "first": Picky(), "last": Picky(), "module": Counting(), "plain": [0],
+        }  # fmt: skip
+
+    saved = make()
+    for parameter in saved["layer"].parameters():
+        parameter.grad = torch.ones_like(parameter)
+    saved["optimizer"].step()
+    saved["first"].table += 7
+    saved["first"].mode = saved["last"].mode = "new"
+    saved["module"].count = 5
+    saved["x"].add_(1)
+    save(saved, tmp_path / "saved")
+
+    state = make()
+    state[key] = refusing()
+    if key == "optimizer":
+        state["layer"] = state[key].layer
+    before = state["layer"].weight.detach().clone()
+    with pytest.raises(CheckpointError, match=words):
+        load(state, tmp_path / "saved")
+    assert torch.equal(state["layer"].weight, before)
+    assert not state["x"].to_local().agreed().any()
+    assert not state["module"].weight.any()
+    assert state["module"].count == 0
+    assert not state["optimizer"].state
+    for name in ("first", "last"):
+        assert (state[name].mode, state[name].table.tolist()) == ("old", [0, 0, 0]), name
+
+
+def hooked_optimizer():
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=1.0, momentum=0.5)
+    optimizer.layer = layer
+    # Its own undoing passes the hook too: only the saved momentum is refused.
+    optimizer.register_load_state_dict_pre_hook(lambda _, state: 1 / 0 if state["state"] else state)
+    return optimizer
+
+
 def test_precision_may_change_and_strictness_may_go(tmp_path):
     save({"x": torch.tensor([0.1]), "old": 1}, tmp_path / "saved")
     half = torch.zeros(1, dtype=torch.bfloat16)

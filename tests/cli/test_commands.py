@@ -8,10 +8,14 @@ from pathlib import Path
 
 import pytest
 import report_models
+import torch
 from click.testing import CliRunner
+from rich.table import Table
+from rich.text import Text
 
 import shardwise
 from shardwise.checkpoint import save
+from shardwise.cli.console import console
 from shardwise.cli.main import main
 
 
@@ -48,6 +52,15 @@ def test_explain_as_text_and_json(run):
     assert content["axes"] == [["dp", 2], ["tp", 2]]
 
 
+def test_fully_sharded_modules(run):
+    asked = ("report_models:layers", "--mesh", "dp=2,fsdp=2", "--fully-shard", "layers.*")
+    text = run("explain", *asked, "--recompute", "layers.*")
+    assert text.exit_code == 0, text.output
+    assert "fully sharded: layers.*" in text.output
+    text = run("check", *asked, "--options", "clip")
+    assert text.exit_code == 0, text.output
+
+
 def test_check_says_what_differs_by_its_exit_status(run):
     good = run("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2")
     assert good.exit_code == 0, good.output
@@ -66,7 +79,7 @@ def test_check_trains_on_a_mesh(run):
         assert words in good.output
     (found,) = json.loads(run(*asked, "--options", "clip,copy", "--json").output)
     assert found["training"] == [{"options": ["clip", "copy"], "verdict": "ok", "text": ""}]
-    sharded = run(*asked, "--data", "shard_parameters", "--options", "late")
+    sharded = run(*asked, "--data", "fully_shard", "--options", "late")
     assert sharded.exit_code == 0, sharded.output
 
 
@@ -203,3 +216,47 @@ def test_the_package_is_run_as_a_program():
         [sys.executable, "-m", "shardwise", "--version"], capture_output=True, text=True, check=True
     )
     assert told.stdout.startswith("shardwise, version")
+
+
+def test_the_parameters_of_an_optimizer_are_one_row(run, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    net = torch.nn.Sequential(*[torch.nn.Linear(2, 2) for _ in range(4)])
+    save({"net": net, "optimizer": torch.optim.SGD(net.parameters())}, "saved")
+    shown = run("checkpoint", "inspect", "saved").output
+    assert "'net.0.weight', 'net.0.bias', 'net.1.weight', 'net.1.bias', … 8 in all" in shown
+
+
+HOSTILE = "\x1b]0;pwned\x07\x1b[2Jlayer\u202e[red]x"
+
+
+def test_names_in_a_checkpoint_do_not_reach_the_terminal_raw(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    tensors = {HOSTILE: torch.ones(2), "tied": None, "value": {HOSTILE: HOSTILE}}
+    tensors["tied"] = tensors[HOSTILE]
+    save(tensors, tmp_path / "saved")
+    shown = run("checkpoint", "inspect", "saved")
+    assert shown.exit_code == 0, shown.output
+    assert r"\x1b]0;pwned\x07\x1b[2Jlayer\u202e[red]x" in shown.output
+    (file,) = (tmp_path / "saved").glob("*.safetensors")
+    data = bytearray(file.read_bytes())
+    data[-1] ^= 1
+    file.write_bytes(data)
+    damaged = run("checkpoint", "verify", "saved")
+    assert damaged.exit_code == 1
+    missing = run("checkpoint", "verify", HOSTILE)
+    broken = run("checkpoint", "convert", "saved", "whole")
+    for ran in (shown, damaged, missing, broken, run("checkpoint", "inspect", "saved", "--json")):
+        assert "pwned" in ran.output
+        assert not set(ran.output) & set("\x1b\x07\u202e"), ran.output
+
+
+def test_what_any_command_prints_is_escaped(capsys):
+    out = console()
+    out.print(f"{HOSTILE}\nsecond line", markup=False)
+    table = Table("name")
+    table.add_row(Text(HOSTILE))
+    out.print(table)
+    printed = capsys.readouterr().out
+    assert printed.count("pwned") == 2
+    assert "\nsecond line" in printed
+    assert not set(printed) & set("\x1b\x07\u202e")

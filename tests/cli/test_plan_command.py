@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from shardwise.cli.main import main
@@ -63,6 +64,18 @@ def test_a_plan_is_written_with_its_proof(run):
     assert len(content["ranks"]["memory"]) == 4
 
 
+def test_the_dtype_of_exchanges_is_written(run):
+    asked = ("plan", "tables.toml", "--ranks", 4, "-o", "plan.toml", "--exchange-dtype", "bfloat16")
+    found = run(*asked)
+    assert found.exit_code == 0, found.output
+    assert "sent as bfloat16" in found.output
+    assert Plan.load("plan.toml").exchange_dtype == torch.bfloat16
+    priced = ("explain", "tables.toml", "--plan", "plan.toml", "--ranks", 4, "--json")
+    narrow = json.loads(run(*priced).output)
+    Plan(Plan.load("plan.toml").entries).save("plan.toml")
+    assert max(narrow["sent"]) < max(json.loads(run(*priced).output)["sent"])
+
+
 def test_a_plan_of_a_model_and_of_a_sample(run):
     found = run("plan", "planner_sample:model", "--ranks", 2, "--batch", 128, "-o", "plan.json")
     assert found.exit_code == 0, found.output
@@ -97,6 +110,10 @@ def test_explain_prices_ten_thousand_ranks(run):
         (("", ""), ("--memory", "9MB"), "would do"),
         (("", ""), ("--memory", "much"), "80GB"),
         (("", ""), ("--hosts", "3"), "hosts"),
+        (("", ""), ("--seconds", "nan"), "seconds is a number from 0 on"),
+        (("", ""), ("--gap", "-1"), "gap is a number from 0 on"),
+        (("", ""), ("--html", "nowhere/page.html"), "no folder for 'nowhere/page.html'"),
+        (("", ""), ("--exchange-dtype", "int8"), "bfloat16"),
         (("", ""), ("--compare", "other.toml"), "does not fit the tables"),
         (("", ""), ("--constants", "tables.toml"), "holds no constants"),
         (("", ""), ("--sample", "planner_sample.py:nothing"), "no callable"),
@@ -111,6 +128,15 @@ def test_bad_input_is_a_clear_error_and_writes_nothing(run, change, words, messa
     assert found.exit_code == 2, found.output
     assert message in found.output.replace("\n", " ")
     assert not Path("plan.toml").exists()
+
+
+def test_it_says_why_the_plan_is_not_table_wise(run):
+    found = run("plan", "tables.toml", "--ranks", 4, "--memory", "20MB")
+    assert "which does not fit into memory; this plan takes" in " ".join(found.output.split())
+    forced = TABLES.replace("dim = 64", 'dim = 64\nkinds = ["data_parallel"]')
+    Path("tables.toml").write_text(forced)
+    found = run("plan", "tables.toml", "--ranks", 4)
+    assert "which was ruled out for 'user'; this plan takes" in " ".join(found.output.split())
 
 
 def test_targets_that_hold_no_tables(run):

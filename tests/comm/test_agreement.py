@@ -19,7 +19,8 @@ from shardwise.comm.agreement import (
 )
 from shardwise.core.mesh import grid_of
 from shardwise.debug import CommDebugMode
-from shardwise.errors import BatchError, IdRangeError
+from shardwise.errors import BatchError, CollectiveError, IdRangeError
+from shardwise.testing import Corrupt
 
 
 @pytest.fixture(params=[(4,), (2, 2)], ids=str)
@@ -125,3 +126,12 @@ def test_with_another_default_device(grid):
     with torch.device("meta"):
         agree(grid, "x", "y")
         assert gather_texts(grid, "x", str) == ["0", "1", "2", "3"]
+
+
+@pytest.mark.parametrize("bit", [0, 40, 62, 63, 64, 130])
+def test_what_arrives_damaged_is_said(bit):
+    """A status or a digest that was changed on its way: an error of ours, on all ranks alike."""
+    with shardwise.simulate(4, faults=[Corrupt(2, at=0, bit=bit)]):
+        grid = grid_of(shardwise.init_device_mesh("cpu", (4,)))
+        with pytest.raises(CollectiveError, match="the plan arrived changed"):
+            agree(grid, "the plan", "one line")

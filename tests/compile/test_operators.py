@@ -1,6 +1,6 @@
 """Operators whose compiled code once differed from eager code, found by the compiled sweep.
 
-The whole table is a command: `python -m shardwise.testing.op_sweep --compiled`.
+The whole table is a command: `python -m tests.op_sweep --compiled`.
 """
 
 import pytest
@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 
 from shardwise import Replicate, Shard, distribute_tensor
-from shardwise.testing.op_sweep.play import Compiler, play_compiled
-from shardwise.testing.op_sweep.table import operators
+from tests.op_sweep.play import Compiler, play_compiled
+from tests.op_sweep.table import operators
 
 pytestmark = pytest.mark.slow
 

@@ -38,8 +38,6 @@ def lookup(ids, table):
     return (rows.redistribute(placements=[R]) * 2).square().sum()
 
 
-# Torch's Adagrad does not say whether indices are to be checked.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
 def test_gradients_are_those_of_eager_code(pair, backend):
     """Class, rows, values and collectives; added up over two backwards, and used by optimizers."""
@@ -129,8 +127,6 @@ def test_a_graph_breaks_where_a_sparse_gradient_comes_in(pair):
         assert torch.equal(one.full_tensor().agreed(), other.full_tensor().agreed())
 
 
-# Torch's Adagrad does not say whether indices are to be checked.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")
 def test_a_whole_step(pair):
     """Torch breaks the graph at `backward()` and in `step`; what runs there is left as it is."""
     start = torch.randn(11, 6)

@@ -122,14 +122,32 @@ def test_sizes_that_say_nothing_are_dropped(square):
         ([Replicate(), Shard(-3)], r"Shard\(-3\) on axis 'cols' is out of range"),
         ([Shard(0, sizes=(4,)), Replicate()], "1 sizes, but axis 'rows' has 2"),
         ([Shard(0, sizes=(4, 1)), Replicate()], "add up to 5, but dim 0 .* has size 4"),
-        ([Shard(0), Shard(0, sizes=(1, 3))], "outermost axis"),
-        ([Shard(0), Shard(0, sizes=(1, 1))], "outermost axis"),
-        ([Shard(0), Shard(0, sizes=(2, 2))], "outermost axis"),
+        ([Shard(0), Shard(0, sizes=(1, 3))], "inside another split of dim 0, of size 4"),
+        ([Shard(0), Shard(0, sizes=(2, 2))], "inside another split of dim 0, of size 4"),
+        ([Shard(0, sizes=(1, 3)), Shard(0, sizes=(1, 0))], "inside another split of dim 0"),
     ],
 )
 def test_placements_that_do_not_fit_are_refused(square, placements, match):
     with pytest.raises(shardwise.LayoutError, match=match):
         placed(placements, (4, 6), square)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_sizes_inside_an_even_split(square, order):
+    """The ranks of one axis hold the same number of rows, which the other splits unevenly."""
+    placements = [Shard(0), Shard(0)]
+    placements[order[1]] = Shard(0, sizes=(2, 0))
+    x = torch.arange(24.0).view(4, 6)
+    found = shardwise.distribute_tensor(x, square, [Replicate(), Replicate()]).redistribute(
+        placements=placements, order=order
+    )
+    assert found.placements == tuple(placements)
+    assert torch.equal(found.full_tensor().agreed(), x)
+    assert torch.equal((found * found).full_tensor().agreed(), x * x)
+    assert (found * found).placements == found.placements
+    torch.testing.assert_close(torch.linalg.vector_norm(found).full_tensor().agreed(), x.norm())
+    even = [Shard(0), Shard(0, sizes=(1, 1))]
+    assert found.redistribute(placements=even).placements == (Shard(0), Shard(0))
 
 
 def test_a_dim_out_of_range_of_a_scalar_is_refused(mesh):

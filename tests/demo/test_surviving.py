@@ -23,7 +23,7 @@ from shardwise.errors import LaunchError
 
 pytestmark = pytest.mark.processes
 
-NUM_STEPS, EVERY, RANKS = 60, 3, 4
+NUM_STEPS, EVERY, RANKS = 60, 3, 2
 SEED = 11
 
 
@@ -66,7 +66,7 @@ class KillDuringSave(KillAtStep):
     def _watch(self):
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            if list(self.folder.glob(".step-*.half")):
+            if list(self.folder.glob(".step-*.half-*")):
                 time.sleep(self.delay_s)
                 kill_rank(self.rank)
                 return

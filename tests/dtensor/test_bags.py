@@ -217,3 +217,21 @@ def test_plain_offsets_are_refused(mesh):
         F.embedding_bag(ids, weight, torch.tensor([0, 1]))
     with pytest.raises(shardwise.MixedTensorsError, match="indices"):
         F.embedding_bag(torch.zeros(2, 2, dtype=torch.long), weight)
+
+
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("written", ["ids", "offsets"])
+def test_backward_refuses_what_a_write_changed_in_the_bags(mode, written):
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        table = shardwise.distribute_tensor(torch.randn(4, 2), mesh, [shardwise.Shard(0)])
+        table.requires_grad_()
+        given = {"ids": torch.tensor([0, 1, 2, 1]), "offsets": torch.tensor([0, 2])}
+        whole = {
+            name: shardwise.distribute_tensor(x, mesh, [shardwise.Replicate()])
+            for name, x in given.items()
+        }
+        out = F.embedding_bag(whole["ids"], table, whole["offsets"], mode=mode)
+        whole[written].fill_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

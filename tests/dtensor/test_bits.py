@@ -127,6 +127,17 @@ def test_sgn(mesh, placement, sgn, dtype):
         torch.testing.assert_close(whole(distributed.detach()), plain.detach())
 
 
+@pytest.mark.parametrize("written", [0, 1], ids=["operand", "result"])
+def test_sgn_keeps_what_one_device_keeps(mesh, written):
+    x = distribute_tensor(torch.randn(4, 3), mesh, [Shard(0)]).requires_grad_()
+    operand = x * 1
+    kept = (operand, torch.sgn(operand))
+    with torch.no_grad():
+        kept[written].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept[1].sum().backward()
+
+
 def test_sgn_of_zeros_and_integers(mesh):
     x = torch.tensor([-3, 0, 5])
     assert torch.equal(whole(torch.sgn(distribute_tensor(x, mesh, [Shard(0)]))), x.sgn())

@@ -1,5 +1,7 @@
 """How DTensors are made, and modules distributed."""
 
+import warnings
+
 import pytest
 import torch
 from by_hand import value
@@ -111,7 +113,7 @@ def test_it_makes_a_leaf(mesh):
     assert x.is_leaf
     assert x.requires_grad
     with pytest.raises(RuntimeError, match="detach"):
-        shardwise.distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)])
+        shardwise.distribute_tensor(torch.ones(4, requires_grad=True) * 2, mesh, [Shard(0)] * 2)
 
 
 def test_a_dtensor_comes_back_where_it_lies_already(mesh):
@@ -233,8 +235,36 @@ def test_input_and_output_functions(mesh):
     torch.testing.assert_close(layer(x).agreed(), expected)
 
 
+def test_functions_without_the_module_are_deprecated(mesh):
+    layer, x = torch.nn.Linear(3, 2), torch.randn(5, 3)
+    expected = layer(x)
+    with pytest.warns(FutureWarning, match=r"write input_fn\(module, inputs, mesh\)"):
+        shardwise.distribute_module(
+            layer,
+            mesh,
+            input_fn=lambda inputs, mesh: shardwise.distribute_tensor(inputs[0], mesh, [Shard(0)]),
+        )
+    with pytest.warns(FutureWarning, match=r"write output_fn\(module, outputs, mesh\)"):
+        shardwise.distribute_module(
+            layer, mesh, output_fn=lambda outputs, mesh: outputs.full_tensor()
+        )
+    torch.testing.assert_close(layer(x), expected)
+
+
 def test_tied_parameters_stay_tied(mesh):
     model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
     model[1].weight = model[0].weight
     shardwise.distribute_module(model, mesh)
     assert model[0].weight is model[1].weight
+
+
+def test_quantized_tensors_are_refused():
+    with warnings.catch_warnings():  # torch announces from 2.12 on that it will drop them
+        warnings.simplefilter("ignore")
+        quantized = torch.quantize_per_tensor(torch.randn(4, 4), 0.1, 0, torch.qint8)
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        for make in (shardwise.distribute_tensor, shardwise.DTensor.from_local):
+            for placement in (Shard(0), Replicate()):
+                with pytest.raises(shardwise.UnsupportedError, match=r"scale.*x\.int_repr\(\)"):
+                    make(quantized, mesh, [placement])

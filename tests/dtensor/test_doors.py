@@ -108,6 +108,13 @@ def test_run_check_compares_dtypes(mesh):
         DTensor.from_local(mixed, mesh, [Shard(0)], run_check=True)
 
 
+def test_run_check_compares_strides(mesh):
+    square = torch.arange(4.0).view(2, 2)
+    turned = LocalTensor.per_rank(lambda rank: square.t() if rank == 1 else square)
+    with pytest.raises(ValueError, match="stride"):
+        DTensor.from_local(turned, mesh, [Shard(0)], run_check=True)
+
+
 def test_only_run_check_communicates(mesh):
     local = LocalTensor.per_rank(lambda rank: torch.ones(2))
     with CommDebugMode() as comm:
@@ -269,3 +276,16 @@ def test_gradients_of_sums_over_local_tensors_are_added_up(mesh):
     for _ in range(2):
         x.to_local().sum().backward()
     assert x.grad.full_tensor().agreed().tolist() == [[2.0, 2.0]] * 4
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1), Partial()], ids=repr)
+def test_the_gradient_of_a_transposed_view_may_lie_otherwise(mesh, placement):
+    """Its strides are those of its layout: a view of it, as backward of `reshape` makes, fits."""
+    weights, grads = torch.randn(2, 3, 2, 2), []
+    whole = torch.randn(6, 4)
+    for x in (whole.clone(), lay(whole, mesh, [placement])):
+        turned = x.requires_grad_().reshape(2, 2, 3, 2).transpose(1, 2)
+        read = turned if x.__class__ is torch.Tensor else turned.full_tensor()
+        (read.sin() * weights).sum().backward()
+        grads.append(x.grad)
+    torch.testing.assert_close(value(grads[1]), grads[0])

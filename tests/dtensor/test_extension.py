@@ -158,7 +158,7 @@ def test_local_map_of_uneven_parts_knows_the_whole_shape(mesh):
 def test_local_map_moves_inputs_when_asked(mesh):
     options = {"out_placements": [Shard(0)], "in_placements": ([Shard(0)],)}
     x = distribute_tensor(torch.randn(4, 4), mesh, [Shard(1)])
-    with pytest.raises(ValueError, match=r"Argument 0 of .*redistribute_inputs=True"):
+    with pytest.raises(ValueError, match=r"Argument 0 of .*set redistribute_inputs=True"):
         shardwise.local_map(torch.neg, **options)(x)
     found = shardwise.local_map(torch.neg, **options, redistribute_inputs=True)(x)
     torch.testing.assert_close(whole(found), -whole(x))

@@ -6,6 +6,7 @@ from torch.nn import functional as F
 
 import shardwise
 from shardwise import Replicate, Shard
+from shardwise.dtensor.fallback import DECOMPOSITIONS
 
 CALLS = {
     "mse_loss": F.mse_loss,
@@ -40,6 +41,25 @@ def test_losses_and_others_give_the_numbers_of_one_device(mesh, name, placement)
     torch.testing.assert_close(found.full_tensor().detach().agreed(), expected.detach())
     for leaf, one in zip(sharded, alone, strict=True):
         torch.testing.assert_close(leaf.grad.full_tensor().agreed(), one.grad)
+
+
+@torch.library.custom_op("shardwise_tests::gelu_of", mutates_args=())
+def gelu_of(x: torch.Tensor) -> torch.Tensor:
+    return F.gelu(x)
+
+
+def test_what_the_backend_has_no_kernel_for_is_its_own_error(mesh, monkeypatch):
+    """In an op that is decomposed too, where it could be taken for a missing rule."""
+    op = torch.ops.shardwise_tests.gelu_of.default
+    monkeypatch.setitem(DECOMPOSITIONS, op, F.gelu)
+    whole = torch.ones(4, 4)
+    x = shardwise.distribute_tensor(whole, mesh, [Shard(0)])
+    torch.testing.assert_close(op(x).full_tensor(), F.gelu(whole))
+    with pytest.raises(NotImplementedError) as alone:
+        op(whole.long())
+    with pytest.raises(NotImplementedError) as found:
+        op(x.long())
+    assert str(found.value) == str(alone.value)
 
 
 @pytest.mark.parametrize("make", [torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop])

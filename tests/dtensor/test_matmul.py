@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
-from shardwise.testing.op_sweep.ways import laid_out
+from shardwise.testing.ways import laid_out
 
 pytestmark = pytest.mark.slow
 
@@ -238,3 +238,37 @@ def test_a_layer_that_only_learns_its_bias_keeps_nothing_for_backward():
         out.sum().backward()
         out.sum().backward()  # as on one device, where nothing was freed
         assert_close(bias.grad.full_tensor(), torch.full((4,), 8.0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("x", "stack", "out"),
+    [
+        (Replicate(), Shard(2), Shard(1)),
+        (Shard(1), Shard(1), Partial()),
+        (Replicate(), Replicate(), Replicate()),
+        (Shard(0), Replicate(), Replicate()),  # groups may lie on several ranks: gathered
+    ],
+)
+def test_products_of_groups(x, stack, out, dtype):
+    """Groups of rows, each with a matrix of its own, and the gradients."""
+    torch.manual_seed(0)
+    ends = torch.tensor([4, 4, 10, 16], dtype=torch.int32)
+    given = [torch.randint(-2, 3, s).to(dtype) for s in ((16, 32), (4, 32, 32))]
+    grad = torch.randint(-1, 2, (16, 32)).to(dtype)
+    alone = [g.clone().requires_grad_() for g in given]
+    expected = torch.ops.aten._grouped_mm(*alone, ends)
+    expected.backward(grad)
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        laid = [
+            shardwise.distribute_tensor(g, mesh, [p]).requires_grad_()
+            for g, p in zip(given, (x, stack), strict=True)
+        ]
+        where = shardwise.distribute_tensor(ends, mesh, [Replicate()])
+        found = torch.ops.aten._grouped_mm(*laid, where)
+        assert found.placements == (out,)
+        found.backward(shardwise.distribute_tensor(grad, mesh, [Replicate()]))
+        torch.testing.assert_close(found.full_tensor().agreed(), expected, rtol=0, atol=0)
+        for many, one in zip(laid, alone, strict=True):
+            torch.testing.assert_close(many.grad.full_tensor().agreed(), one.grad, rtol=0, atol=0)

@@ -521,6 +521,17 @@ def test_bounds_of_rrelu_that_torch_refuses(mesh):
         F.rrelu(x, 0.5, 0.1)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_backward_refuses_what_a_write_changed_in_the_input_of_rrelu(mesh, inplace):
+    for placement in (Replicate(), Shard(0), Partial()):
+        x = shardwise.distribute_tensor(torch.randn(4, 3), mesh, [placement])
+        x = x.requires_grad_() * 1
+        made = F.rrelu(x, training=True, inplace=inplace)
+        x.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            made.sum().backward()
+
+
 # -- dropout in training ---------------------------------------------------------------------
 
 

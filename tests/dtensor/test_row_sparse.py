@@ -68,8 +68,6 @@ OPTIMIZERS = {
 }
 
 
-# Torch's own Adagrad makes sparse tensors without saying whether to check them.
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize(("placements", "ids_placements"), LINE, ids=str)
 def test_training(mesh, placements, ids_placements, optimizer):
@@ -91,7 +89,6 @@ def test_training(mesh, placements, ids_placements, optimizer):
     torch.testing.assert_close(value(sharded.detach()), one.detach())
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_table_that_all_ranks_share_is_stepped_once(mesh, optimizer):
     """In a simulated world it may be stored once, while each rank has a gradient of its own."""

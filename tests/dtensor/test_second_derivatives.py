@@ -269,3 +269,22 @@ def test_a_gradient_has_a_graph_where_one_device_has_one(mesh, norm, needs):
         grads = torch.autograd.grad(loss, wanted, create_graph=True, allow_unused=True)
         found.append([g is not None and g.requires_grad for g in grads])
     assert found[0] == found[1]
+
+
+def test_batch_norm_with_a_bias_alone(mesh):
+    """Torch's own second backward leaves the bias out where there is no weight."""
+    x, bias = torch.randn(4, 3, dtype=torch.float64), torch.randn(3, dtype=torch.float64)
+
+    def penalty(out, bias):
+        (grad,) = torch.autograd.grad(out.sin().sum(), bias, create_graph=True)
+        return grad.square().sum()
+
+    alone = leaf(bias)
+    scale = (x.var(0, unbiased=False) + 1e-5).rsqrt()
+    penalty((x - x.mean(0)) * scale + alone, alone).backward()
+
+    ours = shardwise.distribute_tensor(bias, mesh, [Replicate()]).requires_grad_()
+    parts = shardwise.distribute_tensor(x, mesh, [Shard(0)])
+    out = F.batch_norm(parts, None, None, bias=ours, training=True)
+    penalty(out, ours).full_tensor().backward()
+    torch.testing.assert_close(ours.grad.full_tensor().agreed(), alone.grad)

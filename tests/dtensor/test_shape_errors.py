@@ -104,3 +104,26 @@ def test_a_bilinear_map_of_nothing_is_refused_as_on_one_device(mesh):
     nobody = [torch.zeros(0, 3), torch.zeros(0, 2), torch.zeros(4, 3, 2)]
     found = F.bilinear(*(distribute_tensor(x, mesh, [Replicate()]) for x in nobody))
     assert found.shape == F.bilinear(*nobody).shape
+
+
+WHOLE = {
+    "smooth_l1_loss": lambda x: F.smooth_l1_loss(x, x),
+    "huber_loss": lambda x: F.huber_loss(x, x),
+    "soft_margin_loss": lambda x: F.soft_margin_loss(x, x),
+    "logsigmoid": F.logsigmoid,
+    "hardswish": F.hardswish,
+    "glu": lambda x: F.glu(x, 0),
+    "prelu": lambda x: F.prelu(x, x[0]),
+    "rms_norm": lambda x: F.rms_norm(x, (12,)),
+}
+
+
+@pytest.mark.parametrize("name", WHOLE)
+def test_integers_are_refused_where_one_device_has_no_kernel_for_them(mesh, name):
+    whole = torch.arange(48).view(4, 12)
+    with pytest.raises(Exception) as expected:  # noqa: PT011
+        WHOLE[name](whole)
+    for placement in (Replicate(), Shard(0), Shard(1)):
+        x = distribute_tensor(whole, mesh, [placement])
+        with pytest.raises(type(expected.value), match=r"implemented|cast"):
+            WHOLE[name](x)

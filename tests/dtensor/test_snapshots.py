@@ -249,6 +249,7 @@ def test_inside_a_compiled_region(mesh):
     torch.testing.assert_close(whole(x), numbers() + 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh_shape", [(2,), (4,), (2, 2)], ids=str)
 @pytest.mark.parametrize("start", range(0, 120, 30))
 def test_random_programs_read_what_one_device_reads(mesh_shape, start):

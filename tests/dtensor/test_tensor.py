@@ -184,6 +184,30 @@ def test_a_pickle_needs_a_world_that_is_large_enough():
         pickle.loads(saved)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda held, mesh, layout: (("simulated", [p[:1] for p in held[1]], *held[2:]), layout),
+        lambda held, mesh, layout: (("simulated", [p.int() for p in held[1]], *held[2:]), layout),
+        lambda held, mesh, layout: (("simulated", held[1], held[2], [9] * 4), layout),
+        lambda held, mesh, layout: (("simulated", held[1][:1], held[2][:1], [0]), layout),
+        lambda held, mesh, layout: (held, (*layout[:2], (80,), *layout[3:])),
+        lambda held, mesh, layout: (held, ((Shard(3),), *layout[1:])),
+        lambda held, mesh, layout: (held, ((Replicate(), Replicate()), *layout[1:])),
+        lambda held, mesh, layout: (held, (*layout[:2], (-8,), *layout[3:])),
+        lambda held, mesh, layout: (held, (*layout[:3], (1, 1), layout[4])),
+    ],
+    ids=["shapes", "dtypes", "places", "ranks", "size", "dim", "axes", "negative", "strides"],
+)
+def test_a_pickle_that_contradicts_itself_is_refused(mesh, change):
+    x = lay(torch.arange(8.0), mesh, [Shard(0)])
+    rebuild, (held, grid, layout, *rest) = x.__reduce_ex__(2)
+    assert torch.equal(value(rebuild(held, grid, layout, *rest)), torch.arange(8.0))
+    held, layout = change(held, grid, layout)
+    with pytest.raises(shardwise.LayoutError):
+        rebuild(held, grid, layout, *rest)
+
+
 def test_torch_save_goes_round(mesh):
     file = io.BytesIO()
     torch.save(sharded_linear(mesh).state_dict(), file)
@@ -218,6 +242,19 @@ def test_plain_tensors_are_refused(mesh):
         with pytest.raises(shardwise.MixedTensorsError, match=r"shape \(4,\).*distribute_tensor"):
             call()
     assert torch.equal(value(x + torch.tensor(2.0)), torch.full((4,), 3.0))
+
+
+def test_sizes_are_compared_with_a_plain_tensor(mesh):
+    x = shardwise.distribute_tensor(torch.ones(4, 2), mesh, [Shard(0)])
+    assert torch.ones(4, 2).is_same_size(x)
+    assert x.is_same_size(x)
+    assert not x.is_same_size(torch.ones(1, 2))
+
+
+def test_a_plain_target_is_told_of_loss_parallel(mesh):
+    logits = shardwise.distribute_tensor(torch.randn(4, 8), mesh, [Shard(1)])
+    with pytest.raises(NotImplementedError, match=r"^cross_entropy or nll_loss got.*loss_parallel"):
+        torch.nn.functional.cross_entropy(logits, torch.arange(4))
 
 
 def test_two_meshes_do_not_mix(mesh):
@@ -362,3 +399,16 @@ def test_a_number_of_a_wider_type_does_not_reduce_a_sum(mesh):
     assert (x * wide).placements == (Partial(),)
     assert (x.double() * wide).placements == (Partial(),)
     assert (x.sum() * x.new_ones(3).long()).placements == (Partial(),)
+
+
+def test_a_dim_of_size_1_is_not_split():
+    """One rank would compute all of it, while the others wait."""
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        x = shardwise.ones(1, 8, 16, device_mesh=mesh, placements=[Shard(2)])
+        assert x.softmax(2).placements == (Shard(1),)
+        assert x[:, 0].softmax(1).placements == (Replicate(),)
+        # Where it is split already, it stays.
+        alone = shardwise.ones(1, 8, device_mesh=mesh, placements=[Shard(0)])
+        whole = shardwise.ones(1, 8, device_mesh=mesh, placements=[Replicate()])
+        assert (alone + whole).placements == (Shard(0),)

@@ -92,6 +92,15 @@ def test_the_gradient_of_a_slice_goes_where_it_came_from(mesh):
     assert torch.equal(x.grad.full_tensor().agreed(), alone.grad)
 
 
+def test_a_dim_of_size_1_that_stays_sends_nothing(mesh):
+    x = shardwise.distribute_tensor(torch.arange(8.0).view(1, 8), mesh, [Shard(0)])
+    with CommDebugMode() as comm:
+        y = x.view(1, 2, 4)
+    assert comm.get_total_counts() == 0
+    assert y.placements == (Shard(0),)
+    assert torch.equal(y.full_tensor().agreed(), torch.arange(8.0).view(1, 2, 4))
+
+
 def test_split_and_cat_undo_each_other(mesh):
     whole = torch.arange(20.0).view(5, 4)
     x = lay(whole, mesh, Shard(0))

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Partial, Replicate, Shard, UnsupportedError
 from shardwise.dispatch import infer
-from shardwise.testing.op_sweep.ways import laid_out
+from shardwise.testing.ways import laid_out
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(0, (0, 5, 0, 0)), Partial()]
 
@@ -391,6 +391,17 @@ def test_a_leaf_that_is_in_use_is_not_turned(mesh, use):
     assert leaf.shape == (3, 4)
 
 
+def test_a_tensor_that_is_in_use_and_retains_its_gradient_is_not_turned(mesh):
+    x = lay(torch.randn(4, 3), mesh, Shard(0)).requires_grad_() * 1
+    used, version = x.clamp(-1, 1), x._version
+    x.retain_grad()
+    with pytest.raises(UnsupportedError, match="retains its gradient"):
+        x.t_()
+    assert (x.shape, x._version) == ((4, 3), version)
+    del used
+    assert x.t_().shape == (3, 4)
+
+
 @pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(2)], ids=repr)
 def test_torch_s_own_code_turns_tensors_too(mesh, placement):
     """It knows them by no name in Python."""
@@ -552,23 +563,45 @@ def test_a_write_to_a_turned_tensor_keeps_nothing_for_backward(mesh):
     torch.testing.assert_close(value(found[1]), found[0])
 
 
-@pytest.mark.parametrize("read", ["full_tensor", "to_local"])
-@pytest.mark.parametrize(
-    "write",
-    [
-        lambda x: x.mul_(2),
-        lambda x: x[:2].mul_(2),
-        lambda x: torch._foreach_mul_([x], 2.0),
-    ],
-    ids=["tensor", "view", "foreach"],
-)
-def test_backward_refuses_what_a_write_changed_in_a_tensor_that_was_handed_out(read, write):
+VIEWS = {
+    "itself": lambda x: x,
+    "rows": lambda x: x[:2],
+    "a row": lambda x: x[0],
+    "turned": lambda x: x.t(),
+    "flat": lambda x: x.view(-1),
+    "detached": lambda x: x.detach(),
+    "rows of detached": lambda x: x.detach()[:2],
+}
+LENT_WRITES = {
+    "tensor": lambda x: x.mul_(2),
+    "view": lambda x: x[:2].mul_(2),
+    "other view": lambda x: x[2:].t().mul_(2),
+    "detached": lambda x: x.detach().mul_(2),
+    "row of detached": lambda x: x.detach()[1].mul_(2),
+    "foreach": lambda x: torch._foreach_mul_([x], 2.0),
+    "index": lambda x: x.__setitem__(0, 1.0),
+    "data": lambda x: x.data.mul_(2),
+}
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(1)], ids=repr)
+@pytest.mark.parametrize("write", LENT_WRITES)
+@pytest.mark.parametrize("view", VIEWS)
+def test_backward_refuses_what_a_write_changed_in_a_tensor_that_was_handed_out(
+    view, write, placement
+):
+    """Of the tensor or a view, a snapshot too; not a write to `x.data`, as on one device."""
     with shardwise.simulate(2):
         mesh = shardwise.init_device_mesh("cpu", (2,))
-        leaf = shardwise.distribute_tensor(torch.randn(4, 4), mesh, [shardwise.Replicate()])
-        x = leaf.requires_grad_() * 1
-        y = getattr(x, read)().sin()
+        x = lay(torch.randn(4, 4), mesh, placement).requires_grad_() * 1
+        taken = VIEWS[view](x)
+        factor = torch.ones((), requires_grad=True)
+        kept = [(read() * factor).sum() for read in (taken.to_local, taken.full_tensor)]
         with torch.no_grad():
-            write(x)
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            y.sum().backward()
+            LENT_WRITES[write](x)
+        for number, y in enumerate(kept):
+            if write == "data" or (number and placement != Replicate()):
+                y.backward(retain_graph=True)  # full_tensor() gathers into new memory
+                continue
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                y.backward()

@@ -21,7 +21,7 @@ class Recommender(torch.nn.Module):
         super().__init__()
         self.bags = cases.make(output="tensor", optimizer=optimizer, **options)
         if plan is not None:
-            self.bags.shard(shardwise.init_device_mesh("cpu", (4,)), plan)
+            self.bags.shard(shardwise.init_device_mesh("cpu", (dist.get_world_size(),)), plan)
         torch.manual_seed(1)
         self.dense = torch.nn.Linear(42, 3)
 
@@ -77,7 +77,7 @@ def train(model, run, per_step, torch_optimizer=None):
 
 
 def trained_compiled(plan, optimizer, torch_optimizer, backend, sizes):
-    """In four gloo processes: tables after a step for each number of bags, the number of graphs,
+    """In gloo processes: tables after a step for each number of bags, the number of graphs,
     and whether a step of compiled code communicates as an eager one does."""
     torch._dynamo.reset()
     model = Recommender(plan, optimizer)

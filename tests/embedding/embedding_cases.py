@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 import shardwise
 from shardwise import LocalTensor
+from shardwise.core.world import current_world
 from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Table
-from shardwise.embedding.exchange import step as one_step
+from shardwise.lookup import step as one_step
 
 TABLES = [
     Table("user", 11, 8),
@@ -37,6 +38,12 @@ PLANS = {
         "day": "data_parallel",
     },
     "few_columns": {"*": {"kind": "column_wise", "ranks": [0, 2]}},
+}
+#: As "mixed", for two ranks.
+MIXED_ON_TWO = {
+    **PLANS["mixed"],
+    "place": {"kind": "table_wise", "rank": 1},
+    "word": {"kind": "grid", "ranks": [1, 0]},
 }
 
 
@@ -93,6 +100,13 @@ def loss_of(outputs):
         return outputs.pow(2).sum()
     rows = [each if isinstance(each, torch.Tensor) else each.values for each in outputs.values()]
     return sum(each.pow(2).sum() for each in rows)
+
+
+def rows_of(outputs):
+    """The rows of each feature."""
+    return {
+        name: out if isinstance(out, torch.Tensor) else out.values for name, out in outputs.items()
+    }
 
 
 def train_alone(collection, per_step, torch_optimizer=None, reduction="mean"):
@@ -295,6 +309,29 @@ def trained_in_small_pieces(kind, num_steps):
         (loss_of(outputs[0]) + loss_of(outputs[1])).backward()
     one_step.CHUNK_NUMBERS, one_step.LARGE_BYTES = before
     return {name: whole(p.detach()) for name, p in collection.named_parameters()}
+
+
+#: Two features of one table, and one of another.
+REPEATING = [Table("pair", 40, 4, features=("left", "right")), Table("other", 24, 4)]
+
+
+def repeating(rank, num_different):
+    """48 bags of one id: per table, so many of a rank's ids are different."""
+    ids = torch.arange(16)
+    tables = [ids % num_different, ids % num_different, (ids + rank) % num_different]
+    return Jagged(("left", "right", "other"), torch.cat(tables), lengths=torch.ones(48).long())
+
+
+def step_of_repeated_ids(kind, plan, num_different):
+    """The rows, and the tables after a step."""
+    mesh = shardwise.init_device_mesh("cpu", (4,))
+    collection = make(kind, REPEATING, SGD(0.1)).shard(mesh, plan)
+    given = [repeating(rank, num_different) for rank in range(4)]
+    outputs = collection(spread(given) if current_world().simulated else given[dist.get_rank()])
+    loss_of(outputs).backward()
+    return rows_of(outputs) | {
+        name: p.detach().full_tensor() for name, p in collection.named_parameters()
+    }
 
 
 def of_equals(number, rank):

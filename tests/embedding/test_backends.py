@@ -1,16 +1,17 @@
 """Kernels behind the seam agree with each other, and with a loop over ids."""
 
 import embedding_cases as cases
+import numpy as np
 import pytest
 import torch
 from torch.testing import assert_close
 
-from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Run
-from shardwise.embedding.backends import by_row
-from shardwise.embedding.backends import torch_kernels as module
-from shardwise.embedding.backends.registry import make_backend
+from shardwise.embedding import SGD, Adagrad, Adam, Query, RowUpdate, RowWiseAdagrad, Runs
 from shardwise.embedding.stacks import states_like
 from shardwise.errors import ArgumentError
+from shardwise.lookup.backends import by_row
+from shardwise.lookup.backends import torch_kernels as module
+from shardwise.lookup.backends.registry import make_backend
 
 OPTIMIZERS = [SGD(0.1), Adagrad(0.1), Adam(0.1), RowWiseAdagrad(0.1)]
 each_optimizer = pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: type(o).__name__)
@@ -27,7 +28,7 @@ def query(weighted=False, pooled=True, runs=True):
     """Two tables of 6 and 4 rows in a stack; three bags for each, from two ranks."""
     ids = torch.tensor([5, 0, 5, 3, 7, 9, 0, 1, 0, 8, 8, 6], dtype=torch.int32)
     lengths = torch.tensor([3, 1, 1, 1, 0, 3, 2, 1], dtype=torch.int32)
-    tables = (Run(2, 0, 6), Run(2, 6, 4), Run(2, 0, 6), Run(2, 6, 4))
+    tables = Runs(np.array([[2, 2], [2, 2]]), np.array([0, 6]), np.array([6, 4]))
     return Query(
         ids,
         lengths if pooled else None,
@@ -70,11 +71,12 @@ def test_lookups_and_gradients(name, weighted, pooled):
 @each_optimizer
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("pooled", [False, True])
-@pytest.mark.parametrize(("product", "at_a_time"), [(False, 1), (True, 1), (True, 99)])
-def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, at_a_time):
+@pytest.mark.parametrize(("product", "all_rows", "at_a_time"), [(0, 0, 1), (8, 0, 1), (8, 8, 99)])
+def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, all_rows, at_a_time):
     """All ways of updating give what the optimizer makes of the gradient by hand."""
     backend, asked = backend_or_skip(name), query(weighted, pooled)
-    monkeypatch.setattr(module, "_ROWS_PER_ID", 8 if product else 0)
+    monkeypatch.setattr(module, "_ROWS_PER_ID", product)
+    monkeypatch.setattr(module, "_ROWS_PER_ID_SQUARED", all_rows)
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
     monkeypatch.setattr(by_row, "_PART_IDS", at_a_time)
     weight, grad = torch.randn(10, 4), torch.randn(asked.num_bags, 4)
@@ -128,11 +130,32 @@ def test_a_query_of_nothing(optimizer):
     assert torch.equal(backend.look_up(weight, nothing), torch.zeros(3, 4))
 
 
-def test_sorting_by_table_is_sorting_at_once():
-    asked, plain = query(), query(runs=False)
-    by_table, at_once = module.by_row(asked, 10), module.by_row(plain, 10)
-    for name in ("ids", "bags", "rows", "starts"):
-        assert getattr(by_table, name).tolist() == getattr(at_once, name).tolist()
+def test_tables_are_sorted_one_after_another(monkeypatch):
+    """With a part for each table; every row once, in order, with the bags that looked it up."""
+    monkeypatch.setattr(by_row, "_PART_IDS", 1)
+    asked = query()
+    [(*_, at_once)] = _sorted(query(runs=False))
+    parts = _sorted(asked)
+    assert [(first, last) for first, last, _ in parts] == [(0, 6), (6, 10)]
+    for name in ("rows", "bags"):
+        found = [
+            number + (first if name == "rows" else 0)
+            for first, _, looked_up in parts
+            for number in getattr(looked_up, name).tolist()
+        ]
+        assert found == getattr(at_once, name).tolist()
+
+
+def _sorted(asked):
+    return [(p.first_row, p.last_row, p.by_row(asked)) for p in by_row.in_parts(asked, 10)]
+
+
+def test_a_table_with_several_features_is_in_one_part(monkeypatch):
+    monkeypatch.setattr(by_row, "_PART_IDS", 1)
+    runs = Runs(np.array([[1, 1, 1]]), np.array([0, 0, 5]), np.array([5, 5, 5]))
+    lengths = torch.tensor([2, 1, 1], dtype=torch.int32)
+    asked = Query(torch.tensor([1, 2, 1, 7], dtype=torch.int32), lengths, None, runs)
+    assert [(first, last) for first, last, _ in _sorted(asked)] == [(0, 5), (5, 10)]
 
 
 def test_a_backend_of_ones_own(mesh):

@@ -2,10 +2,12 @@
 
 import copy
 import functools
+import sys
 
 import embedding_cases as cases
 import pytest
 import torch
+from programs import record
 from torch.testing import assert_close
 
 import shardwise
@@ -22,16 +24,15 @@ from shardwise.embedding import (
     Table,
     init_tables,
 )
+from shardwise.errors import ArgumentError
+from shardwise.lookup import messages
 
-# torch's own optimizers make sparse tensors without saying whether to check them.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-]
+pytestmark = pytest.mark.slow
 every_plan = pytest.mark.parametrize("plan", cases.PLANS.values(), ids=cases.PLANS)
 both_kinds = pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
 
 
+@functools.cache
 def steps(num, **options):
     return [[cases.batch(10 * s + r, **options) for r in range(4)] for s in range(num)]
 
@@ -187,23 +188,28 @@ def test_sum_of_losses(mesh):
 # -- training ----------------------------------------------------------------------------------
 
 
+FUSED = {
+    "SGD": SGD(0.1),
+    "Adagrad": Adagrad(0.1, weight_decay=0.01),
+    "Adam": Adam(0.05),
+    "RowWiseAdagrad": RowWiseAdagrad(0.1, weight_decay=0.01),
+}
+
+
+@functools.cache
+def trained_alone(num, kind=EmbeddingBagCollection, fused=None, ordinary=None, sparse=True):
+    """The tables that one device trains, which every plan is compared with."""
+    collection = cases.make(kind, optimizer=FUSED.get(fused), sparse=sparse)
+    return cases.train_alone(collection, steps(num), ordinary)
+
+
 @every_plan
 @both_kinds
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        SGD(0.1),
-        Adagrad(0.1, weight_decay=0.01),
-        Adam(0.05),
-        RowWiseAdagrad(0.1, weight_decay=0.01),
-    ],
-    ids=lambda o: type(o).__name__,
-)
+@pytest.mark.parametrize("optimizer", FUSED)
 def test_twenty_fused_steps(mesh, plan, kind, optimizer):
-    per_step = steps(20 if kind is EmbeddingBagCollection else 4)
-    alone = cases.make(kind, optimizer=optimizer)
-    sharded = cases.make(kind, optimizer=optimizer).shard(mesh, plan)
-    close(cases.train_sharded(sharded, per_step), cases.train_alone(alone, per_step))
+    num = 20 if kind is EmbeddingBagCollection else 4
+    sharded = cases.make(kind, optimizer=FUSED[optimizer]).shard(mesh, plan)
+    close(cases.train_sharded(sharded, steps(num)), trained_alone(num, kind, optimizer))
     assert all(parameter.grad is None for parameter in sharded.parameters())
 
 
@@ -215,20 +221,21 @@ def test_twenty_fused_steps(mesh, plan, kind, optimizer):
     ids=["SGD", "Adagrad"],
 )
 def test_twenty_steps_of_ordinary_optimizers(mesh, plan, sparse, torch_optimizer):
-    per_step = steps(20)
+    sharded = cases.make(sparse=sparse).shard(mesh, plan)
     close(
-        cases.train_sharded(cases.make(sparse=sparse).shard(mesh, plan), per_step, torch_optimizer),
-        cases.train_alone(cases.make(sparse=sparse), per_step, torch_optimizer),
+        cases.train_sharded(sharded, steps(20), torch_optimizer),
+        trained_alone(20, ordinary=torch_optimizer, sparse=sparse),
     )
+
+
+SPARSE_ADAM = functools.partial(torch.optim.SparseAdam, lr=0.05)
 
 
 @every_plan
 def test_twenty_steps_of_sparse_adam(mesh, plan):
-    adam = functools.partial(torch.optim.SparseAdam, lr=0.05)
-    per_step = steps(20)
     close(
-        cases.train_sharded(cases.make().shard(mesh, plan), per_step, adam),
-        cases.train_alone(cases.make(), per_step, adam),
+        cases.train_sharded(cases.make().shard(mesh, plan), steps(20), SPARSE_ADAM),
+        trained_alone(20, ordinary=SPARSE_ADAM),
     )
 
 
@@ -629,3 +636,135 @@ def test_a_row_of_a_table_follows_updates_in_backward():
         batch = Jagged(["f"], torch.tensor([0]), lengths=torch.tensor([1]))
         collection(batch)["f"].sum().backward()
         torch.testing.assert_close(row.full_tensor().agreed(), before - 1)
+
+
+@pytest.mark.parametrize("output", ["dict", "tensor"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("plan", ["row_wise", "grid", "mixed"])
+@pytest.mark.parametrize("fewer", [False, True])
+def test_rows_or_sums_of_bags(fewer, plan, weighted, output, mesh, monkeypatch):
+    """Whatever is exchanged, outputs and updates are those of one device."""
+    monkeypatch.setattr(messages, "rows_are_fewer", lambda *_: fewer)
+    given = cases.batch(5, weighted=weighted)
+    plain = cases.make(optimizer=SGD(0.1), output=output)
+    sharded = cases.make(optimizer=SGD(0.1), output=output).shard(mesh, cases.PLANS[plan])
+    found, expected = sharded(given), plain(given)
+    for one, other in zip(_parts(found), _parts(expected), strict=True):
+        assert_close(one.on_rank(3), other)
+    cases.loss_of(found).backward()
+    cases.loss_of(expected).backward()
+    for one, other in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert_close(cases.whole(one.detach()), other.detach())
+
+
+def _parts(outputs):
+    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs.values())
+
+
+def test_one_hot_ids_send_rows(mesh):
+    """A row per id, not one from each of four owners."""
+    tables = [Table("t", 8, 4)]
+    batch = Jagged.from_lists({"t": [[row] for row in range(8)]})
+    longer = Jagged.from_lists({"t": [[0, 1, 2, 3, 4, 5, 6, 7]] * 8})
+    sharded = cases.make(tables=tables, optimizer=SGD(0.1)).shard(mesh, "row_wise")
+    sent = []
+    for each in (batch, longer):
+        with CommDebugMode() as comm:
+            sharded(each)
+        sent += [event.num_bytes for event in comm.events if event.op == "rows of tables"]
+    assert sent == [8 * 4 * 4, 4 * 8 * 4 * 4]
+
+
+@both_kinds
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("plan", ["table_wise", "column_wise", "row_wise", "mixed"])
+def test_rows_and_gradients_travel_rounded(kind, dtype, plan, mesh):
+    """Each row that is sent is rounded once; of the gradients here only those of means change."""
+    plan, given = cases.PLANS[plan], cases.batch(3)
+    rounded = cases.make(kind, optimizer=SGD(0.1)).shard(mesh, plan, exchange_dtype=dtype)
+    exact = cases.make(kind, optimizer=SGD(0.1)).shard(mesh, plan)
+    magnitudes = cases.make(kind)
+    with torch.no_grad():
+        for parameter in magnitudes.parameters():
+            parameter.abs_()
+    outputs = [collection(given) for collection in (rounded, exact, magnitudes)]
+    differs = False
+    for feature in exact.features:
+        found, expected, most = (
+            out[feature] if kind is EmbeddingBagCollection else out[feature].values
+            for out in outputs
+        )
+        for rank in range(4):
+            error = (found.on_rank(rank) - expected.on_rank(rank)).abs()
+            # Half a unit in the last place, and what float32 sums may differ by.
+            assert (error <= most * (torch.finfo(dtype).eps / 2 + 1e-6)).all()
+            differs = differs or bool(error.any())
+    assert differs
+    for out in outputs[:2]:
+        parts = out.values() if kind is EmbeddingBagCollection else [o.values for o in out.values()]
+        sum(part.sum() for part in parts).backward()
+    for one, other in zip(rounded.parameters(), exact.parameters(), strict=True):
+        assert_close(one.full_tensor(), other.full_tensor(), atol=1e-3, rtol=0)
+
+
+@pytest.mark.parametrize("given", [torch.float32, torch.int16, "bfloat16"])
+def test_an_exchange_dtype_that_is_none(given, mesh):
+    with pytest.raises(ArgumentError, match="exchange_dtype is torch"):
+        cases.make().shard(mesh, "row_wise", exchange_dtype=given)
+
+
+@pytest.mark.parametrize("kind", ["table_wise", "column_wise", "row_wise"])
+def test_the_python_of_an_exchange_does_not_grow_with_tables(kind, mesh):
+    """Calls of functions in `lookup` during one step."""
+    calls = [_calls_of_a_step(kind, mesh, num_tables) for num_tables in (8, 64)]
+    assert calls[0] == calls[1] > 0
+
+
+def _calls_of_a_step(kind, mesh, num_tables):
+    tables = [cases.Table(f"t{i}", 16, 8) for i in range(num_tables)]
+    bags = EmbeddingBagCollection(tables, output="tensor", optimizer=SGD(0.1)).shard(mesh, kind)
+    lengths = torch.ones(num_tables * 2, dtype=torch.int64)
+    ids = torch.arange(num_tables * 2) % 16
+    batch = Jagged(bags.features, ids, lengths=lengths)
+    bags(batch)  # the parameters are compared with the stacks once
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        code = frame.f_code
+        of_exchange = "shardwise/lookup" in code.co_filename and "<" not in code.co_name
+        calls += event == "call" and of_exchange
+
+    before = sys.getprofile()
+    sys.setprofile(count)
+    try:
+        bags(batch).sum().backward()
+    finally:
+        sys.setprofile(before)
+    return calls
+
+
+@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise"])
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_rows_of_repeated_ids_are_sent_once(kind, plan):
+    """As many rows and gradients as a rank has different ids, and the numbers of one device."""
+    sent = {}
+    for num_different in (16, 4):
+        with shardwise.simulate(4):
+            events, held = record(cases.step_of_repeated_ids, kind, plan, num_different)
+        per_op = {event.op: event.num_bytes for event in events}
+        sent[num_different] = [per_op["rows of tables"], per_op["gradients of rows"]]
+        torch.manual_seed(0)
+        alone = cases.make(kind, cases.REPEATING, SGD(0.1))
+        batches = [cases.repeating(rank, num_different) for rank in range(4)]
+        for rank, each in enumerate(batches):
+            for name, rows in cases.rows_of(alone(each)).items():
+                assert_close(held[name][rank], rows)
+        for name, table in cases.train_alone(alone, [batches]).items():
+            assert_close(held[name][0], table)
+    # Bags of a table that is not split by rows are pooled by its owner: one row for each.
+    pooled = kind is EmbeddingBagCollection and plan != "row_wise"
+    share = 1 if pooled else 4
+    assert sent[16][1] == share * sent[4][1] > 0
+    if plan != "row_wise":  # rows are in one place, or in all
+        assert sent[16][0] == share * sent[4][0] > 0

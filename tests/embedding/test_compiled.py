@@ -24,7 +24,6 @@ pytestmark = [
     pytest.mark.slow,
     # torch's compiler reads the gradient of what enters a graph, whether it is a leaf or not.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
 ]
 TORCH_SGD = functools.partial(torch.optim.SGD, lr=0.1, foreach=False)
 
@@ -269,18 +268,19 @@ def test_what_is_not_in_a_graph(mesh):
 
 @pytest.mark.processes
 @pytest.mark.parametrize("fused", [SGD(0.1), None])
-def test_processes_train_alike(processes, fused):
+def test_processes_train_alike(two_processes, fused):
     of_torch = None if fused else TORCH_SGD
     alone = Recommender(optimizer=fused)
     optimizer = of_torch(alone.bags.parameters()) if of_torch else alone.bags.optimizer
     for number, num_bags in enumerate(SIZES):
         alone.zero_grad()
         with contextlib.nullcontext() if of_torch else optimizer.hold():
-            for rank in range(4):
-                (alone(cases.batch(10 * number + rank, num_bags)) / 4).backward()
+            for rank in range(2):
+                (alone(cases.batch(10 * number + rank, num_bags)) / 2).backward()
         optimizer.step()
-    program, plan = compiled_cases.trained_compiled, cases.PLANS["mixed"]
-    for tables, num_graphs, alike in processes(program, plan, fused, of_torch, "aot_eager", SIZES):
+    program, plan = compiled_cases.trained_compiled, cases.MIXED_ON_TWO
+    options = fused, of_torch, "aot_eager", SIZES
+    for tables, num_graphs, alike in two_processes(program, plan, *options):
         assert num_graphs == 2
         assert alike
         for name, expected in alone.bags.named_parameters():

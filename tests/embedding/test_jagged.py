@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch.testing import assert_close
 
-from shardwise.embedding import EmbeddingCollection, Jagged, Table
+import shardwise
+from shardwise import LocalTensor
+from shardwise.embedding import SGD, EmbeddingBagCollection, EmbeddingCollection, Jagged, Table
 from shardwise.errors import ArgumentError
 
 
@@ -101,3 +103,35 @@ def test_a_keyed_jagged_tensor_with_a_batch_of_its_own_for_each_feature():
 def test_a_strided_nested_tensor():
     with pytest.raises(ArgumentError, match=r"layout torch\.jagged"):
         Jagged.from_nested({"a": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    ("kind", "weighted"),
+    [(EmbeddingBagCollection, False), (EmbeddingBagCollection, True), (EmbeddingCollection, False)],
+)
+@pytest.mark.parametrize("plan", [None, "table_wise", "row_wise", "column_wise", "data_parallel"])
+def test_ids_after_the_last_bag_are_not_looked_up(kind, plan, weighted):
+    """A padded batch trains as the same batch without padding, gradients of weights included."""
+    tables = [Table("a", 7, 4), Table("b", 9, 4, pooling="mean"), Table("c", 5, 8)]
+    ids, lengths = torch.arange(10) % 5, torch.tensor([2, 1, 1, 2, 3, 1])
+    found = []
+    for num_more in (0, 5):
+        torch.manual_seed(0)
+        weights = torch.ones(10 + num_more, requires_grad=True) if weighted else None
+        more = torch.full((num_more,), 3)
+        given = torch.cat([ids, more])
+        batch = Jagged(list("abc"), given, lengths=lengths, weights=weights, padded=num_more > 0)
+        with shardwise.simulate(2):
+            collection = kind(tables, optimizer=SGD(0.1))
+            if plan is not None:
+                collection.shard(shardwise.init_device_mesh("cpu", (2,)), plan)
+            outputs = collection(batch).values()
+            rows = [x if isinstance(x, torch.Tensor) else x.values for x in outputs]
+            sum(x.pow(2).sum() for x in rows).backward()
+            values = [p if plan is None else p.full_tensor() for p in collection.parameters()]
+            found.append([x.agreed() if isinstance(x, LocalTensor) else x for x in values])
+        if weighted:
+            assert weights.grad.shape == weights.shape
+            assert not weights.grad[10:].any()
+    for mine, theirs in zip(*found, strict=True):
+        assert torch.equal(mine, theirs)

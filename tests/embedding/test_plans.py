@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from shardwise.debug import CommDebugMode
 from shardwise.embedding import SGD, Plan, RowWiseAdagrad, Table
-from shardwise.embedding.exchange.routing import Route
 from shardwise.embedding.plan import traffic
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.lookup.routing import Route
 
 TABLES = [Table("user", 10, 8), Table("item", 6, 4)]
 
@@ -109,14 +109,18 @@ def test_tables_without_a_rank_are_balanced():
 
 
 @pytest.mark.parametrize("plan", ["row_wise", "column_wise", "data_parallel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_described_bytes_are_those_that_are_sent(mesh, plan, dtype):
+@pytest.mark.parametrize(
+    ("dtype", "sent"),
+    [(torch.float32, None), (torch.bfloat16, None), (torch.float32, torch.float16)],
+)
+def test_described_bytes_are_those_that_are_sent(mesh, plan, dtype, sent):
     """Batches of one id per bag: with ids spread evenly, the description is exact."""
     tables = [Table(f"t{i}", 8, 4) for i in range(5)]
-    sharded = cases.make(tables=tables, optimizer=SGD(0.1), dtype=dtype).shard(mesh, plan)
+    sharded = cases.make(tables=tables, optimizer=SGD(0.1), dtype=dtype)
+    sharded.shard(mesh, plan, exchange_dtype=sent)
     batch = cases.Jagged.from_lists({f"t{i}": [[row] for row in range(8)] for i in range(5)})
     route = Route(Plan.of(plan).tiling(tables, 4), pooled=True)
-    expected = traffic(route, 8, 1, dtype.itemsize)[0]
+    expected = traffic(route, 8, 1, dtype.itemsize, (sent or dtype).itemsize)[0]
     with CommDebugMode() as comm:
         loss = cases.loss_of(sharded(batch))
         loss.backward()
@@ -143,5 +147,24 @@ def test_describe_of_a_collection(mesh):
     assert "grid: word" in text
     assert text.count("\n") == 2 + 4 + 5
     assert "squares" not in text
+    rounded = cases.make().shard(mesh, "row_wise", exchange_dtype=torch.float16).describe()
+    assert rounded.endswith("rows and gradients are sent as float16")
     squares = cases.make(optimizer=RowWiseAdagrad(0.1)).shard(mesh, cases.PLANS["mixed"]).describe()
     assert squares.endswith(", an all-reduce of squares of rows that are split by columns")
+
+
+@pytest.mark.parametrize("ending", ["toml", "json"])
+def test_a_plan_file_names_the_dtype_of_exchanges(mesh, tmp_path, ending):
+    file = tmp_path / f"plan.{ending}"
+    Plan({"*": "row_wise"}, exchange_dtype=torch.bfloat16).save(file)
+    plan = Plan.load(file)
+    assert plan.exchange_dtype == torch.bfloat16
+    sharded = cases.make().shard(mesh, file)
+    assert sharded.describe().endswith("rows and gradients are sent as bfloat16")
+    other = cases.make().shard(mesh, plan, exchange_dtype=torch.float16)
+    assert other.describe().endswith("rows and gradients are sent as float16")
+    with pytest.raises(ArgumentError, match="exchange_dtype is torch"):
+        cases.make(dtype=torch.bfloat16).shard(mesh, plan)
+    file.write_text(file.read_text().replace("bfloat16", "int8"))
+    with pytest.raises(LayoutError, match="exchange_dtype is one of bfloat16, float16"):
+        Plan.load(file)

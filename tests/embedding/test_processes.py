@@ -6,6 +6,7 @@ import re
 import embedding_cases as cases
 import pytest
 import torch
+from programs import record
 from torch.testing import assert_close
 
 import shardwise
@@ -145,3 +146,20 @@ def test_gradients_of_weights_where_they_are_wanted(processes):
         assert_close(found[rank], batch.weights.grad)
     assert found[0] is None
     assert found[2] is None
+
+
+@pytest.mark.parametrize("kind", [EmbeddingBagCollection, EmbeddingCollection])
+def test_repeated_ids_send_the_same_in_both_worlds(processes, kind):
+    sent = {}
+    for num_different in (16, 4):
+        args = cases.step_of_repeated_ids, kind, "row_wise", num_different
+        found = processes(record, *args)
+        with shardwise.simulate(4):
+            events, held = record(*args)
+        counted = ("rows of tables", "gradients of rows")
+        sent[num_different] = sum(e.num_bytes for each, _ in found for e in each if e.op in counted)
+        assert [e.num_bytes for e in found[0][0]] == [e.num_bytes for e in events]
+        for name, parts in held.items():
+            for rank in range(4):
+                assert_close(found[rank][1][name][0], parts[rank] if len(parts) == 4 else parts[0])
+    assert 4 * sent[4] == sent[16] > 0

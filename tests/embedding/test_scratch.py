@@ -3,8 +3,8 @@
 import torch
 
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
-from shardwise.embedding.exchange.scratch import Lent
-from shardwise.ops.lookup.row_gradients import add_distinct_rows
+from shardwise.lookup.optimizers import add_distinct_rows
+from shardwise.lookup.scratch import Lent
 
 
 def test_memory_is_lent_again_when_nobody_holds_it():

@@ -13,12 +13,12 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
     pytest.skip("needs Triton, and a GPU or TRITON_INTERPRET=1", allow_module_level=True)
 
-from shardwise.embedding.backends.backend import Query  # noqa: E402  (after the check for Triton)
-from shardwise.embedding.backends.by_row import products_of_rows  # noqa: E402
-from shardwise.embedding.backends.torch_kernels import TorchBackend  # noqa: E402
-from shardwise.embedding.backends.triton_kernels import TritonBackend  # noqa: E402
-from shardwise.embedding.optimizers import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad  # noqa: E402
 from shardwise.kernels import update  # noqa: E402
+from shardwise.lookup.backends.backend import Query  # noqa: E402  (after the check for Triton)
+from shardwise.lookup.backends.by_row import products_of_rows  # noqa: E402
+from shardwise.lookup.backends.torch_kernels import TorchBackend  # noqa: E402
+from shardwise.lookup.backends.triton_kernels import TritonBackend  # noqa: E402
+from shardwise.lookup.optimizers import SGD, Adagrad, Adam, RowUpdate, RowWiseAdagrad  # noqa: E402
 
 pytestmark = [] if INTERPRETED else [pytest.mark.gpu]
 DEVICE = "cpu" if INTERPRETED else "cuda"

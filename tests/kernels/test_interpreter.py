@@ -17,7 +17,7 @@ import torch
 
 pytestmark = pytest.mark.slow
 
-FILES = ("test_kernels.py", "test_backend.py", "test_sharded_bags.py")
+FILES = ("test_kernels.py", "test_backend.py", "test_sharded_bags.py", "test_one_rank.py")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels' own tests run on the GPU")

@@ -14,7 +14,6 @@ from torch.testing import assert_close
 import shardwise
 from shardwise import Replicate, Shard
 from shardwise.ops.lookup import fused_bags
-from shardwise.shard.lookup import bags
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if importlib.util.find_spec("triton") is None or not (torch.cuda.is_available() or INTERPRETED):
@@ -179,25 +178,3 @@ def test_a_module_steps_twice_the_same_in_every_bit(mesh, fused):
         results.append(whole(module.weight.detach()))
     assert torch.equal(*results)
     assert not torch.equal(results[0], start)
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-@pytest.mark.parametrize("mode", ["sum", "mean"])
-def test_a_block_of_a_sharded_module(fused, mode, sparse):
-    """What a rank of `shard_module` computes on its block, under torch's autograd."""
-    table = torch.randn(ROWS, COLUMNS, device=DEVICE)
-    ids, starts = torch.randint(0, ROWS, (12,), device=DEVICE), torch.tensor([0, 0, 9, 10])
-    starts = starts.to(DEVICE)
-    weights = torch.randn(12, device=DEVICE) if mode == "sum" else None
-    found = []
-    for dtype in (torch.float32, torch.float64):
-        drawn = [None if x is None else x.clone().to(dtype) for x in (table, weights)]
-        leaves = [None if x is None else x.requires_grad_() for x in drawn]
-        out = bags.lookup(leaves[0], ids, starts, mode, leaves[1], PADDING, sparse)
-        out.square().sum().backward()
-        grads = [leaves[0].grad.to_dense(), *([] if weights is None else [leaves[1].grad])]
-        found.append([out.detach().double(), *(grad.double() for grad in grads)])
-    for ours, expected in zip(*found, strict=True):
-        assert_close(ours, expected, rtol=1e-5, atol=1e-5)
-    wanted = {"sums", "row_grads" if sparse else "table_grad"}
-    assert wanted <= set(fused)

@@ -444,6 +444,9 @@ ON_GPU = {
     aten._fused_rms_norm_backward.default,
 }
 
+#: Of float8, which has no arithmetic to compare with: see tests/dtensor/test_float8.py.
+OF_FLOAT8 = {aten._scaled_mm.default}
+
 #: A hook for other devices, which torch has no kernel for.
 NOT_IN_TORCH = {
     aten._scaled_dot_product_fused_attention_overrideable.default,

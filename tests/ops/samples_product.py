@@ -13,9 +13,20 @@ def t(*shape: int) -> torch.Tensor:
     return torch.randn(shape, generator=_generator)
 
 
+def grouped_samples() -> list[Sample]:
+    """Two matrices are multiplied in backward of the first, the gradient of its stack."""
+    grouped, ends = aten._grouped_mm.default, torch.tensor([4, 4, 16], dtype=torch.int32)
+    return [
+        Sample(grouped, (t(16, 24), t(3, 24, 24), ends)),
+        Sample(grouped, (t(6, 24, 24), t(6, 24, 24))),
+        Sample(grouped, (t(3, 24, 24), t(24, 16), ends)),
+    ]
+
+
 def product_samples() -> list[Sample]:
     matmul = aten.matmul.default
     return [
+        *grouped_samples(),
         Sample(matmul, (t(5), t(5))),
         Sample(matmul, (t(3, 5), t(5))),
         Sample(matmul, (t(5), t(5, 4))),

@@ -66,3 +66,41 @@ def test_a_pointwise_result_is_that_of_one_device(
             found = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
             assert (found.shape, found.dtype) == (want.shape, want.dtype)
             assert found.stride() == want.stride() or not want.numel()
+
+
+#: Of `torch.logaddexp((4,), x)` and the like torch's shape function makes several ops.
+STRIDED = [aten.logaddexp.default, aten.xlogy.Tensor, aten.copysign.Tensor, aten.mul.Tensor]
+
+
+@pytest.mark.parametrize("op", [*STRIDED, aten.pow.Scalar, aten.sin.default], ids=str)
+def test_a_pointwise_result_has_the_memory_order_of_one_device(op: torch._ops.OpOverload) -> None:
+    turned = [
+        torch.ones(2, 3, 4).permute(order)[:, :, :wide]
+        for order in itertools.permutations(range(3))
+        for wide in (1, 4)
+    ]
+    rows = [torch.ones(size) for size in ((4,), (3, 1), (2, 1, 4))]
+    with shardwise.simulate(1):
+        grid = grid_of(shardwise.init_device_mesh("cpu", (1,)))
+
+        def layout(x: object) -> object:
+            if not isinstance(x, torch.Tensor):
+                return x
+            return make_layout(grid, (REPLICATE,), tuple(x.shape), x.stride(), x.dtype)
+
+        for x, y in [*itertools.product(turned, rows), *itertools.product(rows, turned)]:
+            args = {aten.pow.Scalar: (2.0, y), aten.sin.default: (y,)}.get(op, (x, y))
+            try:
+                one_device = op(*args)
+            except RuntimeError:  # the shapes do not broadcast
+                continue
+            (meta,), _ = infer_outputs(op, [layout(a) for a in args], {}, symbolic=False)
+            assert meta.shape == one_device.shape
+            places = [
+                (found, wanted)
+                for found, wanted, size in zip(
+                    meta.stride, one_device.stride(), meta.shape, strict=True
+                )
+                if size > 1
+            ]
+            assert all(found == wanted for found, wanted in places), args

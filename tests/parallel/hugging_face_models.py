@@ -8,9 +8,17 @@ import os
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import transformers
+from torch import nn
 
-from shardwise import Replicate
-from shardwise.parallel import PrepareModuleInput
+from shardwise import Replicate, Shard
+from shardwise.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 #: What the configs of all decoders with grouped heads have in common.
 SMALL = {
@@ -25,12 +33,17 @@ SMALL = {
 
 
 def llama(num_layers=2, **options):
-    config = transformers.LlamaConfig(**SMALL, num_hidden_layers=num_layers, **options)
+    config = transformers.LlamaConfig(**SMALL | options, num_hidden_layers=num_layers)
     plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
     plan["model.embed_tokens"] = "rowwise"
     if not config.tie_word_embeddings:
         plan["lm_head"] = "colwise_rep"
     return transformers.LlamaForCausalLM(config), plan
+
+
+def few_key_heads():
+    """Fewer key heads than ranks."""
+    return llama(num_key_value_heads=2)
 
 
 def llama_prepared(num_layers=2):
@@ -91,3 +104,183 @@ def mixtral(num_layers=2):
     plan = {f"model.{path}": word for path, word in words.items()}
     plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
     return transformers.MixtralForCausalLM(config), plan
+
+
+def _with_experts(config, model):
+    """The config's own plan for tensors, which splits packed stacks of experts."""
+    plan = {f"model.{path}": word for path, word in config.base_model_tp_plan.items()}
+    plan |= {"model.embed_tokens": "rowwise", "lm_head": "colwise_rep"}
+    return model(config), plan
+
+
+def mixtral_packed():
+    config = transformers.MixtralConfig(**SMALL, num_hidden_layers=2, num_local_experts=6)
+    return _with_experts(config, transformers.MixtralForCausalLM)
+
+
+def qwen3_moe():
+    sizes = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 8}
+    config = transformers.Qwen3MoeConfig(
+        **SMALL, **sizes, num_hidden_layers=2, mlp_only_layers=[1], norm_topk_prob=True
+    )
+    return _with_experts(config, transformers.Qwen3MoeForCausalLM)
+
+
+def deepseek_v3():
+    """The first layer is dense; the others have experts of their own and one that all share."""
+    config = transformers.DeepseekV3Config(
+        **SMALL | {"num_key_value_heads": 8},
+        num_hidden_layers=2,
+        first_k_dense_replace=1,
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        n_group=2,
+        topk_group=1,
+        moe_intermediate_size=12,
+        kv_lora_rank=8,
+        q_lora_rank=12,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+    )
+    return _with_experts(config, transformers.DeepseekV3ForCausalLM)
+
+
+def bert(num_layers=2):
+    """The decoder is tied to the embedding, and its bias to one of the head."""
+    config = transformers.BertConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        intermediate_size=44,
+        max_position_embeddings=64,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = "bert.encoder.layer.*"
+    plan = {f"{layer}.attention.self.{each}": "colwise" for each in ("query", "key", "value")}
+    plan |= {
+        f"{layer}.attention.output.dense": "rowwise",
+        f"{layer}.intermediate.dense": "colwise",
+        f"{layer}.output.dense": "rowwise",
+        "bert.embeddings.word_embeddings": "rowwise",
+    }
+    return transformers.BertForMaskedLM(config), plan
+
+
+class Encoder(nn.Module):
+    def __init__(self, layers, layernorm):
+        super().__init__()
+        self.layers, self.layernorm = layers, layernorm
+
+    def forward(self, hidden_states):
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return self.layernorm(hidden_states)
+
+
+class PatchLabels(nn.Module):
+    """A label for each patch of an image."""
+
+    def __init__(self, vit, num_labels):
+        super().__init__()
+        self.embeddings, self.encoder = vit.embeddings, Encoder(vit.layers, vit.layernorm)
+        self.head = nn.Linear(vit.config.hidden_size, num_labels)
+
+    def forward(self, pixel_values):
+        return self.head(self.encoder(self.embeddings(pixel_values)[:, 1:]))
+
+
+def vit(num_layers=2):
+    config = transformers.ViTConfig(
+        hidden_size=32,
+        num_hidden_layers=num_layers,
+        num_attention_heads=4,
+        intermediate_size=44,
+        image_size=16,
+        patch_size=4,
+        hidden_dropout_prob=0.0,
+        attention_probs_dropout_prob=0.0,
+    )
+    layer = "encoder.layers.*"
+    plan = {f"{layer}.attention.{each}_proj": "colwise" for each in "qkv"}
+    plan |= {
+        f"{layer}.attention.o_proj": "rowwise",
+        f"{layer}.mlp.fc1": "colwise",
+        f"{layer}.mlp.fc2": "rowwise",
+    }
+    return PatchLabels(transformers.ViTModel(config, add_pooling_layer=False), 61), plan
+
+
+#: Between the layers that are split by heads or columns, each rank has some positions.
+SOME, WHOLE = Shard(1), Replicate()
+GATHERED = PrepareModuleInput(
+    input_layouts=SOME, desired_input_layouts=WHOLE, use_local_output=True
+)
+GATHERED_BY_NAME = PrepareModuleInput(
+    input_kwarg_layouts={"hidden_states": SOME},
+    desired_input_kwarg_layouts={"hidden_states": WHOLE},
+    use_local_output=True,
+)
+SPLIT = PrepareModuleOutput(
+    output_layouts=WHOLE, desired_output_layouts=SOME, use_local_output=False
+)
+SCATTERED = RowwiseParallel(output_layouts=SOME, use_local_output=False)
+LLAMA_BY_POSITION = {
+    "model.embed_tokens": RowwiseParallel(output_layouts=SOME, use_local_output=False),
+    "model.layers.*.*_layernorm": SequenceParallel(),
+    "model.layers.*.self_attn": GATHERED_BY_NAME,
+    "model.layers.*.self_attn.o_proj": SCATTERED,
+    "model.layers.*.mlp": GATHERED,
+    "model.norm": SequenceParallel(),
+    "lm_head": ColwiseParallel(input_layouts=SOME, output_layouts=WHOLE),
+}
+#: By the name of a model, what replaces entries of its plan.
+BY_POSITION = {
+    "llama": LLAMA_BY_POSITION | {"model.layers.*.mlp.down_proj": SCATTERED},
+    "mixtral": LLAMA_BY_POSITION
+    | {
+        "model.layers.*.mlp": PrepareModuleInputOutput(
+            input_layouts=SOME,
+            desired_input_layouts=WHOLE,
+            use_local_input=True,
+            output_layouts=WHOLE,
+            desired_output_layouts=SOME,
+            use_local_output=False,
+        )
+    },
+    "gpt2": {
+        "transformer.drop": SPLIT,
+        "transformer.h.*.ln_*": SequenceParallel(),
+        "transformer.h.*.attn": GATHERED,
+        "transformer.h.*.attn.c_proj": RowwiseParallel(
+            input_layouts=WHOLE, output_layouts=SOME, use_local_output=False
+        ),
+        "transformer.h.*.mlp": GATHERED,
+        "transformer.h.*.mlp.c_proj": SCATTERED,
+        "transformer.ln_f": SequenceParallel(),
+    },
+    "bert": {
+        "bert.embeddings": SPLIT,
+        "bert.encoder.layer.*.attention.self": GATHERED,
+        "bert.encoder.layer.*.attention.output.dense": SCATTERED,
+        "bert.encoder.layer.*.*.LayerNorm": SequenceParallel(),
+        "bert.encoder.layer.*.attention.output.LayerNorm": SequenceParallel(),
+        "bert.encoder.layer.*.intermediate": GATHERED,
+        "bert.encoder.layer.*.output.dense": SCATTERED,
+        "cls": GATHERED,
+    },
+    "vit": {
+        "encoder.layers.0": PrepareModuleInput(input_layouts=WHOLE, desired_input_layouts=SOME),
+        "encoder.layers.*.layernorm_*": SequenceParallel(),
+        "encoder.layers.*.attention": PrepareModuleInput(
+            input_layouts=(SOME, None), desired_input_layouts=(WHOLE, None), use_local_output=True
+        ),
+        "encoder.layers.*.attention.o_proj": SCATTERED,
+        "encoder.layers.*.mlp": GATHERED,
+        "encoder.layers.*.mlp.fc2": SCATTERED,
+        "encoder.layernorm": SequenceParallel(),
+        "head": GATHERED,
+    },
+}

@@ -12,7 +12,7 @@ from torch import nn
 
 import shardwise
 from shardwise import LocalTensor, Replicate, distribute_tensor
-from shardwise.parallel import data_parallel, parallelize_module, shard_parameters
+from shardwise.parallel import data_parallel, fully_shard, parallelize_module
 
 
 def through_file(module):
@@ -47,7 +47,7 @@ def own_batches():
 
 def in_pieces():
     mesh = grid()
-    return shard_parameters(parallelize_module(Block(), mesh, programs.PLAN_OF_ALL), mesh["dp"])
+    return fully_shard(parallelize_module(Block(), mesh, programs.PLAN_OF_ALL), mesh["dp"])
 
 
 def reduced():
@@ -67,7 +67,7 @@ CASES = {
         lambda: torch.randn(5, 8),
     ),
     "data_parallel": (reduced, own_batches),
-    "shard_parameters": (in_pieces, own_batches),
+    "fully_shard": (in_pieces, own_batches),
     "distribute_module": (both_ends, lambda: torch.randn(2, 6, 8)),
 }
 

@@ -15,8 +15,8 @@ from shardwise.parallel import (
     ExpertParallel,
     check_plan,
     data_parallel,
+    fully_shard,
     parallelize_module,
-    shard_parameters,
 )
 
 PLAN = {"experts": "experts"}
@@ -79,7 +79,7 @@ def test_with_a_data_axis(in_pieces):
         mesh = two_axes()
         parallelize_module(model, mesh, {"router": "replicate", **PLAN})
         if in_pieces:
-            shard_parameters(model, mesh["dp"])
+            fully_shard(model, mesh["dp"])
         else:
             data_parallel(model, mesh["dp"])
 

@@ -146,6 +146,14 @@ def test_the_context_takes_modules_and_plain_tensors_too(mesh):
     torch.testing.assert_close(whole(found), loss_of(logits, target))
 
 
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_the_context_refuses_logits_whose_classes_are_whole(mesh, placement):
+    logits = distribute_tensor(torch.randn(4, 8), mesh, [placement])
+    target = distribute_tensor(torch.arange(4), mesh, [Replicate()])
+    with pytest.raises(ValueError, match="loss_parallel"), loss_parallel():
+        F.cross_entropy(logits, target)
+
+
 def test_a_head_that_keeps_its_logits_sharded(mesh):
     model = TiedLM()
     ids, target = torch.randint(11, (2, 5)), torch.randint(11, (2, 5))

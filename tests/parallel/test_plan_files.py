@@ -179,9 +179,17 @@ EXPERTS_PLAN = {
 }
 
 
-def test_experts_by_hugging_faces_words(mesh):
-    assert_trains_alike(Mixture(), mesh, EXPERTS_PLAN, pairs(10, 8))
-    model = parallelize_module(Mixture(), mesh, EXPERTS_PLAN, strict=True)
+PACKED_PLAN = {
+    "experts": "moe_tp_experts",
+    "experts.up": "packed_colwise",
+    "experts.down": "rowwise",
+}
+
+
+@pytest.mark.parametrize("plan", [EXPERTS_PLAN, PACKED_PLAN])
+def test_experts_by_hugging_faces_words(mesh, plan):
+    assert_trains_alike(Mixture(), mesh, plan, pairs(10, 8))
+    model = parallelize_module(Mixture(), mesh, plan, strict=True)
     assert model.experts.up.placements == (Shard(0),)
     assert not isinstance(model.router.weight, shardwise.DTensor)
 
@@ -189,8 +197,8 @@ def test_experts_by_hugging_faces_words(mesh):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"experts.up": "packed_colwise"}, "'packed_colwise' for 'experts.up'.*base_model_ep_plan"),
-        ({"experts": "moe_tp_experts", "experts.up": "rowwise"}, "'moe_tp_experts' for 'experts'"),
+        ({"router": "packed_colwise"}, "'packed_colwise' for 'router'.*base_model_ep_plan"),
+        ({"experts": "moe_tp_experts", "experts.up": "replicate"}, "'moe_tp_experts' for"),
         ({"router": "mla_kv_a_proj"}, "'mla_kv_a_proj' for 'router'.*Leave the layer out"),
         ({"router": "all_reduce"}, "'all_reduce' for 'router'"),
     ],

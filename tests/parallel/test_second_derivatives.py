@@ -24,6 +24,8 @@ from shardwise.parallel import (
     parallelize_module,
 )
 
+pytestmark = pytest.mark.slow
+
 
 def penalized(model, x, power=2):
     """A loss and a penalty on the gradient of its input, as for a critic; backward of both."""

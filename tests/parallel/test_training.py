@@ -18,15 +18,15 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import DTensor, LayoutError, LocalTensor, Replicate, Shard, distribute_tensor
+from shardwise import DTensor, LocalTensor, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
 from shardwise.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
     data_parallel,
+    fully_shard,
     parallelize_module,
-    shard_parameters,
 )
 
 MLP_PLAN = {"up": ColwiseParallel(), "down": RowwiseParallel()}
@@ -179,13 +179,14 @@ def test_three_axes_two_of_them_for_data():
         mesh = shardwise.init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp", "fsdp", "tp"))
         plan = {"embed": "rowwise", "mlp.up": "colwise", "mlp.down": "rowwise"}
         parallelize_module(model, mesh, plan)
-        shard_parameters(model, mesh["fsdp"])
+        fully_shard(model, mesh["fsdp"])
         data_parallel(model, mesh["dp"])
         mine = LocalTensor.per_rank(lambda rank: x.chunk(4)[rank // 2])
         next_token(model, mine, mine).backward()
         for name, parameter in model.named_parameters():
             dp, fsdp, _ = parameter.grad.placements
-            assert (dp, fsdp) == (Replicate(), Shard(0)), name
+            assert dp == Replicate(), name
+            assert fsdp.is_shard(0), name
             wanted = reference.get_parameter(name).grad
             torch.testing.assert_close(whole(parameter.grad), wanted, msg=name)
     assert model.head.weight is model.embed.weight
@@ -205,45 +206,36 @@ def test_frozen_parameters_stay_frozen(mesh):
     assert layer.bias.requires_grad
 
 
-@pytest.mark.parametrize("outermost", [False, True])
 @pytest.mark.parametrize("order", [("dp", "tp"), ("tp", "dp")])
-def test_parameters_sharded_over_the_data_axis_too(order, outermost):
+def test_parameters_sharded_over_the_data_axis_too(order):
     with shardwise.simulate(4):
         mesh = two_axes(order)
         placements = [Shard(0) if name == "dp" else Replicate() for name in order]
         model, data = Block(hidden=10), pairs(4, 6, 8)
         expected = train(deepcopy(model), squared, data)
         parallelize_module(model, mesh, DISTRIBUTED_PLAN)
-        shard_parameters(model, mesh["dp"], outermost=outermost)
+        fully_shard(model, mesh["dp"])
         found = train(model, squared, place(data, mesh, placements))
         assert_same_history(found, expected)
         axis = order.index("dp")
         for name, parameter in model.named_parameters():
-            assert parameter.placements[axis] == Shard(0), name
+            assert parameter.placements[axis].is_shard(0), name
             assert parameter.grad.placements == parameter.placements, name
 
 
-def test_sharded_parameters_are_gathered_once_each_and_reduced_in_pieces():
+def test_sharded_parameters_are_gathered_and_reduced_together():
     with shardwise.simulate(4):
         mesh = two_axes(("dp", "tp"))
         model = MLP()
         plan = {name: DISTRIBUTED_PLAN[f"mlp.{name}"] for name in ("up", "down")}
         parallelize_module(model, mesh, plan)
-        shard_parameters(model, mesh["dp"])
+        fully_shard(model, mesh["dp"])
         x = shardwise.ones(4, 8, device_mesh=mesh, placements=[Shard(0), Replicate()])
         with CommDebugMode() as comm:
             model(x).sum().backward()
         along_data = [event.kind for event in comm.events if event.axis == "dp"]
-        assert along_data == ["all_gather_into_tensor"] * 4 + ["reduce_scatter_tensor"] * 4
+        assert along_data == ["all_gather_into_tensor", "reduce_scatter_tensor"]
         assert type(model.up.weight) is type(next(model.parameters()))
-
-
-def test_shard_parameters_needs_distributed_ones(square):
-    """Also ones that a plan makes later, but before the first call."""
-    for mesh, names in ((square["rows"], "'rows'"), (square, "'rows', 'cols'")):
-        model = shard_parameters(MLP(), mesh)
-        with pytest.raises(LayoutError, match=f"found no DTensor .* {names} of"):
-            model(torch.randn(2, 8))
 
 
 @pytest.mark.parametrize("plan", [BLOCK_PLAN, sequence_plan()], ids=["plain", "sequence"])
@@ -251,3 +243,12 @@ def test_styles_communicate_nothing_that_is_not_written_down(mesh, plan):
     model = parallelize_module(Block(), mesh, plan)
     with shardwise.explicit_redistribution():
         model(torch.randn(2, 8, 8)).pow(2).mean().backward()
+
+
+def test_an_axis_of_one_rank_sends_nothing():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "tp"))
+        model = parallelize_module(Block(), mesh, BLOCK_PLAN)
+        with CommDebugMode() as comm:
+            model(torch.randn(2, 8, 8)).pow(2).mean().backward()
+        assert [event for event in comm.events if event.axis == "tp"] == []

@@ -1,5 +1,7 @@
 """plan(): from tables to a plan that shards them."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -160,3 +162,24 @@ def test_many_tables_take_seconds():
     found = plan(tables, 32, hosts=4, batch=8192, gap=0.02)
     assert found.gap <= 0.02
     assert torch.get_num_threads() >= 1
+
+
+def test_a_narrower_exchange_is_chosen_where_it_is_allowed_and_faster():
+    plain = plan(TABLES, 4, **FIGURES)
+    assert plain.plan.exchange_dtype is None
+    rounded = plan(TABLES, 4, exchange_dtype=torch.bfloat16, **FIGURES)
+    assert rounded.plan.exchange_dtype == torch.bfloat16
+    assert rounded.cost_s < plain.cost_s
+    assert rounded.bound_s <= rounded.cost_s
+    assert rounded.price.rows_sent.sum() < plain.price.rows_sent.sum()
+    assert "sent as bfloat16" in describe_result(rounded)
+    slow = replace(Constants.of("cpu"), round_byte_s=1e-6)
+    kept = plan(TABLES, 4, exchange_dtype=torch.bfloat16, constants=slow, **FIGURES)
+    assert kept.plan.exchange_dtype is None
+    assert kept.cost_s == pytest.approx(plain.cost_s)
+    assert "would take longer" in describe_result(kept)
+
+
+def test_tables_that_are_narrow_already_are_not_rounded():
+    with pytest.raises(ArgumentError, match="exchange_dtype"):
+        plan(TABLES, 4, dtype=torch.bfloat16, exchange_dtype=torch.float16, **FIGURES)

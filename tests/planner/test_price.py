@@ -1,23 +1,37 @@
 """Predicted bytes are those that a simulated step counts."""
 
+import itertools
+
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwise
 from shardwise.debug import CommDebugMode, events
-from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, RowWiseAdagrad, Table
+from shardwise.embedding import (
+    SGD,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    Jagged,
+    Plan,
+    RowWiseAdagrad,
+    Table,
+)
 from shardwise.planner import Constants, price, workload
+from shardwise.planner import plan as plan_tables
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import shard_groups
+from shardwise.planner.workload import with_sample
 from shardwise.simulation.local_tensor import LocalTensor
 
+#: With more rows than a batch has ids, so that none repeat.
 TABLES = [
-    Table("user", 103, 16),
-    Table("item", 64, 8, features=("seen", "bought")),
-    Table("shop", 40, 12),
-    Table("day", 7, 4),
+    Table("user", 3090, 16),
+    Table("item", 1920, 8, features=("seen", "bought")),
+    Table("shop", 1200, 12),
+    Table("day", 450, 4),
 ]
-BAGS, IDS = 6, 3
+BAGS = 6
 PLANS = {
     "table_wise": "table_wise",
     "row_wise": "row_wise",
@@ -31,43 +45,82 @@ PLANS = {
 }
 
 
-def batch_of(num_ranks):
+def batch_of(num_ranks, ids_per_bag):
     """Ids that are spread evenly over the rows of each table, all ranks together."""
-    total = num_ranks * BAGS * IDS
+    total = num_ranks * BAGS * ids_per_bag
     values = []
     for table in TABLES:
-        for _ in table.features:
-            ids = torch.arange(total) * table.num_embeddings // total
+        for number in range(len(table.features)):
+            ids = torch.arange(total) * table.num_embeddings // total + number
             values.append(ids.view(num_ranks, -1))
     columns = [torch.cat([v[rank] for v in values]) for rank in range(num_ranks)]
     features = [f for t in TABLES for f in t.features]
     ids = LocalTensor.per_rank(lambda rank: columns[rank])
-    return Jagged(features, ids, lengths=torch.full((len(features) * BAGS,), IDS))
+    return Jagged(features, ids, lengths=torch.full((len(features) * BAGS,), ids_per_bag))
 
 
-@pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_predicted_bytes_are_counted_bytes(name, num_ranks, monkeypatch):
-    sizes = []
+@pytest.fixture
+def sizes(monkeypatch):
+    """The bytes of every collective, of all ranks together."""
+    found = []
 
     def all_parts(tensor):
         parts = tensor._parts if isinstance(tensor, LocalTensor) else [tensor]
-        spread = len(parts) if len(parts) > 1 else 1
         own = [part.numel() * part.element_size() for part in parts]
-        sizes.append(sum(own) if spread > 1 else own[0] * num_ranks)
+        found.append(sum(own) if len(parts) > 1 else own[0] * dist.get_world_size())
         return own[0]
 
     monkeypatch.setattr(events, "_num_bytes", all_parts)
-    plan = Plan.of(PLANS[name])
+    return found
+
+
+# With one id per bag, tables that are split by rows exchange ids and rows instead of sums.
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "ids_per_bag", "dtype"),
+    [*itertools.product(PLANS, (2, 4, 8), (1, 3), (None, torch.bfloat16)), ("mixed", 64, 1, None)],
+)
+def test_predicted_bytes_are_counted_bytes(name, num_ranks, ids_per_bag, dtype, sizes):
+    plan = Plan(Plan.of(PLANS[name]).entries, exchange_dtype=dtype)
     with shardwise.simulate(num_ranks):
         mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
         bags = EmbeddingBagCollection(TABLES, optimizer=SGD(0.1)).shard(mesh, plan)
-        batch = batch_of(num_ranks)
+        batch = batch_of(num_ranks, ids_per_bag)
         sizes.clear()
         with CommDebugMode():
             sum(rows.sum() for rows in bags(batch).values()).backward()
-    work = workload(TABLES, batch=BAGS * num_ranks, ids_per_bag=IDS, repeated=0.0)
+    work = workload(TABLES, batch=BAGS * num_ranks, ids_per_bag=ids_per_bag, repeated=0.0)
     setting = Setting(num_ranks, num_ranks, Constants.of("cpu"), "sgd")
+    assert price(plan, work, setting).sent.sum() == pytest.approx(sum(sizes), rel=1e-12)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_predicted_bytes_of_squares_of_split_rows(num_ranks, sizes):
+    plan = Plan.of(PLANS["column_wise"])
+    with shardwise.simulate(num_ranks):
+        mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
+        bags = EmbeddingBagCollection(TABLES, optimizer=RowWiseAdagrad(0.1)).shard(mesh, plan)
+        batch = batch_of(num_ranks, 1)
+        sizes.clear()
+        with CommDebugMode():
+            sum(rows.sum() for rows in bags(batch).values()).backward()
+    work = workload(TABLES, batch=BAGS * num_ranks, ids_per_bag=1, repeated=0.0)
+    setting = Setting(num_ranks, num_ranks, Constants.of("cpu"), "rowwise_adagrad")
+    assert price(plan, work, setting).sent.sum() == pytest.approx(sum(sizes), rel=1e-12)
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("num_ranks", [2, 8])
+def test_predicted_bytes_of_lookups_that_are_not_pooled(name, num_ranks, sizes):
+    plan = Plan.of(PLANS[name])
+    with shardwise.simulate(num_ranks):
+        mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
+        rows = EmbeddingCollection(TABLES, optimizer=SGD(0.1)).shard(mesh, plan)
+        batch = batch_of(num_ranks, 3)
+        sizes.clear()
+        with CommDebugMode():
+            sum(each.values.sum() for each in rows(batch).values()).backward()
+    work = workload(TABLES, batch=BAGS * num_ranks, ids_per_bag=3, repeated=0.0, pooled=False)
+    setting = Setting(num_ranks, num_ranks, Constants.of("cpu"), "sgd", pooled=False)
     assert price(plan, work, setting).sent.sum() == pytest.approx(sum(sizes), rel=1e-12)
 
 
@@ -107,3 +160,48 @@ def test_ten_thousand_ranks_in_seconds():
     priced = price(plan, workload(tables, batch=1 << 20), setting)
     assert priced.memory.shape == (10_000,)
     assert priced.memory[0] > priced.memory[9_999] > 0
+
+
+@pytest.mark.parametrize("entry", ["row_wise", {"kind": "grid", "ranks": [1, 3]}])
+@pytest.mark.parametrize("pooled", [True, False])
+def test_a_sample_says_which_rows_are_busy(entry, pooled, sizes):
+    """All ids are in the first quarter of the rows, so one rank looks all of them up."""
+    table, holders = Table("user", 1000, 16), [0, 1, 2, 3] if entry == "row_wise" else [1, 3]
+    plan = Plan({"user": entry})
+    lengths = torch.full((64,), 4)
+    busy = Jagged(["user"], torch.arange(256) % 250, lengths=lengths)
+    even = Jagged(["user"], torch.arange(256) * 997 % 1000, lengths=lengths)
+    setting = Setting(4, 4, Constants.of("cpu"), "sgd", pooled=pooled)
+    prices = {}
+    for name, batch in (("busy", busy), ("even", even)):
+        work = with_sample(workload([table], pooled=pooled), [batch])
+        prices[name] = price(plan, work, setting)
+    first, *others = holders
+    assert prices["busy"].seconds[first] > prices["even"].seconds[first]
+    for rank in others:
+        assert prices["busy"].seconds[rank] < prices["even"].seconds[rank]
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (4,))
+        make = EmbeddingBagCollection if pooled else EmbeddingCollection
+        bags = make([table], optimizer=SGD(0.1)).shard(mesh, plan)
+        own = [busy.values[64 * rank : 64 * rank + 64] for rank in range(4)]
+        ids = LocalTensor.per_rank(lambda rank: own[rank])
+        batch = Jagged(["user"], ids, lengths=torch.full((16,), 4))
+        sizes.clear()
+        with CommDebugMode():
+            found = bags(batch)["user"]
+            (found if pooled else found.values).sum().backward()
+    assert prices["busy"].sent.sum() == pytest.approx(sum(sizes), rel=1e-9)
+
+
+def test_plans_of_a_sample_have_a_bound_that_holds():
+    tables = [Table(f"t{i}", 4000 + i, 32) for i in range(6)]
+    values = torch.cat([torch.arange(512) ** 2 % 500 for _ in tables])
+    names = [table.name for table in tables]
+    sample = [Jagged(names, values, lengths=torch.full((64 * len(names),), 8))]
+    found = plan_tables(tables, 4, sample=sample)
+    assert found.work.uses[0].shares(4)[0] == pytest.approx(1.0)
+    assert found.bound_s <= found.cost_s
+    for kind in ("row_wise", "table_wise", "column_wise"):
+        other = price(Plan({"*": kind}), found.work, found.setting)
+        assert found.bound_s <= other.step_s * (1 + 1e-9)

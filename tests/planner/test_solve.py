@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from shardwise.planner.bound import Bounds
-from shardwise.planner.exact import find_highs
+from shardwise.planner.exact import ExactProblem, find_highs
+from shardwise.planner.packing import Packing
 from shardwise.planner.problem import (
     ANY,
     BLOCK,
@@ -154,3 +155,36 @@ def test_options_that_others_are_as_good_as():
 def test_a_block_on_all_hosts_lies_everywhere():
     option = Option("x", shards=np.ones((4, 2)), scope=BLOCK)
     assert simplified(option, 2, 2).everywhere.tolist() == [1.0, 1.0]
+
+
+@pytest.mark.skipif(find_highs() is None, reason="highspy is not installed")
+@pytest.mark.parametrize("by_host", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("capacity", [30.0, 200.0])
+def test_bounds_of_the_solver_are_below_the_best_plan(seed, by_host, capacity):
+    problem = make_problem(seed, num_tables=3, num_ranks=4, per_host=2, capacity=capacity)
+    best = least_cost(problem)
+    if not np.isfinite(best):
+        return
+    allowed = [list(range(len(each))) for each in problem.options]
+    model = ExactProblem(problem, allowed, 0.0, best * 1.05, by_host=by_host)
+    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6, start=None)
+    assert answer.bound_s <= best * (1 + 1e-6)
+    if not by_host:
+        assert answer.bound_s >= best * (1 - 1e-3)
+
+
+@pytest.mark.skipif(find_highs() is None, reason="highspy is not installed")
+def test_hosts_first_sees_that_shards_are_whole():
+    # Three whole tables of 4 on two hosts of two ranks: with the blocks, some rank has 4 + 3.
+    whole = [[Option("whole", shards=np.array([[4.0, 1.0]]))] for _ in range(3)]
+    blocks = [[Option("block", shards=np.full((2, 2), 3.0), scope=BLOCK)] for _ in range(2)]
+    names = [f"t{i}" for i in range(5)]
+    problem = Problem(names, whole + blocks, 4, np.array([100.0]), 2)
+    assert Bounds(problem).best().seconds == pytest.approx(6.0)
+    model = ExactProblem(problem, [[0]] * 5, 0.0, 8.0, by_host=True)
+    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6, start=None)
+    assert answer.bound_s == pytest.approx(7.0, rel=1e-4)
+    packing = Packing(problem, 8.0)
+    assert packing.fill_hosts(answer.found.chosen, answer.found.ranks)
+    assert packing.highest == pytest.approx(7.0)

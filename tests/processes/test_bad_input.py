@@ -96,9 +96,29 @@ def test_what_one_rank_refuses_all_refuse(processes, name, kind, text):
         assert text in failure.message
 
 
-def test_ranks_outside_the_mesh_say_so(processes):
-    results = processes.run(programs.mesh_of_two_ranks, timeout_s=30)
-    assert results[:2] == [[0, 1, 2, 3, 4]] * 2
+def test_ranks_outside_the_mesh_run_the_same_program(processes):
+    """With empty tensors, and random numbers that stay in step."""
+    results = processes(programs.mesh_of_two_ranks, timeout_s=30)
+    assert [held for held, _, _ in results[2:]] == [[0] * 6] * 2
+    assert results[0][0] == [3, 3, 5, 3, 3, 3]
+    assert torch.equal(results[0][1], results[1][1])
+    assert results[2][1].numel() == 0
+    assert [drawn for *_, drawn in results] == [results[0][2]] * 4
+
+
+def test_ranks_outside_the_mesh_train_along(processes):
+    """Modules stay their own there, and tables give zeros of the right shapes."""
+    results = processes(programs.train_on_two_ranks, timeout_s=60)
+    assert results[0][:2] == results[1][:2]
+    assert [held for *_, held in results] == [20, 20, 0, 0]
+    assert len({shapes for _, shapes, _ in results}) == 1
+    for rank in (2, 3):
+        assert results[rank][0] != results[0][0]
+
+
+def test_ranks_outside_the_mesh_have_no_values(processes):
+    results = processes.run(programs.value_outside_the_mesh, timeout_s=30)
+    assert results[:2] == [5.0] * 2
     for rank, result in enumerate(results[2:], start=2):
         assert isinstance(result, Failure)
         assert issubclass(result.kind, shardwise.WorldError)

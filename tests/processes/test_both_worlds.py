@@ -84,9 +84,9 @@ def test_optimizers(processes, optimizer):
     assert_close(*both(processes, programs.block_steps, R, optimizer))
 
 
-def test_compiled_steps(processes):
+def test_compiled_steps(two_processes):
     """Every rank compiles for itself; none waits for a graph that another does not have."""
-    answers = processes(programs.compiled_steps, timeout_s=120)
+    answers = two_processes(programs.compiled_steps, timeout_s=120)
     expected = programs.steps_of_one_device()
     for rank, held in enumerate(answers):
         assert held.keys() == expected.keys()

@@ -1,7 +1,9 @@
 """Faults outside of the program: one clear error on every rank, and nothing is left running."""
 
 import multiprocessing
+import re
 import shutil
+import time
 from pathlib import Path
 
 import fault_programs as programs
@@ -67,3 +69,63 @@ def test_ranks_with_different_code(tmp_path):
         launch(programs.parallelize_by_different_code, 2, other)
     (other / "errors.py").write_text((package / "errors.py").read_text())
     launch(programs.parallelize_by_different_code, 2, other)
+
+
+# -- who waits how long ----------------------------------------------------------------------
+
+
+def test_every_group_waits_as_long_as_the_world(processes):
+    assert processes(programs.timeouts_s) == [[60, 60, 60, 1800]] * 4
+
+
+def test_the_timeout_of_a_job_reaches_every_group():
+    timeouts = launch(programs.timeouts_s, 4, collective_timeout_s=33)
+    assert timeouts == [[33, 33, 33, 33]] * 4
+    begin = time.monotonic()
+    with pytest.raises(shardwise.CollectiveError, match="imed out"):
+        launch(programs.wait_for_a_rank_that_never_comes, 4, collective_timeout_s=2)
+    assert time.monotonic() - begin < 30
+
+
+# -- an error on one rank --------------------------------------------------------------------
+
+
+def test_an_error_of_any_kind_on_one_rank_is_that_of_all(processes, tmp_path):
+    heard = processes(programs.fail_on_one_rank, str(tmp_path))
+    assert all(each == heard[0] for each in heard)
+    *steps, save_key, save_name, load_key, load_name = heard[0]
+    for error, text in zip(programs.ERRORS, steps, strict=True):
+        assert text.startswith(f"CheckpointError: On rank 1: {type(error).__name__}")
+    for text in (save_key, load_key):
+        assert text.startswith("CheckpointError: On rank 1: KeyError: 'k'")
+    for text in (save_name, load_name):
+        assert text.startswith("CheckpointError: On rank 1: AttributeError: a")
+    (plan,) = set(processes(programs.plan_with_an_error_of_its_own))
+    assert "fails, so no rank goes on. On rank 1: KeyError: 'missing'" in plan
+
+
+# -- ranks that do different things ----------------------------------------------------------
+
+
+def test_one_rank_with_an_extra_step():
+    words = (
+        r"all_reduce.*failed on rank 1: .*imed out.*What the ranks did: ranks 0, 2 had returned "
+        r"from step_once_more; rank 1 was in all_reduce.* at fault_programs.py:\d+"
+    )
+    with pytest.raises(shardwise.CollectiveError, match=words):
+        launch(programs.step_once_more, 3, collective_timeout_s=3)
+
+
+def test_a_save_against_a_load(processes, tmp_path):
+    (text,) = set(processes(programs.save_against_load, str(tmp_path)))
+    assert text.startswith("CollectiveError: The ranks are not in the same checkpoint. ")
+    assert "On ranks 0, 2-3: it saves" in text
+    assert "On rank 1: it loads" in text
+
+
+def test_a_save_against_a_step(tmp_path):
+    with pytest.raises(shardwise.ShardwiseError, match="What the ranks did: ") as caught:
+        launch(programs.save_against_step, 4, str(tmp_path), collective_timeout_s=3)
+    text = str(caught.value)
+    assert re.search(r"rank 1 was in a checkpoint \(it saves \(.*at fault_programs.py:\d+", text)
+    assert re.search(r"was in all_reduce.*at fault_programs.py:\d+", text)

@@ -1,6 +1,7 @@
 """Whatever the two layouts, the global value stays what it was, and so does its gradient."""
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 from programs import DTYPES
 
 import shardwise
-from shardwise import ArgumentError, LocalTensor, Partial, Replicate, Shard
+from shardwise import ArgumentError, DTensor, LocalTensor, Partial, Replicate, Shard
 from shardwise.debug import CommDebugMode
 
 REDUCE_OPS = ("sum", "avg", "max", "min", "product")
@@ -104,6 +105,7 @@ def assert_same(found, expected, placements):
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 if rounded else 0)
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(journey=journeys())
 def test_several_axes_in_any_order(mesh_of, journey):
@@ -150,6 +152,7 @@ def test_partials_that_do_not_commute_are_refused_or_have_one_value(square):
 KINDS = [Replicate(), Shard(0), Shard(1), *map(Partial, REDUCE_OPS)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("before", [*itertools.product(KINDS, repeat=2)], ids=str)
 def test_every_pair_of_kinds_on_two_axes(square, before):
     """Also where the way leads past Partials that do not commute: a product, and a sum."""
@@ -228,6 +231,14 @@ def test_the_result_is_a_tensor_of_its_own(mesh, before, after):
     moved.to_local().zero_()
     assert torch.equal(value(x), whole)
     assert torch.equal(value(moved), torch.zeros(4, 4))
+
+
+def test_each_rank_has_a_term_of_its_own_to_write_to(mesh):
+    """The average of equal values is that value: simulated ranks must not share one tensor."""
+    whole, terms = integers((4, 4)), LocalTensor.per_rank(lambda rank: torch.full((4, 4), rank))
+    x = lay(whole, mesh, [Replicate()]).redistribute(placements=[Partial("avg")])
+    x.add_(DTensor.from_local(terms.to(whole.dtype), mesh, [Partial("avg")]))
+    assert torch.equal(value(x), whole + 1.5)
 
 
 def test_an_axis_of_one_rank():
@@ -336,3 +347,16 @@ def test_what_travels_is_cast_before_it_leaves(mesh, before, after):
     assert forward * 2 == wide_comm.get_total_bytes()
     with pytest.raises(ArgumentError, match="forward_dtype is a"):
         moved.redistribute(mesh, [after], forward_dtype="bfloat16")
+
+
+@pytest.mark.parametrize("shape", [(1024, 1024), (1030, 2049)], ids=["even", "uneven"])
+def test_a_thousand_ranks_take_time_for_what_moves(shape):
+    whole = torch.arange(shape[0] * shape[1]).view(shape)
+    with shardwise.simulate(1024):
+        mesh = shardwise.init_device_mesh("cpu", (1024,))
+        x = shardwise.distribute_tensor(whole, mesh, [Shard(0)])
+        begin = time.process_time()
+        y = x.redistribute(placements=[Shard(1)])
+        assert time.process_time() - begin < 4  # a loop over pairs of ranks takes 10 and more
+        assert torch.equal(torch.cat([y._local.on_rank(r) for r in range(1024)], 1), whole)
+        assert torch.equal(y.redistribute(placements=[Shard(0)]).full_tensor().agreed(), whole)

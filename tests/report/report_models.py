@@ -38,6 +38,37 @@ def dropping():
     return MLP(0.5), (torch.randn(8, 6), torch.randn(8, 6))
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mix, self.up, self.down = nn.Linear(8, 24), nn.Linear(8, 12), nn.Linear(12, 8)
+
+    def forward(self, x):
+        q, k, v = self.mix(x).unflatten(-1, (6, 4)).transpose(1, 2).chunk(3, 1)
+        x = x + F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    def forward(self, inputs_embeds):
+        for layer in self.layers:
+            inputs_embeds = layer(inputs_embeds)
+        return inputs_embeds
+
+
+def layers():
+    return Layers(), torch.randn(4, 8, 8)
+
+
+def mlp_on_meta():
+    with torch.device("meta"):
+        return mlp()
+
+
 class Careless(MLP):
     """Uses the local part of a weight as if it were the whole."""
 

@@ -10,7 +10,9 @@ import pytest
 import report_models
 
 from shardwise.cli.explain import explain_step
+from shardwise.planner.constants import Constants
 from shardwise.report import Case, Mesh, write_html
+from shardwise.report.html import write_page
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser"))), None)
 
@@ -107,3 +109,15 @@ def test_in_a_browser(page, width, tmp_path):
     elements = Elements(ran.stdout)
     check_figures(elements)
     assert "<title>report_models:mlp</title>" in ran.stdout
+
+
+def test_no_link_beside_the_page_is_followed(tmp_path):
+    """Of the name that the half-written page once had: anybody could guess it."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / ".report.html.half").symlink_to(tmp_path / "precious")
+    write_page("<p>new</p>", tmp_path / "report.html")
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert (tmp_path / "report.html").read_text() == "<p>new</p>"
+    assert not (tmp_path / "report.html").is_symlink()
+    Constants.of("cpu").save(tmp_path / "own.json")
+    assert sorted(p.name for p in tmp_path.glob(".*")) == [".report.html.half"]

@@ -1,11 +1,13 @@
 """One step as a report: what it says follows from the model's shapes."""
 
 import json
+from collections import Counter
 
 import pytest
 import report_models
 
 from shardwise.cli.explain import explain_step
+from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh
 
 
@@ -57,3 +59,53 @@ def volume(box):
     for start, stop in box:
         total *= stop - start
     return total
+
+
+# -- sharded and context axes ------------------------------------------------------------------
+
+
+def step_of(mesh, target="layers", plan=None, **patterns):
+    case = Case(f"report_models:{target}", plan, **{k: (v,) for k, v in patterns.items()})
+    return explain_step(case, Mesh.parse(mesh), "adamw")
+
+
+def test_fully_sharded_layers(tmp_path):
+    plan = tmp_path / "plan.toml"
+    plan.write_text(
+        'format = "shardwise plan 1"\n[modules]\n"layers.*.up" = "colwise"\n'
+        '"layers.*.down" = "rowwise"\n'
+    )
+    report = step_of("dp=2,fsdp=2,tp=2", plan=str(plan), groups="layers.*")
+    found = Counter((each.kind, each.axis, each.phase) for each in report.collectives)
+    assert found["all_gather_into_tensor", "fsdp", "forward"] == 2
+    assert found["reduce_scatter_tensor", "fsdp", "backward"] == 2
+    whole = step_of("dp=2,tp=2", plan=str(plan))
+    for rank in range(8):
+        assert report.memory[rank].parameters < 0.6 * whole.memory[0].parameters
+
+
+def test_lines_of_backward_are_the_models_own():
+    report = step_of("fsdp=2", groups="layers.*")
+    assert {each.line.partition(":")[0] for each in report.collectives if each.module} == {
+        "report_models.py"
+    }
+
+
+def test_split_sequences_and_recomputed_layers():
+    plain = step_of("fsdp=2,cp=2", groups="layers.*", context="layers.*")
+    assert {each.axis for each in plain.collectives} == {"fsdp", "cp"}
+    again = step_of("fsdp=2,cp=2", groups="layers.*", context="layers.*", recompute="layers.*")
+    assert again.memory[0].activations < 0.5 * plain.memory[0].activations
+    assert again.num_bytes > plain.num_bytes
+
+
+def test_activations_of_a_model_without_values():
+    real, meta = (step_of("dp=2", target) for target in ("mlp", "mlp_on_meta"))
+    assert meta.memory == real.memory
+
+
+def test_patterns_that_match_nothing():
+    with pytest.raises(ArgumentError, match=r"matches 'layer\.\*'; did you mean 'layers\.1'"):
+        step_of("fsdp=2", groups="layer.*")
+    with pytest.raises(ArgumentError, match="along the axis 'cp'; found fsdp=2"):
+        step_of("fsdp=2", context="layers.*")

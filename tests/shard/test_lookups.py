@@ -228,7 +228,6 @@ def test_sparse_gradients(world, spec):
         torch.testing.assert_close(*found)
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("make", [torch.optim.SparseAdam, torch.optim.SGD, torch.optim.Adagrad])
 def test_optimizers_take_sparse_gradients(world, make):
     ids = ids_of(*UNEVEN)
@@ -252,19 +251,32 @@ def test_optimizers_take_sparse_gradients(world, make):
 # -- what travels --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["sum", "max"])
-def test_bags_travel_pooled(world, mode):
-    """Twenty ids in a bag cost no more rows on the wire than one."""
+def sent_by_bags(ids, mode):
+    """Bytes of ids and of rows that rank 0 sends, and the results."""
     st = shard_tensor(table().requires_grad_(), chunks(0, 0, 1, 2, 3))
-    sent = []
-    for length in (1, 20):
-        with CommDebugMode() as comm:
-            F.embedding_bag(torch.zeros(8, length, dtype=torch.int64), st, mode=mode)
-        _, ids, *answers = [e.num_bytes for e in comm.events]
-        assert ids == 8 * length * 4
-        sent.append(answers)
-    values = 4 * 8 * 6
-    assert sent[0] == sent[1] == ([values * 8] if mode == "sum" else [values * 8, values])
+    with CommDebugMode() as comm:
+        out = F.embedding_bag(ids, st, mode=mode)
+    _, ids_bytes, rows_bytes = [e.num_bytes for e in comm.events]
+    return ids_bytes, rows_bytes, out
+
+
+def test_long_bags_travel_pooled(world):
+    """Eleven different ids in a bag cost no more rows on the wire than four."""
+    row_bytes = 6 * 8
+    for length in (4, 11):
+        ids = torch.arange(length).repeat(8, 1)
+        _, rows_bytes, out = sent_by_bags(torch.cat([ids, ids, ids], 1), "sum")
+        assert rows_bytes == 4 * 8 * row_bytes
+        expected = F.embedding_bag(torch.cat([ids, ids, ids], 1), table(), mode="sum")
+        torch.testing.assert_close(out.on_rank(3), expected)
+
+
+@pytest.mark.parametrize("mode", ["sum", "max"])
+def test_a_row_that_repeats_travels_once(world, mode):
+    """Ids of eight short bags, and of bags whose maximum is taken, however often they repeat."""
+    for length in (1, 3):
+        ids_bytes, rows_bytes, _ = sent_by_bags(torch.zeros(8, length, dtype=torch.int64), mode)
+        assert (ids_bytes, rows_bytes) == (4, 4 * 6 * 8)
 
 
 def test_only_owners_are_asked(world):

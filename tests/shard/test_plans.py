@@ -52,7 +52,10 @@ def test_what_files_cannot_hold(tmp_path):
     ("entry", "said"),
     [
         ('{ style = "ChunkShardingSpec", dim = 0 }', "lacks 'placements'"),
-        ('{ style = "ChunkShardingSpec", dim = 0, placements = ["cpu"] }', "'cpu' names no rank"),
+        (
+            '{ style = "ChunkShardingSpec", dim = 0, placements = ["x/y"] }',
+            "'x/y' names no rank",
+        ),
         ('{ style = "ChunkShardingSpec", dim = 0, ranks = [0] }', r"has \['ranks'\]"),
         ('{ style = "EnumerableShardingSpec", shards = [] }', "at least one"),
         ('{ style = "Output", locale = true }', r"has \['locale'\]"),
@@ -110,17 +113,16 @@ MODULES = {
 
 #: Each of the four ranks names row 1 with all of its 15 ids, and rank 0 holds it.
 COUNTS = {
+    "lookup": 1,
     "row of this rank": 5,
     "row of all ranks": 20,
-    "id of this rank": 15,
-    "id of all ranks": 60,
-    "bag of this rank": 5,
+    "id and bag of this rank": 20,
     "bag of all ranks": 20,
     "different id of all ranks": 1,
     "different id of this rank": 1,
     "different id that this rank is asked for": 4,
-    "bag that this rank is asked for": 20,
-    "bag that this rank is asked for, in training": 20,
+    "different id of this rank; in long bags, per id and bag": 1,
+    "different id that this rank is asked for; in long bags, per bag of all ranks": 4,
 }
 
 

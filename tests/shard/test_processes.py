@@ -61,17 +61,17 @@ def test_sparse_gradients(processes):
     both(processes, programs.sparse_gradients)
 
 
-def test_compiled(processes):
-    for counts in processes(programs.compiled, timeout_s=120):
+def test_compiled(two_processes):
+    for counts in two_processes(programs.compiled, timeout_s=120):
         for eager, fast in counts:
             assert fast == eager
 
 
 @pytest.mark.parametrize(("backend", "local"), [("inductor", True), ("aot_eager", False)])
-def test_compiled_outputs_that_are_laid_out(processes, backend, local):
+def test_compiled_outputs_that_are_laid_out(two_processes, backend, local):
     """Ranks have other code, which inductor may sort otherwise, and communicate in one order."""
     # The first size, all others, 0, and an input of two dims.
-    assert set(processes(programs.laid_out, backend, local, timeout_s=300)) <= {3, 4}
+    assert set(two_processes(programs.laid_out, backend, local, timeout_s=300)) <= {3, 4}
 
 
 def test_making_and_keeping(processes):
@@ -80,6 +80,10 @@ def test_making_and_keeping(processes):
 
 def test_state_of_another_plan(processes):
     both(processes, programs.state_of_another_plan)
+
+
+def test_a_spec_of_ones_own(processes):
+    both(processes, programs.a_spec_of_ones_own)
 
 
 def test_a_group_of_some_ranks(processes):
@@ -100,6 +104,12 @@ def test_a_group_of_some_ranks(processes):
         (programs.one_rank_with_bad_offsets, LayoutError, "rank 1: the last offset is 9"),
         (programs.one_rank_with_a_bad_id, IndexError, "11 rows"),
         (programs.one_rank_with_pieces_that_overlap, LayoutError, "overlap"),
+        (
+            programs.disagreeing_sources,
+            ValueError,
+            "does not match with src_rank=0",
+        ),
+        (programs.pieces_of_which_some_require_grad, ValueError, "requires_grad"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )

@@ -28,6 +28,7 @@ from shardwise.shard import (
     ShardingPlan,
     ShardingPlanner,
     load_with_process_group,
+    named_params_with_sharded_tensor,
     pre_load_state_dict_hook,
     shard_module,
     shard_parameter,
@@ -266,6 +267,22 @@ def test_hooks_for_attributes(world):
     fresh.load_state_dict(dict(saved))
     assert torch.equal(whole(fresh.inner.held), torch.full((7, 3), 3.0))
     assert fresh.inner.held.sharding_spec() == chunks(1, 0, 1, 2)
+    fresh.inner.held = None
+    fresh.load_state_dict(dict(saved))
+    assert torch.equal(whole(fresh.inner.held), torch.full((7, 3), 3.0))
+    assert fresh.inner.held.sharding_spec() == chunks(0, 2, 1)
+
+
+def test_attributes_are_listed_beside_parameters(world):
+    model = Holder(1, chunks(0, 0, 1))
+    named = dict(named_params_with_sharded_tensor(model, "top"))
+    assert list(named) == ["top.inner.held", "top.inner.weight", "top.inner.bias"]
+    assert named["top.inner.held"] is model.inner.held
+    assert list(dict(named_params_with_sharded_tensor(model, recurse=False))) == []
+    optimizer = ShardedOptimizer(named, torch.optim.SGD, lr=1.0)
+    model.inner.held.grad = model.inner.held.clone()
+    optimizer.step()
+    assert torch.equal(whole(model.inner.held), torch.zeros(7, 3))
 
 
 # -- sharders --------------------------------------------------------------------------------------
@@ -417,7 +434,7 @@ def test_a_name_that_only_begins_alike_does_not_conflict(world):
         ({"head.weight": chunks(2, 0, 1)}, LayoutError, "has 2 dims"),
         ({"head.weight": stretches(0, (4, 8), (2, 2))}, LayoutError, "outside"),
         ({"head.weight": tiles((9, 9))}, LayoutError, "outside"),
-        ({"head.weight": "rows"}, ArgumentError, "sharding spec"),
+        ({"head.weight": "rows"}, TypeError, "Only `ShardingSpec` and `Sharder` are supported to"),
         ({"head.weight": ROWS, "head.bias": chunks(0, 7)}, LayoutError, r"ranks \[7\]"),
     ],
 )

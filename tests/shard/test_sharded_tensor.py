@@ -16,9 +16,11 @@ from shardwise import DTensor, LocalTensor, Replicate
 from shardwise.debug import CommDebugMode
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError, WorldError
 from shardwise.shard import (
+    EnumerableShardingSpec,
     Shard,
     ShardedTensor,
     custom_sharded_op_impl,
+    custom_sharding_spec_op,
     empty,
     full,
     init_from_local_shards,
@@ -120,11 +122,34 @@ def test_reshard(world, spec, target, dtype):
     assert all(torch.equal(pieces[at], expected[at]) for at in pieces)
 
 
-def test_reshard_is_differentiable(world, spec):
+def test_resharded_is_differentiable(world, spec):
     st = shard_tensor(values().requires_grad_(), spec)
     weights = shard_tensor(values() + 1, chunks(0, 0, 1, 2, 3))
-    (st.reshard(weights.sharding_spec()) * weights).sum().backward()
+    (st.resharded(weights.sharding_spec()) * weights).sum().backward()
     assert torch.equal(whole(st.grad), values() + 1)
+
+
+@pytest.mark.parametrize("target", SPECS.values(), ids=SPECS.keys())
+def test_reshard_works_in_place(world, spec, target):
+    """A parameter, its gradient and what follows move together."""
+    layer = nn.Module()
+    layer.weight = nn.Parameter(shard_tensor(values(), spec))
+    (layer.weight * 2).sum().backward()
+    weight = layer.weight
+    assert weight.reshard(target) is weight
+    assert isinstance(weight, nn.Parameter)
+    assert weight.sharding_spec() == target
+    assert torch.equal(whole(weight.grad), torch.full(SHAPE, 2.0))
+    (weight * 3).sum().backward()
+    torch.optim.SGD([weight], lr=1.0).step()
+    assert torch.equal(whole(weight), values() - 5)
+    assert {s.metadata for s in weight.local_shards()} == set(target.boxes(SHAPE))
+
+
+def test_reshard_in_place_is_refused_where_autograd_records(world):
+    st = shard_tensor(values().requires_grad_(), chunks(0, 0, 1))
+    with pytest.raises(LeafError, match=r"x.resharded\(spec\)"):
+        (st * 2).reshard(chunks(1, 0, 1))
 
 
 def test_reshard_sends_what_has_to_move_and_nothing_twice(world):
@@ -270,6 +295,23 @@ def test_ops_of_ones_own(world):
     assert torch.linalg.matrix_rank(st, tol=1e-3) == 2
     with pytest.raises(ArgumentError, match="function"):
         custom_sharded_op_impl(torch.linalg.det)("no function")
+    with pytest.raises(TypeError, match="expects signature"):
+        custom_sharded_op_impl(torch.linalg.det)(lambda types, args: None)
+
+
+def test_ops_of_ones_own_for_one_kind_of_spec(world):
+    @custom_sharding_spec_op(EnumerableShardingSpec, torch.linalg.slogdet)
+    def by_boxes(types, args, kwargs, process_group):
+        return "boxes", process_group.size()
+
+    @custom_sharded_op_impl(torch.linalg.slogdet)
+    def any_spec(types, args, kwargs, process_group):
+        return "any", process_group.size()
+
+    assert torch.linalg.slogdet(shard_tensor(values(), tiles(SHAPE))) == ("boxes", 4)
+    assert torch.linalg.slogdet(shard_tensor(values(), chunks(0, 0, 1))) == ("any", 4)
+    with pytest.raises(ArgumentError, match="class of sharding specs"):
+        custom_sharding_spec_op("rows", torch.linalg.slogdet)
 
 
 def test_copy_from_anything_of_the_same_shape(world, spec):
@@ -327,6 +369,9 @@ def test_from_local_shards(world, spec):
     st = init_from_local_shards(shards, *SHAPE)
     assert torch.equal(whole(st), values())
     assert set(st.sharding_spec().boxes(SHAPE)) == set(spec.boxes(SHAPE))
+    for shard in shards:
+        shard.tensor.requires_grad_()
+    assert init_from_local_shards(shards, *SHAPE).requires_grad
 
 
 def test_local_shards_of_chunks_make_a_chunk_spec(world):
@@ -337,17 +382,20 @@ def test_local_shards_of_chunks_make_a_chunk_spec(world):
 
 def test_local_shards_that_do_not_fit(world):
     good = shard_tensor(values(), chunks(0, 0, 1)).local_shards()
-    with pytest.raises(LayoutError, match="holes"):
+    with pytest.raises(LayoutError, match="does not match tensor volume"):
         init_from_local_shards(good[:1], *SHAPE)
     with pytest.raises(LayoutError, match="the tensor"):
         init_from_local_shards(good, 66)
-    with pytest.raises(LayoutError, match="shape"):
+    with pytest.raises(LayoutError, match="Shard tensor size does not match"):
         Shard(torch.ones(3), good[0].metadata)
     with pytest.raises(LayoutError, match=r"Shard, found"):
         init_from_local_shards([torch.ones(3)], *SHAPE)
     mixed = [good[0], Shard(good[1].tensor.double(), good[1].metadata)]
     with pytest.raises(LayoutError, match="dtype"):
         init_from_local_shards(mixed, *SHAPE)
+    good[1].tensor.requires_grad_()
+    with pytest.raises(LayoutError, match="one requires_grad"):
+        init_from_local_shards(good, *SHAPE)
 
 
 def test_a_meta_tensor_gets_memory(world):
@@ -360,7 +408,7 @@ def test_tensors_without_values(world):
     for shape in [(0, 4), (5, 0), (0,)]:
         for dim in range(len(shape)):
             st = shard_tensor(torch.empty(shape), chunks(dim, 2, 1, 0))
-            assert st.reshard(chunks(0, 0, 1, 2, 3)).full_tensor().shape == shape
+            assert st.resharded(chunks(0, 0, 1, 2, 3)).full_tensor().shape == shape
             assert (st + 1).shape == shape
 
 

@@ -8,7 +8,14 @@ from shard_cases import chunks, stretches, tiles
 from torch.distributed.remote_device import _remote_device
 
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.shard import ChunkShardingSpec, EnumerableShardingSpec, ShardMetadata
+from shardwise.shard import (
+    ChunkShardingSpec,
+    DevicePlacementSpec,
+    EnumerableShardingSpec,
+    PlacementSpec,
+    ShardMetadata,
+)
+from shardwise.shard.tiling import check_ranks, device_type_of
 
 
 @given(
@@ -36,20 +43,39 @@ def test_a_box_without_a_place_says_where_but_makes_no_tensor():
     box = ShardMetadata([0], [3])
     assert box.numel == 3
     with pytest.raises(LayoutError, match="names no rank"):
-        EnumerableShardingSpec([box]).places()
+        device_type_of(EnumerableShardingSpec([box]))
     there = ShardMetadata([0], [3], _remote_device("rank:1/cpu"))
     assert there == ShardMetadata([0], [3], "rank:1/cpu")
 
 
-@pytest.mark.parametrize("text", ["cpu", "rank:0", "rank:x/cpu", "worker0/cpu", "rank:0/toaster"])
+@pytest.mark.parametrize("text", ["rank:x/cpu", "worker0/cpu", "rank:0/toaster", "toaster"])
 def test_places_that_mean_nothing(text):
     with pytest.raises(LayoutError):
         ChunkShardingSpec(0, [text])
 
 
+def test_rank_and_device_of_a_placement_are_attributes_and_methods():
+    place = ShardMetadata([0], [3], "rank:1/cuda:2").placement
+    assert place.rank == place.rank() == 1
+    assert place.device == place.device() == torch.device("cuda:2") == place.device
+    assert (place.device.type, place.device.index, repr(place)) == ("cuda", 2, "rank:1/cuda:2")
+    assert torch.empty(1, device=ShardMetadata([0], [3], "rank:1").placement.device).is_cpu
+    assert hash(place) == hash(ShardMetadata([0], [3], "rank:1/cuda:2").placement)
+
+
+def test_a_placement_without_a_rank_names_a_device_and_makes_no_tensor():
+    place = DevicePlacementSpec("cuda:1").device
+    assert (place.rank(), place.device(), repr(place)) == (None, torch.device("cuda:1"), "cuda:1")
+    assert isinstance(DevicePlacementSpec("rank:0/cpu"), PlacementSpec)
+    with pytest.raises(LayoutError, match="names no rank"):
+        check_ranks(ChunkShardingSpec(0, ["cpu", "cpu"]).boxes([4]), [0, 1])
+
+
 def test_arguments_of_another_kind():
+    with pytest.raises(NotImplementedError, match="by number"):
+        ChunkShardingSpec("H", ["rank:0/cpu"])
     with pytest.raises(ArgumentError, match="one dim"):
-        ChunkShardingSpec("batch", ["rank:0/cpu"])
+        ChunkShardingSpec(0.5, ["rank:0/cpu"])
     with pytest.raises(ArgumentError, match="list of texts"):
         ChunkShardingSpec(0, "rank:0/cpu")
     with pytest.raises(LayoutError, match="at least one"):

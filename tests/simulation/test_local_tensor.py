@@ -48,6 +48,22 @@ def test_agreed():
         ranked([1], [1], [1], [1, 1]).agreed()
 
 
+def test_what_all_ranks_share_is_compared_and_formatted_as_a_plain_tensor():
+    weight = torch.nn.Parameter(torch.arange(3.0))
+    shared = LocalTensor.per_rank(lambda rank: torch.arange(3.0))
+    torch.testing.assert_close(shared, weight)
+    torch.testing.assert_close(weight, shared, allow_subclasses=True)
+    with pytest.raises(AssertionError, match="not close"):
+        torch.testing.assert_close(shared + 1, weight)
+    loss = shared.sum() / 4
+    assert f"{loss:.3f} {loss}" == "0.750 0.75"
+    assert f"{shared}" == str(shared)
+    differing = ranked(1, 1, 1, 2)
+    assert f"{differing}" == str(differing)
+    with pytest.raises(RankMismatchError):
+        f"{differing:.3f}"
+
+
 def test_ops_run_on_every_rank():
     x = LocalTensor.per_rank(lambda rank: torch.arange(3.0) + rank)
     y = (x * 2 - 1).relu().sum()
@@ -100,6 +116,12 @@ def test_a_size_that_differs_is_an_error_that_names_the_ranks(read):
 def test_an_uneven_tensor_still_computes():
     x = LocalTensor.per_rank(lambda rank: torch.ones(rank))
     assert per_rank((x + 1).sum()) == [0, 2, 4, 6]
+
+
+@pytest.mark.parametrize("cut", [slice(1), slice(1, None), slice(-1, None), slice(0, 9)], ids=repr)
+def test_an_uneven_tensor_is_cut_on_every_rank(cut):
+    x = LocalTensor.per_rank(lambda rank: torch.arange(rank + 1.0))
+    assert per_rank(x[cut]) == [torch.arange(rank + 1.0)[cut].tolist() for rank in range(4)]
 
 
 @pytest.mark.parametrize("read", [float, bool, lambda x: x.item(), lambda x: x.tolist()])

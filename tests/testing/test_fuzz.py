@@ -1,5 +1,6 @@
 """The fuzzer: a few hundred programs, and that it finds, names and shrinks what is wrong."""
 
+import itertools
 import json
 import os
 import re
@@ -32,10 +33,12 @@ from shardwise.testing.fuzz.tables import FAMILIES
 from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
 from shardwise.testing.fuzz.tables.nn import LAYERS
 from shardwise.testing.fuzz.undefined import (
+    BIAS_ALONE,
     MEDIAN,
     OVERLAP,
     REASONS,
     ROUNDING,
+    SHARED_GRADIENT,
     ZERO_TENSOR,
     Kinks,
     steady,
@@ -368,6 +371,21 @@ def test_the_sign_of_a_zero_is_not_asked_for(between):
     assert growth._try(Draft("v2 + 1"))
 
 
+def test_only_the_first_result_of_an_op_retains_its_gradient():
+    """Torch ends the process where a write to a later one rebases its history."""
+    growth = Growth(0, (2,))
+    growth._add_leaves([growth.hand.new((2, 3), torch.float64, grad=True)])
+    assert growth._try(Draft("torch.aminmax(v0, dim=0)"))
+    row = next(row for row in AUTOGRAD if getattr(row, "__name__", "") == "_retained")
+    retained = {row(growth.hand).code for _ in range(20)}
+    assert retained == {"v1.retain_grad()"}
+
+
+def test_a_redistributed_tensor_is_dense_as_a_copy_on_one_device():
+    steps = ["v1 = v0[:, :1].expand(4, 2)", "v2 = w.redistribute(v1, [Partial()])"]
+    assert play_alone(_program(*steps, "v3 = v2.view(8)", placement=Replicate())).kind == "ok"
+
+
 def test_group_norm_has_no_bias_alone():
     row = next(row for row in LAYERS if getattr(row, "__name__", "") == "_group_norm")
     for seed in range(40):
@@ -417,6 +435,39 @@ KINK = _program(
                 grad=True,
             ),
             ZERO_TENSOR,
+        ),
+        (
+            _program(
+                "_ = v0.register_hook(lambda g: g * -0.75)",
+                "v1 = torch.sgn(v0.unsqueeze(0))",
+                "w.weighted(v1).backward()",
+                shape=(),
+                dtype=torch.float32,
+                placement=Replicate(),
+                grad=True,
+            ),
+            ZERO_TENSOR,
+        ),
+        (
+            _program(
+                "v1 = F.batch_norm(v0.detach(), None, None, bias=v0[0], training=True)",
+                "v2 = torch.autograd.grad(v1.sin().sum(), v0, create_graph=True)[0]",
+                "v2.sum().backward()",
+                grad=True,
+            ),
+            BIAS_ALONE,
+        ),
+        (
+            _program(
+                "v1 = v0 * 1",
+                "v2 = v1.detach().requires_grad_()",
+                "w.weighted(torch.vstack([v0, v2]).sum(0)).backward()",
+                "w.weighted(v2.sin()).backward()",
+                shape=(4,),
+                placement=Replicate(),
+                grad=True,
+            ),
+            SHARED_GRADIENT,
         ),
         (KINK, ROUNDING),
         (KINK.with_item(0, replace(KINK.items[0], dtype=torch.float32)), ROUNDING),
@@ -477,12 +528,65 @@ def test_an_entry_next_to_a_kink_is_not_asked_for():
         ("v4 = v3 == v3", True),
         ("v4 = torch.logical_not(v0)", True),
         ("v4 = v3.sin()", True),
+        ("v4 = torch.poisson(v3.abs())", False),
+        ("v4 = torch.poisson(v0.abs())", True),
+        ("v4 = F.dropout(v3)", True),
     ],
 )
 def test_the_truth_of_what_cancellation_leaves_is_not_asked_for(step, kept):
     steps = ["v1 = v0.sum()", "v2 = v0.expand(2, 3, 4)", "v3 = F.instance_norm(v2, eps=0.1)"]
     program = _program(*steps, step, shape=(2, 3, 1), dtype=torch.float32, grad=True)
     assert steady(program) == kept
+
+
+@pytest.mark.parametrize(
+    ("step", "kept"),
+    [
+        ("v1 = torch.argmax(v0)", False),
+        ("v1 = torch.argmax(v0, 0)", False),
+        ("v1 = torch.max(v0, 0)[1]", False),
+        ("v1 = torch.argsort(v0, 0)", False),
+        ("v1 = torch.cummax(v0, 0)[1]", False),
+        ("v1 = torch.argmin(v0)", True),
+        ("v1 = torch.argmax(v0, 1)", True),
+        ("v1 = torch.max(v0, 1)[1]", True),
+        ("v1 = torch.argmax(v0[1:])", True),
+        ("v1 = torch.argmax(v0[:2, :1].expand(2, 4), 1)", True),
+        ("v1 = torch.argmax(v0.int())", True),
+    ],
+)
+def test_places_of_entries_that_are_next_to_each_other_are_not_asked_for(step, kept):
+    rows = [[1.0, 3.875], [2.0, 3.8750001], [0.5, 1.5]]
+    write = f"v0.copy_(torch.tensor({rows}))"  # in place: rounding errors are not added to it
+    assert steady(_program(write, step, shape=(3, 2), dtype=torch.bfloat16)) == kept
+
+
+def test_a_wrong_place_is_wrong(wrong_rule):
+    wrong_rule(torch.ops.aten.argmax.default, Choice((Shard(0),), (Partial("max"),)))
+    program = _program("v1 = torch.argmax(v0)", dtype=torch.bfloat16)
+    assert steady(program)
+    assert play_alone(program).kind == "wrong"
+
+
+def test_an_equal_entry_is_found_in_any_place():
+    for first, second in itertools.combinations(range(12), 2):
+        x = torch.arange(12.0)
+        x[first] = x[second] = 20
+        with Kinks() as kinks:
+            x.argmax()
+        assert kinks.found
+
+
+@pytest.mark.parametrize(
+    ("fn", "at"),
+    [(torch.ceil, 1.0), (torch.floor, 2.0), (torch.round, 0.5), (lambda x: x.remainder(3), 6.0)],
+    ids=["ceil", "floor", "round", "remainder"],
+)
+def test_a_number_at_which_an_op_jumps_is_found(fn, at):
+    for value, found in ((at, True), (at + 0.1, False)):
+        with Kinks() as kinks:
+            fn(torch.tensor([0.3, value]))
+        assert kinks.found == found
 
 
 def test_a_zero_tensor_that_backward_makes_is_not_read():

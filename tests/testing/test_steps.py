@@ -17,11 +17,7 @@ from shardwise.testing.steps.models import KINDS
 from shardwise.testing.steps.training import TrainingOutcome, play, play_alone
 from shardwise.testing.steps.verdict import judge, training_of
 
-# torch says so once in a process, of what its own optimizers do with sparse gradients.
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning"),
-]
+pytestmark = pytest.mark.slow
 
 NUM_CASES, NUM_PARTS = 600, 6
 
@@ -44,7 +40,10 @@ def assert_right(verdicts, num_ok):
 
 @pytest.mark.parametrize("part", range(NUM_PARTS))
 def test_drawn_cases_in_simulated_worlds(part):
-    assert_right(prove(draw_cases(NUM_CASES, seed=0)[part::NUM_PARTS]), num_ok=50)
+    """Cases of one mesh are in one part: what one of them has planned, the next ones find."""
+    cases = sorted(draw_cases(NUM_CASES, seed=0), key=lambda case: str(case.mesh))
+    size = NUM_CASES // NUM_PARTS
+    assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=50)
 
 
 @pytest.mark.processes

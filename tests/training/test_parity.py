@@ -1,4 +1,4 @@
-"""Twenty steps of training take a sharded model where they take it on one device."""
+"""Ten steps of training take a sharded model where they take it on one device."""
 
 import math
 

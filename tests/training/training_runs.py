@@ -1,6 +1,6 @@
 """Train a model of `shardwise.testing.models` on one device and sharded: for both worlds.
 
-A run is 20 steps of AdamW with clipping, a schedule, and two batches per step. It returns the
+A run is ten steps of AdamW with clipping, a schedule, and two batches per step. It returns the
 loss and output of every step, and gradients, parameters, buffers and states at the end.
 """
 
@@ -17,7 +17,7 @@ from shardwise import Placement, Replicate, Shard
 from shardwise.testing import models
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
-NUM_STEPS = 20
+NUM_STEPS = 10
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,15 @@ class Run:
     batch_size: int = 6
 
 
+_trained = {}
+
+
 def one_device(run, dropout=0.0):
-    model, batches = _made(run, dropout)
-    return _train(model, batches, lambda tensor: tensor)
+    """Trained once for all runs that shard the same model in other ways."""
+    key = (run.model, str(run.options), run.batch_size, dropout)
+    if key not in _trained:
+        _trained[key] = _train(*_made(run, dropout), lambda tensor: tensor)
+    return _trained[key]
 
 
 def sharded(run, dropout=0.0):

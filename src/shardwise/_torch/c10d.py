@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise._torch.compat import Missing, Names, Probe
@@ -48,6 +51,27 @@ strided_shard: Callable[[], Any] = _names.later(
     "torch.distributed.tensor.placement_types._StridedShard",
     "tensors cannot be exchanged with torch's DTensor",
 )
+#: torch's own sharded tensors and their specs, in which torchrec keeps tables.
+sharded_tensors: Callable[[], Any] = _names.later(
+    "torch.distributed._shard.sharded_tensor", "tables cannot be given to torchrec"
+)
+sharding_specs: Callable[[], Any] = _names.later(
+    "torch.distributed._shard.sharding_spec", "plans cannot be given to torchrec"
+)
+_LONG_WAITS = "groups of mesh axes wait for torch's default timeout, not for that of the world"
+#: torch's defaults, for gloo and for NCCL; a new group does not inherit the timeout of the world.
+_DEFAULT_NAMES = ("default_pg_timeout", "default_pg_nccl_timeout")
+_torch_defaults = {
+    _names.find(f"torch.distributed.distributed_c10d.{name}", _LONG_WAITS, instead=None)
+    for name in _DEFAULT_NAMES
+} - {None}
+_set_timeout: Any = _names.find(
+    "torch.distributed.distributed_c10d._set_pg_timeout", _LONG_WAITS, instead=None
+)
+_default_store: Any = _names.find(
+    "torch.distributed.distributed_c10d._get_default_store",
+    "an error of a collective does not say what the other ranks did",
+)
 _functional_collectives: Callable[[], Any] = _names.later(
     "torch.distributed._functional_collectives",
     "CommDebugMode counts collectives under other names than torch's does",
@@ -60,6 +84,11 @@ def declare_collectives() -> None:
     _functional_collectives()
 
 
+def default_store() -> Any:
+    """The store in which the ranks met."""
+    return _default_store()
+
+
 def mesh_stack() -> list[DeviceMesh]:
     """The meshes of the surrounding `with device_mesh:`, the innermost last."""
     return _meshes.mesh_stack
@@ -68,6 +97,41 @@ def mesh_stack() -> list[DeviceMesh]:
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
     """The mesh that a sub-mesh was taken from."""
     return _root_mesh(mesh)
+
+
+def mesh_without_groups(
+    device_type: str, ranks: torch.Tensor, axis_names: tuple[str, ...] | None = None
+) -> DeviceMesh:
+    """A mesh over which nothing is sent: for a rank outside it, or without a process group."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    return DeviceMesh(
+        device_type, ranks, mesh_dim_names=axis_names, _init_backend=False, _rank=rank
+    )
+
+
+# -- how long a collective waits ------------------------------------------------------------------
+
+
+def set_default_timeout(timeout: timedelta) -> None:
+    """Let groups that this process makes from now on wait so long, whoever makes them."""
+    for name in _DEFAULT_NAMES:
+        setattr(distributed_c10d, name, timeout)
+
+
+def group_timeout(group: Any) -> timedelta | None:
+    """How long a collective of the group waits; None for a backend that does not say."""
+    for device in getattr(group, "_device_types", ()):
+        with contextlib.suppress(AttributeError, RuntimeError):
+            return group._get_backend(device).options._timeout
+    return None
+
+
+def inherit_timeout(group: Any) -> None:
+    """Let a group wait as long as the default one, unless it was given a timeout of its own."""
+    timeout = group_timeout(dist.GroupMember.WORLD)
+    if timeout is None or _set_timeout is None or group_timeout(group) not in _torch_defaults:
+        return
+    _set_timeout(timeout, group)
 
 
 @contextlib.contextmanager
@@ -117,4 +181,4 @@ def _is_set_aside() -> bool:
     with fresh_c10d():
         inside = dist.is_initialized()
         mesh_stack()
-    return not inside and dist.is_initialized() == before
+    return not inside and dist.is_initialized() == before and bool(_torch_defaults)

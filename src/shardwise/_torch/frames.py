@@ -35,7 +35,9 @@ _frames_of_threads: Any = _names.find(
 
 #: Packages whose lines are not reported: torch and what it generates, this one, and what they call
 #: each other through. Code without a module name is generated.
-_INSIDE = frozenset({"torch", "shardwise", "contextlib", "functools", "typing_extensions", ""})
+_INSIDE = frozenset(
+    {"torch", "shardwise", "click", "contextlib", "functools", "typing_extensions", ""}
+)
 _MODULE_FILE = nn.modules.module.__file__
 
 

@@ -26,6 +26,13 @@ assert_async: Callable[[torch.Tensor, str], None] = _names.find(
 embedding_bag: Callable[..., Any] = _names.find(
     "torch._embedding_bag", "bags with mode='max' fail in sharded modules"
 )
+#: Ops on lists of tensors, in place.
+foreach_mul: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.find(
+    "torch._foreach_mul_", "collections with mean pooling fail"
+)
+foreach_add: Callable[[list[torch.Tensor], list[torch.Tensor]], None] = _names.find(
+    "torch._foreach_add_", "collections do not give gradients of weights of ids"
+)
 #: Parses the arguments of `Tensor.to`.
 parse_to: Callable[..., Any] = _names.find("torch._C._nn._parse_to", "ShardedTensor.to() fails")
 #: The base of norms with running statistics.
@@ -42,6 +49,23 @@ _post_hooks: Any = _names.find(
     "optimizer steps on DTensors take longer",
     instead=None,
 )
+_TensorPair: Any = _names.find(
+    "torch.testing._comparison.TensorLikePair",
+    "assert_close of a whole tensor of a simulated world with a Parameter fails",
+    instead=None,
+)
+
+
+def compare_by(plain: Callable[[Any], Any]) -> None:
+    """Let `torch.testing.assert_close`, which compares types, compare `plain(x)` for each x."""
+    if _TensorPair is None:
+        return
+    process = _TensorPair._process_inputs
+
+    def processed(self: Any, actual: Any, expected: Any, **options: Any) -> Any:
+        return process(self, plain(actual), plain(expected), **options)
+
+    _TensorPair._process_inputs = processed
 
 
 def others_watch_steps(optimizer: Any) -> bool:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwise._torch.c10d import group_timeout
 from shardwise.comm.agreement import Fault, joint_error
+from shardwise.comm.lost import doing_now, what_ranks_did
 from shardwise.core.world import World, current_world
-from shardwise.errors import CheckpointError, ShardwiseError
+from shardwise.errors import CheckpointError, CollectiveError, ShardwiseError
 
 T = TypeVar("T")
 
@@ -26,35 +30,48 @@ class Crew:
     size: int
     present: tuple[int, ...]
     group: Any
+    #: Of a simulated world; see simulation.faults.
+    faults: Any = None
 
     @property
     def leads(self) -> bool:
         """Whether this process does what only one may do."""
-        return self.present[0] == 0
+        return self.present[0] == 0 and (self.faults is None or 0 not in self.faults.killed)
 
-    def exchange(self, mine: Sequence[T]) -> list[T]:
-        """All-gather: one value per rank present becomes one value per rank."""
-        if self.group is None:
+    def exchange(self, mine: Sequence[T], what: str = "exchanges values") -> list[T]:
+        """All-gather: one value per rank present becomes one value per rank.
+
+        `what` names the step. Ranks in different steps, such as one that saves while another
+        loads, all raise.
+        """
+        if self.group is None and self.faults is None:
             return list(mine)
         found: list[Any] = [None] * self.size
         try:
-            dist.all_gather_object(found, mine[0], group=self.group)
+            if self.faults is not None:
+                found = [(what, m) for m in self.faults.exchange(list(map(_packed, mine)))]
+            else:
+                dist.all_gather_object(found, (what, _packed(mine[0])), group=self.group)
         except RuntimeError as error:
+            did = what_ranks_did(doing_now(f"a checkpoint ({what})"))
             raise CheckpointError(
-                f"Rank {self.present[0]} lost the others during a checkpoint: {error}"
+                f"Rank {self.present[0]} lost the others during a checkpoint: {error} {did}"
             ) from error
-        return found
+        if len({said for said, _ in found}) > 1:
+            faults = {rank: Fault(said, CollectiveError) for rank, (said, _) in enumerate(found)}
+            raise joint_error("The ranks are not in the same checkpoint. ", faults, self.size)
+        return [_unpacked(rank, message) for rank, (_, message) in enumerate(found)]
 
-    def together(self, step: Callable[[], Sequence[T]]) -> list[T]:
+    def together(self, step: Callable[[], Sequence[T]], what: str | None = None) -> list[T]:
         """Run a step and all-gather its results; if it fails on any rank, raise on all."""
         cause: Exception | None = None
         mine: Sequence[Any]
         try:
             mine = step()
-        except (ShardwiseError, OSError, RuntimeError, ValueError, TypeError) as error:
+        except Exception as error:  # of any kind: the other ranks wait for this one
             cause = error
             mine = [Fault(_text(error), CheckpointError)] * len(self.present)
-        found = self.exchange(mine)
+        found = self.exchange(mine, what or _words(step))
         faults = {rank: each for rank, each in enumerate(found) if isinstance(each, Fault)}
         if faults:
             raise joint_error("", faults, self.size) from cause
@@ -68,14 +85,45 @@ class Crew:
                 step()
             return [None] * len(self.present)
 
-        self.together(run)
+        self.together(run, _words(step))
+
+
+def _packed(value: Any) -> bytes:
+    data = pickle.dumps(value)
+    return zlib.crc32(data).to_bytes(4, "little") + data
+
+
+def _unpacked(rank: int, message: bytes) -> Any:
+    data = message[4:]
+    if zlib.crc32(data).to_bytes(4, "little") != message[:4]:
+        raise CollectiveError(
+            f"What rank {rank} sent for a checkpoint arrived damaged. Nothing was published: save "
+            "or load again."
+        )
+    return pickle.loads(data)
+
+
+_DOING = {
+    "saving": "saves",
+    "loading": "loads",
+    "series": "looks at the checkpoints of a folder",
+    "report": "verifies",
+}
+
+
+def _words(step: Callable[..., Any]) -> str:
+    """What a rank does in a step: the function that it calls, in words."""
+    module = step.__module__.rpartition(".")[2]
+    return f"it {_DOING.get(module, module)} ({step.__qualname__})"
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
-    return str(error) or type(error).__name__
+    if (isinstance(error, ShardwiseError) or type(error) is RuntimeError) and str(error):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def current_crew() -> Crew:
@@ -84,7 +132,8 @@ def current_crew() -> Crew:
         return Crew(1, (0,), None)
     world = current_world()
     if len(world.present) == world.size:
-        return Crew(world.size, world.present, None)
+        return Crew(world.size, world.present, None, world.faults)
     if world not in _groups:
-        _groups[world] = dist.new_group(backend="gloo")
+        timeout = group_timeout(dist.GroupMember.WORLD)
+        _groups[world] = dist.new_group(backend="gloo", timeout=timeout)
     return Crew(world.size, (world.rank,), _groups[world])

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,22 +19,30 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.claim import halves
 from shardwise.checkpoint.safetensors import (
     DTYPES,
     bounded_json,
     dtype_name,
     natural_numbers,
+    open_regular,
+    read_bytes,
     read_header,
+    unreadable,
 )
 from shardwise.checkpoint.tree import Node, check_node
 from shardwise.checkpoint.write import BLOCK_BYTES
 from shardwise.core.box import Box, why_not_tiled
 from shardwise.errors import CheckpointError
 
-FORMAT = "shardwise checkpoint 1"
+#: In format 1, the state of optimizers has positions for keys; see `checkpoint.optimizers`.
+FORMAT = "shardwise checkpoint 2"
+READ_FORMATS = ("shardwise checkpoint 1", FORMAT)
 INDEX_NAME = "model.safetensors.index.json"
 WHOLE_NAME = "model.safetensors"
 MAX_INDEX_BYTES = 256 << 20
+#: Lists and tables of plain values; as Python objects, less than 250 MB.
+MAX_INDEX_BRACKETS = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,27 +130,29 @@ def _checksum(content: Any) -> int:
 
 def read_index(path: Path) -> Index:
     """The index of a checkpoint: a folder of ours or of Hugging Face's, or one safetensors file."""
+    try:
+        return _read_index(path)
+    except (OSError, ValueError) as error:  # a name that is too long, a folder that is closed
+        raise unreadable(path, error) from error
+
+
+def _read_index(path: Path) -> Index:
     if path.is_dir():
         index = path / INDEX_NAME
         if index.exists():
             return _read_index_file(index)
         if (path / WHOLE_NAME).exists():
             return _index_of_file(path / WHOLE_NAME)
-        half = path.parent / half_name(path.name)
-        hint = f" {half} is left of a save that did not finish." if half.exists() else ""
         raise CheckpointError(
-            f"{path} is no checkpoint: it has neither {INDEX_NAME} nor {WHOLE_NAME}.{hint}"
+            f"{path} is no checkpoint: it has neither {INDEX_NAME} nor {WHOLE_NAME}."
         )
     if path.name.endswith(".index.json") and path.exists():
         return _read_index_file(path)
     if path.exists():
         return _index_of_file(path)
-    raise CheckpointError(f"There is no checkpoint at {path}.")
-
-
-def half_name(name: str) -> str:
-    """The name of a checkpoint until it is complete."""
-    return f".{name}.half"
+    left = halves(path)
+    hint = f" {left[0]} is of a save that did not finish, or still runs." if left else ""
+    raise CheckpointError(f"There is no checkpoint at {path}.{hint}")
 
 
 def _index_of_file(path: Path) -> Index:
@@ -162,19 +173,20 @@ def _flat_node(tensors: Mapping[str, Any]) -> Node:
 
 
 def _read_index_file(path: Path) -> Index:
+    number = open_regular(path)
     try:
-        num_bytes = path.stat().st_size
+        num_bytes = os.fstat(number).st_size
         if num_bytes > MAX_INDEX_BYTES:
             raise _damaged(path, f"it has {num_bytes} bytes, at most {MAX_INDEX_BYTES} are read")
-        raw = path.read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
-    content = bounded_json(raw, str(path))
+        raw = read_bytes(number, num_bytes, 0, path)
+    finally:
+        os.close(number)
+    content = bounded_json(raw, str(path), MAX_INDEX_BRACKETS)
     digest = zlib.crc32(raw)
     if "shardwise" not in content:
         return _foreign_index(path, content, digest)
     ours = content["shardwise"]
-    if not isinstance(ours, dict) or ours.get("format") != FORMAT:
+    if not isinstance(ours, dict) or ours.get("format") not in READ_FORMATS:
         found = str(ours.get("format") if isinstance(ours, dict) else ours)[:60]
         raise CheckpointError(f"{path} is in the format {found!r}; this version reads {FORMAT!r}.")
     saved = ours.pop("checksum", None)

@@ -14,7 +14,12 @@ from typing import Any
 import torch
 
 from shardwise.checkpoint.index import Index, SavedChunk, SavedTensor
-from shardwise.checkpoint.safetensors import TensorEntry, read_header
+from shardwise.checkpoint.safetensors import (
+    TensorEntry,
+    open_regular,
+    read_open_header,
+    unreadable,
+)
 from shardwise.checkpoint.write import BLOCK_BYTES, BUFFER_BYTES, block_sum, bytes_of
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
@@ -96,21 +101,27 @@ class Reader:
     def _open(self, file: str) -> dict[str, TensorEntry]:
         path = self.path(file)
         known = self.index.files.get(file)
-        if known is not None and path.exists() and path.stat().st_size != known.num_bytes:
+        if file not in self._files:
+            self._files[file] = open_regular(path)
+        number = self._files[file]
+        num_bytes = os.fstat(number).st_size
+        if known is not None and num_bytes != known.num_bytes:
             raise CheckpointError(
-                f"{path} is damaged: it has {path.stat().st_size} bytes, and had "
-                f"{known.num_bytes} when it was saved."
+                f"{path} is damaged: it has {num_bytes} bytes, and had {known.num_bytes} when it "
+                "was saved."
             )
-        header = read_header(path)
+        header = read_open_header(number, path)
         if known is not None and zlib.crc32(header.raw) != known.header_sum:
             raise CheckpointError(f"{path} is damaged: its header is not the one that was saved.")
-        self._files[file] = os.open(path, os.O_RDONLY)
         return header.entries
 
     def _read(self, file: str, position: int, into: memoryview) -> None:
         self.num_bytes += into.nbytes
         while into.nbytes:
-            count = os.preadv(self._files[file], [into], position)
+            try:
+                count = os.preadv(self._files[file], [into], position)
+            except OSError as error:
+                raise unreadable(self.path(file), error) from error
             if not count:
                 raise CheckpointError(f"{self.path(file)} is damaged: it ends at byte {position}.")
             into, position = into[count:], position + count

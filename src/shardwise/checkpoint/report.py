@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
+from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.index import Index, SavedTensor, read_index
 from shardwise.checkpoint.read import Reader, ReadRequest
+from shardwise.checkpoint.safetensors import unreadable
 from shardwise.checkpoint.tree import decode
 from shardwise.errors import CheckpointError
 
@@ -76,10 +78,8 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
 def _size(index: Index, name: str) -> int:
     try:
         return (index.folder / name).stat().st_size
-    except OSError as error:
-        raise CheckpointError(
-            f"{index.folder / name} cannot be read: {error.strerror or error}."
-        ) from error
+    except (OSError, ValueError) as error:
+        raise unreadable(index.folder / name, error) from error
 
 
 def _report(name: str, tensor: SavedTensor) -> TensorReport:
@@ -90,19 +90,33 @@ def _report(name: str, tensor: SavedTensor) -> TensorReport:
 
 def verify(path: str | os.PathLike[str]) -> Verdict:
     """Read every byte of a checkpoint and name everything that is damaged; raises nothing."""
+    return _verdict(Path(path), 0, 1)
+
+
+def verify_together(path: Path, crew: Crew) -> tuple[str, ...]:
+    """What is damaged, on every rank; each rank reads its share of the chunks."""
+
+    def mine() -> list[tuple[str, ...]]:
+        return [_verdict(path, rank, crew.size).faults for rank in crew.present]
+
+    return tuple(dict.fromkeys(fault for faults in crew.together(mine) for fault in faults))
+
+
+def _verdict(path: Path, place: int, num_shares: int) -> Verdict:
+    """The verdict on one share of the chunks."""
     faults: dict[str, None] = {}
     try:
-        index = read_index(Path(path))
+        index = read_index(path)
     except CheckpointError as error:
         return Verdict(0, (str(error),))
+    chunks = [(name, t, chunk) for name, t in index.tensors.items() for chunk in t.chunks]
     with Reader(index) as reader:
-        for name, tensor in index.tensors.items():
-            for chunk in tensor.chunks:
-                one = SavedTensor(tensor.dtype, tensor.shape, (chunk,))
-                # A check uses boxes only; no memory is needed.
-                request = ReadRequest(name, one, chunk.box, torch.empty(0))
-                try:
-                    reader.check([request])
-                except CheckpointError as error:
-                    faults[str(error)] = None
+        for name, tensor, chunk in chunks[place::num_shares]:
+            one = SavedTensor(tensor.dtype, tensor.shape, (chunk,))
+            # A check uses boxes only; no memory is needed.
+            request = ReadRequest(name, one, chunk.box, torch.empty(0))
+            try:
+                reader.check([request])
+            except CheckpointError as error:
+                faults[str(error)] = None
         return Verdict(reader.num_bytes, tuple(faults))

@@ -3,16 +3,20 @@
 Note [Bounded headers]
 A header is untrusted input. Its length is limited to `MAX_HEADER_BYTES` and the size of the file,
 its density of brackets to what tables of tensors have, and every number in it to the bytes of the
-file. No allocation depends on what a header claims.
+file. No allocation depends on what a header claims. Only regular files are read: a FIFO waits for
+a writer, and a device may never end.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
 import math
 import os
+import stat
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +26,8 @@ import torch
 from shardwise.errors import CheckpointError
 
 MAX_HEADER_BYTES = 16 << 20
+#: No name of a tensor: the format keeps the metadata under it.
+RESERVED = "__metadata__"
 #: Of the first tensor; readers that map the file rely on it.
 _ALIGNMENT = 8
 
@@ -83,7 +89,12 @@ def pack_header(
     tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], metadata: Mapping[str, str]
 ) -> tuple[bytes, dict[str, TensorEntry]]:
     """The bytes before the data, and where each tensor goes, in the given order."""
-    table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    if RESERVED in tensors:
+        raise CheckpointError(
+            f"A safetensors file cannot hold a tensor called {RESERVED!r}: the format uses that "
+            "name. Rename the tensor, or convert to a folder."
+        )
+    table: dict[str, Any] = {RESERVED: dict(metadata)} if metadata else {}
     relative: dict[str, int] = {}
     position = 0
     # Wide dtypes first: then every tensor is aligned without gaps, which the format forbids.
@@ -110,28 +121,65 @@ def pack_header(
     return struct.pack("<Q", len(text)) + text, entries
 
 
+def open_regular(path: Path) -> int:
+    """A descriptor to read a file by; raises unless it is a regular file."""
+    try:
+        # Asked before it is opened, as that alone can start a device, and after, to be sure.
+        if stat.S_ISREG(os.stat(path).st_mode):
+            number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            if stat.S_ISREG(os.fstat(number).st_mode):
+                return number
+            os.close(number)
+    except (OSError, ValueError) as error:
+        raise unreadable(path, error) from error
+    raise CheckpointError(f"{path} is no regular file.")
+
+
+def unreadable(path: Path | str, error: OSError | ValueError) -> CheckpointError:
+    return CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}.")
+
+
+def read_bytes(number: int, count: int, position: int, path: Path) -> bytes:
+    """Up to `count` bytes of an open file; fewer where it ends."""
+    found = b""
+    try:
+        while len(found) < count:
+            more = os.pread(number, count - len(found), position + len(found))
+            if not more:
+                break
+            found += more
+    except OSError as error:
+        raise unreadable(path, error) from error
+    return found
+
+
 def read_header(path: Path) -> Header:
     """The table of a file, checked against the file's size."""
+    number = open_regular(path)
     try:
-        with path.open("rb") as file:
-            file_bytes = os.fstat(file.fileno()).st_size
-            length_bytes = file.read(8)
-            if len(length_bytes) < 8:
-                raise _damaged(path, f"it has {file_bytes} bytes, too few for a header")
-            (length,) = struct.unpack("<Q", length_bytes)
-            if length > min(MAX_HEADER_BYTES, file_bytes - 8):
-                raise _damaged(
-                    path,
-                    f"its header claims {length} bytes, the file has {file_bytes} and at most "
-                    f"{MAX_HEADER_BYTES} are read",
-                )
-            raw = file.read(length)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror or error}.") from error
+        return read_open_header(number, path)
+    finally:
+        os.close(number)
+
+
+def read_open_header(number: int, path: Path) -> Header:
+    """`read_header` of a file that is open."""
+    file_bytes = os.fstat(number).st_size
+    length_bytes = read_bytes(number, 8, 0, path)
+    if len(length_bytes) < 8:
+        raise _damaged(path, f"it has {file_bytes} bytes, too few for a header")
+    (length,) = struct.unpack("<Q", length_bytes)
+    if length > min(MAX_HEADER_BYTES, file_bytes - 8):
+        raise _damaged(
+            path,
+            f"its header claims {length} bytes, the file has {file_bytes} and at most "
+            f"{MAX_HEADER_BYTES} are read",
+        )
+    raw = read_bytes(number, length, 8, path)
     if len(raw) != length:
         raise _damaged(path, "it ends inside its header")
     table = bounded_json(raw, str(path))
-    metadata = table.pop("__metadata__", {})
+    metadata = table.pop(RESERVED, {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise _damaged(path, "its metadata is not a table of texts")
     entries = {name: _entry(path, name, spec, 8 + length) for name, spec in table.items()}
@@ -139,18 +187,38 @@ def read_header(path: Path) -> Header:
     return Header(entries, metadata, length_bytes + raw, file_bytes)
 
 
-def bounded_json(raw: bytes, what: str) -> dict[str, Any]:
-    """The JSON object in `raw`; see Note [Bounded headers]."""
+def bounded_json(raw: bytes, what: str, max_brackets: int = 64) -> dict[str, Any]:
+    """The JSON object in `raw`; see Note [Bounded headers].
+
+    It may have `max_brackets` opening brackets, or one in eight characters.
+    """
     # A parsed list takes 20 times its two characters: refuse what is mostly brackets.
-    if raw.count(b"[") + raw.count(b"{") > 64 + len(raw) // 8:
-        raise CheckpointError(f"{what} is damaged or foreign: it is no table of tensors.")
+    num_brackets = raw.count(b"[") + raw.count(b"{")
+    if num_brackets > max(max_brackets, len(raw) // 8):
+        raise CheckpointError(
+            f"{what} is damaged or foreign: no table of tensors has {num_brackets} lists and "
+            f"tables in {len(raw)} bytes."
+        )
     try:
-        content = json.loads(raw, object_pairs_hook=_without_repeats)
+        with _without_collecting():
+            content = json.loads(raw, object_pairs_hook=_without_repeats)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{what} is damaged or foreign: {str(error)[:200]}.") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{what} is damaged or foreign: it holds no JSON object.")
     return content
+
+
+@contextlib.contextmanager
+def _without_collecting() -> Iterator[None]:
+    """Many new lists make Python look for garbage among all objects again and again; none is."""
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collecting:
+            gc.enable()
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -3,39 +3,53 @@
 Replicas of a shard are written once, by one of the ranks that hold them, balanced in bytes.
 
 Note [Whole or not at all]
-A checkpoint is written to a folder with a temporary name. When the files of all ranks are synced,
-rank 0 adds the index and renames the folder; until then there is no checkpoint of that name. A save
-that fails on one rank fails on all, and its folder is removed. The next save of that name removes
-what a killed one left.
+A checkpoint is written to a folder with a name of its own. When the files of all ranks are synced,
+rank 0 adds the index, reads it back, and renames the folder; until then there is no checkpoint of
+that name. A save that fails on one rank fails on all, and its folder is removed. Rank 0 claims the
+name meanwhile (Note [One writer per name]); the next save of a name removes what a killed one left.
+
+Note [Saves at the end of a program]
+A process that ends waits for its saves in the background, for `EXIT_WAIT_S` at most. If one is not
+done by then or has failed, and nobody has read that from `result()`, the process says so and ends
+with exit status 1. Under `launch`, a rank is done when its saves are, and fails with them.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
+import secrets
 import shutil
+import sys
 import threading
+import time
 import zlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing import util
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwise.checkpoint.claim import Claim, half_name
 from shardwise.checkpoint.crew import Crew, current_crew
 from shardwise.checkpoint.index import (
     INDEX_NAME,
     SavedChunk,
     SavedFile,
     SavedTensor,
-    half_name,
     pack_index,
+    read_index,
 )
 from shardwise.checkpoint.pieces import pieces_of, reduced
+from shardwise.checkpoint.safetensors import RESERVED
 from shardwise.checkpoint.tree import Node, make_tree, merge
 from shardwise.checkpoint.write import TensorFile, buffers_of, sync_folder, write_synced
 from shardwise.core.box import Box, why_not_tiled
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, printable
+from shardwise.launch.rank import before_done
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,12 +121,17 @@ def _balanced(
 
 #: How many bytes a rank copies, at most, so that an asynchronous save can return.
 COPY_BYTES = 1 << 30
+#: How long a process that ends waits for its saves in the background.
+EXIT_WAIT_S = 600.0
 
 
 @dataclass(frozen=True, slots=True)
 class _RankState:
-    """What a rank has to save; exchanged before anything is written."""
+    """What a rank has to save, and where; exchanged before anything is written."""
 
+    path: str
+    #: That of rank 0 is used: no other save has it.
+    token: str
     held: dict[str, HeldBoxes]
     node: Node
     ties: dict[str, str]
@@ -145,18 +164,19 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
     3
     tensor([0, 1, 2, 3, 4, 5])
     """
-    _Job(state, Path(path)).run()
+    _Job(state, path).run()
 
 
 def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = COPY_BYTES) -> Saving:
     """Like `save`, but return as soon as the state may change again.
 
     A rank copies at most `copy_bytes` of what it writes, and writes the rest before this returns.
-    One save runs at a time: the next save or load waits for it.
+    One save runs at a time: the next save or load waits for it. So does the end of the program,
+    for ten minutes at most; an error that nobody has read then ends it with exit status 1.
     """
     if copy_bytes < 0:
         raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
-    job = _Job(state, Path(path))
+    job = _Job(state, path)
     return Saving(job, copy_bytes)
 
 
@@ -167,7 +187,9 @@ class Saving:
         self._job = job
         self._error: BaseException | None = None
         job.start(copy_bytes)
-        self._thread = threading.Thread(target=self._run, name="shardwise-save")
+        # A daemon: else Python would wait for it without a limit.
+        self._thread = threading.Thread(target=self._run, name="shardwise-save", daemon=True)
+        _watch_exit()
         _in_flight.append(self)
         self._thread.start()
 
@@ -189,8 +211,41 @@ class Saving:
         if self._error is not None:
             raise self._error
 
+    def why_not_saved(self, until_s: float) -> str | None:
+        """Wait, and say why the checkpoint is not there; None if it is."""
+        if not self.done:
+            seconds = max(until_s - time.monotonic(), 0)
+            print(f"Waiting at most {seconds:.0f} s for {self._job.path}.", file=sys.stderr)
+            self._thread.join(seconds)
+        if not self.done:
+            return f"{self._job.path} was not saved within {EXIT_WAIT_S:.0f} s."
+        return None if self._error is None else f"{self._job.path} was not saved: {self._error}"
+
 
 _in_flight: list[Saving] = []
+#: The process that waits for its saves when it ends; a fork is another one.
+_watched: set[int] = set()
+
+
+def _watch_exit() -> None:
+    if os.getpid() not in _watched:
+        _watched.add(os.getpid())
+        atexit.register(_finish_at_exit)
+        # Processes of multiprocessing end without atexit.
+        util.Finalize(None, _finish_at_exit, exitpriority=100)
+
+
+def _finish_at_exit() -> None:
+    """See Note [Saves at the end of a program]."""
+    until_s = time.monotonic() + EXIT_WAIT_S
+    faults = [saving.why_not_saved(until_s) for saving in _in_flight]
+    _in_flight.clear()
+    if any(faults):
+        for fault in filter(None, faults):
+            print(f"Error: {printable(fault)}", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
 
 
 def wait_for_saves() -> None:
@@ -199,17 +254,26 @@ def wait_for_saves() -> None:
         _in_flight[0].result()
 
 
+before_done.append(wait_for_saves)
+
+
 class _Job:
     """One save of the ranks of this process."""
 
-    def __init__(self, state: Any, path: Path) -> None:
+    def __init__(self, state: Any, path: str | os.PathLike[str]) -> None:
         wait_for_saves()
         # The background thread must not depend on the current folder.
-        self.path = path.absolute()
-        self.half = self.path.parent / half_name(self.path.name)
+        self.path = Path(path).absolute()
         self.crew: Crew = current_crew()
+        self._claim: Claim | None = None
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
-        states = self.crew.together(lambda: self._rank_states(state))
+        states = self.crew.together(lambda: self._rank_states(state, os.fspath(path)))
+        for rank, one in enumerate(states):
+            if one.path != states[0].path:
+                raise CheckpointError(
+                    f"Ranks 0 and {rank} save to different places: {states[0].path} and {one.path}."
+                )
+        self.half = self.path.parent / half_name(self.path.name, states[0].token)
         self._node, self._ties = states[0].node, states[0].ties
         self._wholes: dict[str, HeldBoxes] = {}
         for one in states:
@@ -217,11 +281,15 @@ class _Job:
             self._ties = {**self._ties, **one.ties}
             self._wholes.update(one.held)
         self.chunks = assign_chunks([one.held for one in states])
-        self.crew.once(self._make_folder)
+        try:
+            self.crew.once(self._make_folder)
+        except BaseException:
+            self._drop()
+            raise
 
     # -- before writing ----------------------------------------------------------------------
 
-    def _rank_states(self, state: Any) -> list[_RankState]:
+    def _rank_states(self, state: Any, path: str) -> list[_RankState]:
         tree = make_tree(state)
         held: list[dict[str, HeldBoxes]] = [{} for _ in self.crew.present]
         for name, value in tree.tensors.items():
@@ -233,7 +301,8 @@ class _Job:
                     self._values[piece.rank, name, piece.box] = piece.tensor
             for place, mine in enumerate(boxes.values()):
                 held[place][name] = HeldBoxes(pieces.shape, pieces.dtype, tuple(mine))
-        return [_RankState(table, tree.node, tree.ties) for table in held]
+        token = secrets.token_hex(6)
+        return [_RankState(path, token, table, tree.node, tree.ties) for table in held]
 
     def _make_folder(self) -> None:
         if self.path.exists():
@@ -241,9 +310,14 @@ class _Job:
                 f"{self.path} exists already: remove it, or save under another name."
             )
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        if self.half.exists():
-            shutil.rmtree(self.half)
+        self._claim = Claim(self.path)
+        if self.path.exists():
+            raise self._came_to_be()
+        self._claim.remove_halves()
         self.half.mkdir()
+
+    def _came_to_be(self) -> CheckpointError:
+        return CheckpointError(f"{self.path} was saved by another job meanwhile.")
 
     # -- writing -----------------------------------------------------------------------------
 
@@ -292,6 +366,8 @@ class _Job:
                 begun.close()
         if self.crew.leads:
             shutil.rmtree(self.half, ignore_errors=True)
+        if self._claim is not None:
+            self._claim.release()
 
     def _publish(self, written: Sequence[_Written]) -> None:
         files = {w.file: w.saved for w in written if w.file is not None and w.saved is not None}
@@ -306,10 +382,36 @@ class _Job:
         data = pack_index(tensors, self._node, self._ties, files, self.crew.size)
         write_synced(self.half / INDEX_NAME, data)
         sync_folder(self.half)
+        self._read_back(tensors, files)
         if self.path.exists():
-            raise CheckpointError(f"{self.path} came to be while it was saved.")
-        self.half.rename(self.path)
+            raise self._came_to_be()
+        try:
+            self.half.rename(self.path)
+        except OSError as error:
+            raise (self._came_to_be() if self.path.exists() else error) from error
         sync_folder(self.path.parent)
+        if self._claim is not None:
+            self._claim.release()
+
+    def _read_back(
+        self, tensors: Mapping[str, SavedTensor], files: Mapping[str, SavedFile]
+    ) -> None:
+        """Raise unless `load` will read what was written."""
+        try:
+            found = read_index(self.half)
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{self.path} was not saved, as it could not be loaded: {error}"
+            ) from error
+        sizes = {name: (self.half / name).stat().st_size for name in files}
+        if (
+            (found.tensors, found.node, found.ties) != (tensors, self._node, self._ties)
+            or found.files != files
+            or sizes != {name: file.num_bytes for name, file in files.items()}
+        ):
+            raise CheckpointError(
+                f"{self.path} was not saved: what was read back is not what was written."
+            )
 
 
 class _RankFile:
@@ -364,12 +466,12 @@ class _RankFile:
 
 def _keys(chunks: Sequence[ChunkToWrite]) -> list[str]:
     """The keys of chunks in a file: the name, with the offset if a tensor has several there."""
-    names = [chunk.name for chunk in chunks]
+    counts = Counter(chunk.name for chunk in chunks)
     keys = []
     for chunk in chunks:
-        several = names.count(chunk.name) > 1
         offset = ",".join(map(str, chunk.box.offsets))
-        keys.append(f"{chunk.name}[{offset}]" if several else chunk.name)
+        as_is = counts[chunk.name] == 1 and chunk.name != RESERVED
+        keys.append(chunk.name if as_is else f"{chunk.name}[{offset}]")
     if len(set(keys)) != len(keys):
         raise CheckpointError("Two pieces of a file have one key: a name ends like an offset.")
     return keys

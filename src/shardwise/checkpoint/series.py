@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 import os
 import re
+import secrets
 import shutil
+import warnings
 from pathlib import Path
 from typing import Any
 
+from shardwise.checkpoint.claim import remove_dead_halves
 from shardwise.checkpoint.crew import current_crew
 from shardwise.checkpoint.index import INDEX_NAME
 from shardwise.checkpoint.loading import load
+from shardwise.checkpoint.report import verify_together
 from shardwise.checkpoint.saving import COPY_BYTES, Saving, save, save_async, wait_for_saves
-from shardwise.errors import CheckpointError
+from shardwise.errors import CheckpointError, CheckpointWarning
 
 _STEP = re.compile(r"step-(\d{8,})")
 
@@ -30,14 +36,27 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, keep: int | None = None) -> None:
-        """`keep` is how many checkpoints stay; None keeps all."""
+        """`keep` is how many checkpoints stay; None keeps all.
+
+        The ones that were completed first are removed first, whatever their steps, but never the
+        one that was just saved, nor the one that was loaded before it.
+        """
         if keep is not None and keep < 1:
             raise CheckpointError(f"At least one checkpoint is kept, found keep={keep}.")
         self.folder = Path(folder)
         self.keep = keep
+        self._saved: int | None = None
+        #: The step that was loaded last, until the second save after it.
+        self._loaded: int | None = None
 
     def path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}"
+        try:
+            number = operator.index(step)
+        except TypeError:
+            number = -1
+        if number < 0:
+            raise CheckpointError(f"A step is a number from 0 on, found {step!r}.")
+        return self.folder / f"step-{number:08d}"
 
     def steps(self) -> list[int]:
         """The steps with a whole checkpoint, in order."""
@@ -49,42 +68,89 @@ class Checkpoints:
 
     def latest(self) -> int | None:
         """The last step with a whole checkpoint, as rank 0 sees it, on every rank."""
+        steps = self._agreed_steps()
+        return steps[-1] if steps else None
+
+    def _agreed_steps(self) -> list[int]:
+        """`steps()` as rank 0 sees them."""
         wait_for_saves()
         crew = current_crew()
-
-        def look() -> list[int | None]:
-            steps = self.steps() if crew.leads else []
-            return [steps[-1] if steps else None] * len(crew.present)
-
-        return crew.together(look)[0]
+        return crew.together(lambda: [self.steps() if crew.leads else []] * len(crew.present))[0]
 
     def save(self, step: int, state: Any) -> None:
         """Save a step, then remove what is beyond `keep`."""
         save(state, self.path(step))
-        self._trim()
+        self._note_saved(step)
+        self._tidy()
 
     def save_async(self, step: int, state: Any, *, copy_bytes: int = COPY_BYTES) -> Saving:
         """Save a step in the background; the next save removes what is beyond `keep`."""
+        path = self.path(step)
         wait_for_saves()
-        self._trim()
-        return save_async(state, self.path(step), copy_bytes=copy_bytes)
+        self._tidy()
+        saving = save_async(state, path, copy_bytes=copy_bytes)
+        self._note_saved(step)
+        return saving
+
+    def _note_saved(self, step: int) -> None:
+        if self._saved is not None:
+            self._loaded = None
+        self._saved = step
 
     def load(self, state: Any, step: int | None = None, *, strict: bool = True) -> Any:
         """Load a step, or the latest one."""
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointError(f"There is no checkpoint in {self.folder}.")
-        return load(state, self.path(chosen), strict=strict)
+        found = load(state, self.path(chosen), strict=strict)
+        self._loaded, self._saved = chosen, None
+        return found
 
-    def _trim(self) -> None:
-        if self.keep is not None:
-            current_crew().once(self._remove_old)
+    def load_latest(self, state: Any, *, fallback: bool = False, strict: bool = True) -> Any:
+        """Load the latest step; with `fallback`, the latest one that is not damaged.
+
+        Then each candidate is read and checked as a whole, by all ranks together, before it is
+        loaded. What was skipped is named in a `CheckpointWarning`.
+        """
+        damaged: list[str] = []
+        for step in reversed(self._agreed_steps()) if fallback else ():
+            faults = verify_together(self.path(step), current_crew())
+            if not faults:
+                found = self.load(state, step, strict=strict)
+                if damaged and current_crew().leads:
+                    text = " ".join(damaged)
+                    warnings.warn(
+                        f"Step {step} was loaded. {text}", CheckpointWarning, stacklevel=2
+                    )
+                return found
+            more = f" ({len(faults) - 1} more)" if len(faults) > 1 else ""
+            damaged.append(f"Step {step} is damaged: {faults[0]}{more}")
+        if damaged:
+            raise CheckpointError(f"Every checkpoint in {self.folder} is damaged. {damaged[0]}")
+        return self.load(state, strict=strict)
+
+    def _tidy(self) -> None:
+        def tidy() -> None:
+            if self.folder.is_dir():
+                self._remove_old()
+                remove_dead_halves(self.folder, "step-")
+
+        current_crew().once(tidy)
 
     def _remove_old(self) -> None:
-        assert self.keep is not None, "without a number, nothing is removed"
-        for step in self.steps()[: -self.keep]:
-            # Renamed first: a half removed folder must not look like a checkpoint.
-            gone = self.folder / f".{self.path(step).name}.removed"
-            self.path(step).rename(gone)
-        for leftover in self.folder.glob(".step-*.removed"):
-            shutil.rmtree(leftover)
+        steps = self.steps()
+        # Another job may remove the same: what is gone is gone.
+        with contextlib.suppress(FileNotFoundError):
+            kept = (self._saved, self._loaded)
+            old = sorted((self._completed_ns(step), step) for step in steps if step not in kept)
+            num_old = len(steps) - (len(steps) if self.keep is None else self.keep)
+            for _, step in old[: max(num_old, 0)]:
+                # Renamed first: a half removed folder must not look like a checkpoint.
+                path = self.path(step)
+                path.rename(self.folder / f".{path.name}.removed-{secrets.token_hex(6)}")
+        for leftover in self.folder.glob(".step-*.removed*"):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+    def _completed_ns(self, step: int) -> int:
+        """When a checkpoint was completed: its index is written last."""
+        return (self.path(step) / INDEX_NAME).stat().st_mtime_ns

@@ -17,10 +17,19 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwise.checkpoint.optimizers import (
+    SavedGroup,
+    SavedOptimizer,
+    is_optimizer,
+    keyed_by_name,
+)
 from shardwise.errors import CheckpointError
 
 Node = Any
 _PLAIN = (type(None), bool, int, str)
+#: How many lists and tables may be inside each other. Two levels of JSON for each must stay below
+#: Python's limit of recursion when the state is read, however deep in the program that is.
+MAX_DEPTH = 200
 
 
 @dataclass(slots=True)
@@ -58,41 +67,68 @@ def make_tree(state: Any) -> Tree:
     >>> make_tree({"lr": 0.5, "betas": (1, 2)}).node
     {'dict': [['lr', 0.5], ['betas', {'tuple': [1, 2]}]]}
     """
-    tree = Tree()
-    seen: dict[int, str] = {}
-    tree.node = _encode(state, "", tree, seen)
-    return tree
+    return _Encoding().tree_of(state)
 
 
-def _encode(value: Any, name: str, tree: Tree, seen: dict[int, str]) -> Node:
-    if isinstance(value, nn.Module):
-        value = module_state(value)
-    elif is_stateful(value):
-        value = value.state_dict()
-    if is_tensor(value):
-        return _encode_tensor(value, name or "tensor", tree, seen)
-    if isinstance(value, Mapping):
-        rows = []
-        for key, item in value.items():
-            if not isinstance(key, (bool, int, str, float)):
-                raise CheckpointError(f"{name or 'The state'} has the key {key!r}: use text.")
-            rows.append([key, _encode(item, joined(name, key), tree, seen)])
-        return {"dict": rows}
-    if isinstance(value, (list, tuple)):
-        items = [_encode(item, joined(name, i), tree, seen) for i, item in enumerate(value)]
-        return {"tuple" if isinstance(value, tuple) else "list": items}
-    return _encode_plain(value, name)
+class _Encoding:
+    """Encodes one state: optimizers last, when the names of their parameters are known."""
+
+    def __init__(self) -> None:
+        self._tree = Tree()
+        #: id of a tensor -> its name.
+        self._names: dict[int, str] = {}
+        self._optimizers: list[tuple[dict[str, Any], Any, str]] = []
+
+    def tree_of(self, state: Any) -> Tree:
+        self._tree.node = self._encode(state, "")
+        for node, optimizer, name in self._optimizers:
+            node.update(self._encode(keyed_by_name(optimizer, self._names_of), name))
+        return self._tree
+
+    def _names_of(self, tensor: Any) -> list[str]:
+        return [self._names[id(tensor)]] if id(tensor) in self._names else []
+
+    def _encode(self, value: Any, name: str, depth: int = 0) -> Node:
+        if depth > MAX_DEPTH:
+            raise CheckpointError(
+                f"{name[:60]}… is more than {MAX_DEPTH} lists and tables deep; a checkpoint holds "
+                "no deeper ones. Save it as a tensor or as text."
+            )
+        if isinstance(value, nn.Module):
+            value = module_state(value)
+        elif is_optimizer(value):
+            self._optimizers.append(({}, value, name))
+            return self._optimizers[-1][0]
+        elif is_stateful(value):
+            value = value.state_dict()
+        if is_tensor(value):
+            return self._encode_tensor(value, name or "tensor")
+        if isinstance(value, Mapping):
+            rows = []
+            for key, item in value.items():
+                if not _is_key(key):
+                    raise CheckpointError(f"{name or 'The state'} has the key {key!r}: use text.")
+                rows.append([key, self._encode(item, joined(name, key), depth + 1)])
+            return {"dict": rows}
+        if isinstance(value, (list, tuple)):
+            items = [self._encode(v, joined(name, i), depth + 1) for i, v in enumerate(value)]
+            return {"tuple" if isinstance(value, tuple) else "list": items}
+        return _encode_plain(value, name)
+
+    def _encode_tensor(self, value: Any, name: str) -> Node:
+        tree = self._tree
+        if name in tree.tensors or name in tree.ties:
+            raise CheckpointError(f"Two tensors of the state are called {name!r}: rename a key.")
+        first = self._names.setdefault(id(value), name)
+        if first == name:
+            tree.tensors[name] = value
+        else:
+            tree.ties[name] = first
+        return {"tensor": name}
 
 
-def _encode_tensor(value: Any, name: str, tree: Tree, seen: dict[int, str]) -> Node:
-    if name in tree.tensors or name in tree.ties:
-        raise CheckpointError(f"Two tensors of the state are called {name!r}: rename a key.")
-    first = seen.setdefault(id(value), name)
-    if first == name:
-        tree.tensors[name] = value
-    else:
-        tree.ties[name] = first
-    return {"tensor": name}
+def _is_key(key: Any) -> bool:
+    return isinstance(key, (bool, int, str)) or (isinstance(key, float) and math.isfinite(key))
 
 
 def _encode_plain(value: Any, name: str) -> Node:
@@ -139,6 +175,36 @@ def children(node: Node) -> dict[Any, Node] | None:
     return None
 
 
+def saved_optimizer(node: Node) -> SavedOptimizer | None:
+    """The parts of an optimizer as saved, in either format; None for anything else."""
+    rows = children(node) or {}
+    state = children(rows.pop("state", None))
+    groups = _rows(rows.pop("param_groups", None))
+    if state is None or groups is None:
+        return None
+    found = []
+    for group in groups.values():
+        settings = children(group) or {}
+        listed = settings.pop("params", None)
+        rows_by_key, items = children(listed), _rows(listed)
+        if items is None:
+            return None
+        # Format 1 has lists of groups and of parameters.
+        keys = list(items.values() if rows_by_key is None else rows_by_key)
+        if not all(isinstance(key, (int, str)) for key in keys):
+            return None
+        settings.pop("param_names", None)
+        found.append(SavedGroup(keys, settings))
+    return SavedOptimizer(state, found, rows)
+
+
+def _rows(node: Node) -> dict[Any, Node] | None:
+    """The items of a table by key, or of a list by number; None for anything else."""
+    if isinstance(node, dict) and isinstance(node.get("list"), list):
+        return dict(enumerate(node["list"]))
+    return children(node)
+
+
 def decode(node: Node, tensor_of: Callable[[str], Any]) -> Any:
     """The value of a node; `tensor_of` returns the tensor of a name."""
     if not isinstance(node, dict):
@@ -170,7 +236,7 @@ def check_node(node: Node, where: str, names: set[str]) -> None:
         for row in content:
             if not (isinstance(row, list) and len(row) == 2):
                 raise CheckpointError(f"{where} is damaged: a table has {str(row)[:60]}.")
-            if not isinstance(row[0], (bool, int, str, float)):
+            if not _is_key(row[0]):
                 raise CheckpointError(f"{where} is damaged: {str(row[0])[:60]} is no key.")
             check_node(row[1], where, names)
     elif word in ("list", "tuple") and isinstance(content, list):

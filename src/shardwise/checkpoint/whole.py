@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
 
+from shardwise.checkpoint.claim import Claim, half_name
 from shardwise.checkpoint.index import (
     INDEX_NAME,
     Index,
     SavedChunk,
     SavedFile,
     SavedTensor,
-    half_name,
     pack_index,
     read_index,
 )
 from shardwise.checkpoint.read import Reader, ReadRequest
+from shardwise.checkpoint.safetensors import RESERVED
 from shardwise.checkpoint.write import BUFFER_BYTES, TensorFile, bytes_of, sync_folder, write_synced
 from shardwise.core.box import Box
 from shardwise.errors import CheckpointError
@@ -45,27 +47,29 @@ def convert(
     """
     index = _picked(read_index(Path(source).absolute()), prefix)
     path = Path(target).absolute()
-    if path.exists():
-        raise CheckpointError(f"{path} exists already: remove it, or choose another name.")
-    half = path.parent / half_name(path.name)
-    path.parent.mkdir(parents=True, exist_ok=True)
+    half = path.parent / half_name(path.name, secrets.token_hex(6))
     try:
-        with Reader(index) as reader:
-            if path.suffix == ".safetensors":
-                half.unlink(missing_ok=True)
-                _write_file(reader, half, list(index.tensors))
-            else:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        claim = Claim(path)
+        try:
+            if path.exists():
+                raise CheckpointError(f"{path} exists already: remove it, or choose another name.")
+            claim.remove_halves()
+            with Reader(index) as reader:
+                if path.suffix == ".safetensors":
+                    _write_file(reader, half, {name: name for name in index.tensors})
+                else:
+                    _write_folder(reader, half, max_file_bytes)
+            half.rename(path)
+            sync_folder(path.parent)
+        finally:
+            if half.is_dir():
                 shutil.rmtree(half, ignore_errors=True)
-                _write_folder(reader, half, max_file_bytes)
-        half.rename(path)
-        sync_folder(path.parent)
+            else:
+                half.unlink(missing_ok=True)
+            claim.release()
     except OSError as error:
         raise CheckpointError(f"{path} cannot be written: {error.strerror or error}.") from error
-    finally:
-        if half.is_dir():
-            shutil.rmtree(half, ignore_errors=True)
-        else:
-            half.unlink(missing_ok=True)
 
 
 def _picked(index: Index, prefix: str) -> Index:
@@ -97,15 +101,17 @@ def _write_folder(reader: Reader, half: Path, max_file_bytes: int) -> None:
     tensors, files = {}, {}
     for number, names in enumerate(groups, 1):
         file = f"model-{number:05d}-of-{len(groups):05d}.safetensors"
-        sums, files[file] = _write_file(reader, half / file, names)
+        keys = {name: f"{name}[]" if name == RESERVED else name for name in names}
+        sums, files[file] = _write_file(reader, half / file, keys)
         for name in names:
             saved = index.tensors[name]
             whole = Box.whole(saved.shape)
-            chunk = SavedChunk(file, name, whole, sums[name])
+            chunk = SavedChunk(file, keys[name], whole, sums[name])
             tensors[name] = SavedTensor(saved.dtype, saved.shape, (chunk,))
     data = pack_index(tensors, index.node, index.ties, files, 1)
     write_synced(half / INDEX_NAME, data)
     sync_folder(half)
+    read_index(half)  # raises if nobody could load it
 
 
 def _grouped(index: Index, max_file_bytes: int) -> list[list[str]]:
@@ -121,12 +127,13 @@ def _grouped(index: Index, max_file_bytes: int) -> list[list[str]]:
 
 
 def _write_file(
-    reader: Reader, path: Path, names: Sequence[str]
+    reader: Reader, path: Path, keys: Mapping[str, str]
 ) -> tuple[dict[str, str], SavedFile]:
+    """Write tensors under the given keys; returns the checksums of each."""
     saved = reader.index.tensors
-    table = {name: (saved[name].dtype, saved[name].shape) for name in names}
+    table = {key: (saved[name].dtype, saved[name].shape) for name, key in keys.items()}
     with TensorFile(path, table, {"format": "pt"}) as file:
-        sums = {name: file.write(name, _whole_rows(reader, name)) for name in names}
+        sums = {name: file.write(key, _whole_rows(reader, name)) for name, key in keys.items()}
         file.sync()
         return sums, SavedFile(file.num_bytes, zlib.crc32(file.header))
 

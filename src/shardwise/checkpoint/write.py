@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 from shardwise.checkpoint.safetensors import TensorEntry, pack_header
+from shardwise.simulation.faults import written
 
 BLOCK_BYTES = 1 << 20
 #: The most that is copied at a time, to the CPU or into contiguous memory.
@@ -145,9 +146,10 @@ class TensorFile:
 
 
 def _write_all(file: int, data: memoryview, position: int) -> None:
+    data = written(data)
     while data.nbytes:
-        written = os.pwrite(file, data, position)
-        data, position = data[written:], position + written
+        num_bytes = os.pwrite(file, data, position)
+        data, position = data[num_bytes:], position + num_bytes
 
 
 def buffers_of(tensor: torch.Tensor) -> Iterator[memoryview]:
@@ -185,6 +187,6 @@ def sync_folder(folder: Path) -> None:
 
 def write_synced(path: Path, data: bytes) -> None:
     with path.open("xb") as file:
-        file.write(data)
+        file.write(written(memoryview(data)))
         file.flush()
         os.fsync(file.fileno())

@@ -29,9 +29,10 @@ def run_check(
     tolerance: float,
     seed: int,
     as_json: bool,
+    fully_shard: tuple[str, ...],
 ) -> int:
     """0 when everything agrees, 1 when something differs, 2 when something was refused."""
-    case = Case(target, plan, seed, data)
+    case = Case(target, plan, seed, data, groups=fully_shard)
     chosen = [word.strip() for word in options.split(",") if word.strip()]
     compare = check_in_processes if processes else check_simulated
     out = console()

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from shardwise.checkpoint import CheckpointReport, convert, inspect, verify
 from shardwise.cli.console import console
+from shardwise.errors import printable
 
 #: How many values of a list are shown; the JSON has all.
 SHOWN_ITEMS = 4
@@ -31,8 +32,13 @@ def run_inspect(path: str, as_json: bool) -> None:
     if values:
         table = Table("value", "", title="Plain values", title_justify="left")
         for name, value in values:
-            table.add_row(Text(name), Text(value))
+            table.add_row(_shown(name), _shown(value))
         out.print(table)
+
+
+def _shown(text: str) -> Text:
+    """Escaped before a table makes room for it."""
+    return Text(printable(text))
 
 
 def _count(what: str, report: CheckpointReport) -> str:
@@ -48,9 +54,9 @@ def _tensors(report: CheckpointReport) -> Table:
     for each in report.tensors:
         shape = "x".join(map(str, each.shape)) or "a number"
         chunks, size = f"{len(each.pieces):,}", f"{each.num_bytes:,}"
-        table.add_row(Text(each.name), each.dtype, shape, chunks, size)
+        table.add_row(_shown(each.name), each.dtype, shape, chunks, size)
     for name, other in report.ties.items():
-        table.add_row(Text(name), Text(f"is {other}"), "", "", "")
+        table.add_row(_shown(name), _shown(f"is {other}"), "", "", "")
     return table
 
 
@@ -59,12 +65,14 @@ def _files(report: CheckpointReport) -> Table:
     table.add_column("name", overflow="fold")
     table.add_column("bytes", justify="right")
     for name, size in report.files.items():
-        table.add_row(Text(name), f"{size:,}")
+        table.add_row(_shown(name), f"{size:,}")
     return table
 
 
 def _plain(state: Any, name: str = "") -> list[tuple[str, str]]:
     """The values of a state that are not tensors, by path."""
+    if isinstance(state, dict) and name.endswith(".params"):
+        state = list(state)  # the parameters of a group of an optimizer
     if isinstance(state, dict):
         rows = [(f"{name}.{key}" if name else str(key), item) for key, item in state.items()]
         return [found for path, item in rows for found in _plain(item, path)]

@@ -5,13 +5,20 @@ from __future__ import annotations
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
-from shardwise.errors import CheckpointError, CollectiveError, LaunchError, ShardwiseError
+from shardwise.errors import (
+    CheckpointError,
+    CollectiveError,
+    LaunchError,
+    ShardwiseError,
+    printable,
+)
 from shardwise.report.parity import Parity
 from shardwise.report.step import StepReport
 from shardwise.report.training import TrainingParity
@@ -20,10 +27,21 @@ from shardwise.report.training import TrainingParity
 PIPE_WIDTH = 200
 
 
+class _Escaping(Console):
+    """Names come from files and may hold sequences that a terminal acts on: none gets through."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterable[Segment]:
+        for segment in super().render(renderable, options):
+            ours = segment.control is not None or segment.text.isprintable()
+            yield segment if ours else segment._replace(text=printable(segment.text))
+
+
 def console() -> Console:
     """rich looks at NO_COLOR and at the width of the terminal itself."""
     piped = not sys.stdout.isatty() and "COLUMNS" not in os.environ
-    return Console(width=PIPE_WIDTH if piped else None, highlight=False)
+    return _Escaping(width=PIPE_WIDTH if piped else None, highlight=False)
 
 
 #: Exit statuses: the request is wrong; something broke while it ran.
@@ -38,6 +56,10 @@ def exit_status(error: Exception) -> int:
 
 def message(error: Exception) -> str:
     """One paragraph: what is wrong, and in which line of the user's files."""
+    return printable(_message(error))
+
+
+def _message(error: Exception) -> str:
     notes = " ".join(getattr(error, "__notes__", ()))
     if isinstance(error, (ShardwiseError, OSError)):
         return f"{error} {notes}".rstrip()

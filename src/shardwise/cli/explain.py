@@ -34,8 +34,12 @@ def run_explain(
     seed: int,
     as_json: bool,
     html: str | None,
+    fully_shard: tuple[str, ...],
+    context: tuple[str, ...],
+    recompute: tuple[str, ...],
 ) -> None:
-    report = explain_step(Case(target, plan, seed), Mesh.parse(mesh), optimizer)
+    case = Case(target, plan, seed, groups=fully_shard, context=context, recompute=recompute)
+    report = explain_step(case, Mesh.parse(mesh), optimizer)
     if html is not None:
         write_html(report, html)
     if as_json:
@@ -74,10 +78,19 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",
         "plan": case.plan or "none: data parallel",
+        **{what: ", ".join(patterns) for what, patterns in _patterns(case) if patterns},
         "mesh": str(mesh),
         "optimizer": optimizer,
     }
     return report
+
+
+def _patterns(case: Case) -> list[tuple[str, tuple[str, ...]]]:
+    return [
+        ("fully sharded", case.groups),
+        ("attention over positions", case.context),
+        ("computed again in backward", case.recompute),
+    ]
 
 
 def _without_own_line(each: Collective) -> Collective:

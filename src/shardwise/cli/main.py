@@ -54,6 +54,15 @@ def main(debug: bool) -> None:
     """Shard tensors, embedding tables and layers over many devices, with one device's results."""
 
 
+_groups_option = click.option(
+    "--fully-shard",
+    metavar="PATTERN",
+    multiple=True,
+    help="Modules that are fully sharded one by one, as layers.*; then the model is. They are "
+    "sharded along the axis fsdp, or else the last data axis.",
+)
+
+
 def _plan_option(command: Any) -> Any:
     text = "A plan of modules or of tables, TOML or JSON."
     return click.option("--plan", metavar="FILE", type=click.Path(), help=text)(command)
@@ -102,6 +111,19 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.argument("target")
 @_plan_option
 @click.option("--mesh", default="tp=4", show_default=True, help="Axes and their sizes.")
+@_groups_option
+@click.option(
+    "--context",
+    metavar="PATTERN",
+    multiple=True,
+    help="Modules whose attention is split along the axis cp, as layers.*.self_attn.",
+)
+@click.option(
+    "--recompute",
+    metavar="PATTERN",
+    multiple=True,
+    help="Modules that backward computes again (activation checkpointing).",
+)
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adagrad"]), default="adamw")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -141,7 +163,7 @@ def explain(
 Examples:
   shardwise check my_model:make --plan plan.toml --ranks 1,2,4,8
   shardwise check my_model:make --plan plan.toml --mesh dp=2,tp=2
-  shardwise check my_model:make --mesh dp=4 --data shard_parameters --options clip,late
+  shardwise check my_model:make --mesh dp=4 --data fully_shard --options clip,late
 """
 )
 @click.argument("target")
@@ -153,9 +175,10 @@ Examples:
     help="Numbers of ranks, or meshes as dp=2,tp=2 separated by semicolons.",
 )
 @click.option("--mesh", help="A mesh (or several) for training steps, with the options below.")
+@_groups_option
 @click.option(
     "--data",
-    type=click.Choice(["data_parallel", "shard_parameters"]),
+    type=click.Choice(["data_parallel", "fully_shard"]),
     default="data_parallel",
     show_default=True,
     help="How the ranks of data axes train the model.",
@@ -201,6 +224,11 @@ Examples:
     type=click.Choice(["sgd", "adagrad", "rowwise_adagrad", "adam"]),
     default="rowwise_adagrad",
     show_default=True,
+)
+@click.option(
+    "--exchange-dtype",
+    type=click.Choice(["bfloat16", "float16"]),
+    help="Allow rows and gradients to be rounded to it; it is chosen where that is faster.",
 )
 @click.option("-o", "--output", metavar="FILE", help="Write the plan, as .toml or .json.")
 @click.option("--sample", metavar="FILE:NAME", help="A callable that gives batches to measure.")

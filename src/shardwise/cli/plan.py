@@ -14,6 +14,7 @@ from rich.table import Table as RichTable
 
 from shardwise.cli.console import console
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
+from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.planner.calibrate import calibrate
 from shardwise.planner.exact import find_highs
@@ -56,6 +57,7 @@ def run_plan(
     memory: str | None,
     batch: int | None,
     optimizer: str,
+    exchange_dtype: str | None,
     output: str | None,
     sample: str | None,
     seconds: float,
@@ -79,6 +81,9 @@ def run_plan(
         raise ArgumentError("Name a file of tables, or a model as pkg.module:factory.")
     if output is not None and Path(output).suffix not in (".toml", ".json"):
         raise ArgumentError(f"A plan file ends in .toml or .json; found {output!r}.")
+    for path in (output, html):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ArgumentError(f"There is no folder for {path!r}; make it first.")
     work = read_workload(source, batch, sample)
     if find_highs() is None and not no_solver:
         print(
@@ -92,6 +97,7 @@ def run_plan(
         hosts=hosts,
         memory=None if memory is None else parse_bytes(memory),
         optimizer=optimizer,
+        exchange_dtype=None if exchange_dtype is None else EXCHANGE_DTYPES[exchange_dtype],
         constants=constants,
         seconds=seconds,
         gap=gap,

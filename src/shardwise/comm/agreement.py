@@ -27,7 +27,7 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.code_version import source_digest
 from shardwise.core.mesh import Coordinate, Grid
-from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
 from shardwise.simulation.one_value import spans
 from shardwise.simulation.parts import one_part
 from shardwise.simulation.ranks import each_rank, localize
@@ -47,6 +47,8 @@ _ERRORS: dict[str, type[Exception]] = {
     )
 }
 _RANK_BYTES = 4
+#: An error message has fewer; a status that says more arrived damaged.
+_MAX_TEXT_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,13 @@ def _marked(error: Exception) -> Exception:
     return error
 
 
+def _damaged(what: str) -> CollectiveError:
+    return CollectiveError(
+        f"What the ranks told each other about {what} arrived changed. End all processes, and "
+        "start again from a checkpoint."
+    )
+
+
 class Faults:
     """The faults of the ranks present, sent as a status in a message that is sent anyway."""
 
@@ -109,12 +118,14 @@ class Faults:
         `statuses` are those of the ranks along `axes` (default: all axes), or their maximum.
         """
         longest = max(statuses)
-        if not longest:
+        if not any(statuses):
             return None
+        if not 0 <= longest <= _MAX_TEXT_BYTES:
+            return _marked(_damaged(self._what))
         grid, what = self._grid, self._what
         rows = _gather_bytes(grid, what, longest, lambda at: self._texts.get(at, b""), axes)
         faults = dict(_fault_in(row) for row in rows if any(row))
-        return joint_error(self._lead, faults, len(rows))
+        return joint_error(self._lead, faults, len(rows)) if faults else _marked(_damaged(what))
 
     def check(self, statuses: Sequence[int]) -> None:
         error = self.error(statuses)
@@ -123,7 +134,8 @@ class Faults:
 
 
 def _fault_in(row: bytes) -> tuple[int, Fault]:
-    name, text = row[_RANK_BYTES:].rstrip(b"\0").decode().split("\0", 1)
+    said = row[_RANK_BYTES:].rstrip(b"\0").decode(errors="backslashreplace")
+    name, _, text = said.partition("\0")
     return int.from_bytes(row[:_RANK_BYTES], "little"), Fault(text, _ERRORS.get(name, RuntimeError))
 
 
@@ -183,7 +195,10 @@ def gather_texts(grid: Grid, what: str, text: Callable[[int], str]) -> list[str]
 
     sizes = gather(grid, what, lambda place: [len(encoded(place))]).tolist()
     rows = _gather_bytes(grid, what, max(size for (size,) in sizes), encoded)
-    return [row[:size].decode() for row, (size,) in zip(rows, sizes, strict=True)]
+    return [
+        row[:size].decode(errors="backslashreplace")
+        for row, (size,) in zip(rows, sizes, strict=True)
+    ]
 
 
 def _gather_bytes(
@@ -224,7 +239,7 @@ class Meeting:
         def parted(_: Coordinate, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return arrived[:, : self._width], arrived[:, self._width :]
 
-        arrived = collectives.finished(self._arriving).cpu()
+        arrived = collectives.awaited(self._arriving).cpu()
         rows, told = each_rank(self._grid, parted, arrived, axes=())
         return rows, one_part(told)
 
@@ -263,8 +278,12 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     """Raise on every rank of the group unless all have the same request and none has a problem.
 
     `request` describes what this rank asks for, line by line; the error names lines that differ.
-    Ranks that run different code are found the same way.
+    Ranks that run different code are found the same way. A rank outside the mesh asks nobody.
     """
+    if grid.outside:
+        if problem is not None:
+            raise problem
+        return
     request = f"torch {VERSION}, shardwise code {source_digest()[:12]}\n{request}"
     wrong = f"{type(problem).__name__}: {problem}" if problem is not None else None
     faults = Faults(grid, what, f"{what} fails, so no rank goes on. ")
@@ -277,10 +296,10 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     faults.check(rows[:, 0].tolist())
     if not same:
         texts = gather_texts(grid, what, lambda _: request)
-        raise _marked(LayoutError(_difference(what, grid.ranks, texts)))
+        raise _marked(_difference(what, grid.ranks, texts))
 
 
-def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> str:
+def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> Exception:
     first = requests[0].splitlines()
     for rank, request in zip(ranks, requests, strict=True):
         lines = request.splitlines()
@@ -288,8 +307,11 @@ def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> str
             here = "; ".join(line for line in lines if line not in first) or "nothing more"
             there = "; ".join(line for line in first if line not in lines) or "nothing more"
             order = " (the same, in another order)" if sorted(lines) == sorted(first) else ""
-            return (
+            # Torch's words, where they fit on a line.
+            short = here != there and len(there) < 40 and len(here) < 40
+            unlike = f", which does not match with {there}" if short else ""
+            return LayoutError(
                 f"The ranks disagree about {what}{order}. Rank {ranks[0]} has: {there}. Rank "
-                f"{rank} has: {here}. Give every rank the same."
+                f"{rank} has: {here}{unlike}. Give every rank the same."
             )
-    raise AssertionError("requests differ, or this would not be called")
+    return _damaged(what)  # only the digests differ

@@ -4,7 +4,8 @@ Each is a `torch.ops._c10d_functional` op on a tensor, in both worlds and under 
 that CommDebugMode, compilers and LocalTensors see the same call.
 
 Note [Started and finished]
-`start_x` starts a collective and does not wait; read its result after `finished`. `x` does both.
+`start_x` starts a collective and does not wait; read its result after `finished`, or after
+`awaited`, whose errors say more. `x` does both.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Any
 
 import torch
 
+from shardwise.comm.lost import is_lost, lost
 from shardwise.comm.watch import watch
 from shardwise.core.autocast import without_autocast
 from shardwise.core.mesh import Grid
@@ -27,6 +29,7 @@ _ops = torch.ops._c10d_functional
 # `_op` skips the Python method around it, which takes a microsecond or two.
 _all_reduce = _ops.all_reduce.default._op
 _all_gather_into_tensor = _ops.all_gather_into_tensor.default._op
+_all_gather_into_tensor_out = _ops.all_gather_into_tensor_out.default._op
 _reduce_scatter_tensor = _ops.reduce_scatter_tensor.default._op
 _all_to_all_single = _ops.all_to_all_single.default._op
 _broadcast = _ops.broadcast.default._op
@@ -101,9 +104,26 @@ def _viewed(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 finished: Callable[[torch.Tensor], torch.Tensor] = _ops.wait_tensor.default._op
 
 
+def _alone(x: torch.Tensor) -> torch.Tensor:
+    """The result of a collective along an axis of one rank: its own tensor, in new memory."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
+def awaited(x: torch.Tensor) -> torch.Tensor:
+    """As `finished`; where it fails, the error says what each rank did."""
+    try:
+        return finished(x)
+    except RuntimeError as error:
+        if is_lost(error):
+            raise lost(error, f"a collective of {x.dtype} of shape {list(x.shape)}") from error
+        raise
+
+
 def start_all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _REDUCED_AS:
         x = x.to(_REDUCED_AS[x.dtype])
+    if grid.shape[axis] == 1:
+        return _alone(x)
     return _all_reduce(x.contiguous(), reduce_op, group_name(grid, axis))
 
 
@@ -125,12 +145,23 @@ def _as_bytes(x: torch.Tensor) -> torch.Tensor:
 def start_all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
         x = as_bytes(x)
+    if grid.shape[axis] == 1:
+        return _alone(x)
     return _all_gather_into_tensor(x.contiguous(), grid.shape[axis], group_name(grid, axis))
+
+
+def start_all_gather_into(out: torch.Tensor, x: torch.Tensor, grid: Grid, axis: int) -> None:
+    """Start `all_gather` of dense tensors to the memory of `out`; wait with `finished(out)`."""
+    if x.dtype in _MOVED_AS_BYTES:
+        x, out = as_bytes(x), as_bytes(out)
+    _all_gather_into_tensor_out(x, grid.shape[axis], group_name(grid, axis), out=out)
 
 
 def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _REDUCED_AS:
         x = x.to(_REDUCED_AS[x.dtype])
+    if grid.shape[axis] == 1:
+        return _alone(x)
     name = group_name(grid, axis)
     return _reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name)
 
@@ -138,27 +169,29 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
         x = as_bytes(x)
+    if grid.shape[axis] == 1:
+        return _alone(x)
     splits = [1] * grid.shape[axis]
     return _all_to_all_single(x.contiguous(), splits, splits, group_name(grid, axis))
 
 
 def all_reduce(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
-    return in_dtype(finished(start_all_reduce(x, reduce_op, grid, axis)), x.dtype)
+    return in_dtype(awaited(start_all_reduce(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_gather(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """The ranks' tensors, all of one shape, concatenated along dim 0 in the order of the axis."""
-    return viewed(finished(start_all_gather(x, grid, axis)), x.dtype)
+    return viewed(awaited(start_all_gather(x, grid, axis)), x.dtype)
 
 
 def reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int) -> torch.Tensor:
     """Each rank's chunk of dim 0 of the reduction; all of one size."""
-    return in_dtype(finished(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
+    return in_dtype(awaited(start_reduce_scatter(x, reduce_op, grid, axis)), x.dtype)
 
 
 def all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     """Send entry i of dim 0 to coordinate i; stack what arrives in the order of the axis."""
-    return viewed(finished(start_all_to_all(x, grid, axis)), x.dtype)
+    return viewed(awaited(start_all_to_all(x, grid, axis)), x.dtype)
 
 
 def all_to_all_uneven(
@@ -168,23 +201,27 @@ def all_to_all_uneven(
 
     In a simulated world a count that differs between ranks is a RankInt.
     """
-    return finished(start_all_to_all_uneven(x, num_sent, num_received, grid, axis))
+    return awaited(start_all_to_all_uneven(x, num_sent, num_received, grid, axis))
 
 
 def start_all_to_all_uneven(
     x: torch.Tensor, num_sent: list[Any], num_received: list[Any], grid: Grid, axis: int
 ) -> torch.Tensor:
     """Start `all_to_all_uneven`; see Note [Started and finished]."""
+    if grid.shape[axis] == 1:
+        return _alone(x)
     name = group_name(grid, axis)
     return _all_to_all_single(x.contiguous(), num_received, num_sent, name)
 
 
 def broadcast(x: torch.Tensor, source: int, grid: Grid, axis: int) -> torch.Tensor:
     """The tensor of coordinate `source`, on all coordinates."""
+    if grid.shape[axis] == 1:
+        return _alone(x)
     sent = x.contiguous()
     if x.dtype in _MOVED_AS_BYTES:
         sent = sent.unsqueeze(-1).view(torch.uint8)  # no sizes: simulated ranks may differ in them
-    arrived = finished(_broadcast(sent, source, group_name(grid, axis)))
+    arrived = awaited(_broadcast(sent, source, group_name(grid, axis)))
     return arrived if sent.dtype == x.dtype else arrived.view(x.dtype).squeeze(-1)
 
 
@@ -197,6 +234,8 @@ def scatter(
     No coordinate receives more than its shard. c10d scatters equal sizes only, so this is an
     all-to-all in which one rank sends; watchers see a scatter of the longest shard.
     """
+    if grid.shape[axis] == 1:
+        return _alone(x)
     name = group_name(grid, axis)
     here = one_part(x)
     longest = max(here.split(lengths(here.shape[dim], grid.shape[axis], sizes), dim), key=_numel)
@@ -218,7 +257,7 @@ def _send_shards(shards: Sequence[torch.Tensor], source: int, mine: int, name: s
         sent = [shard.numel() * shard.element_size() for shard in shards]
     else:
         flat, sent = torch.empty(0, dtype=torch.uint8, device=like.device), nothing
-    arrived = finished(_all_to_all_single(flat, received, sent, name))
+    arrived = awaited(_all_to_all_single(flat, received, sent, name))
     return arrived.view(like.dtype).view(like.shape)
 
 

@@ -33,7 +33,9 @@ class Watch:
         "listeners",
         "notes",
         "on",
+        "record",
         "replicate_plain",
+        "steps",
         "strict",
         "watchers",
     )
@@ -51,6 +53,10 @@ class Watch:
         self.kernels: dict[Any, Callable[..., Any]] = {}
         #: Planned calls, recorded for `explain`.
         self.notes: list[Any] | None = None
+        #: Called with what is no op but should be the same on all ranks; see debug.agree.
+        self.record: Callable[[str], None] | None = None
+        #: Called with an optimizer before it steps.
+        self.steps: list[Callable[[Any], None]] = []
         #: Whether a plain tensor in a call counts as replicated; not part of `on`.
         self.replicate_plain = 0
         #: Whether an op without a rule gathers its operands; not part of `on`.

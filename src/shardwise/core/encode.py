@@ -7,7 +7,6 @@ encoded as numbers, which the compiler can trace, and a mesh as a string.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,8 +16,8 @@ from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.core.placements import REDUCE_OPS, REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.errors import ArgumentError, LayoutError
 
-#: A dim has few digits, a size at most 18.
-_SHARD_TEXT = re.compile(r"Shard\((-?[0-9]{1,4})(?:, sizes=\(((?:[0-9]{1,18}[, ]*)*)\))?\)")
+#: Enough for the sizes of ten thousand ranks. A size has at most 18 digits, a dim at most 4.
+MAX_PLACEMENT_CHARS = 1 << 18
 _REPLICATE, _SHARD, _PARTIAL = range(3)
 
 # -- placements as text --------------------------------------------------------------------------
@@ -43,25 +42,38 @@ def decode_placement(text: str) -> Placement:
     >>> decode_placement("Shard(-1)")
     Shard(-1)
     """
-    plain = text.strip()
+    plain = text.strip() if len(text) <= MAX_PLACEMENT_CHARS else ""
     if plain in ("Replicate()", "Replicate"):
         return Replicate()
-    if (found := _SHARD_TEXT.fullmatch(plain)) is not None:
-        dim, sizes = found.groups()
-        return Shard(int(dim), _numbers(sizes))
     if plain in ("Partial()", "Partial"):
         return Partial()
-    if plain.startswith("Partial(") and plain[8:-1] in REDUCE_OPS:
-        return Partial(plain[8:-1])
+    kind, _, inside = plain.removesuffix(")").partition("(")
+    if plain.endswith(")") and kind == "Partial" and inside in REDUCE_OPS:
+        return Partial(inside)
+    if plain.endswith(")") and kind == "Shard" and (found := _decode_shard(inside)) is not None:
+        return found
     raise LayoutError(
         f"{text[:60]!r} is no placement: write Shard(1), Replicate() or Partial(sum)."
     )
 
 
-def _numbers(text: str | None) -> tuple[int, ...] | None:
-    if text is None:
+def _decode_shard(inside: str) -> Shard | None:
+    """The shard written `1` or `1, sizes=(2, 3)`; in linear time, whatever the text."""
+    dim, comma, rest = inside.partition(", sizes=(")
+    if not _is_number(dim.removeprefix("-"), 4) or (comma and not rest.endswith(")")):
         return None
-    return tuple(int(number) for number in text.split(",") if number.strip())
+    if not comma:
+        return Shard(int(dim))
+    parts = [part.strip(" ") for part in rest[:-1].split(",")]
+    if not parts[-1]:  # nothing, or a last comma
+        parts.pop()
+    if not all(_is_number(part, 18) for part in parts):
+        return None
+    return Shard(int(dim), tuple(map(int, parts)))
+
+
+def _is_number(text: str, max_digits: int) -> bool:
+    return 0 < len(text) <= max_digits and text.isascii() and text.isdigit()
 
 
 # -- placements as numbers -----------------------------------------------------------------------

@@ -23,7 +23,7 @@ from shardwise.core.box import Box
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import NormPartial, Partial, Placement, Replicate, Shard, short
 from shardwise.core.sizes import Size, lengths, noted, settled, shard_range
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 
 Shape = tuple[Size, ...]
 
@@ -157,6 +157,9 @@ class Layout:
 _interned: weakref.WeakValueDictionary[Any, Layout] = weakref.WeakValueDictionary()
 
 
+_QUANTIZED = frozenset({torch.qint8, torch.quint8, torch.qint32, torch.quint4x2, torch.quint2x4})
+
+
 def make_layout(
     grid: Grid,
     placements: tuple[Placement, ...],
@@ -177,6 +180,12 @@ def make_layout(
     key = None if symbolic else (grid, placements, order, shape, stride, dtype, snapshot)
     if key is not None and (found := _interned.get(key)) is not None:
         return found
+    if dtype in _QUANTIZED:
+        raise UnsupportedError(
+            f"A DTensor of {dtype} does not exist: the scale and the zero point of a quantized "
+            "tensor are not sent with its shards. Distribute x.int_repr() and keep both as "
+            "numbers, or distribute x.dequantize()."
+        )
     layout = Layout()
     layout.grid, layout.placements, layout.order = grid, placements, order
     layout.shape, layout.stride, layout.dtype = shape, stride, dtype
@@ -256,8 +265,19 @@ def normalize(
         raise LayoutError(f"order={order} must name each of the {grid.num_axes} axes once.")
     check_partials(given)
     in_range = tuple(_with_dim_from_zero(p, axis, shape, grid) for axis, p in enumerate(given))
-    _check_nested_sizes(in_range, canonical_order(in_range, order), grid)
-    return tuple(_with_checked_sizes(p, axis, shape, grid) for axis, p in enumerate(in_range))
+    axes = canonical_order(in_range, order)
+    outermost = {p.dim: axis for axis in reversed(axes) if isinstance(p := in_range[axis], Shard)}
+    checked = tuple(
+        _with_checked_sizes(p, axis, shape, grid) if axis in outermost.values() else p
+        for axis, p in enumerate(in_range)
+    )
+    _check_nested_sizes(checked, axes, shape, grid)
+    return tuple(
+        shard_with(p.dim, p.sizes, sum(p.sizes), grid.shape[axis])
+        if isinstance(p, Shard) and p.sizes is not None and axis not in outermost.values()
+        else p
+        for axis, p in enumerate(checked)
+    )
 
 
 def differing_axes(layouts: Sequence[Layout]) -> tuple[int, ...]:
@@ -325,19 +345,49 @@ def can_name(sizes: tuple[Size, ...], size: Size, parts: int) -> bool:
     return all(type(n) is int for n in sizes) or sizes == lengths(size, parts, None)
 
 
-def _check_nested_sizes(
-    placements: tuple[Placement, ...], order: tuple[int, ...], grid: Grid
-) -> None:
-    outer: set[int] = set()
+def misfit(
+    placements: Sequence[Placement],
+    order: Sequence[int],
+    shape: Sequence[Size],
+    parts: Sequence[int],
+) -> int | None:
+    """The axis whose explicit sizes fit no rank, or not all: inside an uneven split of its dim.
+
+    >>> misfit((Shard(0, (1, 2)), Shard(0)), (1, 0), shape=(6,), parts=(2, 2))
+    >>> misfit((Shard(0, (1, 2)), Shard(0)), (1, 0), shape=(5,), parts=(2, 2))
+    0
+    """
+    left: dict[int, Size] = {}  # None where ranks differ
     for axis in order:
         placement = placements[axis]
-        if isinstance(placement, Shard):
-            if placement.sizes is not None and placement.dim in outer:
-                raise LayoutError(
-                    f"{placement!r} on axis {grid.axis_name(axis)!r} is inside another split of "
-                    f"dim {placement.dim}: explicit sizes are for the outermost axis of a dim only."
-                )
-            outer.add(placement.dim)
+        if not isinstance(placement, Shard):
+            continue
+        dim, sizes = placement.dim, placement.sizes
+        size = left.get(dim, shape[dim])
+        if sizes is None:
+            left[dim] = None
+            if isinstance(size, int) and size % parts[axis] == 0:
+                left[dim] = size // parts[axis]
+        elif (dim in left or type(size) is int) and (
+            size != sum(sizes) or len(sizes) != parts[axis]
+        ):
+            return axis
+        else:
+            left[dim] = None
+    return None
+
+
+def _check_nested_sizes(
+    placements: tuple[Placement, ...], order: tuple[int, ...], shape: Sequence[Size], grid: Grid
+) -> None:
+    axis = misfit(placements, order, shape, grid.shape)
+    if axis is not None:
+        placement: Any = placements[axis]
+        raise LayoutError(
+            f"{placement!r} on axis {grid.axis_name(axis)!r} is inside another split of dim "
+            f"{placement.dim}, of size {shape[placement.dim]}: explicit sizes there have to add up "
+            "to what each coordinate of the other split holds, the same on all of them."
+        )
 
 
 def contiguous_stride(shape: Sequence[Size]) -> Shape:

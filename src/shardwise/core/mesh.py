@@ -1,4 +1,11 @@
-"""Grid: a device mesh in one world, interned."""
+"""Grid: a device mesh in one world, interned.
+
+Note [Ranks outside a mesh]
+A program that uses a part of the ranks is one program: it runs on all of them. On a rank outside
+the mesh, a DTensor has its global shape and layout, and an empty local tensor. Calls are planned as
+elsewhere, but nothing is sent or computed. Only a value that Python asks for (`item`, `tolist`) is
+not there, and raises.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +14,12 @@ import weakref
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.c10d import mesh_stack
+from shardwise._torch.c10d import mesh_stack, mesh_without_groups
 from shardwise._torch.dispatch import outside_modes
-from shardwise.core.world import World, current_world
+from shardwise.core.world import World, absent_world, current_world
 from shardwise.errors import ArgumentError, WorldError
 
 Coordinate = tuple[int, ...]
@@ -34,6 +42,7 @@ class Grid:
         "lends",
         "mesh",
         "num_writes",
+        "outside",
         "ranks",
         "shape",
         "world",
@@ -51,6 +60,8 @@ class Grid:
         self.coordinates: dict[int, Coordinate] = dict(zip(self.ranks, places, strict=True))
         #: The coordinate of this process; None in a simulated world and on ranks outside the mesh.
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
+        #: Whether no rank of this process is in the mesh. See Note [Ranks outside a mesh].
+        self.outside = not world.simulated and self.coordinate is None
         #: Filled by comm: the name of the process group of each axis.
         self.group_names: list[str | None] = [None] * len(self.shape)
         #: How often tensors of the mesh were written to, and whether some share memory without
@@ -130,7 +141,18 @@ def grid_like(
     ranks: tuple[int, ...],
     axis_names: tuple[str, ...] | None,
 ) -> Grid:
-    """The grid of the current world with these values; makes its mesh if there is none yet."""
+    """The grid of the current world with these values; makes its mesh if there is none yet.
+
+    Without a process group, the grid is one of a world that is not there.
+    """
+    if not dist.is_initialized():
+        world = absent_world(max(ranks) + 1)
+        key = (device_type, axis_names, shape, ranks)
+        if key not in world.grids:
+            mesh = mesh_without_groups(device_type, torch.tensor(ranks).view(shape), axis_names)
+            world.grids[key] = Grid(mesh, world)
+        found: Grid = world.grids[key]
+        return found
     world = current_world()
     grid: Grid | None = world.grids.get((device_type, axis_names, shape, ranks))
     if grid is not None:

@@ -78,11 +78,14 @@ def lengths(size: Size, parts: int, sizes: tuple[int, ...] | None) -> tuple[Size
     >>> lengths(5, 4, None)
     (2, 2, 1, 0)
     """
-    return (
-        sizes
-        if sizes is not None
-        else tuple(shard_range(size, parts, i, None)[1] for i in range(parts))
-    )
+    if sizes is not None:
+        return sizes
+    if type(size) is int and size > 0:
+        length = chunk_length(size, parts)
+        full, rest = divmod(size, length)
+        whole = (length,) * full + ((rest,) if rest else ())
+        return whole + (0,) * (parts - len(whole))
+    return tuple(shard_range(size, parts, i, None)[1] for i in range(parts))
 
 
 def overlaps(before: Sequence[int], after: Sequence[int]) -> list[list[int]]:

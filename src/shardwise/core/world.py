@@ -9,6 +9,7 @@ new world.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
@@ -26,8 +27,10 @@ class World:
 
     __slots__ = (
         "__weakref__",
+        "absent",
         "axis_names",
         "epoch",
+        "faults",
         "grids",
         "group",
         "lines",
@@ -41,6 +44,8 @@ class World:
         self.epoch = next(_epochs)
         self.group = weakref.ref(group)
         self.simulated = simulated
+        #: Whether there is no process group; see `absent_world`.
+        self.absent = isinstance(group, _NoGroup)
         self.size: int = group.size()
         self.rank: int = group.rank()
         #: The ranks of this process: its own, or all of a simulated world.
@@ -51,6 +56,8 @@ class World:
         self.lines: dict[str, list[list[int]]] = {}
         #: Per name of a process group, the mesh axis that it runs along.
         self.axis_names: dict[str, str] = {}
+        #: What injects the faults of a simulated world; see simulation.faults.
+        self.faults: Any = None
 
     @property
     def alive(self) -> bool:
@@ -103,6 +110,25 @@ def current_world() -> World:
         if world.group() is group:
             return world
     return enter_world(group, simulated=False)
+
+
+class _NoGroup:
+    """Stands for the process group of a world that is not there."""
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+
+    def size(self) -> int:
+        return self._size
+
+    def rank(self) -> int:
+        return 0
+
+
+@functools.lru_cache(maxsize=16)
+def absent_world(size: int) -> World:
+    """The world of tensors that were loaded without a process group: nothing can be sent in it."""
+    return World(_NoGroup(size), simulated=False)
 
 
 def simulated_world(asked: str) -> World:

@@ -4,6 +4,7 @@ from shardwise.debug.cache import CacheStats, cache_stats, check_rng
 from shardwise.debug.comm_mode import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.explain import Explanation, PlannedCall, explain
+from shardwise.debug.journal import agree
 from shardwise.debug.visualize import ShardingPicture, visualize_sharding
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "Explanation",
     "PlannedCall",
     "ShardingPicture",
+    "agree",
     "cache_stats",
     "check_rng",
     "explain",

@@ -56,6 +56,8 @@ class CommDebugMode(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.events: list[CommEvent] = []
+        # Torch's name of the module of each event; "" outside modules.
+        self._names: list[str] = []
         self._places = Places()
         self._active = False
         # Whether an op runs that is counted already, with all that it calls.
@@ -72,7 +74,7 @@ class CommDebugMode(TorchDispatchMode):
                 "This CommDebugMode is active already and would count everything twice. Nest "
                 "another CommDebugMode() instead."
             )
-        self.events = []
+        self.events, self._names = [], []
         self._places = Places()
         super().__enter__()
         self._active = True
@@ -132,6 +134,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def _note(self, event: CommEvent) -> None:
         self.events.append(event)
+        self._names.append(self._places.name(event.module) if self._places.inside else "")
 
     # -- totals ------------------------------------------------------------------------------
 
@@ -156,29 +159,35 @@ class CommDebugMode(TorchDispatchMode):
 
     @property
     def comm_module_counts(self) -> dict[str, dict[str, dict[Any, int]]]:
-        """Per module path and phase, how many of each kind, the modules inside it included.
+        """Per module and phase, how many of each kind, the modules inside it included.
 
-        "Global" stands for everything that ran. Only modules that communicate are listed.
+        Modules are named as by torch, by the class of the outermost one and the path in it:
+        `MLP.net1`. "Global" stands for everything that ran. Only modules that communicate are
+        listed.
         """
+        named = zip(self.events, self._names, strict=True)
         return {
-            path: {
-                phase: {PACKETS[kind]: count for kind, count in kinds.items()}
+            name: {
+                phase: defaultdict(int, {PACKETS[kind]: n for kind, n in kinds.items()})
                 for phase, kinds in phases.items()
             }
-            for path, phases in module_counts(self.events).items()
+            for name, phases in module_counts(named).items()
         }
 
-    def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
-        """Per path of a module that ran, or lies in one that did, its own parameters by name."""
-        found: dict[str, dict[str, torch.nn.Parameter]] = {}
+    @property
+    def advanced_module_tracker(self) -> ModuleTable:
+        """The modules, in the dicts of torch's tracker of this name."""
+        table = ModuleTable()
         for path, module in self._places.modules():
-            own = dict(module.named_parameters(recurse=False))
-            if own:
-                found.setdefault(path, {}).update(own)
-        return found
+            table.add(self._places.name(path), module)
+        return table
+
+    def get_parameter_info(self) -> dict[str, dict[str, torch.nn.Parameter]]:
+        """Per name of a module that ran, or lies in one that did, its own parameters by name."""
+        return self.advanced_module_tracker.module_parameters_dict
 
     def get_sharding_info(self) -> dict[str, tuple[Placement, ...]]:
-        """Per path of a parameter that is a DTensor, its placements.
+        """Per name of a parameter that is a DTensor, its placements.
 
         >>> import shardwise, torch
         >>> from shardwise.debug import CommDebugMode
@@ -189,14 +198,9 @@ class CommDebugMode(TorchDispatchMode):
         ...     with CommDebugMode() as comm:
         ...         _ = model(shardwise.ones(2, 4, device_mesh=mesh))
         >>> comm.get_sharding_info()
-        {'0.weight': (Replicate(),)}
+        {'Sequential.0.weight': (Replicate(),)}
         """
-        return {
-            f"{path}.{name}" if path else name: parameter.placements
-            for path, own in self.get_parameter_info().items()
-            for name, parameter in own.items()
-            if isinstance(parameter, DTensor)
-        }
+        return self.advanced_module_tracker.sharding_dict
 
     # -- reports -----------------------------------------------------------------------------
 
@@ -210,7 +214,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def to_json(self) -> str:
         """Events and totals as JSON."""
-        return to_json(self.events, self.get_sharding_info())
+        return to_json(self.events, self._names, self.get_sharding_info())
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -254,11 +258,42 @@ def is_inside(path: str, outer: str) -> bool:
     return not outer or path == outer or path.startswith(f"{outer}.")
 
 
-def module_counts(events: Iterable[CommEvent]) -> dict[str, dict[str, Counter[str]]]:
-    """Per module path and phase, how many of each kind; "Global" stands for everything."""
-    counts: dict[str, dict[str, Counter[str]]] = {}
-    for event in events:
-        for path in ("Global", *ancestry(event.module)):
+class ModuleTable:
+    """What torch's module tracker knows of modules, by their names."""
+
+    def __init__(self) -> None:
+        self.module_helper_dict: dict[str, dict[str, Any]] = {"Global": {"depth": 0}}
+        self.module_parents_dict: dict[str, set[str]] = {"Global": set()}
+        self.parent_dict: dict[str, list[str]] = {}
+        self.module_parameters_dict: dict[str, dict[str, torch.nn.Parameter]] = {}
+        self.sharding_dict: dict[str, tuple[Placement, ...]] = {}
+
+    def add(self, name: str, module: torch.nn.Module) -> None:
+        """Add a module; those around it come first."""
+        around = [outer for outer in ancestry(name) if outer in self.module_helper_dict]
+        kind = str(type(module)).strip("<>")
+        about: dict[str, Any] = {"module_type": kind, "depth": len(around) + 1}
+        self.module_helper_dict[name] = about
+        self.module_parents_dict[name] = {"Global", *around, name}
+        self.parent_dict.setdefault(around[-1] if around else "Global", []).append(name)
+        own = dict(module.named_parameters(recurse=False))
+        if own:
+            self.module_parameters_dict[name] = own
+        for key, parameter in own.items():
+            if isinstance(parameter, DTensor):
+                self.sharding_dict[f"{name}.{key}"] = parameter.placements
+                about.setdefault("parameters", {})[key] = str(parameter.placements)
+
+
+def module_counts(
+    named: Iterable[tuple[CommEvent, str]],
+) -> dict[str, dict[str, Counter[str]]]:
+    """Per module and phase, how many of each kind; "Global" stands for everything."""
+    counts: dict[str, dict[str, Counter[str]]] = {
+        "Global": {"forward": Counter(), "backward": Counter()}
+    }
+    for event, name in named:
+        for path in ("Global", *ancestry(name)):
             phases = counts.setdefault(path, {"forward": Counter(), "backward": Counter()})
             phases[event.phase][event.kind] += 1
     return counts
@@ -316,7 +351,11 @@ def num_bytes(events: Iterable[CommEvent]) -> int:
     return sum(event.num_bytes for event in events)
 
 
-def to_json(events: Sequence[CommEvent], sharding: Mapping[str, tuple[Placement, ...]]) -> str:
+def to_json(
+    events: Sequence[CommEvent],
+    names: Sequence[str],
+    sharding: Mapping[str, tuple[Placement, ...]],
+) -> str:
     totals = {
         "collectives": len(events),
         "implicit": sum(event.implicit for event in events),
@@ -325,7 +364,7 @@ def to_json(events: Sequence[CommEvent], sharding: Mapping[str, tuple[Placement,
     }
     content = {
         "totals": totals,
-        "modules": module_counts(events),
+        "modules": module_counts(zip(events, names, strict=True)),
         "sharding": {name: short(placements) for name, placements in sharding.items()},
         "events": [asdict(event) for event in events],
     }

@@ -3,8 +3,8 @@
 Note [Modules without hooks]
 torch.compile would trace hooks on modules and guard on them, so entering a mode would recompile the
 model. The running modules are found on the Python stack instead. In backward they are not on it:
-there the autograd node that runs has a sequence number, and forward has recorded for which module
-the nodes with that number were made.
+there the autograd node that runs has a sequence number, and forward has recorded for which module,
+and at which line, the nodes with that number were made.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class Places:
         self._thread = threading.get_ident()
         # Nodes below `_numbers[i]`, and not below the one before, were made for `_makers[i]`.
         self._numbers = [next_node_number()]
-        self._makers = [""]
+        self._makers: list[tuple[str | None, str | None]] = [(None, None)]
+        #: Whether what `now` told of last ran in a module, or in the backward of one.
+        self.inside = False
 
     def mark(self) -> None:
         """Called with each op: records for which module nodes were made since the last."""
@@ -51,17 +53,26 @@ class Places:
         number = next_node_number()
         if number == self._numbers[-1] and torch.is_grad_enabled():
             return
-        path = self._module()
-        if path == self._makers[-1]:
+        maker = self._maker()
+        if maker == self._makers[-1]:
             self._numbers[-1] = number
         elif number > self._numbers[-1]:
             self._numbers.append(number)
-            self._makers.append(path)
+            self._makers.append(maker)
 
     def now(self) -> Place:
         """The place of what runs now."""
         phase = "backward" if in_backward() else "forward"
-        return Place(self._module(), self._line(), phase)
+        path, line = self._maker()
+        self.inside = path is not None
+        return Place(path or "", line, phase)
+
+    def name(self, path: str) -> str:
+        """Torch's name for a module: the class of the outermost one, then the path in it."""
+        for prefix, root in self.roots:
+            if not prefix and not any(p and _is_below(path, p) for p, _ in self.roots):
+                return _join(type(getattr(root, "_orig_mod", root)).__name__, path)
+        return path
 
     def modules(self) -> Iterator[tuple[str, nn.Module]]:
         """All modules that ran, and those inside them, with their paths."""
@@ -71,12 +82,17 @@ class Places:
 
     # -- modules -----------------------------------------------------------------------------
 
-    def _module(self) -> str:
+    def _maker(self) -> tuple[str | None, str | None]:
+        """The path of the running module, None outside modules, and the line.
+
+        In backward, those for which and at which forward made the node that runs.
+        """
         running = running_modules()
         if running:
-            return self._path(running)
+            return self._path(running), self._line()
         node = current_node()
-        return "" if node is None else self._path_of_node(node)
+        path, line = (None, None) if node is None else self._maker_of_node(node)
+        return path, line or self._line()
 
     def _path(self, running: list[nn.Module]) -> str:
         if id(running[0]) not in self._paths or id(running[-1]) not in self._paths:
@@ -104,16 +120,16 @@ class Places:
         for name, inner in module.named_modules():
             self._paths[id(inner)] = inner, _join(prefix, name)
 
-    def _path_of_node(self, node: Any) -> str:
+    def _maker_of_node(self, node: Any) -> tuple[str | None, str | None]:
         variable = getattr(node, "variable", None)
         if variable is None:
             place = bisect_right(self._numbers, node._sequence_nr())
-            return self._makers[place] if place < len(self._makers) else ""
+            return self._makers[place] if place < len(self._makers) else (None, None)
         # AccumulateGrad has no number; it belongs to the module of its parameter.
         for path, module in self.modules():
             if any(p is variable for p in module._parameters.values()):
-                return path
-        return ""
+                return path, None
+        return None, None
 
     # -- lines -------------------------------------------------------------------------------
 
@@ -123,6 +139,10 @@ class Places:
             # Backward on a device's thread: the line is where the program waits for it.
             line = line_outside(self._thread)
         return line
+
+
+def _is_below(path: str, prefix: str) -> bool:
+    return path == prefix or path.startswith(f"{prefix}.")
 
 
 def _join(prefix: str, name: str) -> str:

@@ -13,7 +13,7 @@ from shardwise.core.placements import Partial
 from shardwise.dispatch.plan import wraps_all
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan
-from shardwise.dispatch.wrapped import Wrapped, count_on_local
+from shardwise.dispatch.wrapped import Wrapped, count_on_lent
 
 aten = torch.ops.aten
 
@@ -92,6 +92,6 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
         if isinstance(tensor, Wrapped):
             tensor._layout.grid.num_writes += 1
             if tensor._layout.grid.lends:
-                count_on_local(tensor)
+                count_on_lent(tensor)
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(tensors)

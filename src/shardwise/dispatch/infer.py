@@ -27,6 +27,7 @@ from shardwise._torch.schema import (
 from shardwise._torch.symint import detect_fake_mode
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.sizes import noted
+from shardwise.core.strides import iterated_stride
 from shardwise.dispatch.rule import Rule, TensorMeta
 from shardwise.errors import ShardwiseError, UnsupportedError
 
@@ -80,9 +81,21 @@ def _vector_norm(
     return torch.ops.aten.linalg_vector_norm.default(x, ord, dim, keepdim, **kwargs)
 
 
+def _grouped_product(
+    x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> torch.Tensor:
+    """Of any dtype: torch's shape function refuses what its CPU kernel takes."""
+    if x.dtype is torch.bfloat16:
+        return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)
+    rows = list(x.shape[:-1] if x.dim() == 2 or y.dim() == 3 else x.shape[1:-1])
+    groups = [offs.shape[0]] if x.dim() == y.dim() == 2 else []
+    return x.new_empty((*groups, *rows, y.shape[-1]), dtype=out_dtype or x.dtype)
+
+
 #: Ops whose shape function torch lacks or gets wrong.
 _SHAPES: dict[Any, Any] = {
     torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
+    torch.ops.aten._grouped_mm.default: _grouped_product,
     torch.ops.aten.native_batch_norm.default: _batch_norm,
     torch.ops.aten.convolution.default: _convolution,
     **{
@@ -136,10 +149,11 @@ def infer_outputs(
 
 
 def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> TensorMeta | None:
-    """The result of a pointwise op on contiguous tensors; None where torch has to infer it.
+    """The result of a pointwise op; None where torch has to infer it.
 
-    Torch's shape functions for these ops are written in Python, and the first call of one imports
-    the compiler, which takes longer than everything else that a first call does.
+    Torch's shape functions for these ops are written in Python. The first call of one imports the
+    compiler, which takes longer than everything else that a first call does, and those that are
+    made of several ops give other strides than the kernels.
     """
     if not _infers_in_python(op) or any(
         isinstance(a, (Layout, torch.Tensor)) for a in kwargs.values()
@@ -148,23 +162,34 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
     if any(isinstance(a, (torch.Tensor, list, tuple)) for a in args):
         return None
     tensors = [a for a in args if isinstance(a, Layout)]
-    if any(t.stride != contiguous_stride(t.shape) for t in tensors):
+    dense = all(t.stride == contiguous_stride(t.shape) for t in tensors)
+    if not dense and (op._schema.is_mutable or op in _OTHER_ORDER):
         return None
     try:
         shape = tuple(torch.broadcast_shapes(*(t.shape for t in tensors)))
-        if any(t.shape != shape for t in tensors):
-            # Strides of dims of size one depend on how each operand is broadcast.
-            if any(size < 2 for size in shape):
-                return None
-            if op._schema.is_mutable and tensors[0].shape != shape:
-                return None
+        if op._schema.is_mutable and tensors[0].shape != shape:
+            return None
         # The dtype is that of the op on empty tensors, or on one value where a tensor has no dims.
         few = [_few_values(a) if isinstance(a, Layout) else a for a in args]
         with _without_data(symbolic=False):
             dtype = op(*few, **kwargs).dtype
     except Exception:
         return None  # torch's shape function says what is wrong
-    return TensorMeta(shape, contiguous_stride(shape), dtype)
+    # The power of a number is row-major, whatever the strides of the exponent.
+    given = [] if op is torch.ops.aten.pow.Scalar else tensors
+    return TensorMeta(shape, iterated_stride(shape, given), dtype)
+
+
+#: Pointwise ops whose kernels do not go through memory in the order of `iterated_stride`.
+_OTHER_ORDER = frozenset(
+    {
+        torch.ops.aten.clone.default,
+        torch.ops.aten.conj_physical.default,
+        torch.ops.aten.masked_fill.Scalar,
+        torch.ops.aten.mvlgamma.default,
+        torch.ops.aten.threshold_backward.default,
+    }
+)
 
 
 def _infers_in_python(op: Any) -> bool:
@@ -299,11 +324,44 @@ def check_target_dtypes(
             raise found
 
 
+#: Ops and dtypes of their tensors that kernels take.
+_taken: set[Any] = set()
+
+
+def check_whole_numbers(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise what the kernel raises for tensors of integers or bools, and not for floats.
+
+    Decompositions and shape functions take integers where kernels do not.
+    """
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if any(t.is_floating_point() or t.is_complex() for t in tensors):
+        return
+    key = (op, *[t.dtype for t in tensors])
+    if key in _taken or any(isinstance(x, torch.SymInt) for t in tensors for x in t.shape):
+        return
+    with _without_data(symbolic=False):
+        # Zeros are ids of any dim, ones are divisors.
+        given = [
+            tree_map_only(torch.Tensor, functools.partial(_filled, value), (list(args), kwargs))
+            for value in (0, 1)
+        ]
+        zeros, ones = (_raised(op, *each) for each in given)
+        if zeros is not None and ones is not None:
+            floats = tree_map_only(torch.Tensor, lambda t: t.to(torch.float32), given[1])
+            if _raised(op, *floats) is None:
+                raise zeros
+    _taken.add(key)
+
+
 def _small(tensor: torch.Tensor) -> torch.Tensor:
     """A small tensor like it, with values that most kernels take."""
+    return _filled(int(tensor.is_floating_point()), tensor)
+
+
+def _filled(value: int, tensor: torch.Tensor) -> torch.Tensor:
+    """A small tensor like it, of one value."""
     sizes = [size if type(size) is int and size < 8 else 8 for size in tensor.shape]
-    make = torch.ones if tensor.is_floating_point() else torch.zeros
-    return make(sizes, dtype=tensor.dtype, device=tensor.device)
+    return torch.full(sizes, value, dtype=tensor.dtype, device=tensor.device)
 
 
 def _raised(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Exception | None:

@@ -22,7 +22,7 @@ from shardwise.dispatch.rule import TensorMeta
 from shardwise.dispatch.schema import Positional, in_order
 from shardwise.dispatch.strict import forbid_sent
 from shardwise.redistribute.execute import in_memory_order
-from shardwise.simulation.parts import parts_of
+from shardwise.simulation.parts import is_per_rank, parts_of
 from shardwise.simulation.ranks import each_rank, rank_call
 
 aten = torch.ops.aten
@@ -138,6 +138,8 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
     It is where the function or an argument differs between ranks, and where torch or a Python
     function reads sizes, which may differ.
     """
+    if op is aten.detach.default and plan.local is None:
+        return _detached
     fn = plan.local.fn if plan.local is not None else (binding or op)
     if plan.local is not None and plan.local.collective:
         return _collective_call(fn, plan)
@@ -160,6 +162,11 @@ def _local_call(op: Any, plan: CallPlan, binding: Callable[..., Any] | None) -> 
 
     # Along other axes ranks share one tensor, and must share its view: it is written once.
     return rank_call(grid, here, differing_axes(layouts) if per_rank or places else ())
+
+
+def _detached(x: torch.Tensor) -> torch.Tensor:
+    """`x` itself: the two DTensors share one local tensor, and so its version counter."""
+    return x if type(x) is torch.Tensor or is_per_rank(x) else aten.detach.default(x)
 
 
 def _collective_call(fn: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:

@@ -220,6 +220,8 @@ def converts_by_terms(before: torch.dtype, after: torch.dtype) -> bool:
         return False
     # Complex numbers convert like their real parts.
     before, after = (t.to_real() if t.is_complex else t for t in (before, after))
+    if exact and 1 in (before.itemsize, after.itemsize):  # float8, which torch does not promote
+        return before.itemsize < after.itemsize
     return torch.promote_types(before, after) == after
 
 

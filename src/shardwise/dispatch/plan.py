@@ -28,12 +28,13 @@ from shardwise.dispatch.propagate import CallPlan, propagate, unsupported
 from shardwise.dispatch.rule import Call, TensorMeta
 from shardwise.dispatch.schema import functional_twin, plain_op
 from shardwise.dispatch.strict import forbid_move
-from shardwise.dispatch.wrapped import count_on_local, is_partial, reduced_layout, reduced_once
+from shardwise.dispatch.wrapped import count_on_lent, is_partial, reduced_layout, reduced_once
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
 from shardwise.redistribute.steps import Step
+from shardwise.simulation.ranks import my_coordinate, no_values
 
 aten = torch.ops.aten
 _DIVISIONS = frozenset({aten.div.Tensor, aten.div.Scalar})
@@ -146,6 +147,9 @@ def make_entry(
     # Comparisons made while planning do not belong in a graph.
     plan = unrecorded(decide) if symbolic else decide()
     entry = Entry(plan)
+    if layouts[0].grid.outside:
+        entry.call = _computes_nothing(layouts[0].grid, plan.outputs, shape, bool(written))
+        return _finished(entry, op, layouts[0].grid, written, shape)
     if plan.steps is not None:
         entry.move = mover(paths, plan)
     binding = called if called is not op else None
@@ -158,13 +162,34 @@ def make_entry(
     if written and plan.local is not None:
         check_written_once(op, layouts[fixed[0]])
         entry.call = _written_back(entry.call, written[0])
+    return _finished(entry, op, layouts[0].grid, written, shape)
+
+
+def _finished(entry: Entry, op: Any, grid: Grid, written: Sequence[int], shape: Any) -> Entry:
+    """The entry with what becomes of the local result; `shape` is what the op returns."""
     if written:
-        entry.finish = _counts_write(layouts[0].grid, written, bool(op._schema.returns))
+        entry.finish = _counts_write(grid, written, bool(op._schema.returns))
     elif isinstance(shape, TensorMeta):
-        entry.out = plan.outputs[0]
+        entry.out = entry.plan.outputs[0]
     else:
-        entry.finish = wraps_all(plan.outputs, shape)
+        entry.finish = wraps_all(entry.plan.outputs, shape)
     return entry
+
+
+def _computes_nothing(
+    grid: Grid, outputs: Sequence[Layout], shape: Any, writes: bool
+) -> Callable[..., Any]:
+    """The local call on a rank outside the mesh; see Note [Ranks outside a mesh]."""
+
+    def call(*_: Any, **__: Any) -> Any:
+        if writes:
+            return None
+        if not outputs:
+            my_coordinate(grid)  # raises: the op returns a value
+        empty = [no_values(grid, layout.dtype) for layout in outputs]
+        return empty[0] if isinstance(shape, TensorMeta) else empty
+
+    return call
 
 
 def check_writable(op: Any, layout: Layout) -> None:
@@ -325,7 +350,7 @@ def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable
         grid.num_writes += 1
         if grid.lends:
             for position in written:
-                count_on_local(args[position])
+                count_on_lent(args[position])
         return args[written[0]] if returns else None
 
     return finish
@@ -335,8 +360,14 @@ def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any
     """A `finish` that wraps a list of results; `shape` has a TensorMeta for each output."""
     # Kernels may return more than the op: what is not an output becomes None.
     asked = None if shape is None else [isinstance(item, TensorMeta) for item in shape]
+    all_asked = bool(outputs) and (asked is None or all(asked))
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
+        # Nearly always. Row-sparse gradients are no tensors, and stay as they are.
+        known = all_asked and len(result) == len(outputs)
+        if known and all(isinstance(each, torch.Tensor) for each in result):
+            every = map(wrap, result, outputs)
+            return list(every) if isinstance(result, list) else tuple(every)
         if not outputs:
             return result
         remaining = iter(outputs)

@@ -1,20 +1,20 @@
 """From an op and the layouts of its inputs to a CallPlan.
 
 The rule is called once per mesh axis; its choices are combined over the axes, and the combination
-wins whose inputs are cheapest to redistribute. Ties go to fewer Partials, then to sharded outputs,
-then to the rule's own order: the same on every rank.
+wins whose inputs are cheapest to redistribute, unless it would split a dim of size 1. Ties go to
+fewer Partials, then to sharded outputs, then to the rule's own order: the same on every rank.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from shardwise.comm.cost import LATENCY_S, collective_s
-from shardwise.core.layout import Layout, canonical_order, make_layout, partials_commute
+from shardwise.core.layout import Layout, canonical_order, make_layout, misfit, partials_commute
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import Partial, Placement, Shard, plain
 from shardwise.core.sizes import divides
@@ -78,34 +78,81 @@ def propagate(
     have that layout, except that it may stay Partial where `preferred` is replicated.
     """
     grid = layouts[0].grid
-    best: tuple[tuple[float, int, int, int], Combination] | None = None
-    combinations = list(enumerate(_combinations(rule, call, layouts, grid, preferred)))
-    # By lower bound, so that most combinations need no search.
-    current = [tuple(map(plain, layout.placements)) for layout in layouts]
-    combinations.sort(key=lambda each: _least_s(each[1], current))
-    for number, combination in combinations:
-        if any(not _stays(combination, i, layouts[i]) for i in fixed):
+    best: tuple[tuple[bool, float, int, int, int], Combination] | None = None
+    per_axis = [
+        [(_least_s(choice, seen.placed, size), choice) for choice in rule.choices(seen)]
+        for seen, size in zip(_along_axes(call, layouts, grid, preferred), grid.shape, strict=True)
+    ]
+    # By lower bound: most combinations are neither checked nor searched.
+    idles = _idling(call, layouts, grid)
+    ranked = [
+        (idles(picked), sum(least for least, _ in picked), number, picked)
+        for number, picked in enumerate(itertools.product(*per_axis))
+    ]
+    ranked.sort(key=lambda each: each[:2])
+    orders = _orders(layouts, preferred)
+    for idle, least, number, picked in ranked:
+        # The sums of a bound and of a cost may be rounded differently.
+        if best is not None and (idle, least) > (best[0][0], best[0][1] * (1 + 1e-9)):
+            break
+        choices = tuple(choice for _, choice in picked)
+        if not _compatible(choices, call, grid):
             continue
-        if preferred is not None and not _meets(combination, preferred):
-            continue
-        pending = _postponed_s(combination) + _sent_s(combination.sent(), grid)
-        if best is not None and pending + _least_s(combination, current) > best[0][0]:
-            continue
-        cost = pending + sum(
-            cost_s(layout, _place(layout, combination.input(i), combination.order))
-            for i, layout in enumerate(layouts)
-        )
-        key = (cost, *_preference(combination, len(call.outputs)), number)
-        if best is None or key < best[0]:
-            best = (key, combination)
+        for place, order in enumerate(orders):
+            combination = Combination(choices, order)
+            if not _is_valid(combination, call, grid):
+                continue
+            if any(not _stays(combination, i, layouts[i]) for i in fixed):
+                continue
+            if preferred is not None and not _meets(combination, preferred):
+                continue
+            cost = _postponed_s(choices) + _sent_s(combination.sent(), grid)
+            cost += sum(
+                cost_s(layout, _place(layout, combination.input(i), order))
+                for i, layout in enumerate(layouts)
+            )
+            ties = (*_preference(combination, len(call.outputs)), number * len(orders) + place)
+            if best is None or (idle, cost, *ties) < best[0]:
+                best = ((idle, cost, *ties), combination)
     if best is None:
         raise UnsupportedError(unsupported(call.op, layouts, fixed))
     return _plan(rule, call, layouts, best[1], grid)
 
 
-def _least_s(combination: Combination, current: Sequence[tuple[Placement, ...]]) -> float:
-    """A lower bound of the cost of redistributing the inputs."""
-    return sum(least_s(here, combination.input(i)) for i, here in enumerate(current))
+def _idling(
+    call: Call, layouts: Sequence[Layout], grid: Grid
+) -> Callable[[Sequence[tuple[float, Choice]]], bool]:
+    """Whether choices would newly split a dim of size 1: one rank would do all the work."""
+    single = [
+        {d for d, n in enumerate(meta.shape) if type(n) is int and n == 1} for meta in call.inputs
+    ]
+    if not any(single):
+        return lambda _: False
+
+    def splits(placement: Placement, number: int) -> bool:
+        return isinstance(placement, Shard) and placement.dim in single[number]
+
+    open_axes = [
+        axis
+        for axis, size in enumerate(grid.shape)
+        if size > 1
+        and not any(splits(layout.placements[axis], i) for i, layout in enumerate(layouts))
+    ]
+
+    def idles(picked: Sequence[tuple[float, Choice]]) -> bool:
+        return any(
+            splits(placement, number)
+            for axis in open_axes
+            for number, placement in enumerate(picked[axis][1].inputs)
+        )
+
+    return idles
+
+
+def _least_s(choice: Choice, placed: Sequence[Placement], axis_size: int) -> float:
+    """A lower bound of what a choice of one axis costs."""
+    sent = sum(collective_s(each.kind, axis_size, each.num_bytes) for each in choice.sent)
+    return _postponed_s((choice,)) + sent + least_s(placed, choice.inputs)
 
 
 def every_plan(
@@ -128,14 +175,17 @@ def every_plan(
             if key not in asked:
                 asked[key] = [known.setdefault(c, c) for c in rule.choices(seen)]
             per_axis.append(asked[key])
+        orders = _orders(layouts, preferred)
         for choices in itertools.product(*per_axis):
-            for order in _orders(layouts, preferred):
-                combination = Combination(choices, order)
+            for order in orders:
                 met = (*map(id, choices), order)
-                if met in done or not (preferred is None or _meets(combination, preferred)):
+                if met in done:
+                    continue
+                combination = Combination(choices, order)
+                if preferred is not None and not _meets(combination, preferred):
                     continue
                 done.add(met)
-                if _compatible(choices, call, grid) and _is_valid(combination, call):
+                if _compatible(choices, call, grid) and _is_valid(combination, call, grid):
                     plan = _plan(rule, call, layouts, combination, grid, moved=False)
                     same = (plan.inputs, plan.outputs, plan.local)
                     if same not in done:
@@ -166,19 +216,6 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
         "operands first (x.redistribute(placements=[Replicate()])) or run the op on local tensors "
         "(x.to_local(), then DTensor.from_local)."
     )
-
-
-def _combinations(
-    rule: Rule, call: Call, layouts: Sequence[Layout], grid: Grid, preferred: Layout | None
-) -> Iterator[Combination]:
-    per_axis = [list(rule.choices(seen)) for seen in _along_axes(call, layouts, grid, preferred)]
-    orders = _orders(layouts, preferred)
-    for choices in itertools.product(*per_axis):
-        if _compatible(choices, call, grid):
-            for order in orders:
-                combination = Combination(choices, order)
-                if _is_valid(combination, call):
-                    yield combination
 
 
 def _along_axes(
@@ -229,21 +266,15 @@ def _divides(call: Call, choice: Choice, split: int) -> bool:
     )
 
 
-def _is_valid(combination: Combination, call: Call) -> bool:
-    """Explicit sizes are valid only on the outermost axis of a dim; Partials must commute."""
-    every = [combination.input(i) for i in range(len(call.inputs))]
-    every += [combination.output(i) for i in range(len(call.outputs))]
-    for placements in every:
-        if not partials_commute(placements):
-            return False
-        outer: set[int] = set()
-        for axis in combination.order:
-            placement = placements[axis]
-            if isinstance(placement, Shard):
-                if placement.sizes is not None and placement.dim in outer:
-                    return False
-                outer.add(placement.dim)
-    return True
+def _is_valid(combination: Combination, call: Call, grid: Grid) -> bool:
+    """Explicit sizes must fit, also inside another split of their dim; Partials must commute."""
+    every = [(combination.input(i), x.shape) for i, x in enumerate(call.inputs)]
+    every += [(combination.output(i), x.shape) for i, x in enumerate(call.outputs)]
+    parts = grid.shape
+    return all(
+        partials_commute(placements) and misfit(placements, combination.order, shape, parts) is None
+        for placements, shape in every
+    )
 
 
 def _place(layout: Layout, placements: tuple[Placement, ...], order: tuple[int, ...]) -> Layout:
@@ -270,7 +301,7 @@ def _meets(combination: Combination, preferred: Layout) -> bool:
     return canonical_order(placements, combination.order) == preferred.order
 
 
-def _postponed_s(combination: Combination) -> float:
+def _postponed_s(choices: Sequence[Choice]) -> float:
     """Half the latency of the reductions that new Partials postpone.
 
     Not all of it, and none of their bytes: a gradient that stays Partial is reduced with others.
@@ -278,7 +309,7 @@ def _postponed_s(combination: Combination) -> float:
     pending = sum(
         any(p.is_partial() for p in choice.outputs)
         and not any(p.is_partial() for p in choice.inputs)
-        for choice in combination.choices
+        for choice in choices
     )
     return pending * LATENCY_S / 2
 

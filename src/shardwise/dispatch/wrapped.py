@@ -5,19 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.autograd.graph import increment_version
 
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.redistribute.moves import Run
-from shardwise.simulation.parts import count_write, one_part, parts_of
+from shardwise.simulation.parts import LENT, count_write, lent, one_part, parts_of
 
 
 class Wrapped(torch.Tensor):
     """A global tensor as a local tensor and a layout."""
 
-    __slots__ = ("_layout", "_local")
+    __slots__ = ("_born", "_layout", "_local")
     _local: torch.Tensor
     _layout: Layout
+    #: The number of the call that made it; only `debug.agree` sets it.
+    _born: int
 
     @staticmethod
     def _wrap(local: torch.Tensor, layout: Layout, requires_grad: bool = False) -> Any:
@@ -89,15 +92,45 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
     tensor.__dict__["_reduced"] = (reduced, layout, tensor._local, versions)
 
 
-def count_on_local(tensor: Any) -> None:
-    """Count a write on the local tensor, and on that of the base of a view.
+# Note [Lent memory]
+# A write to a DTensor counts on the DTensor, and on its views and `detach()`. A plain tensor that
+# `to_local` lent has another counter. Writes count on it too, once something was lent on the mesh:
+# so backward raises if it needs what was overwritten, as on one device.
 
-    torch counts it on the DTensor alone. A plain tensor from `to_local` shares the counter of the
-    local tensor: so backward raises if it needs what was overwritten, as on one device.
-    """
-    for x in (tensor, tensor._base) if tensor._is_view() else (tensor,):
-        if isinstance(x, Wrapped):
-            count_write(x._local)
+
+def lend(tensor: Any) -> torch.Tensor:
+    """An alias of the local tensor, for use outside the DTensor."""
+    local, base = tensor._local, tensor._base
+    own = base is None or getattr(base, "_local", None) is local
+    if own and type(local) is torch.Tensor:  # nearly always
+        if LENT not in local.__dict__:
+            begin_lending(tensor)
+        return local.detach()
+    tensor._layout.grid.lends = True
+    return lent(local, base._local if isinstance(base, Wrapped) else local)
+
+
+def begin_lending(tensor: Any) -> None:
+    """Have writes to `tensor` count on the local tensor, whose aliases share its counter."""
+    tensor._layout.grid.lends = True
+    tensor._local.__dict__.setdefault(LENT, ())
+
+
+def count_on_lent(tensor: Any) -> None:
+    """Count a write to `tensor` on what was lent of its memory."""
+    base = tensor._base
+    if base is None or not isinstance(base, Wrapped):
+        base = tensor
+    local = getattr(base, "_local", None)
+    if type(local) is torch.Tensor:  # nearly always
+        lent_of = local.__dict__.get(LENT)
+        if lent_of is None:
+            return
+        if not lent_of and not local.is_inference():
+            increment_version(local)
+            return
+    if isinstance(base, Wrapped) and LENT in getattr(local, "__dict__", ()):
+        count_write(base._local)
 
 
 def _versions(tensor: Any) -> list[int]:

@@ -37,14 +37,14 @@ from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate
 from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.core.world import world_caches
 from shardwise.dispatch.strict import forbid_leaf_move
-from shardwise.dispatch.wrapped import Wrapped
+from shardwise.dispatch.wrapped import Wrapped, begin_lending, lend
 from shardwise.dtensor.snapshots import current
 from shardwise.errors import UnsupportedError
-from shardwise.redistribute.execute import copied, prepare, prepare_async
+from shardwise.redistribute.execute import copied, in_memory_order, prepare, prepare_async
 from shardwise.redistribute.moves import Run
 from shardwise.redistribute.search import find_steps
-from shardwise.simulation.parts import is_per_rank, lent, parts_of, sized_copy
-from shardwise.simulation.ranks import localize, one_for_all
+from shardwise.simulation.parts import LENT, is_per_rank, parts_of, sized_copy
+from shardwise.simulation.ranks import localize, no_values, one_for_all
 
 
 def gradient_layout(layout: Layout) -> Layout:
@@ -109,7 +109,7 @@ def move(x: Any, target: Layout, *, own: bool = False, async_op: bool = False) -
     """
     if x._layout.snapshot:
         current(x)
-    if async_op and type(x._local) is torch.Tensor:
+    if async_op and type(x._local) is torch.Tensor and not target.grid.outside:
         return _move_apart(x, target, own=own)
     symbolic = target.symbolic or x._layout.symbolic
     travel, stays = (_route if symbolic else _cached_route)(x._layout, target)
@@ -283,6 +283,8 @@ class ToLocal(UntracedFunction):
             return _handed_out(x, async_op, plain)
         # A view: autograd then refuses in-place writes to it, as to a view of a leaf.
         if type(x._local) is torch.Tensor:
+            if LENT not in x._local.__dict__:
+                begin_lending(x)
             return x._local[...]
         local = _handed_out(x, False, plain)
         return local.view_as(local)
@@ -294,23 +296,15 @@ class ToLocal(UntracedFunction):
             return grad, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of to_local()")
-        if _repeats_entries(grad):  # cannot be accumulated into
-            grad = grad.clone(memory_format=torch.contiguous_format)
         layout = with_dtype(grad_layout, grad.dtype)
+        if layout.memory_order or not all(part.is_contiguous() for part in parts_of(grad)):
+            # Entries that share memory, as in the gradient of `sum`, cannot be accumulated into.
+            grad = in_memory_order(grad, layout)
         if torch.is_grad_enabled() and grad.requires_grad:
             source = with_dtype(_linear_terms(own_layout, "to_local()"), grad.dtype)
             return from_local(grad, layout, source, cls, async_op), None, None, None
         local = localize(layout.grid, sized_copy(grad, False))
         return cls._wrap(local, layout), None, None, None
-
-
-def _repeats_entries(local: torch.Tensor) -> bool:
-    """Whether entries share memory on some rank, as in the gradient of `sum`."""
-    return any(
-        type(stride) is int and stride == 0 and (type(size) is not int or size > 1)
-        for part in parts_of(local)
-        for size, stride in zip(part.shape, part.stride(), strict=True)
-    )
 
 
 class FromLocal(UntracedFunction):
@@ -346,9 +340,23 @@ class FromLocal(UntracedFunction):
         return local if weight == 1 else local * weight, None, None, None, None, None
 
 
+class FromOutside(UntracedFunction):
+    """`from_local` on a rank outside the mesh: `given` is left out, and its gradient is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, given: torch.Tensor, layout: Layout, cls: Any) -> Any:
+        ctx.like = given.new_empty(()), given.shape
+        return cls._wrap(no_values(layout.grid, given.dtype, given.device), layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        like, shape = ctx.like
+        return like.new_zeros(shape), None, None
+
+
 def _handed_out(x: Any, async_op: bool, plain: bool) -> torch.Tensor:
     """The local tensor of `x` for use outside of it; see ToLocal."""
-    local = later(x._local) if async_op else lent(x._local)
+    local = later(x._local) if async_op else lend(x)
     if plain:
         return one_for_all(local, equal=all(p.is_replicate() for p in x.placements))
     return local

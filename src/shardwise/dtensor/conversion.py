@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -29,7 +29,7 @@ from shardwise.dtensor.snapshots import current
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.parts import is_per_rank, one_part
-from shardwise.simulation.ranks import one_for_all, rank_values
+from shardwise.simulation.ranks import my_coordinate, one_for_all, rank_values
 
 
 def local_layout(
@@ -101,6 +101,17 @@ def _local_layout(
         normal = normalize(_with_sizes(given, explicit), whole, grid)
     dense = tuple(stride) if stride is not None else stride_like(local, whole)
     return make_layout(grid, normal, whole, dense, local.dtype)
+
+
+def outside_layout(
+    given: torch.Tensor,
+    grid: Grid,
+    placements: Sequence[Placement] | None,
+    shape: Sequence[int] | None,
+    stride: Sequence[int] | None,
+) -> Layout:
+    """The layout on a rank outside the mesh, from the tensor that it would have brought."""
+    return _local_layout(given, grid, placements, shape, stride)
 
 
 def listed(placements: Any) -> list[Any]:
@@ -203,22 +214,28 @@ def check_all_ranks(
     shape: Sequence[int] | None,
     stride: Sequence[int] | None,
 ) -> None:
-    """Compare shapes and dtypes over all ranks of the mesh, so that all of them raise.
+    """Compare shapes, strides, dtypes and requires_grad over all ranks, so that all of them raise.
 
     No rank may raise before this for a reason that it alone can see.
     """
     rows = all_metas(local, grid, "from_local(run_check=True)")
-    first = torch.empty(rows[0][1], dtype=rows[0][0], device="meta")
+    first = torch.empty_strided(rows[0].shape, rows[0].stride, dtype=rows[0].dtype, device="meta")
     found = dict(zip(grid.coordinates.values(), rows, strict=True))
     if shape is None and any(row != rows[0] for row in rows):
         unlike = {c: row for c, row in found.items() if row != rows[0]}
         raise LayoutError(
             f"Local tensors differ from rank {grid.ranks[0]}'s {rows[0]}: at mesh "
             f"coordinates {unlike}. Give from_local(..., shape=...) the global shape, or local "
-            "tensors of one shape and dtype."
+            "tensors of one shape, stride and dtype, and one requires_grad."
+        )
+    if len({row.requires_grad for row in rows}) > 1:
+        grads = {coordinate: row.requires_grad for coordinate, row in found.items()}
+        raise LayoutError(
+            f"The ranks disagree: requires_grad by mesh coordinate is {grads}: "
+            "backward would communicate on some ranks only."
         )
     layout = _local_layout(first, grid, placements, shape, stride)
-    for coordinate, (dtype, sizes) in found.items():
+    for coordinate, (dtype, sizes, *_) in found.items():
         expected = layout.local_shape(coordinate)
         if sizes != expected or dtype != layout.dtype:
             raise LayoutError(
@@ -228,17 +245,30 @@ def check_all_ranks(
             )
 
 
-def all_metas(
-    local: torch.Tensor, grid: Grid, cause: str
-) -> list[tuple[torch.dtype, tuple[int, ...]]]:
-    """The dtype and shape of the local tensor on every rank of the mesh."""
+class LocalMeta(NamedTuple):
+    """What the ranks compare of their local tensors."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    requires_grad: bool
+
+
+def all_metas(local: torch.Tensor, grid: Grid, cause: str) -> list[LocalMeta]:
+    """The metadata of the local tensor on every rank of the mesh."""
+    grad = local.requires_grad
 
     def describe(_: Any, part: torch.Tensor) -> list[int]:
-        numbers = [_DTYPES.index(part.dtype), part.dim(), *part.shape]
-        return numbers + [0] * (16 - len(numbers))
+        ndim, fill = part.dim(), [0] * (14 - part.dim())
+        needs = grad or part.requires_grad
+        sizes = [*part.shape, *fill, *part.stride(), *fill]
+        return [_DTYPES.index(part.dtype), needs, ndim, *sizes]
 
     rows = gather(grid, cause, describe, local).tolist()
-    return [(_DTYPES[dtype], tuple(sizes[:ndim])) for dtype, ndim, *sizes in rows]
+    return [
+        LocalMeta(_DTYPES[dtype], tuple(sizes[:ndim]), tuple(sizes[14 : 14 + ndim]), bool(needs))
+        for dtype, needs, ndim, *sizes in rows
+    ]
 
 
 _DTYPES = sorted(
@@ -314,6 +344,8 @@ def whole_values(x: Any, asked: str) -> torch.Tensor:
     In strict mode, only if it is replicated.
     """
     target = autograd.whole_layout(x._layout)
+    if x._layout.grid.outside:
+        my_coordinate(x._layout.grid)  # raises: there is no value
     if watch.strict and x._layout is not target:
         forbid_move(f"DTensor.{asked}", 0, find_steps(x._layout, target), target)
     with because(f"DTensor.{asked}", implicit=True):

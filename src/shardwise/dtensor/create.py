@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,7 +32,7 @@ from shardwise.random.draws import draw_of, draw_parts, new_parts
 from shardwise.random.fill import Draw
 from shardwise.redistribute.execute import execute, in_memory_order
 from shardwise.redistribute.search import find_steps
-from shardwise.simulation.ranks import each_rank, localize
+from shardwise.simulation.ranks import each_rank, localize, no_values
 
 aten = torch.ops.aten
 
@@ -70,12 +72,12 @@ def distribute_tensor(
     if isinstance(tensor, DTensor):
         return _already_there(tensor, grid, placements)
     check_plain_part(tensor, "distribute_tensor(tensor, ...)")
-    normal = normalize(placements, tensor.shape, grid)
     if not tensor.is_leaf:
         raise LeafError(
             "distribute_tensor() makes a leaf, but the tensor has a history in autograd: detach() "
             "it first, or use DTensor.from_local() to stay differentiable."
         )
+    normal = normalize(placements, tensor.shape, grid)
     if src_data_rank is not None and not 0 <= src_data_rank < min(grid.shape):
         raise LayoutError(
             f"src_data_rank={src_data_rank} is not a coordinate on every axis of {grid!r}."
@@ -85,6 +87,11 @@ def distribute_tensor(
         dense = stride_like(tensor, tensor.shape)
         layout = make_layout(grid, normal, tensor.shape, dense, tensor.dtype)
         return DTensor._wrap(new_parts(layout, tensor.device), layout).requires_grad_(requires_grad)
+    if grid.outside:
+        layout = make_layout(
+            grid, normal, tensor.shape, stride_like(tensor, tensor.shape), tensor.dtype
+        )
+        return DTensor._wrap(no_values(grid, tensor.dtype), layout).requires_grad_(requires_grad)
     local = localize(grid, tensor.detach().to(grid.device_type))
     dense = stride_like(tensor, tensor.shape)
     layout = make_layout(grid, (REPLICATE,) * grid.num_axes, tensor.shape, dense, tensor.dtype)
@@ -158,10 +165,31 @@ def distribute_module(
             partition_fn(name, submodule, mesh)
         _replicate_rest(submodule, mesh, made)
     if input_fn is not None:
-        module.register_forward_pre_hook(functools.partial(_enter, input_fn, grid))
+        enter = _with_module(input_fn, "input_fn", "inputs")
+        module.register_forward_pre_hook(functools.partial(_enter, enter, grid))
     if output_fn is not None:
-        module.register_forward_hook(functools.partial(_leave, output_fn, grid))
+        leave = _with_module(output_fn, "output_fn", "outputs")
+        module.register_forward_hook(functools.partial(_leave, leave, grid))
     return module
+
+
+def _with_module(fn: Callable[..., Any], name: str, tensors: str) -> Callable[..., Any]:
+    """`fn(module, tensors, mesh)`; torch once called it without the module."""
+    try:
+        inspect.signature(fn).bind(None, None)
+    except (TypeError, ValueError):
+        return fn
+    warnings.warn(
+        f"{name}({tensors}, mesh) of distribute_module is deprecated: write "
+        f"{name}(module, {tensors}, mesh).",
+        FutureWarning,
+        stacklevel=3,
+    )
+    return functools.partial(_without_module, fn)
+
+
+def _without_module(fn: Callable[..., Any], _: nn.Module, tensors: Any, mesh: DeviceMesh) -> Any:
+    return fn(tensors, mesh)
 
 
 # Hooks hold a grid, not a mesh: it can be pickled and copied with the module.
@@ -387,7 +415,10 @@ def _create(
         shape = new.local_shape(coordinate)
         return make(shape, *values, dtype=new.dtype, device=grid.device_type)
 
-    local = localize(grid, each_rank(grid, here, axes=axes))
+    if grid.outside:
+        local = no_values(grid, new.dtype)
+    else:
+        local = localize(grid, each_rank(grid, here, axes=axes))
     return DTensor._wrap(local, new).requires_grad_(requires_grad)
 
 

@@ -31,7 +31,7 @@ from shardwise.dispatch.wrapped import remember
 from shardwise.dtensor.fused_step import fused_step
 from shardwise.dtensor.gradients import reduced_together
 from shardwise.dtensor.snapshots import read_current
-from shardwise.errors import ArgumentError, ReplicationWarning
+from shardwise.errors import ArgumentError, ReplicationWarning, UnsupportedError
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.parts import one_part
 from shardwise.simulation.ranks import one_for_all
@@ -76,7 +76,7 @@ def _one_by_one(op: Any, *args: Any, **kwargs: Any) -> Any:
     second = args[1] if len(args) > 1 else None
     single, in_place = _single_form(name.removesuffix("_") if writes else name, second, writes)
     if single is None:
-        raise NotImplementedError(f"{op} has no form for a single tensor")
+        raise UnsupportedError(f"{op} has no form for a single tensor.")
     # An argument that is positional here may be a keyword of the single op: `value` of addcmul.
     schema = getattr(single, single.overloads()[0])._schema
     num_positional = sum(not a.kwarg_only for a in schema.arguments)
@@ -135,6 +135,7 @@ DECOMPOSITIONS.update(
         aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
         aten._is_any_true.default: aten.any.default,
         aten._is_all_true.default: aten.all.default,
+        aten.is_same_size.default: lambda x, other: x.shape == other.shape,
         # Compares a value and its tangent, whose layouts may differ: only global sizes count.
         aten._has_same_storage_numel.default: lambda x, other: x.numel() == other.numel(),
         # Called by torch's C++ where it takes no symbols: sizes are specialised, as on one device.

@@ -101,10 +101,11 @@ def _reduce_bucket(bucket: Sequence[HeldGradient], reduce_op: str, grid: Grid, a
     def flatten(_: Any, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part.reshape(-1) for part in parts])
 
-    locals_ = [gradient.local for gradient in bucket]
-    flat = each_rank(grid, flatten, *locals_, axes=())
-    reduced = collectives.all_reduce(flat, reduce_op, grid, axis)
-    views, _ = split_row(grid, reduced, locals_)
+    views = locals_ = [gradient.local for gradient in bucket]
+    if not grid.outside:
+        flat = each_rank(grid, flatten, *locals_, axes=())
+        reduced = collectives.all_reduce(flat, reduce_op, grid, axis)
+        views, _ = split_row(grid, reduced, locals_)
     for gradient, local in zip(bucket, views, strict=True):
         placements: list[Placement] = list(gradient.layout.placements)
         placements[axis] = REPLICATE

@@ -180,6 +180,12 @@ def in_place_view(name: str) -> Callable[..., Any]:
             return _turned_leaf(turn, x, *args, **kwargs)
         if x._use_count() == 1 and not x._is_view():
             return turn(x, *args, **kwargs)  # there is no view of it
+        if x.retains_grad:  # torch's hook knows the tensor that the name no longer means
+            raise UnsupportedError(
+                f"{name}() would change {x._layout}, which retains its gradient, while views of it "
+                f"or results saved by autograd are in use. Call retain_grad() after it, or use "
+                f"{name[:-1]}()."
+            )
         # A no-op, for torch's checks and its version counter.
         torch.Tensor.transpose_(x, 0, 0)
         with torch.enable_grad():

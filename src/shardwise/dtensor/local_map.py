@@ -40,7 +40,8 @@ def local_map(
     for each, None for one that is no tensor. `in_placements` are the placements that each argument
     must have, None where any will do; an argument with others raises, or is moved with
     `redistribute_inputs`. `in_grad_placements` are the placements of the gradients that `func`
-    returns. Without DTensors among the arguments, `func` is called as it is. Also a decorator.
+    returns. Without DTensors among the arguments, `func` is called as it is. On a rank outside the
+    mesh it gets zeros, and its results are dropped. Also a decorator.
     """
     if func is None:
         return functools.partial(
@@ -65,7 +66,7 @@ def local_map(
         _check_count(func, "in_placements", in_placements, len(leaves))
         _check_count(func, "in_grad_placements", in_grad_placements, len(leaves))
         result = func(*tree_unflatten(local, tree), **kwargs)
-        even = all(_is_even(x._layout) for x in given)
+        even = grid.outside or all(_is_even(x._layout) for x in given)
         return _distributed(func, result, out_placements, grid.mesh, even)
 
     return mapped
@@ -103,7 +104,19 @@ def _local(
         return leaf
     if wanted is not None:
         leaf = _as_wanted(func, number, leaf, grid, wanted, redistribute_inputs)
-    return leaf.to_local(grad_placements=_entry(in_grad_placements, number))
+    local = leaf.to_local(grad_placements=_entry(in_grad_placements, number))
+    return _stand_in(leaf._layout, local) if grid.outside else local
+
+
+def _stand_in(layout: Layout, local: torch.Tensor) -> torch.Tensor:
+    """What the function gets on a rank outside the mesh: zeros, as many as the first rank has.
+
+    So it runs there too, and its results have shapes; their values are dropped.
+    """
+    first = layout.grid.coordinates[layout.grid.ranks[0]]
+    shape = layout.local_shape(first)
+    # With the history of the empty tensor, so that what is computed requires a gradient.
+    return local.sum() + torch.zeros(shape, dtype=local.dtype, device=local.device)
 
 
 def _as_wanted(
@@ -122,7 +135,7 @@ def _as_wanted(
         raise LayoutError(
             f"Argument {number} of {_name(func)} has placements {short(x.placements)}"
             f"{layout.other_order()}, but in_placements asks for {short(normal)}. Redistribute it "
-            "first, or give redistribute_inputs=True."
+            "first, or set redistribute_inputs=True."
         )
     return x.redistribute(grid.mesh, normal)
 
@@ -168,7 +181,7 @@ def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
     """The DTensor of shards whose shapes may differ: the ranks exchange their shapes."""
     if is_traced() and is_per_rank(local):
         return traced_from_uneven(local, encode_mesh(mesh), placements)
-    rows = [shape for _, shape in all_metas(local, grid_of(mesh), "local_map")]
+    rows = [meta.shape for meta in all_metas(local, grid_of(mesh), "local_map")]
     return _from_shapes(local, mesh, placements, rows)
 
 

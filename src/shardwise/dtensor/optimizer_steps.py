@@ -66,6 +66,8 @@ def register() -> None:
 def _before_step(
     optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    for tell in watch.steps:
+        tell(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if torch.compiler.is_compiling() or not any(type(p) is DTensor for p in parameters):
         return None

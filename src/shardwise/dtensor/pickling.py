@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from shardwise.core.layout import Layout, make_layout
+from shardwise.core.layout import Layout, make_layout, normalize
 from shardwise.core.mesh import grid_like
 from shardwise.core.placements import short
-from shardwise.errors import UnsupportedError
+from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.simulation import pickling
 from shardwise.simulation.ranks import rank_values
 
@@ -31,12 +31,44 @@ def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:
 
 
 def unpacked(tensor: Any, mesh: Any, layout: Any) -> tuple[torch.Tensor, Layout]:
-    """The tensor in the current world: all ranks' shards if it is simulated, else one."""
+    """The tensor in the current world: all ranks' shards if it is simulated, else one.
+
+    Raises unless the shards are those that the layout says.
+    """
     pickling.check_world(tensor, both=True)
     grid = grid_like(*mesh)
-    placements, order, global_shape, stride, dtype = layout
-    found = make_layout(grid, placements, global_shape, stride, dtype, order)
-    return pickling.unpacked(tensor, grid), found
+    placements, order, shape, stride, dtype = layout
+    if len(stride) != len(shape) or any(type(n) is not int or n < 0 for n in (*shape, *stride)):
+        raise LayoutError(f"The file has a tensor of shape {shape} with strides {stride}.")
+    placements = normalize(placements, shape, grid, order)
+    found = make_layout(grid, placements, shape, stride, dtype, order)
+    return checked_local(tensor, found), found
+
+
+def checked_local(held: Any, layout: Layout) -> torch.Tensor:
+    """The local tensors of a file; raises unless they are those of the layout."""
+    grid = layout.grid
+    if held[0] == "simulated":
+        _, parts, ranks, index = held
+        known = len(index) == len(ranks) and all(0 <= place < len(parts) for place in index)
+        if not known or not set(grid.ranks) <= set(ranks):
+            raise LayoutError(
+                f"The file has {len(parts)} tensors of ranks {list(ranks)[:8]}, which are not "
+                f"those of the mesh, {list(grid.ranks)[:8]}."
+            )
+    local = pickling.unpacked(held, grid)
+    for coordinate, part in rank_values(grid, local):
+        expected = layout.local_shape(coordinate)
+        if grid.world.absent:  # the file does not say whose shard it is
+            shapes = [layout.local_shape(each) for each in grid.coordinates.values()]
+            expected = tuple(part.shape) if tuple(part.shape) in shapes else expected
+        if (tuple(part.shape), part.dtype) != (expected, layout.dtype):
+            raise LayoutError(
+                f"The file contradicts itself: at {coordinate}, {layout} has {layout.dtype} of "
+                f"shape {expected}, and the tensor that is there is {part.dtype} of shape "
+                f"{tuple(part.shape)}."
+            )
+    return local
 
 
 Chunk = tuple[tuple[int, ...], torch.Tensor]

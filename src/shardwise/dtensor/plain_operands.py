@@ -15,6 +15,7 @@ torch decomposes many ops in Python, and all of these functions are such makers.
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -84,6 +85,9 @@ _MAKERS: dict[tuple[str, str], bool] = {
     ("torch.nn.utils.parametrizations", "_Orthogonal.right_inverse"): True,
 }
 
+#: The function of `Module.load_state_dict`, which gets whole values by its contract.
+_LOADERS = {("torch.nn.modules.module", "Module._load_from_state_dict"): True}
+
 
 def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> None:
     """Raise where a plain tensor with dims meets a DTensor and its layout is unknown.
@@ -98,16 +102,25 @@ def check_plain(op: Any, value: torch.Tensor, position: int | None = None) -> No
         return  # backward adds the empty zeros that cat's formula makes for skipped operands
     if position is not None and _MADE_ARGUMENTS.get(op) == position:
         return
-    if _made_by_caller(value):
+    if op is aten.is_same_size.default:
+        return  # compares global shapes, no values
+    if _made_by_caller(value) or _is_loaded(op):
         return
     raise MixedTensorsError(
-        f"{op} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of shape "
-        f"{tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, mesh, "
-        "[Replicate()]) where each rank holds the same values, or distribute_tensor(x, mesh, "
+        f"{_op_name(op)} got mixed torch.Tensor and DTensor: a plain {type(value).__name__} of "
+        f"shape {tuple(value.shape)} as {_named(op, position)}. Wrap it: DTensor.from_local(x, "
+        "mesh, [Replicate()]) where each rank holds the same values, or distribute_tensor(x, mesh, "
         "placements) to lay it out; or put the call under `with "
         "shardwise.implicit_replication():`. (Numbers and 0-dim tensors need no wrapping.)"
+        + (_LOSS if op in class_losses else "")
         + (_COMPILED if type(value).__name__ == "FunctionalTensor" else "")
     )
+
+
+def _is_loaded(op: Any) -> bool:
+    """Whether `Module.load_state_dict` copies a whole value into a parameter."""
+    found = maker(_LOADERS) if op is aten.copy_.default else None
+    return found is not None and found[1]
 
 
 def _made_by_caller(value: torch.Tensor) -> bool:
@@ -145,6 +158,19 @@ _COMPILED = (
     "into the gradient of a tensor that requires grad and that the region writes to. Write to it "
     "outside torch.compile, or under torch.no_grad()."
 )
+
+
+#: Local functions that compute a loss over classes, and what users call; `ops` fills it.
+class_losses: dict[Any, str] = {}
+_LOSS = (
+    " Where the classes of the logits are sharded, put the loss under `with "
+    "shardwise.parallel.loss_parallel():`, which takes a plain target."
+)
+
+
+def _op_name(op: Any) -> str:
+    """The name of an op, or of a function of ours that is planned like one."""
+    return class_losses.get(op, op.__name__) if inspect.isfunction(op) else str(op)
 
 
 def _named(op: Any, position: int | None) -> str:

@@ -26,7 +26,13 @@ from shardwise.dispatch.catalog import (
     written_twin,
 )
 from shardwise.dispatch.foreach import FUSED_STEPS, foreach_entry, takes_lists
-from shardwise.dispatch.infer import UNSAFE_VIEWS, ResizedError, as_on_one_device, faked
+from shardwise.dispatch.infer import (
+    UNSAFE_VIEWS,
+    ResizedError,
+    as_on_one_device,
+    check_whole_numbers,
+    faked,
+)
 from shardwise.dispatch.inplace import (
     check_overlaps,
     compares_memory,
@@ -61,7 +67,7 @@ from shardwise.dtensor.plain_operands import (
     wrap_skipped,
 )
 from shardwise.dtensor.snapshots import follow, may_write, take_over, write_through
-from shardwise.errors import MixedTensorsError, UnsupportedError
+from shardwise.errors import MixedTensorsError, ShardwiseError, UnsupportedError
 
 aten = torch.ops.aten
 
@@ -238,7 +244,7 @@ class Miss:
         for layout in entry.plan.outputs:
             if layout.symbolic:
                 settle_ones(layout.shape)
-        if first and not _shares_memory(self.op):
+        if first and not _shares_memory(self.op) and not _is_outside(entry):
             if has_other_strides(local, entry.plan.outputs):
                 entry.call = restrided(entry.call, entry.plan.outputs)
                 local = restrided(lambda: local, entry.plan.outputs)()
@@ -249,6 +255,10 @@ class Miss:
             return self.kind._wrap(local, entry.out)
         assert entry.finish is not None, "an entry has either `out` or `finish`"
         return entry.finish(local, self.args, self.kind._wrap)
+
+
+def _is_outside(entry: Entry) -> bool:
+    return any(layout.grid.outside for layout in entry.plan.outputs[:1])
 
 
 def _noted(operand: Any) -> Any:
@@ -326,15 +336,16 @@ def _run_decomposed(
 ) -> Any:
     """Run an op without a rule through other ops; the error for one of those names `op`."""
     cause: Exception | None = None
+    if isinstance(op, OpOverload):
+        check_whole_numbers(op, args, kwargs)
     try:
         result = decomposition(*args, **kwargs)
         if result is not NotImplemented:
             return result if _may_return_views(plain_op(op)) else _apart(result, args)
     except NotImplementedError as error:
-        if op in FUSED_STEPS or (
-            isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
-        ):
-            raise  # the caller mixed plain tensors and DTensors; the kernel does not
+        mixed = isinstance(error, MixedTensorsError) and plain_op(op) in kernels_above
+        if op in FUSED_STEPS or mixed or not isinstance(error, ShardwiseError):
+            raise  # the caller mixed plain tensors and DTensors, or the backend has no kernel
         cause = error
     except Exception as error:
         fake = faked([as_layouts(a) for a in args], kwargs)

@@ -380,6 +380,7 @@ def hold_same(x: Any, value: Any) -> None:
 def counts_apart(data: Any, x: Any) -> None:
     """Record that `data` has the memory of `x`, but its own version counter."""
     x._layout.grid.hides_writes = True
+    data._local = per_rank(lambda part: part.data, data._local)
     known = data.__dict__.get(SOURCE)
     if known is not None:
         known[0].counted_by(x.detach())

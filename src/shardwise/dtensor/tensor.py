@@ -34,7 +34,7 @@ from shardwise.core.sizes import noted, unrecorded
 from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dispatch.out_args import TensorByKeyword, run_by_keyword
 from shardwise.dispatch.plan_cache import Entry, entries
-from shardwise.dispatch.wrapped import Wrapped, as_layouts
+from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
 from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
 from shardwise.dtensor.compile import (
     FlatContext,
@@ -53,7 +53,7 @@ from shardwise.dtensor.pickling import packed, unpacked
 from shardwise.dtensor.plain_operands import beside_plain
 from shardwise.dtensor.plan_call import FALSE, TRUE, Miss, add_argument
 from shardwise.errors import ArgumentError, LayoutError, LeafError, MixedTensorsError
-from shardwise.simulation.parts import held_like, lent, sized_copy, unsized
+from shardwise.simulation.parts import held_like, sized_copy, unsized
 from shardwise.simulation.ranks import localize
 
 _strided = torch.strided
@@ -395,6 +395,11 @@ class DTensor(Wrapped):
         if type(local_tensor) is not _Tensor or local_tensor.layout is not _strided:
             conversion.check_plain_part(local_tensor, "from_local(local_tensor, ...)")
         local = localize(grid, local_tensor)
+        if grid.outside:
+            layout = conversion.outside_layout(local_tensor, grid, placements, shape, stride)
+            if torch.is_grad_enabled() and local_tensor.requires_grad:
+                return autograd.FromOutside.apply(local_tensor, layout, DTensor)
+            return DTensor._wrap(local, layout)
         if run_check:
             conversion.check_all_ranks(local, grid, placements, shape, stride)
         layout = conversion.local_layout(local, grid, placements, shape, stride)
@@ -419,9 +424,8 @@ class DTensor(Wrapped):
         layout = self._layout
         if layout.snapshot:
             snapshots.current(self)
-        layout.grid.lends = True
-        if not (torch.is_grad_enabled() and self.requires_grad):
-            return lent(self._local)
+        if not (self.requires_grad and torch.is_grad_enabled()):
+            return lend(self)
         if grad_placements is None:
             grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
         else:

@@ -4,16 +4,16 @@ A single table as a DTensor needs nothing from here; see `ops.lookup`. Plans are
 `planner`.
 """
 
-from shardwise.embedding.backends.backend import Backend, Query, Run
 from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection, JaggedRows
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.optimizers import SGD as SGD  # public without being in __all__
-from shardwise.embedding.optimizers import Adagrad as Adagrad
-from shardwise.embedding.optimizers import Adam as Adam
-from shardwise.embedding.optimizers import FusedOptimizer, RowUpdate, RowWiseAdagrad
 from shardwise.embedding.plan import Plan
-from shardwise.embedding.table import Table
+from shardwise.lookup.backends.backend import Backend, Query, Runs
+from shardwise.lookup.optimizers import SGD as SGD  # public without being in __all__
+from shardwise.lookup.optimizers import Adagrad as Adagrad
+from shardwise.lookup.optimizers import Adam as Adam
+from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, RowWiseAdagrad
+from shardwise.lookup.table import Table
 
 __all__ = [
     "Backend",
@@ -27,6 +27,6 @@ __all__ = [
     "Query",
     "RowUpdate",
     "RowWiseAdagrad",
-    "Run",
+    "Runs",
     "Table",
 ]

@@ -9,44 +9,24 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from shardwise.comm.agreement import Fault
+from shardwise.core.mesh import Grid
 from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.table import Table
-from shardwise.errors import BatchError, IdRangeError
+from shardwise.errors import ArgumentError, BatchError, IdRangeError, ShardwiseError
+from shardwise.lookup.bags import FeatureBags
+from shardwise.lookup.exchange import ranks_present
+from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
+from shardwise.lookup.routing import Route
+from shardwise.lookup.table import Table
+from shardwise.simulation.parts import is_per_rank, parts_of
+from shardwise.simulation.ranks import part_per_rank
 
-
-@dataclass(frozen=True, slots=True)
-class FeatureBags:
-    """The ids of all features in the declared order."""
-
-    values: torch.Tensor
-    lengths: torch.Tensor
-    weights: torch.Tensor | None
-    #: Feature i has ids ids_from[i] to ids_to[i], and num_bags[i] bags from bags_from[i] on.
-    ids_from: tuple[int, ...]
-    ids_to: tuple[int, ...]
-    bags_from: tuple[int, ...]
-    num_bags: tuple[int, ...]
-    #: Whether the weights require grad.
-    weights_train: bool = False
-
-    def ids_of(self, feature: int) -> torch.Tensor:
-        return self.values[self.ids_from[feature] : self.ids_to[feature]]
-
-    def lengths_of(self, feature: int) -> torch.Tensor:
-        start = self.bags_from[feature]
-        return self.lengths[start : start + self.num_bags[feature]]
-
-    def weights_of(self, feature: int) -> torch.Tensor:
-        assert self.weights is not None, "a batch without weights"
-        return self.weights[self.ids_from[feature] : self.ids_to[feature]]
-
-    def num_ids(self, feature: int) -> int:
-        return self.ids_to[feature] - self.ids_from[feature]
+if TYPE_CHECKING:
+    from shardwise.embedding.alone import OneRank
 
 
 def unfit(text: str) -> Fault:
@@ -62,33 +42,54 @@ def bags_of(
     With `side_by_side`, all features need the same number of bags.
     """
     features, lengths = batch.features, batch.lengths
-    owners = {feature: table for table in tables for feature in table.features}
-    fault = _names_fault(tables, owners, features)
-    if fault is not None:
-        return fault
-    sizes = _sizes(owners, batch)
+    owners = owner_per_feature(tables)
+    sizes = bags_per_feature(tables, batch, side_by_side=side_by_side)
     if isinstance(sizes, Fault):
         return sizes
-    fault = _lengths_fault(batch, owners, sizes) or (
-        _uneven_fault(features, owners, sizes) if side_by_side else None
-    )
-    if fault is not None:
-        return fault
     bag_starts = list(itertools.accumulate(sizes, initial=0))
-    id_starts = _id_starts(lengths, sizes, bag_starts)
+    counts = _counts_if_valid(batch, owners, sizes, bag_starts)
+    is_valid = counts is not None
+    if counts is None:
+        fault = _lengths_fault(batch, owners, sizes)
+        if fault is not None:
+            return fault
+        counts = _ids_per_feature(lengths, sizes, bag_starts).tolist()
+    id_starts = list(itertools.accumulate(counts, initial=0))
     place_of = {feature: place for place, feature in enumerate(features)}
     places = [place_of[feature] for feature in owners]
     bags = FeatureBags(
-        values=batch.values,
+        values=batch.values[: id_starts[-1]],
         lengths=lengths,
-        weights=batch.weights,
+        weights=None if batch.weights is None else batch.weights[: id_starts[-1]],
         ids_from=tuple(id_starts[place] for place in places),
         ids_to=tuple(id_starts[place + 1] for place in places),
         bags_from=tuple(bag_starts[place] for place in places),
         num_bags=tuple(sizes[place] for place in places),
         weights_train=weights_train,
+        num_given=batch.values.shape[0],
     )
+    if is_valid:
+        return bags
     return _ids_fault(bags, list(owners), owners) or bags
+
+
+def owner_per_feature(tables: Sequence[Table]) -> dict[str, Table]:
+    """The table of each feature, in the declared order."""
+    return {feature: table for table in tables for feature in table.features}
+
+
+def bags_per_feature(
+    tables: Sequence[Table], batch: Jagged, *, side_by_side: bool
+) -> list[int] | Fault:
+    """How many bags each feature of the batch has; reads no value on the device."""
+    owners = owner_per_feature(tables)
+    fault = _names_fault(tables, owners, batch.features)
+    if fault is not None:
+        return fault
+    sizes = _sizes(owners, batch)
+    if isinstance(sizes, Fault) or not side_by_side:
+        return sizes
+    return _uneven_fault(batch.features, owners, sizes) or sizes
 
 
 def _names_fault(
@@ -114,7 +115,7 @@ def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Fault:
     """How many bags each feature has."""
     if batch.problem is not None:
         return unfit(f"{batch.problem} ({_all_called(batch, owners)})")
-    num, total = len(batch.features), batch.lengths.shape[0]
+    num, total = len(batch.features), batch.num_bags
     if batch.batch_sizes is None:
         if total % num:
             return unfit(
@@ -162,7 +163,7 @@ def _lengths_fault(batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
             f"length {int(lengths[bag])}"
         )
     total, last = int(lengths.sum()), _called(features[-1], owners)
-    if total != values.shape[0]:
+    if total > values.shape[0] or (total < values.shape[0] and not batch.padded):
         return unfit(
             f"the lengths of all bags sum to {total}, up to {last}, but there are "
             f"{values.shape[0]} ids"
@@ -175,23 +176,53 @@ def _lengths_fault(batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
     return None
 
 
-def _id_starts(lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence[int]) -> list[int]:
+def _ids_per_feature(
+    lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence[int]
+) -> torch.Tensor:
     if sizes and min(sizes) == max(sizes) and sizes[0]:
-        counts = lengths.view(len(sizes), -1).sum(1).tolist()
-    else:
-        counts = [
-            int(lengths[start : start + size].sum())
-            for start, size in zip(bag_starts, sizes, strict=False)
-        ]
-    return list(itertools.accumulate(counts, initial=0))
+        return lengths.view(len(sizes), -1).sum(1)
+    ends = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int64)
+    torch.cumsum(lengths, 0, out=ends[1:])
+    return ends[torch.tensor(bag_starts, device=ends.device)].diff()
+
+
+def _counts_if_valid(
+    batch: Jagged, owners: dict[str, Table], sizes: Sequence[int], bag_starts: Sequence[int]
+) -> list[int] | None:
+    """The ids of each feature, if all is valid; None where `bags_of` has to look closer.
+
+    On a GPU every read of a value waits for the device: this reads once.
+    """
+    values, lengths = batch.values, batch.lengths
+    if values.device.type == "cpu" or not lengths.numel() or not values.numel():
+        return None
+    if batch.weights is not None and batch.weights.shape != values.shape:
+        return None
+    device = values.device
+    counts = _ids_per_feature(lengths, sizes, bag_starts)
+    limits = torch.tensor([owners[feature].num_embeddings for feature in batch.features])
+    # By search: the counts may be wrong.
+    numbers = torch.searchsorted(
+        counts.cumsum(0), torch.arange(values.shape[0], device=device), right=True
+    ).clamp_(max=len(sizes) - 1)
+    wrong = ((values < 0) | (values >= limits.to(device)[numbers])).any()
+    first = lengths.new_zeros(1) if batch.first is None else batch.first
+    read = torch.cat([first.view(-1), lengths.min().view(1), wrong.view(1), counts]).tolist()
+    start, shortest, is_wrong, *found = map(int, read)
+    total, num_ids = sum(found), values.shape[0]
+    fits = total <= num_ids if batch.padded else total == num_ids
+    return found if start == 0 and shortest >= 0 and not is_wrong and fits else None
 
 
 def _ids_fault(
     bags: FeatureBags, features: Sequence[str], owners: dict[str, Table]
 ) -> Fault | None:
-    numbers = [n for n in range(len(features)) if bags.num_ids(n)]
-    if not numbers:
+    if not bags.values.numel():
         return None
+    low, high = torch.stack(torch.aminmax(bags.values)).tolist()
+    if low >= 0 and high < min(table.num_embeddings for table in owners.values()):
+        return None  # without a look at each feature
+    numbers = [n for n in range(len(features)) if bags.num_ids(n)]
     # Read all at once: on a GPU each read of a value synchronizes.
     extremes = torch.stack([bound for n in numbers for bound in torch.aminmax(bags.ids_of(n))])
     for number, (low, high) in zip(numbers, extremes.view(-1, 2).tolist(), strict=True):
@@ -205,3 +236,94 @@ def _ids_fault(
                 IdRangeError,
             )
     return None
+
+
+# -- prefetching ---------------------------------------------------------------------------------
+
+
+def prefetch_batch(
+    route: Route,
+    grid: Grid | None,
+    alone: OneRank | None,
+    batch: Any,
+    trouble: str | None,
+    *,
+    side_by_side: bool,
+) -> PrefetchedBatch:
+    """Check a batch on every rank, and start the exchange of counts.
+
+    `trouble` is what is wrong with the collection itself on this rank; all ranks will raise it.
+    """
+    try:
+        jagged = Jagged.of(batch)
+    except ArgumentError as error:
+        return _invalid_batch(route, grid, unfit(str(error).rstrip(".")))
+    if trouble is not None:
+        return _invalid_batch(route, grid, Fault(f"{trouble}.", ShardwiseError))
+    if grid is None and _differs_between_ranks(jagged):
+        return _invalid_batch(route, grid, unfit(_ONE_BATCH))
+    weights = jagged._weights
+    train = weights is not None and weights.requires_grad and torch.is_grad_enabled()
+    if alone is not None:
+        checked = alone.prefetch(jagged, joined=side_by_side, train=train)
+        if isinstance(checked, Fault):
+            return _invalid_batch(route, grid, checked)
+        if checked is not None:
+            return checked
+    if grid is not None and grid.outside:
+        tables = route.tiling.tables
+        one = jagged.with_weights(None if weights is None else weights.detach())
+        return OutsideBatch(
+            route, bags_of(tables, one, weights_train=train, side_by_side=side_by_side)
+        )
+    found = [
+        bags_of(route.tiling.tables, each, weights_train=train, side_by_side=side_by_side)
+        for each in _jagged_per_rank(grid, jagged)
+    ]
+    return PrefetchedBatch(route, grid, found, weights)
+
+
+_ONE_BATCH = (
+    "the batch differs between the ranks of a simulated world, but the collection is not sharded "
+    "and takes one batch. Call shard(mesh, plan) first; the plan 'data_parallel' gives every rank "
+    "all tables"
+)
+
+
+def _differs_between_ranks(batch: Jagged) -> bool:
+    given = (batch.values, batch._lengths, batch._offsets, batch._weights)
+    return any(is_per_rank(each) and len(parts_of(each)) > 1 for each in given)
+
+
+def _invalid_batch(route: Route, grid: Grid | None, fault: Fault) -> PrefetchedBatch:
+    if grid is not None and grid.outside:
+        return OutsideBatch(route, fault)
+    present = [0] if grid is None else ranks_present(grid)
+    return PrefetchedBatch(route, grid, [fault] * len(present), None)
+
+
+def _jagged_per_rank(grid: Grid | None, batch: Jagged) -> list[Jagged]:
+    weights = None if batch._weights is None else batch._weights.detach()
+    batch = batch.with_weights(weights)
+    names = ("values", "lengths", "weights", "batch_sizes", "first")
+    alike = not any(is_per_rank(getattr(batch, name)) for name in names)
+    if grid is None or batch.problem is not None or alike:
+        return [batch] * (1 if grid is None else len(ranks_present(grid)))
+    columns: dict[str, Any] = {}
+    for name in names:
+        tensor = getattr(batch, name)
+        parts = part_per_rank(grid, tensor) if tensor is not None else [None] * len(grid.ranks)
+        columns[name] = parts
+    found = []
+    for place in range(len(grid.ranks)):
+        one = Jagged(
+            batch.features,
+            columns["values"][place],
+            lengths=columns["lengths"][place],
+            padded=batch.padded,
+        )
+        one.weights = columns["weights"][place]
+        one.batch_sizes = columns["batch_sizes"][place]
+        one.first = columns["first"][place]
+        found.append(one)
+    return found

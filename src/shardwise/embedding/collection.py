@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,7 @@ from shardwise.core.mesh import Grid, grid_of
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.backends.backend import Backend
-from shardwise.embedding.backends.registry import make_backend
+from shardwise.embedding.batch import prefetch_batch
 from shardwise.embedding.compile import (
     NOT_KNOWN,
     enroll,
@@ -30,29 +30,32 @@ from shardwise.embedding.compile import (
     look_up_in_graph,
     num_bags_in_graph,
 )
-from shardwise.embedding.exchange.lookup import Engine, run_lookup
-from shardwise.embedding.exchange.prefetch import PrefetchedBatch, PrefetchQueue, prefetch_batch
-from shardwise.embedding.exchange.routing import Route
-from shardwise.embedding.exchange.scratch import Scratch
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.init_tables import draw_tables, generator_of_first_rank
 from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.optimizers import FusedOptimizer
-from shardwise.embedding.plan import Entry, Plan, describe
+from shardwise.embedding.lookup import CollectionEngine, run_lookup
+from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype, describe
 from shardwise.embedding.stacks import Stacks, shard_of, whole_of
-from shardwise.embedding.table import Table, checked_tables
-from shardwise.embedding.tiling import TableTiling
 from shardwise.errors import ArgumentError, BatchError, LayoutError, ShardwiseError
+from shardwise.lookup.backends.backend import Backend
+from shardwise.lookup.backends.registry import is_fused, make_backend
+from shardwise.lookup.optimizers import FusedOptimizer
+from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch, PrefetchQueue
+from shardwise.lookup.routing import Route
+from shardwise.lookup.scratch import Scratch
+from shardwise.lookup.table import Table, checked_tables
+from shardwise.lookup.tiling import TableTiling
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import localize, present
 
 REDUCTIONS = ("mean", "sum")
+_PARAMETERS, _WEIGHT_IN = operator.attrgetter("_parameters"), operator.itemgetter("weight")
 
 
 class _Weight(nn.Module):
     """Holds the parameter of one table, under the name that torchrec's modules give it."""
 
-    #: Its plan decides its layout: `shard_parameters` leaves it alone.
+    #: Its plan decides its layout: `fully_shard` leaves it alone.
     lays_out_itself = True
 
     def __init__(self, weight: torch.Tensor, sparse: bool) -> None:
@@ -76,8 +79,13 @@ class _Collection(nn.Module):
         backend: str | Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        check: str = "auto",
     ) -> None:
         super().__init__()
+        if check not in ("auto", "now"):
+            raise ArgumentError(f"check is 'auto' or 'now', found {check!r}.")
+        #: When an invalid batch raises; see `synchronize`.
+        self._check = check
         self.tables = checked_tables(tables)
         self.plan: Plan | None = None
         self._backend = make_backend(backend)
@@ -109,9 +117,15 @@ class _Collection(nn.Module):
         return self.get_submodule(f"{self._child}.{table}").weight  # type: ignore[return-value]
 
     def _parameters_in_order(self) -> list[torch.Tensor]:
-        return [self.parameter(table.name) for table in self.tables]
+        modules = self._modules[self._child]._modules.values()  # type: ignore[union-attr]
+        try:  # no Python per table
+            return list(map(_WEIGHT_IN, map(_PARAMETERS, modules)))
+        except KeyError:  # a parametrized weight is computed
+            return [self.parameter(table.name) for table in self.tables]
 
-    def _settle(self, stacks: Stacks, scale: float) -> None:
+    def _settle(
+        self, stacks: Stacks, scale: float, exchange_dtype: torch.dtype | None = None
+    ) -> None:
         """Use these stacks from now on."""
         optimizer = None
         if self._settings is not None:
@@ -121,18 +135,22 @@ class _Collection(nn.Module):
         # Without an exchange the buffer itself is returned; a GPU's allocator caches memory anyway.
         sends = grid is not None and len(present(grid)) < len(grid.ranks) and route.travels
         scratch = Scratch(keep=sends and stacks.device.type == "cpu")
-        self._engine = Engine(
-            route,
-            grid,
-            stacks,
-            self._backend,
-            optimizer,
-            self._sparse,
-            scale,
-            scratch,
-            PrefetchQueue(),
+        self._engine = CollectionEngine(
+            route=route,
+            grid=grid,
+            stacks=stacks,
+            backend=self._backend,
+            optimizer=optimizer,
+            sparse=self._sparse,
+            scale=scale,
+            scratch=scratch,
+            queue=PrefetchQueue(),
+            exchange_dtype=exchange_dtype,
+            alone=make_alone(self._backend, route, stacks, optimizer, wait=self._check == "now"),
         )
         self._form = self._output_form()
+        #: How the parameters were when they were last seen to be views of the stacks.
+        self._known: Any = None
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         """What `to`, `double` and the like call: convert the stacks and the parameters."""
@@ -154,6 +172,13 @@ class _Collection(nn.Module):
             return self
         if self.optimizer is not None:
             self.optimizer.convert(fn)
+        self._engine.alone = make_alone(
+            self._backend,
+            self._engine.route,
+            stacks,
+            self.optimizer,
+            wait=self._check == "now",
+        )
         self._form = self._output_form()
         self._alias_parameters()
         for parameter in self.parameters():
@@ -180,13 +205,13 @@ class _Collection(nn.Module):
         memo[id(self)] = copied
         for name, value in self.__dict__.items():
             copied.__dict__[name] = copy.deepcopy(value, memo)
-        copied._handle = enroll(copied)
+        copied._handle, copied._known = enroll(copied), None
         copied._alias_parameters()
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._handle = enroll(self)
+        self._handle, self._known = enroll(self), None
         self._alias_parameters()
 
     def _alias_parameters(self) -> None:
@@ -213,14 +238,21 @@ class _Collection(nn.Module):
         plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
         *,
         grad_reduction: str = "mean",
+        exchange_dtype: torch.dtype | None = None,
     ) -> Any:
         """Shard the tables over the ranks of `mesh`, with the weights of its first rank.
 
         In place; returns the collection. From then on each rank gives its own batch. Gradients are
         those of the mean of the ranks' losses, or of their sum.
 
+        With `exchange_dtype` (torch.bfloat16 or torch.float16) rows and gradients are rounded to
+        that dtype to be sent, in half the bytes of float32; sums are still in the tables' dtype.
+        By default it is that of the plan.
+
         A collection on the `meta` device gets memory here, for each rank's shards alone, and
         initial values: those that one device would draw with the generator of the first rank.
+
+        A rank outside the mesh calls this too. It holds no rows, and looks up zeros.
         """
         if self._engine.grid is not None:
             raise ShardwiseError("The collection is sharded already; make another one.")
@@ -231,16 +263,19 @@ class _Collection(nn.Module):
                 "sub-mesh (mesh['axis']) or flatten it."
             )
         num_ranks = len(grid.ranks)
-        chosen, tiling = self._agreed(grid, plan, grad_reduction)
+        chosen, tiling, sent = self._agreed(grid, plan, grad_reduction, exchange_dtype)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
-        if old.device.type == "meta":
+        if grid.outside:
+            pass  # the ranks of the mesh have the tables
+        elif old.device.type == "meta":
             draw_tables(stacks, generator_of_first_rank(grid))
         else:
             self._send_weights(grid, stacks)
         self.plan = chosen
         self._replace_parameters(stacks)
-        self._settle(stacks, 1.0 / num_ranks if grad_reduction == "mean" else 1.0)
+        scale = 1.0 / num_ranks if grad_reduction == "mean" else 1.0
+        self._settle(stacks, scale, sent)
         return self
 
     def _send_weights(self, grid: Grid, stacks: Stacks) -> None:
@@ -254,16 +289,20 @@ class _Collection(nn.Module):
     def reset_parameters(self) -> None:
         """Draw initial values again, as `shard` does for a collection on the `meta` device."""
         stacks = self._engine.stacks
-        draw_tables(stacks, None if stacks.grid is None else generator_of_first_rank(stacks.grid))
+        if stacks.grid is None:
+            draw_tables(stacks)
+        elif not stacks.grid.outside:
+            draw_tables(stacks, generator_of_first_rank(stacks.grid))
 
     def _agreed(
         self,
         grid: Grid,
         plan: Plan | str | Mapping[str, Entry] | os.PathLike[str],
         grad_reduction: str,
-    ) -> tuple[Plan, TableTiling]:
-        """The plan and its tiling, once all ranks agree on them."""
-        problem: ShardwiseError | None = None
+        exchange_dtype: torch.dtype | None,
+    ) -> tuple[Plan, TableTiling, torch.dtype | None]:
+        """The plan, its tiling and the dtype of exchanges, once all ranks agree on them."""
+        problem: Exception | None = None
         old = self._engine.stacks
         values = "no values (meta)" if old.device.type == "meta" else "values"
         updates = "no" if self._settings is None else type(self._settings).__name__
@@ -275,16 +314,19 @@ class _Collection(nn.Module):
             if grad_reduction not in REDUCTIONS:
                 raise ArgumentError(f"grad_reduction is 'mean' or 'sum', found {grad_reduction!r}.")
             chosen = Plan.of(plan)
+            sent = exchange_dtype or chosen.exchange_dtype
+            check_exchange_dtype(sent, old.dtype)
             tiling = chosen.tiling(self.tables, len(grid.ranks))
+            lines.append(f"exchange_dtype={sent}")
             lines += [
                 f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {split.kind} "
                 f"{list(split.sizes)}"
                 for table, split in zip(self.tables, tiling.splits, strict=True)
             ]
-        except ShardwiseError as error:
+        except Exception as error:  # of any kind: the other ranks wait for this one
             problem = error
         agree(grid, "the plan of a collection", "\n".join(lines), problem)
-        return chosen, tiling
+        return chosen, tiling, sent
 
     def describe(self, *, batch_size: int = 2048, ids_per_bag: float = 1) -> str:
         """Bytes per rank, their balance, and what a step of such batches communicates."""
@@ -295,6 +337,7 @@ class _Collection(nn.Module):
             batch_size=batch_size,
             ids_per_bag=ids_per_bag,
             dtype=stacks.dtype,
+            exchange_dtype=self._engine.exchange_dtype,
             sums_squares=self._settings is not None and self._settings.needs_whole_rows,
         )
 
@@ -313,20 +356,50 @@ class _Collection(nn.Module):
         of rows or gradients, and arrive while other work is done. An invalid batch, on any rank,
         raises when it is used.
         """
-        prefetched = self._prefetch(batch)
-        self._engine.queue.add(prefetched)
+        prefetched = self._prefetch(batch, self._parameters_in_order())
+        if not isinstance(prefetched, OutsideBatch):
+            self._engine.queue.add(prefetched)
         return prefetched
 
-    def _prefetch(self, batch: Any) -> PrefetchedBatch:
+    def _prefetch(self, batch: Any, parameters: list[torch.Tensor]) -> PrefetchedBatch:
         route, grid = self._engine.route, self._engine.grid
-        trouble = self._trouble()
-        return prefetch_batch(route, grid, batch, trouble, side_by_side=self._side_by_side)
+        trouble = self._trouble(parameters)
+        alone, joined = self._engine.alone, self._side_by_side
+        return prefetch_batch(route, grid, alone, batch, trouble, side_by_side=joined)
 
-    def _trouble(self) -> str | None:
+    def synchronize(self) -> None:
+        """Wait until all batches so far are checked; raise if one was invalid.
+
+        On a GPU, a single rank does not wait for the check of its batch: an invalid batch changes
+        no row, its output means nothing, and the next lookup raises at the latest. With
+        `check="now"` it raises at once, as it does everywhere else.
+        """
+        if self._engine.alone is not None:
+            self._engine.alone.synchronize()
+
+    def _trouble(self, parameters: list[torch.Tensor]) -> str | None:
         """Tables without memory, or a parameter that someone replaced."""
         stacks = self._engine.stacks
         if stacks.device.type == "meta":
             return "the tables are on the meta device: shard() or to_empty() gives them memory"
+        seen = self._seen(parameters)
+        if self._known is not None and seen == self._known[0]:
+            return None
+        trouble = self._replaced()
+        # The tensors too: while they live, no other has their identity.
+        self._known = (seen, stacks.all(), parameters) if trouble is None else None
+        return trouble
+
+    def _seen(self, parameters: list[torch.Tensor]) -> tuple[int, ...]:
+        """What changes when a parameter is replaced, read without Python per table."""
+        tensors = (*self._engine.stacks.all(), *parameters)
+        # A DTensor's local tensor does not change; the data of a plain parameter may.
+        plain = self._engine.grid is None
+        return tuple(map(torch.Tensor.data_ptr if plain else id, tensors))
+
+    def _replaced(self) -> str | None:
+        """What to do about a parameter that is no longer a view of its stack."""
+        stacks = self._engine.stacks
         for number, table in enumerate(self.tables):
             if not stacks.holds(number, self.parameter(table.name)):
                 return (
@@ -341,11 +414,18 @@ class _Collection(nn.Module):
         return False
 
     def _run(self, batch: Any) -> tuple[PrefetchedBatch, tuple[torch.Tensor, ...]]:
-        prefetched = batch if isinstance(batch, PrefetchedBatch) else self._prefetch(batch)
+        parameters, joined = self._parameters_in_order(), self._side_by_side
+        prefetched = batch
+        if not isinstance(batch, PrefetchedBatch):
+            prefetched = self._prefetch(batch, parameters)
         if prefetched.route is not self._engine.route:
             raise BatchError("The batch was prefetched by another collection, or before sharding.")
         prefetched.check()
-        parameters, joined = self._parameters_in_order(), self._side_by_side
+        if isinstance(prefetched, OutsideBatch):
+            stacks = self._engine.stacks
+            trained = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+            rows = prefetched.rows(stacks.dtype, stacks.device, joined=joined, trained=trained)
+            return prefetched, rows
         return prefetched, run_lookup(self._engine, prefetched, parameters, joined=joined)
 
     # -- in compiled code --------------------------------------------------------------------
@@ -371,6 +451,27 @@ class _Collection(nn.Module):
         rows = sum(table.num_embeddings for table in self.tables)
         where = "" if self._engine.grid is None else f", sharded over {self._engine.grid!r}"
         return f"{len(self.tables)} tables, {rows} rows{where}"
+
+
+def make_alone(
+    backend: Backend,
+    route: Route,
+    stacks: Stacks,
+    optimizer: InBackward | None,
+    *,
+    wait: bool,
+) -> Any:
+    """The fused path of a single rank, where its kernels can serve it; otherwise None."""
+    if not stacks.weights:  # a rank outside the mesh
+        return None
+    weights = stacks.weights[0]
+    states = [] if optimizer is None else optimizer.states_of(0)
+    if not route.pooled or route.num_ranks > 1 or not is_fused(backend, weights, states):
+        return None
+    # Imported here: nothing else needs Triton.
+    from shardwise.embedding.alone import OneRank
+
+    return OneRank(route, stacks, optimizer, wait=wait)
 
 
 def is_traced_batch(batch: Any) -> bool:
@@ -409,12 +510,19 @@ class EmbeddingBagCollection(_Collection):
         backend: str | Backend = "auto",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        check: str = "auto",
     ) -> None:
         if output not in ("dict", "tensor"):
             raise ArgumentError(f"output is 'dict' or 'tensor', found {output!r}.")
         self.output = output
         super().__init__(
-            tables, optimizer=optimizer, sparse=sparse, backend=backend, device=device, dtype=dtype
+            tables,
+            optimizer=optimizer,
+            sparse=sparse,
+            backend=backend,
+            device=device,
+            dtype=dtype,
+            check=check,
         )
 
     @property

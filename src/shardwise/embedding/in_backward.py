@@ -7,20 +7,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.backends.backend import Backend, Query, update_stacks
-from shardwise.embedding.exchange.gradients import Lookups, Rows
-from shardwise.embedding.exchange.shared_squares import (
+from shardwise.embedding.shared_squares import (
     has_split_columns,
     stacks_of_columns,
     update_together,
 )
-from shardwise.embedding.optimizers import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, update_stacks
+from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.simulation.parts import on_rank
 
 
@@ -82,6 +82,11 @@ class InBackward:
             self._holding = before
 
     @property
+    def is_holding(self) -> bool:
+        """Whether a backward pass would wait for `step()`."""
+        return self._holding
+
+    @property
     def num_held(self) -> int:
         """How many backward passes wait for `step()` or `skip()`."""
         return len(self._held)
@@ -120,6 +125,14 @@ class InBackward:
                 [self._rule(place, k) for k in found],
             )
         self._apply_copies(copies)
+
+    def states_of(self, place: int) -> list[torch.Tensor]:
+        """All states of all stacks of the i-th rank present."""
+        return [tensor for state in self._states[place] for tensor in state.values()]
+
+    def state_of(self, place: int, stack: int, name: str) -> torch.Tensor:
+        """One state of a stack of the i-th rank present."""
+        return self._states[place][stack][name]
 
     def _rule(self, place: int, stack: int) -> RowUpdate:
         return RowUpdate(self.settings, self._states[place][stack], self.num_steps)
@@ -290,7 +303,9 @@ def _joined(lookups: list[tuple[Query, torch.Tensor]]) -> tuple[Query, torch.Ten
                 for q in queries
             ]
         )
-    runs = None
-    if lengths is not None and all(q.runs is not None for q in queries):
-        runs = tuple(run for q in queries for run in q.runs or ())
+    runs = queries[0].runs
+    if lengths is None or any(q.runs is None for q in queries):
+        runs = None
+    elif runs is not None:
+        runs = runs._replace(num_bags=np.concatenate([q.runs.num_bags for q in queries if q.runs]))
     return Query(torch.cat([q.ids for q in queries]), lengths, weights, runs), grad

@@ -16,7 +16,9 @@ class Jagged:
 
     `values` holds the ids of all bags one after another, `lengths` the length of each bag (or
     `offsets`, which begin with 0 and end with the number of ids). Features have equally many bags
-    unless `batch_sizes` says how many each has. `weights` has one number per id.
+    unless `batch_sizes` says how many each has. `weights` has one number per id. With `padded`, ids
+    may follow the last bag, which are not looked up: `values` is a buffer that holds batches of
+    several sizes in turn, as a CUDA graph needs.
 
     Tensors that do not fit together do not raise here, as other ranks may be waiting for this one:
     the collection that gets the batch raises, on every rank.
@@ -30,6 +32,8 @@ class Jagged:
     """
 
     __slots__ = (
+        "_lengths",
+        "_offsets",
         "_unsized",
         "_unsized_weights",
         "_values",
@@ -37,7 +41,7 @@ class Jagged:
         "batch_sizes",
         "features",
         "first",
-        "lengths",
+        "padded",
         "problem",
         "sizes",
     )
@@ -51,6 +55,7 @@ class Jagged:
         offsets: torch.Tensor | None = None,
         weights: torch.Tensor | None = None,
         batch_sizes: Sequence[int] | torch.Tensor | None = None,
+        padded: bool = False,
     ) -> None:
         if (lengths is None) == (offsets is None):
             raise ArgumentError("Jagged takes lengths or offsets, one of the two.")
@@ -72,9 +77,41 @@ class Jagged:
         )
         #: The first offset: 0, unless the offsets are wrong.
         self.first: torch.Tensor | None = None
+        self._offsets: torch.Tensor | None = None
         if offsets is not None and self.problem is None:
-            lengths, self.first = offsets.diff(), offsets[:1]
-        self.lengths: torch.Tensor = lengths if lengths is not None else torch.empty(0)
+            self._offsets, self.first = offsets, offsets[:1]
+            # A graph has the lengths; elsewhere they wait until someone asks.
+            lengths = offsets.diff() if torch.compiler.is_compiling() else None
+        elif lengths is None:
+            lengths = torch.empty(0)
+        self._lengths = lengths
+        self.padded = padded
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """The length of each bag."""
+        if self._lengths is None:
+            assert self._offsets is not None, "a batch has lengths or offsets"
+            self._lengths = self._offsets.diff()
+        return self._lengths
+
+    @property
+    def offsets(self) -> torch.Tensor:
+        """Where each bag begins among the ids, and where the last one ends."""
+        if self._offsets is None:
+            lengths = self.lengths
+            self._offsets = lengths.new_zeros(lengths.shape[0] + 1)
+            torch.cumsum(lengths, 0, dtype=lengths.dtype, out=self._offsets[1:])
+            if self.first is not None:
+                self._offsets += self.first
+        return self._offsets
+
+    @property
+    def num_bags(self) -> int:
+        """How many bags there are, of all features."""
+        if self._lengths is None:
+            return max(0, self.offsets.shape[0] - 1)
+        return self._lengths.shape[0]
 
     @property
     def values(self) -> torch.Tensor:
@@ -123,6 +160,7 @@ class Jagged:
             lengths=moved(self.lengths),
             weights=moved(self._weights),
             batch_sizes=self.batch_sizes,
+            padded=self.padded,
         )
         copied.first, copied.problem, copied.sizes = moved(self.first), self.problem, self.sizes
         return copied
@@ -135,6 +173,7 @@ class Jagged:
             lengths=self.lengths,
             weights=weights,
             batch_sizes=self.batch_sizes,
+            padded=self.padded,
         )
         other.first, other.problem, other.sizes = self.first, self.problem, self.sizes
         return other

@@ -1,6 +1,7 @@
 """Plans: how each table of a collection is sharded, and what that costs in bytes.
 
     format = "shardwise embedding plan 1"
+    exchange_dtype = "bfloat16"         # optional: rows and gradients are rounded to be sent
 
     [tables]
     "user_*" = "row_wise"
@@ -31,11 +32,11 @@ from typing import Any
 import torch
 
 from shardwise.core.sizes import lengths
-from shardwise.embedding.exchange.routing import Route
-from shardwise.embedding.table import Table
-from shardwise.embedding.tiling import TableSplit, TableTiling, make_tiling
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.plans.files import read_plan_file, write_plan_file
+from shardwise.lookup.routing import Route, rows_are_fewer
+from shardwise.lookup.table import Table
+from shardwise.lookup.tiling import TableSplit, TableTiling, make_tiling
+from shardwise.plans.files import read_plan_with, write_plan_file
 
 FORMAT = "shardwise embedding plan 1"
 
@@ -47,6 +48,9 @@ KINDS: dict[str, tuple[str, ...]] = {
     "grid": ("ranks",),
     "data_parallel": (),
 }
+
+#: Dtypes that rows and gradients can be rounded to, by their names in files.
+EXCHANGE_DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Entry = str | Mapping[str, Any]
 
@@ -62,8 +66,12 @@ class Plan:
     """
 
     entries: Mapping[str, Entry] = field(default_factory=dict)
+    #: The dtype in which rows and gradients are sent; None: that of the tables.
+    exchange_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
+        if self.exchange_dtype is not None:
+            check_exchange_dtype(self.exchange_dtype, torch.float32)
         for name, entry in self.entries.items():
             _checked_entry(name, entry)
 
@@ -88,12 +96,22 @@ class Plan:
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Plan:
         """Read a plan from a TOML or JSON file."""
-        return Plan(read_plan_file(path, form=FORMAT, section="tables"))
+        key = "exchange_dtype"
+        entries, found = read_plan_with(path, [key], form=FORMAT, section="tables")
+        name = found.get(key)
+        if name is not None and (not isinstance(name, str) or name not in EXCHANGE_DTYPES):
+            raise LayoutError(
+                f"{os.fspath(path)}: {key} is one of {', '.join(EXCHANGE_DTYPES)}; found {name!r}."
+            )
+        return Plan(entries, None if name is None else EXCHANGE_DTYPES[name])
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the plan to a TOML or JSON file, whole or not at all."""
         entries = {k: v if isinstance(v, str) else dict(v) for k, v in self.entries.items()}
-        write_plan_file(path, entries, form=FORMAT, section="tables")
+        settings = {}
+        if self.exchange_dtype is not None:
+            settings["exchange_dtype"] = str(self.exchange_dtype).removeprefix("torch.")
+        write_plan_file(path, entries, form=FORMAT, section="tables", settings=settings)
 
     def cuts(self, tables: Sequence[Table], num_ranks: int) -> list[TableSplit]:
         """How each table is split over `num_ranks` ranks; an error names what does not fit."""
@@ -171,6 +189,7 @@ class Plan:
         ids_per_bag: float = 1,
         pooled: bool = True,
         dtype: torch.dtype = torch.float32,
+        exchange_dtype: torch.dtype | None = None,
     ) -> str:
         """Bytes per rank, their balance, and what a step of such batches communicates.
 
@@ -179,8 +198,8 @@ class Plan:
         >>> print(plan.describe(tables, 2, batch_size=1000))
         2 tables on 2 ranks; 1000 bags of 1 ids per feature and rank
         rank  parts  MB of tables  of mean  MB sent per step: ids   rows  gradients  copies
-           0      2         128.0     1.00                    0.0    0.3        0.3     0.0
-           1      2         128.0     1.00                    0.0    0.3        0.3     0.0
+           0      2         128.0     1.00                    0.0    0.1        0.1     0.0
+           1      2         128.0     1.00                    0.0    0.1        0.1     0.0
         row_wise: user
         data_parallel: day
         exchanges per step: counts, ids, rows, gradients, an all-reduce of copied tables' gradients
@@ -191,6 +210,7 @@ class Plan:
             batch_size=batch_size,
             ids_per_bag=ids_per_bag,
             dtype=dtype,
+            exchange_dtype=exchange_dtype or self.exchange_dtype,
         )
 
     def _chosen(self, tables: Sequence[Table]) -> dict[str, tuple[str, Mapping[str, Any]]]:
@@ -316,9 +336,17 @@ def table_bytes(tiling: TableTiling, number_bytes: int = 4) -> list[int]:
 
 
 def traffic(
-    route: Route, batch_size: int, ids_per_bag: float, number_bytes: int = 4
+    route: Route,
+    batch_size: int,
+    ids_per_bag: float,
+    number_bytes: int = 4,
+    exchange_bytes: int | None = None,
 ) -> list[StepTraffic]:
-    """What each rank sends in a step, with ids drawn evenly from all rows."""
+    """What each rank sends in a step, with ids drawn evenly from all rows.
+
+    A number of a row or gradient is sent in `exchange_bytes` (default: `number_bytes`).
+    """
+    exchange_bytes = exchange_bytes or number_bytes
     num = route.num_ranks
     ids = [0.0] * num
     rows = [0.0] * num
@@ -328,9 +356,12 @@ def traffic(
         for leg in legs:
             whole = route.tiling.tables[leg.table].num_embeddings
             num_ids = batch_size * ids_per_bag * leg.shard.num_rows / whole
-            num_rows = batch_size if route.pooled else num_ids
-            sent = (num_ids + (batch_size if route.pooled else 0)) * id_bytes
-            back = num_rows * leg.shard.width * number_bytes
+            by_id = not route.pooled or (
+                leg.split and rows_are_fewer(ids_per_bag, 1, len(route.groups[leg.group].owners))
+            )
+            num_rows = num_ids if by_id else batch_size
+            sent = (num_ids + (0 if by_id else batch_size)) * id_bytes
+            back = num_rows * leg.shard.width * exchange_bytes
             for rank in range(num):
                 if rank != owner:
                     ids[rank] += sent
@@ -341,6 +372,18 @@ def traffic(
     return [StepTraffic(*each, reduced) for each in zip(ids, rows, gradients, strict=True)]
 
 
+def check_exchange_dtype(exchange_dtype: torch.dtype | None, dtype: torch.dtype) -> None:
+    """Rows of tables of `dtype` can be rounded to `exchange_dtype` to be sent."""
+    if exchange_dtype is None:
+        return
+    if exchange_dtype in EXCHANGE_DTYPES.values() and dtype.itemsize > 2:
+        return
+    raise ArgumentError(
+        f"exchange_dtype is torch.bfloat16 or torch.float16, for tables of a wider dtype, or None; "
+        f"found {exchange_dtype!r} for tables of {dtype}."
+    )
+
+
 def describe(
     tiling: TableTiling,
     *,
@@ -348,6 +391,7 @@ def describe(
     batch_size: int,
     ids_per_bag: float,
     dtype: torch.dtype,
+    exchange_dtype: torch.dtype | None = None,
     sums_squares: bool = False,
 ) -> str:
     """A table with a line per rank, then one per sharding kind, then the exchanges of a step.
@@ -356,7 +400,9 @@ def describe(
     """
     route = Route(tiling, pooled=pooled)
     held = table_bytes(tiling, dtype.itemsize)
-    sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize)
+    check_exchange_dtype(exchange_dtype, dtype)
+    wire = exchange_dtype or dtype
+    sent = traffic(route, batch_size, ids_per_bag, dtype.itemsize, wire.itemsize)
     mean = sum(held) / len(held)
     lines = [
         f"{len(tiling.tables)} tables on {tiling.num_ranks} ranks; {batch_size} bags of "
@@ -373,6 +419,9 @@ def describe(
         )
     lines += _kind_lines(tiling)
     lines.append(f"exchanges per step: {', '.join(_exchanges(route, sums_squares)) or 'none'}")
+    if exchange_dtype is not None and route.travels:
+        name = str(exchange_dtype).removeprefix("torch.")
+        lines.append(f"rows and gradients are sent as {name}")
     return "\n".join(lines)
 
 

@@ -10,10 +10,10 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.tiling import TableShard, TableTiling
 from shardwise.lookup.exchange import ranks_present
+from shardwise.lookup.tiling import TableShard, TableTiling
 from shardwise.simulation.parts import agreed
-from shardwise.simulation.ranks import one_tensor, part_per_rank
+from shardwise.simulation.ranks import no_values, one_tensor, part_per_rank
 
 
 class Stacks:
@@ -96,9 +96,13 @@ class Stacks:
 
     def wrap(self, number: int, parts: Sequence[torch.Tensor]) -> DTensor:
         """The DTensor of a table, from the shard of each rank present."""
+        return DTensor._wrap(self._local(parts), self.layout(number))
+
+    def _local(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
         assert self.grid is not None, "tables without a mesh are plain tensors"
-        local = one_tensor(self.grid, _shared(parts), sized=False)
-        return DTensor._wrap(local, self.layout(number))
+        if self.grid.outside:
+            return no_values(self.grid, self.dtype)
+        return one_tensor(self.grid, _shared(parts), sized=False)
 
     def wrap_per_row(self, number: int, parts: Sequence[torch.Tensor], shared: bool) -> DTensor:
         """The DTensor of a state with one number per row, on each rank that holds columns.
@@ -106,16 +110,15 @@ class Stacks:
         With `shared`, the numbers of all holders are equal: the state is replicated if all ranks
         are holders. Otherwise it has a column per holder.
         """
-        assert self.grid is not None, "states without a mesh are plain tensors"
         one, split = self.tiling.tables[number], self.tiling.splits[number]
-        local = one_tensor(self.grid, _shared(parts), sized=False)
         placement, num_columns = split.placement(one), 1
         if split.by_columns:
             holders = tuple(int(size > 0) for size in split.sizes)
             copied = shared and all(holders)
             placement = REPLICATE if copied else Shard(1, holders)
             num_columns = 1 if copied else sum(holders)
-        return DTensor._wrap(local, self._layout((one.num_embeddings, num_columns), placement))
+        layout = self._layout((one.num_embeddings, num_columns), placement)
+        return DTensor._wrap(self._local(parts), layout)
 
     def nothing_of(self, number: int) -> torch.Tensor:
         """The empty shard of a rank that owns nothing of a table."""

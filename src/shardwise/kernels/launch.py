@@ -38,34 +38,36 @@ class Launches:
         constants: tuple[Any, ...],
         *,
         num_warps: int = 1,
+        max_registers: int | None = None,
         debug: bool = False,
     ) -> None:
-        """Launch `kernel` on tensors, numbers and constants, in this order."""
+        """Launch `kernel` on tensors, numbers and constants, in this order.
+
+        `max_registers` of a thread: fewer let a multiprocessor hold more programs.
+        """
         if self._device is None:  # interpreted
             kernel[grid](*tensors, *numbers, *constants)
             return
         if torch.cuda.current_device() != self._device:
             with torch.cuda.device(self._device):
                 self.run(
-                    kernel, grid, tensors, numbers, constants, num_warps=num_warps, debug=debug
-                )
+                    kernel, grid, tensors, numbers, constants,
+                    num_warps=num_warps, max_registers=max_registers, debug=debug,
+                )  # fmt: skip
             return
-        addresses: list[int | None] = []
-        # By identity: a kernel hashes its whole source.
-        key: list[Any] = [id(kernel), constants, debug]
+        addresses = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
         bits = 0
-        for tensor in tensors:
-            address = None if tensor is None else tensor.data_ptr()
-            addresses.append(address)
-            key.append(None if tensor is None else tensor.dtype)
+        for address in addresses:
             bits |= address or 0
-        known = tuple(key)
+        # By identity: a kernel hashes its whole source.
+        dtypes = [None if tensor is None else tensor.dtype for tensor in tensors]
+        known = (id(kernel), debug, *constants, *dtypes)
         compiled = self._compiled.get(known)
         ordinary = bits % _ALIGNED == 0 and (not numbers or max(numbers) < _WIDE)
         if compiled is None or not ordinary or _watched():
             compiled = kernel[grid](
                 *tensors, *numbers, *constants, num_warps=num_warps, debug=debug,
-                sanitize_overflow=False,
+                maxnreg=max_registers, sanitize_overflow=False,
             )  # fmt: skip
             if ordinary:
                 self._compiled[known] = compiled

@@ -8,15 +8,18 @@ output row, and its scale. Backward sorts the keys and needs nothing else of the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from shardwise.kernels.memory import assert_owned, load_rows, num_pieces, rows_in_flight
-from shardwise.kernels.pool_bags import pool_bags
+from shardwise.kernels.pool_bags import pool_bags, pool_short_bags
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet
+
+if TYPE_CHECKING:
+    from shardwise.kernels.check import Record
 
 SUM, MEAN, MAX = 0, 1, 2
 MODES = {"sum": SUM, "mean": MEAN, "max": MAX}
@@ -26,6 +29,10 @@ SMALL = 2**20
 #: chunk of n ids as to add the partial results of a bag of n² ids.
 LONG_IN_SMALL = 256
 LONG = 512
+#: Up to so many columns, a program of a large batch serves several bags; up to the second number,
+#: one bag, with so few registers that a multiprocessor holds as many programs as it can.
+NARROW, WIDEST = 64, 512
+FULL_OCCUPANCY = 64
 #: Which programs a launch has.
 _BAGS, _CHUNKS, _BOTH = 1, 2, 3
 #: The number of programs for the chunks of a large batch.
@@ -49,16 +56,27 @@ def pooled_lookup(
     weights: torch.Tensor | None = None,
     trace: bool = False,
     dtype: torch.dtype = torch.float32,
+    record: Record | None = None,
+    all_in_bags: bool = True,
 ) -> tuple[torch.Tensor, Trace | None]:
-    """The pooled rows of every bag, as one flat buffer laid out as `bags.rows` says."""
+    """The pooled rows of every bag, as one flat buffer laid out as `bags.rows` says.
+
+    An id out of range fails on the device, unless a `record` says whether the batch is valid (see
+    Note [Records] in `check`). Unless `all_in_bags`, there may be ids after the last bag.
+    """
     ids, offsets, first_bag, max_bags, rows = bags
     assert offsets is not None, "bags that are pooled have offsets"
     num_features, num_bags, num_ids = first_bag.numel() - 1, offsets.numel() - 1, ids.numel()
     out = torch.empty(rows.num_elements, dtype=dtype, device=tables.device)
-    known = _trace(tables, num_ids, rows, mode, weights is not None) if trace else None
+    known = None
+    if trace:
+        known = _trace(tables, num_ids, rows, mode, weights is not None)
+        if not all_in_bags:
+            known.keys.fill_(tables.num_keys)
     if not max_bags or not num_features:
         return out, known
     keys, out_at, scale, argmax = known if known is not None else (None, None, None, None)
+    numbers, seen, ticket = record if record is not None else (None, None, 0)
     features = tables.features(rows)
     dim = tables.padded_dim
     small = num_ids <= SMALL
@@ -73,21 +91,34 @@ def pooled_lookup(
             pool_bags,
             grid,
             (features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived,
-             keys, out_at, scale, flags),
-            (num_features, num_bags, num_ids, num_chunks),
+             keys, out_at, scale, flags, numbers, seen if part != _CHUNKS else None),
+            (num_features, num_bags, num_ids, num_chunks, ticket),
             (part, MODES[mode], weights is not None, trace, tables.masked, tables.dtypes,
              features.shape[1], index, long, rows_in_flight(dim), dim),
-            debug=part != _BAGS and not tables.masked,
+            debug=part != _BAGS and not tables.masked and record is None,
         )  # fmt: skip
 
     num_columns = num_pieces(num_chunks, num_features)
     if small:
         launch(_BOTH, (num_columns + max_bags, num_features))
+    elif mode != "max" and dim <= WIDEST:
+        shape = _short_shape(num_ids, num_bags, dim)
+        tables.launches.run(
+            pool_short_bags,
+            (num_pieces(max_bags, shape[0]), num_features),
+            (features, first_bag, offsets, ids, weights, out, keys, out_at, scale, flags,
+             numbers, seen),
+            (num_ids, ticket),
+            (MODES[mode], weights is not None, trace, tables.masked, record is not None,
+             tables.dtypes, features.shape[1], index, long, *shape, dim),
+            max_registers=FULL_OCCUPANCY if shape[0] == 1 else None,
+        )  # fmt: skip
     else:
         launch(_BAGS, (max_bags, num_features))
+    if not small:
         most = num_pieces(_CHUNK_PROGRAMS, num_features)
         launch(_CHUNKS, (max(1, min(num_columns, most)), num_features))
-    if not tables.masked:
+    if not tables.masked and record is None:
         _check(flags)
     return out, known
 
@@ -121,6 +152,12 @@ def row_lookup(
         if not tables.masked:
             _check(flags)
     return out, known
+
+
+def _short_shape(num_ids: int, num_bags: int, dim: int) -> tuple[int, int]:
+    """How many bags a program serves side by side, and how many rows of each it loads at a time."""
+    usual = 1 << (max(1, num_ids // num_bags) - 1).bit_length()
+    return (8, min(4, usual)) if dim <= NARROW else (1, min(rows_in_flight(dim), usual))
 
 
 def _parts(tables: TableSet, num_chunks: int, mode: str) -> Sequence[torch.Tensor | None]:

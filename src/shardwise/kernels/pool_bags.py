@@ -2,7 +2,9 @@
 
 Note [One bag, one warp]
 A program of one warp serves one bag: it loads ROWS rows at a time, so that as many loads are in
-flight, and adds them in float32. Many warps hide memory latency, not wide programs.
+flight, and adds them in float32. Many warps hide memory latency, not wide programs. In large
+batches a program loads ids before it needs them, and of narrow tables serves several bags side by
+side: a multiprocessor holds 32 programs at most. For that many, a thread has 64 registers.
 
 Note [Long bags]
 A bag longer than LONG would keep its warp busy long after all others are done. Such bags have other
@@ -25,6 +27,13 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.memory import assert_owned, last_at_most, load_rows
+
+
+@triton.jit
+def _report(record, seen, ticket):
+    """Let the host see, once per launch, whether the batch is valid; see Note [Records]."""
+    if (tl.program_id(0) == 0) & (tl.program_id(1) == 0):
+        tl.store(seen, ticket.to(tl.int64) * 2 + (tl.load(record) != 0).to(tl.int64))
 
 
 @triton.jit
@@ -55,6 +64,7 @@ def _pool(
     out_at,
     scale,
     flags,
+    record,
     MODE: tl.constexpr,
     WEIGHTED: tl.constexpr,
     TRACE: tl.constexpr,
@@ -76,7 +86,7 @@ def _pool(
         here = at < end
         row = tl.load(ids + at, mask=here, other=0).to(tl.int64) - first_row
         owned = here & (row >= 0) & (row < num_rows)
-        if not MASKED:
+        if not MASKED and record is None:
             assert_owned(owned, here, flags)
         place = row[:, None] * dim + d[None, :]
         rows = load_rows(address, place, owned[:, None] & inside, dtype, DTYPES)
@@ -89,7 +99,7 @@ def _pool(
             tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
             tl.store(out_at + at, (out_row + at * 0).to(out_at.dtype.element_ty), mask=here)
             if WEIGHTED:
-                tl.store(scale + at, factor, mask=here)
+                tl.store(scale + at, factor * bag_scale, mask=here)
             elif MODE == 1:
                 tl.store(scale + at, bag_scale + at * 0.0, mask=here)
         if MODE == 2:
@@ -137,15 +147,21 @@ def _join(
 @triton.jit
 def _serve(
     features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at, arrived, keys,
-    out_at, scale, flags, number, bag, chunk, low, high, slot,
+    out_at, scale, flags, record, number, bag, chunk, low, high, slot,
     OF_CHUNK,  # a constant, unless programs of both kinds are in one launch
-    MODE: tl.constexpr, WEIGHTED: tl.constexpr, TRACE: tl.constexpr, MASKED: tl.constexpr,
-    DTYPES: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr, LONG: tl.constexpr,
-    ROWS: tl.constexpr, DIM: tl.constexpr,
+    num_ids, PART: tl.constexpr, MODE: tl.constexpr, WEIGHTED: tl.constexpr, TRACE: tl.constexpr,
+    MASKED: tl.constexpr, DTYPES: tl.constexpr, COLUMNS: tl.constexpr, INDEX: tl.constexpr,
+    LONG: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
 ):  # fmt: skip
     """One bag, or what a chunk holds of one."""
     start = tl.load(offsets + bag).to(INDEX)
     end = tl.load(offsets + bag + 1).to(INDEX)
+    if record is not None:
+        if PART == 1:  # stay within the ids of an invalid batch
+            start, end = tl.maximum(start, 0), tl.minimum(end, num_ids)
+        else:  # its bags count as empty
+            valid = (tl.load(record) == 0).to(INDEX)
+            start, end = start * valid, end * valid
     # A bag that holds both the first and the last id of a chunk counts once, as the first's; ids
     # after the last bag belong to none.
     mine = (end - start > LONG) & ((slot == 0) | (start > low)) & (end > low)
@@ -155,13 +171,16 @@ def _serve(
         feature = features + number * COLUMNS
         nth = bag - tl.load(first_bag + number).to(tl.int32)
         out_row = tl.load(feature + 6) + nth.to(tl.int64) * tl.load(feature + 7)
-        bag_scale = 1.0 / tl.maximum(end - start, 1).to(tl.float32)
+        bag_scale = 1.0
+        if MODE == 1:
+            length = tl.where(tl.load(feature + 9) != 0, tl.maximum(end - start, 1), 1)
+            bag_scale = 1.0 / length.to(tl.float32)
         from_, to = start, end
         if OF_CHUNK:
             from_, to = tl.maximum(start, low), tl.minimum(end, high)
         values, positions = _pool(
             feature, out_row, from_, to, bag_scale, ids, weights, keys, out_at, scale, flags,
-            MODE, WEIGHTED, TRACE, MASKED, DTYPES, ROWS, DIM,
+            record, MODE, WEIGHTED, TRACE, MASKED, DTYPES, ROWS, DIM,
         )  # fmt: skip
         d = tl.arange(0, DIM)
         num_columns = tl.load(feature + 2)
@@ -194,7 +213,109 @@ def _serve(
             tl.store(flags + 1, 1)
 
 
-@triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids", "num_chunks"])
+@triton.jit(do_not_specialize=["num_ids", "ticket"])
+def pool_short_bags(
+    features,
+    first_bag,
+    offsets,
+    ids,
+    weights,
+    out,
+    keys,
+    out_at,
+    scale,
+    flags,
+    record,
+    seen,
+    num_ids,
+    ticket,
+    MODE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TRACE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CHECKED: tl.constexpr,  # a record says whether the batch is valid
+    DTYPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr,
+    LONG: tl.constexpr,
+    BAGS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Program (i, f) sums BAGS bags of feature f, ROWS ids of each at a time; not for max."""
+    if seen is not None:
+        _report(record, seen, ticket)
+    number = tl.program_id(1)
+    feature = features + number * COLUMNS
+    first_of = tl.load(first_bag + number).to(tl.int32)
+    last_of = tl.load(first_bag + number + 1).to(tl.int32)
+    address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
+    dtype, first_key, first_row = tl.load(feature + 3), tl.load(feature + 4), tl.load(feature + 5)
+    out_start, stride = tl.load(feature + 6), tl.load(feature + 7)
+    # Per id that is loaded at a time: its bag.
+    lane = tl.arange(0, BAGS * ROWS)
+    nth = tl.program_id(0) * BAGS + lane // ROWS
+    there = first_of + nth < last_of
+    start = tl.load(offsets + first_of + nth, mask=there, other=0).to(INDEX)
+    end = tl.load(offsets + first_of + nth + 1, mask=there, other=0).to(INDEX)
+    if CHECKED:  # stay within the ids of an invalid batch
+        start, end = tl.maximum(start, 0), tl.minimum(end, num_ids)
+    end = tl.where(end - start > LONG, start, end)
+    longest = tl.max(end - start, 0)
+    if TRACE:
+        out_row = out_start + nth.to(tl.int64) * stride
+        if MODE == 1:
+            length = tl.where(tl.load(feature + 9) != 0, tl.maximum(end - start, 1), 1)
+            id_scale = 1.0 / length.to(tl.float32)
+    d = tl.arange(0, DIM)
+    inside = (d < dim)[None, :]
+    many = tl.zeros([BAGS * ROWS, DIM], tl.float32)
+    at = start + lane % ROWS
+    found = tl.load(ids + at, mask=at < end, other=0)
+    for _ in range(0, longest, ROWS):
+        here = at < end
+        row = found.to(tl.int64) - first_row
+        found = tl.load(ids + at + ROWS, mask=at + ROWS < end, other=0)
+        owned = here & (row >= 0) & (row < num_rows)
+        if not MASKED and not CHECKED:
+            assert_owned(owned, here, flags)
+        place = row[:, None] * dim + d[None, :]
+        rows = load_rows(address, place, owned[:, None] & inside, dtype, DTYPES)
+        if WEIGHTED:
+            factor = tl.load(weights + at, mask=here, other=0.0).to(tl.float32)
+            rows *= factor[:, None]
+        if TRACE:
+            key = tl.where(owned, row + first_key, tl.load(feature + 8))
+            tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
+            tl.store(out_at + at, out_row.to(out_at.dtype.element_ty), mask=here)
+            if WEIGHTED and MODE == 1:
+                tl.store(scale + at, factor * id_scale, mask=here)
+            elif WEIGHTED:
+                tl.store(scale + at, factor, mask=here)
+            elif MODE == 1:
+                tl.store(scale + at, id_scale, mask=here)
+        many += rows
+        at += ROWS
+    values = tl.sum(tl.reshape(many, [BAGS, ROWS, DIM]), 1)
+    # Per bag.
+    nth_bag = tl.program_id(0) * BAGS + tl.arange(0, BAGS)
+    bag = first_of + nth_bag
+    exists = bag < last_of
+    length = tl.load(offsets + bag + 1, mask=exists, other=0).to(INDEX)
+    length -= tl.load(offsets + bag, mask=exists, other=0).to(INDEX)
+    is_long = length > LONG
+    if flags is not None:
+        any_long = tl.max((is_long & exists).to(tl.int32), 0)
+        tl.store(flags + 1, 1, mask=any_long > 0)
+    if MODE == 1:
+        divisor = tl.where(tl.load(feature + 9) != 0, tl.maximum(length, 1), 1)
+        values *= (1.0 / divisor.to(tl.float32))[:, None]
+    target = out + (out_start + nth_bag.to(tl.int64) * stride)[:, None] + d[None, :]
+    mask = (exists & (is_long == 0))[:, None] & inside
+    tl.store(target, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids", "num_chunks", "ticket"])
 def pool_bags(
     features,
     first_bag,
@@ -210,10 +331,13 @@ def pool_bags(
     out_at,
     scale,
     flags,
+    record,
+    seen,
     num_features,
     num_bags,
     num_ids,
     num_chunks,
+    ticket,
     PART: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHTED: tl.constexpr,
@@ -227,21 +351,24 @@ def pool_bags(
     DIM: tl.constexpr,
 ):
     """Program (b, f) for bag b of feature f, programs for the chunks of long bags, or both."""
+    if seen is not None:
+        _report(record, seen, ticket)
     number = tl.program_id(1)
     bag = tl.load(first_bag + number).to(tl.int32) + tl.program_id(0)
     if PART == 1:
         if bag < tl.load(first_bag + number + 1):
             _serve(
                 features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
-                arrived, keys, out_at, scale, flags, number, bag, bag, bag, bag, bag, False,
-                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
+                arrived, keys, out_at, scale, flags, record, number, bag, bag, bag, bag, bag, False,
+                num_ids, PART, MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS,
+                DIM,
             )  # fmt: skip
     else:
         # Those of chunks come first, as they may take longest.
         before = (num_chunks + num_features - 1) // num_features
         if PART == 2:
             before = tl.num_programs(0)
-            if not MASKED:
+            if not MASKED and record is None:
                 tl.device_assert(
                     tl.load(flags) == 0, "an embedding id is out of the range of its table"
                 )
@@ -266,6 +393,7 @@ def pool_bags(
                 number = last_at_most(first_bag, num_features, bag).to(tl.int32)
             _serve(
                 features, first_bag, offsets, ids, weights, out, argmax, partial, partial_at,
-                arrived, keys, out_at, scale, flags, number, bag, chunk, low, high, slot, of_chunk,
-                MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX, LONG, ROWS, DIM,
+                arrived, keys, out_at, scale, flags, record, number, bag, chunk, low, high, slot,
+                of_chunk, num_ids, PART, MODE, WEIGHTED, TRACE, MASKED, DTYPES, COLUMNS, INDEX,
+                LONG, ROWS, DIM,
             )  # fmt: skip

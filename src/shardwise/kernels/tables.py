@@ -30,6 +30,7 @@ FEATURE_COLUMNS = (
     "out_at",
     "stride",
     "num_keys",
+    "mean",
 )
 #: Columns of `TableLines.rows`.
 TABLE_COLUMNS = ("address", "first_key", "dim", "dtype", "state", "second_state")
@@ -81,6 +82,7 @@ class TableSet:
         tables: Sequence[torch.Tensor],
         feature_tables: Sequence[int],
         first_rows: Sequence[int] | None = None,
+        means: Sequence[bool] | None = None,
     ) -> None:
         for number, table in enumerate(tables):
             if table.dtype not in DTYPES or table.dim() != 2 or not table.is_contiguous():
@@ -92,6 +94,8 @@ class TableSet:
         self.feature_tables = tuple(feature_tables)
         self.first_rows = tuple(first_rows) if first_rows is not None else (0,) * len(tables)
         self.masked = first_rows is not None
+        #: Which features a lookup of mode "mean" divides by the lengths of bags.
+        self.means = tuple(means) if means is not None else (True,) * len(self.feature_tables)
         counts = [table.shape[0] for table in tables]
         #: The key of each table's first row, and the number of keys.
         self.first_keys = _starts(counts)
@@ -118,8 +122,8 @@ class TableSet:
 
     def features(self, out: OutputRows) -> torch.Tensor:
         """One row per feature, with FEATURE_COLUMNS."""
-        if self._features is None or self._features[0] != out:
-            places = zip(self.feature_tables, out.starts, out.strides, strict=True)
+        if self._features is None or (self._features[0] is not out and self._features[0] != out):
+            places = zip(self.feature_tables, out.starts, out.strides, self.means, strict=True)
             rows = [
                 [
                     self._addresses[t],
@@ -131,8 +135,9 @@ class TableSet:
                     start,
                     stride,
                     self.num_keys,
+                    int(mean),
                 ]
-                for t, start, stride in places
+                for t, start, stride, mean in places
             ]
             self._features = (out, self._on_device(rows))
         if is_captured(self.device):
@@ -141,7 +146,7 @@ class TableSet:
 
     def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
         """The tables and the addresses of their states, which are contiguous float32."""
-        beside = [[tensor.data_ptr() for tensor in state] for state in states]
+        beside = [tuple(map(torch.Tensor.data_ptr, state)) for state in states]
         if self._lines is None or self._lines[0] != beside:
             _check_states(states)
             rows = [

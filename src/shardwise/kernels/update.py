@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from shardwise.kernels.lookup import Trace
+from shardwise.kernels.lookup import FULL_OCCUPANCY, Trace
 from shardwise.kernels.memory import num_pieces
 from shardwise.kernels.tables import TableSet
 from shardwise.kernels.update_rows import update_rows, update_split_rows
@@ -24,6 +24,10 @@ OPTIMIZERS = {
 }
 #: Ids per program in large batches.
 SPAN = 128
+#: Ids from which on their traces are sorted first.
+IN_ORDER = 2**20
+#: Up to so many columns, full occupancy is worth fewer registers.
+_NOT_WIDE = 128
 #: About as many programs run at once on a device.
 _PROGRAMS = 2**12
 
@@ -40,8 +44,9 @@ def update(
     weight_decay: float = 0.0,
     betas: tuple[float, float] = (0.0, 0.0),
     step: int = 1,
+    record: torch.Tensor | None = None,
 ) -> None:
-    """One step of `optimizer` on every row that was looked up.
+    """One step of `optimizer` on every row that was looked up; none if `record` says invalid.
 
     `grad` is the gradient of the lookup's flat output. `states` holds for each of the optimizer's
     states one tensor per table, float32: of the table's shape, or one number per row for row-wise
@@ -50,21 +55,31 @@ def update(
     if trace.keys.shape[0]:
         beta1, beta2 = betas
         numbers = (lr, eps, weight_decay, beta1, beta2, 1 - beta1**step, 1 - beta2**step)
+        order: torch.Tensor | None
         keys, order = torch.sort(trace.keys)
-        update_sorted(tables, trace, keys, order, grad, optimizer, states, numbers)
+        if keys.shape[0] >= IN_ORDER and trace.argmax is None:
+            trace, order = _in_order(trace, order), None
+        update_sorted(tables, trace, keys, order, grad, optimizer, states, numbers, record)
+
+
+def _in_order(trace: Trace, order: torch.Tensor) -> Trace:
+    """The trace in the order of keys, so that the update's loads do not wait for one another."""
+    scale = None if trace.scale is None else trace.scale.index_select(0, order)
+    return trace._replace(out_at=trace.out_at.index_select(0, order), scale=scale)
 
 
 def update_sorted(
     tables: TableSet,
     trace: Trace,
     keys: torch.Tensor,
-    order: torch.Tensor,
+    order: torch.Tensor | None,
     grad: torch.Tensor,
     optimizer: str,
     states: Sequence[Sequence[torch.Tensor]],
     numbers: tuple[float, ...],
+    record: torch.Tensor | None = None,
 ) -> None:
-    """`update` with sorted keys: `keys[i]` is the key of id number `order[i]`."""
+    """`update` with sorted keys: `keys[i]` is of id number `order[i]`, or i without `order`."""
     num_ids = keys.shape[0]
     dim, span = tables.padded_dim, _span(num_ids)
     num_blocks = num_pieces(num_ids, span)
@@ -76,17 +91,18 @@ def update_sorted(
     tables.launches.run(
         update_rows,
         (num_blocks, 1),
-        (lines, keys, order, trace.out_at, trace.scale, trace.argmax, grad, heads, tails),
+        (lines, keys, order, trace.out_at, trace.scale, trace.argmax, grad, heads, tails, record),
         numbers,
         (trace.scale is not None, trace.argmax is not None, *known, dim),
+        max_registers=FULL_OCCUPANCY if dim <= _NOT_WIDE else None,
     )
     if num_blocks > 1:
         tables.launches.run(
             update_split_rows,
             (num_blocks - 1, 1),
-            (lines, keys, heads, tails),
+            (lines, keys, heads, tails, record),
             numbers,
-            (*known, max(2, min(64, 8192 // dim)), dim),
+            (*known, 2, max(2, min(64, 8192 // dim)), dim),
             num_warps=4,
         )
 

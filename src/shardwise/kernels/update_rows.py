@@ -10,8 +10,8 @@ the same order, so two runs agree in every bit.
 Note [Segments that cross programs]
 A program's tail is its partial sum of a segment that continues in the next program; its head is
 that of a segment that began earlier and ends here. A second launch finds, for each head, where its
-segment began (by bisection of the sorted keys), adds the tails in order and the head, and updates
-the row. So a row with a million ids is summed by many programs.
+segment began, adds the tails in order and the head, and updates the row. So a row with a million
+ids is summed by many programs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from shardwise.kernels.memory import last_at_most, load_rows, store_rows
+from shardwise.kernels.memory import load_rows, store_rows
 
 
 @triton.jit
@@ -110,7 +110,9 @@ def _term(
     order, out_at, scale, argmax, grad, at, live, width, d, SCALED: tl.constexpr, MAX: tl.constexpr
 ):
     """What the sorted id number `at` adds to the gradient of its row."""
-    which = tl.load(order + at, mask=live, other=0)
+    which = at
+    if order is not None:
+        which = tl.load(order + at, mask=live, other=0)
     place = tl.load(out_at + which, mask=live, other=0).to(tl.int64) + d
     mask = d < tl.where(live, width, 0)
     if MAX:
@@ -164,6 +166,7 @@ def update_rows(
     grad,
     heads,
     tails,
+    record,
     num_tables,
     num_ids,
     num_keys,
@@ -189,6 +192,8 @@ def update_rows(
     Unrolled rather than a block of four, so that the branches of each id are scalar: an id that
     does not end a segment reads and writes no row.
     """
+    if record is not None:  # an invalid batch changes no row
+        num_keys = tl.where(tl.load(record) == 0, num_keys, 0)
     block = tl.program_id(0)
     low = block * SPAN
     d = tl.arange(0, DIM)
@@ -241,12 +246,24 @@ def update_rows(
         tl.store(tails + block.to(tl.int64) * DIM + d, total)
 
 
+@triton.jit
+def _sum_tails(tails, begin, end, d, ROWS: tl.constexpr, DIM: tl.constexpr):
+    """The sum of the tails of blocks `begin` to `end`, in order."""
+    many = tl.zeros([ROWS, DIM], tl.float32)
+    for b in range(begin, end, ROWS):
+        which = b + tl.arange(0, ROWS)
+        at = which.to(tl.int64)[:, None] * DIM + d[None, :]
+        many += tl.load(tails + at, mask=(which < end)[:, None], other=0.0)
+    return tl.sum(many, 0)
+
+
 @triton.jit(do_not_specialize=["num_tables", "num_ids", "num_keys"])
 def update_split_rows(
     tables,
     keys,
     heads,
     tails,
+    record,
     num_tables,
     num_ids,
     num_keys,
@@ -263,27 +280,37 @@ def update_split_rows(
     COLUMNS: tl.constexpr,
     SEARCH: tl.constexpr,
     SPAN: tl.constexpr,
+    FEW: tl.constexpr,
     ROWS: tl.constexpr,
     DIM: tl.constexpr,
 ):
     """Update the row whose segment began in an earlier program and ends in this one."""
+    if record is not None:
+        num_keys = tl.where(tl.load(record) == 0, num_keys, 0)
     block = tl.program_id(0) + 1
     low = block * SPAN
     key = tl.load(keys + low)
     end = low + SPAN
     goes_on = tl.load(keys + end, mask=end < num_ids, other=-1) == key
-    if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key < num_keys):
-        # The segment began after the last smaller key.
-        begin = low * 0
-        if tl.load(keys) < key:
-            begin = last_at_most(keys, low, key - 1) + 1
+    if (tl.load(keys + low - 1) == key) & (goes_on == 0) & (key >= 0) & (key < num_keys):
+        # The first block that holds the key: mostly the one before, or look back in growing steps.
+        begin, known, step = block - 1, block, 1
+        while (tl.load(keys + tl.maximum(begin * SPAN - 1, 0)) == key) & (begin > 0):
+            known = begin
+            step *= 2
+            begin = tl.maximum(begin - step, 0)
+        while known - begin > 1:
+            middle = (begin + known) // 2
+            if tl.load(keys + middle * SPAN - 1) == key:
+                known = middle
+            else:
+                begin = middle
         d = tl.arange(0, DIM)
-        many = tl.zeros([ROWS, DIM], tl.float32)
-        for b in range(begin // SPAN, block, ROWS):
-            which = b + tl.arange(0, ROWS)
-            at = which.to(tl.int64)[:, None] * DIM + d[None, :]
-            many += tl.load(tails + at, mask=(which < block)[:, None], other=0.0)
-        total = tl.sum(many, 0) + tl.load(heads + block.to(tl.int64) * DIM + d)
+        if block - begin <= FEW:
+            total = _sum_tails(tails, begin, block, d, FEW, DIM)
+        else:
+            total = _sum_tails(tails, begin, block, d, ROWS, DIM)
+        total += tl.load(heads + block.to(tl.int64) * DIM + d)
         row = _fetch(
             tables, num_tables, key, key >= 0, d, OPTIMIZER, DTYPES, ONE_SHAPE, COLUMNS, SEARCH
         )

@@ -11,17 +11,22 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.c10d import set_default_timeout
+from shardwise.core.doing import tell
 from shardwise.errors import LaunchError, ShardwiseError
 from shardwise.launch.job import Failed, Message, Settings
 
 LOOPBACK = "127.0.0.1"
 """The address that only this machine can reach."""
+before_done: list[Callable[[], None]] = []
+"""Called on a rank whose function has returned, before the launcher hears of it."""
 distributed: Any = dist  # the stubs of torch do not list TCPStore
 
 
@@ -64,7 +69,11 @@ def run_rank(rank: int, settings: Settings, pipe: Connection, task: bytes) -> No
         _join(rank, settings)
         send("started")
         extra = (lambda value: send("note", value),) if settings.noting else ()
-        send("done", fn(*extra, *args))
+        result = fn(*extra, *args)
+        for finish in before_done:
+            finish()
+        tell(f"had returned from {getattr(fn, '__name__', fn)}")
+        send("done", result)
     except BaseException as error:
         summary = f"{type(error).__name__}: {error}".removesuffix(".")
         trace = traceback.format_exc()
@@ -94,12 +103,11 @@ def _join(rank: int, settings: Settings) -> None:
     store = distributed.TCPStore(settings.host, settings.port, is_master=False, timeout=patience)
     store.set(f"here/{rank}", "yes")
     store.wait([f"here/{other}" for other in range(settings.num_ranks)], patience)
+    timeout = datetime.timedelta(seconds=settings.collective_timeout_s)
+    store.set_timeout(timeout)  # also for a group that other ranks do not make
+    set_default_timeout(timeout)
     dist.init_process_group(
-        settings.backend,
-        store=store,
-        rank=rank,
-        world_size=settings.num_ranks,
-        timeout=datetime.timedelta(seconds=settings.collective_timeout_s),
+        settings.backend, store=store, rank=rank, world_size=settings.num_ranks, timeout=timeout
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwise._torch.c10d import set_default_timeout
 from shardwise.errors import ArgumentError
 from shardwise.launch.job import Job, Settings
 from shardwise.launch.rank import LOOPBACK, distributed, open_store, run_rank
@@ -46,8 +47,9 @@ def launch(
 
     The rendezvous is at `host`, by default reachable from this machine only; port 0 is any free
     one. Every rank has to join within `start_timeout_s`; a collective waits
-    `collective_timeout_s` for the others; the whole job ends after `timeout_s`. A rank that fails
-    ends the job: with its own error where that is one of shardwise's, else with a `LaunchError`.
+    `collective_timeout_s` for the others, also in groups made later; the whole job ends after
+    `timeout_s`. A rank that fails ends the job: with its own error where that is one of
+    shardwise's, else with a `LaunchError`.
     """
     if num_ranks < 1:
         raise ArgumentError(f"A job has at least one rank, found num_ranks={num_ranks}.")
@@ -84,16 +86,19 @@ def join(backend: str | None = None, *, timeout_s: float = 120) -> None:
     """Create the process group in a process that torchrun has started.
 
     Like `init_process_group`, but each restart (`torchrun --max-restarts`) uses its own key prefix:
-    torch's agent keeps one store, in which gloo would find the addresses of dead processes.
+    torch's agent keeps one store, in which gloo would find the addresses of dead processes. All
+    groups made later wait `timeout_s` too.
     """
     store, rank, size = next(distributed.rendezvous("env://"))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    timeout = datetime.timedelta(seconds=timeout_s)
+    set_default_timeout(timeout)
     dist.init_process_group(
         backend,
         store=distributed.PrefixStore(f"attempt-{attempt}", store),
         rank=rank,
         world_size=size,
-        timeout=datetime.timedelta(seconds=timeout_s),
+        timeout=timeout,
     )
 
 

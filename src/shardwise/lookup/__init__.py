@@ -1,4 +1,4 @@
-"""Ids of rows: their owners, their order, their exchange.
+"""The lookup engine: ids of rows, their owners, their order, their exchange, and the kernels.
 
 Shared by the lookups of DTensors (`ops.lookup`), sharded modules (`shard.lookup`) and collections
 (`embedding`).

@@ -1,20 +1,33 @@
-"""Exchanges between ranks, for code that handles one rank at a time.
+"""Exchanges between ranks.
 
-Such code has lists with one item per rank present: one in a real process, all in a simulated world.
-Only the collective sees them as one tensor.
+Those of the engine are for code that handles one rank at a time. Such code has lists with one item
+per rank present: one in a real process, all in a simulated world. Only the collective sees them as
+one tensor. Those of DTensors' lookups (`Routing`) have a tensor of all ranks present, and any axis
+of a mesh: each rank sends its different ids, grouped by owner, and owners reply in that order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from shardwise.comm import collectives
-from shardwise.core.mesh import Grid
-from shardwise.simulation.ranks import numbers_per_rank, one_tensor, part_per_rank, present
+from shardwise.comm.agreement import Meeting
+from shardwise.core.mesh import Coordinate, Grid
+from shardwise.lookup.order import distinct, places_of_runs, segment_sums
+from shardwise.simulation.ranks import (
+    each_rank,
+    numbers_per_rank,
+    one_tensor,
+    part_per_rank,
+    present,
+)
 
 Counts = Sequence[int]
+#: Counts on the host: ints, or RankInts in a simulated world.
+HostCounts = list[Any]
 
 
 def ranks_present(grid: Grid) -> list[int]:
@@ -36,9 +49,99 @@ def start_exchange(
 
 def finished(grid: Grid, exchange: torch.Tensor) -> list[torch.Tensor]:
     """What each rank present received."""
-    return part_per_rank(grid, collectives.finished(exchange))
+    return part_per_rank(grid, collectives.awaited(exchange))
 
 
-def summed(grid: Grid, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The sum over ranks of tensors of one shape."""
-    return part_per_rank(grid, collectives.all_reduce(one_tensor(grid, parts), "sum", grid, 0))
+def combined(grid: Grid, parts: Sequence[torch.Tensor], op: str = "sum") -> list[torch.Tensor]:
+    """The sum over ranks, or what `op` says, of tensors of one shape."""
+    return part_per_rank(grid, collectives.all_reduce(one_tensor(grid, parts), op, grid, 0))
+
+
+# -- of DTensors -----------------------------------------------------------------------------------
+
+
+class Routing:
+    """Which ids were requested from which rank along one axis of a mesh, each id once."""
+
+    __slots__ = ("asked", "axis", "grid", "num_given", "num_wanted", "order", "starts")
+
+    def __init__(
+        self,
+        grid: Grid,
+        axis: int,
+        order: torch.Tensor,
+        starts: torch.Tensor,
+        asked: torch.Tensor,
+        num_wanted: HostCounts,
+        num_given: HostCounts,
+    ) -> None:
+        self.grid, self.axis = grid, axis
+        #: The places of equal ids among this rank's, and where each different id begins there.
+        self.order, self.starts = order, starts
+        #: The ids requested from this rank, by coordinate of the axis.
+        self.asked = asked
+        #: How many ids this rank requests from each coordinate, and each from this rank.
+        self.num_wanted, self.num_given = num_wanted, num_given
+
+    def answer(self, rows: torch.Tensor) -> torch.Tensor:
+        """Send the rows of the requested ids; returns one row for each of this rank's ids."""
+        arrived = collectives.all_to_all_uneven(
+            rows, self.num_given, self.num_wanted, self.grid, self.axis
+        )
+        return each_rank(self.grid, _spread, arrived, self.order, self.starts, axes=())
+
+    def hand_in(self, values: torch.Tensor) -> torch.Tensor:
+        """Send one row for each of this rank's ids to the owners, which get them as in `asked`.
+
+        Rows of equal ids are summed before they are sent.
+        """
+
+        summed = each_rank(self.grid, _merged, values, self.order, self.starts, axes=())
+        return collectives.all_to_all_uneven(
+            summed, self.num_wanted, self.num_given, self.grid, self.axis
+        )
+
+
+def _spread(
+    _: Coordinate, rows: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    return rows.index_select(0, places_of_runs(order, starts))
+
+
+def _merged(
+    _: Coordinate, values: torch.Tensor, order: torch.Tensor, starts: torch.Tensor
+) -> torch.Tensor:
+    return segment_sums(values, order, starts)
+
+
+def route(
+    grid: Grid,
+    axis: int,
+    ids: torch.Tensor,
+    bounds: list[int],
+    note: torch.Tensor,
+    read: Callable[[torch.Tensor], None],
+) -> Routing:
+    """Request rows from their owners.
+
+    `ids` is flat. `bounds` are the first id of each coordinate of the axis, and one past the last.
+    `note` is a short integer tensor sent with the counts; `read` gets those of all coordinates
+    before any id is sent, and may raise, on all ranks alike.
+    """
+
+    def sort(_: Coordinate, ids: torch.Tensor) -> Any:
+        found, order, starts = distinct(ids)
+        edges = torch.searchsorted(found, found.new_tensor(bounds))
+        return found, order, starts, edges.diff()
+
+    wanted, order, starts, counts = each_rank(grid, sort, ids, axes=())
+    arrived, notes = Meeting(grid, axis, counts.unsqueeze(1), note).finish()
+    read(notes)
+    num_wanted, num_given = on_host(grid, counts), on_host(grid, arrived.squeeze(1))
+    asked = collectives.all_to_all_uneven(wanted, num_wanted, num_given, grid, axis)
+    return Routing(grid, axis, order, starts, asked, num_wanted, num_given)
+
+
+def on_host(grid: Grid, counts: torch.Tensor) -> HostCounts:
+    """A short integer tensor as numbers; waits for the device."""
+    return numbers_per_rank(grid, [part.tolist() for part in part_per_rank(grid, counts)])

@@ -26,14 +26,21 @@ from shardwise.ops.lookup import (
     largest_bags,
     row_gradients,
 )
-from shardwise.ops.math import einsum, gathered, linalg, matmul, pointwise, reduce, search, whole
+from shardwise.ops.math import (
+    einsum,
+    linalg,
+    matmul,
+    pointwise,
+    reduce,
+    special_products,
+    whole,
+)
 from shardwise.ops.nn import (
     attention,
     batch_norm,
     conv,
     layer_norm,
     loss,
-    margin_loss,
     pooling,
     recurrent,
 )
@@ -47,8 +54,7 @@ FAMILIES: tuple[Any, ...] = (
     reduce,
     linalg,
     whole,
-    search,
-    gathered,
+    special_products,
     views,
     create,
     join,
@@ -56,7 +62,6 @@ FAMILIES: tuple[Any, ...] = (
     indexing,
     overwrite,
     loss,
-    margin_loss,
     layer_norm,
     batch_norm,
     attention,

@@ -1,8 +1,10 @@
-"""Tensor-parallel modules: styles, plans, experts, losses over a sharded vocabulary.
+"""Tensor- and context-parallel modules: styles, plans, experts, losses over a sharded vocabulary.
 
 Who reduces gradients over data axes is decided in `training`.
 """
 
+from shardwise.parallel.exchange.context import context_parallel
+from shardwise.parallel.exchange.experts import expert_parallel
 from shardwise.parallel.experts import ExpertParallel
 from shardwise.parallel.loss import loss_parallel, parallel_cross_entropy
 from shardwise.parallel.parallelize import parallelize_module
@@ -11,6 +13,7 @@ from shardwise.parallel.prepare import (
     PrepareModuleInput,
     PrepareModuleInputOutput,
     PrepareModuleOutput,
+    input_reshard,
 )
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.styles import (
@@ -20,11 +23,14 @@ from shardwise.parallel.styles import (
     SequenceParallel,
 )
 from shardwise.training.data_parallel import data_parallel
-from shardwise.training.shard_parameters import shard_parameters
+from shardwise.training.fully_shard import fully_shard
+from shardwise.training.shard_group import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
+    "CPUOffloadPolicy",
     "ColwiseParallel",
     "ExpertParallel",
+    "MixedPrecisionPolicy",
     "ParallelStyle",
     "PlanReport",
     "PrepareModuleInput",
@@ -34,11 +40,14 @@ __all__ = [
     "RowwiseParallel",
     "SequenceParallel",
     "check_plan",
+    "context_parallel",
     "data_parallel",
+    "expert_parallel",
+    "fully_shard",
+    "input_reshard",
     "load_plan",
     "loss_parallel",
     "parallel_cross_entropy",
     "parallelize_module",
     "save_plan",
-    "shard_parameters",
 ]

@@ -149,9 +149,13 @@ class ModuleBoundary:
             return self.move(x, wanted, name)
         return _later(self.move(self._scaled(x, 1 / self.num_losses), wanted, name))
 
-    def to_local(self, x: DTensor) -> torch.Tensor:
-        """This rank's shard, for its own loss; see Note [Each rank's own loss]."""
-        return _later(self._scaled(x, 1 / self.num_losses))
+    def to_local(self, x: DTensor, grads: Sequence[Placement] | None = None) -> torch.Tensor:
+        """This rank's shard, for its own loss; see Note [Each rank's own loss].
+
+        `grads` are the placements of its gradient, where those are not the shard's.
+        """
+        scaled = self._scaled(x, 1 / self.num_losses)
+        return _later(scaled) if grads is None else scaled.to_local(grad_placements=grads)
 
     def _refuse_transformed(self, x: torch.Tensor, name: str) -> None:
         if not is_traced():

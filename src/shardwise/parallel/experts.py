@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,8 +111,8 @@ class _LocalExperts:
     local: bool
 
     def run(self, module: nn.Module, tokens: Any, experts: Any, weights: Any) -> Any:
-        self._check(tokens, experts, weights)
         boundary = self.boundary
+        check_inputs(boundary.where, tokens, experts, weights)
         x = boundary.enter(tokens, REPLICATE, REPLICATE, "tokens")
         chosen = boundary.enter(experts, REPLICATE, REPLICATE, "the experts of the tokens")
         scales = boundary.enter(weights, REPLICATE, REPLICATE, "the weights of the experts")
@@ -135,16 +135,6 @@ class _LocalExperts:
         )
         return boundary.leave(made, self.output, self.local)
 
-    def _check(self, *inputs: Any) -> None:
-        shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
-        tokens, experts, weights = shapes
-        if len(tokens) != 2 or len(experts) != 2 or experts != weights or experts[0] != tokens[0]:
-            raise LayoutError(
-                f"{self.boundary.where}: ExpertParallel takes tokens of shape (num_tokens, width), "
-                "and the experts of each token and their weights, both (num_tokens, num_chosen); "
-                f"found {', '.join(map(str, shapes))}."
-            )
-
     def _local_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
         """A parameter's local shard; its gradient is a term of a sum where it is replicated."""
         owner, key = owner_of(module, name)
@@ -166,12 +156,12 @@ class _LocalExperts:
         out = torch.zeros_like(tokens)
         if token.numel():
             mine = experts[token, slot].sub(first).unsqueeze(-1)
-            with self._only(module, count, held):
+            with holding(module, [name for name, _ in self.parameters], count, held):
                 terms = type(module).forward(
                     module, tokens[token], mine, weights[token, slot].unsqueeze(-1)
                 )
             out = out.index_add(0, token, terms.to(out.dtype))
-        return _Reached.apply(out, tokens, weights, *held)
+        return Reached.apply(out, tokens, weights, *held)
 
     def _range(self, module: nn.Module, coordinate: Coordinate) -> tuple[int, int]:
         """The first expert of a rank, and their number."""
@@ -181,32 +171,44 @@ class _LocalExperts:
         offset, shape = parameter._layout.box(coordinate)
         return int(offset[0]), int(shape[0])
 
-    @contextlib.contextmanager
-    def _only(
-        self, module: nn.Module, count: int, held: tuple[torch.Tensor, ...]
-    ) -> Iterator[None]:
-        """Inside, the module has `count` experts, and plain tensors for parameters."""
-        owners = [owner_of(module, name) for name, _ in self.parameters]
-        changed: list[tuple[nn.Module, str, Any]] = [(module, "num_experts", count)]
-        changed += [(o, key, part) for (o, key), part in zip(owners, held, strict=True)]
-        before = [owner.__dict__.get(key, _ABSENT) for owner, key, _ in changed]
-        # An attribute of the instance hides the parameter of that name.
-        for owner, key, value in changed:
-            owner.__dict__[key] = value
-        try:
-            yield
-        finally:
-            for (owner, key, _), value in zip(changed, before, strict=True):
-                if value is _ABSENT:
-                    del owner.__dict__[key]
-                else:
-                    owner.__dict__[key] = value
+
+def check_inputs(where: str, *inputs: Any) -> None:
+    shapes = [tuple(getattr(x, "shape", ())) for x in inputs]
+    tokens, experts, weights = shapes
+    if len(tokens) != 2 or len(experts) != 2 or experts != weights or experts[0] != tokens[0]:
+        raise LayoutError(
+            f"{where}: ExpertParallel takes tokens of shape (num_tokens, width), and the experts "
+            "of each token and their weights, both (num_tokens, num_chosen); "
+            f"found {', '.join(map(str, shapes))}."
+        )
+
+
+@contextlib.contextmanager
+def holding(
+    module: nn.Module, names: Sequence[str], count: int, held: Sequence[torch.Tensor]
+) -> Iterator[None]:
+    """Inside, the module has `count` experts, and plain tensors for the parameters `names`."""
+    owners = [owner_of(module, name) for name in names]
+    changed: list[tuple[nn.Module, str, Any]] = [(module, "num_experts", count)]
+    changed += [(o, key, part) for (o, key), part in zip(owners, held, strict=True)]
+    before = [owner.__dict__.get(key, _ABSENT) for owner, key, _ in changed]
+    # An attribute of the instance hides the parameter of that name.
+    for owner, key, value in changed:
+        owner.__dict__[key] = value
+    try:
+        yield
+    finally:
+        for (owner, key, _), value in zip(changed, before, strict=True):
+            if value is _ABSENT:
+                del owner.__dict__[key]
+            else:
+                owner.__dict__[key] = value
 
 
 _ABSENT = object()
 
 
-class _Reached(UntracedFunction):
+class Reached(UntracedFunction):
     """The first tensor; the others get a gradient even where they were not used.
 
     A rank whose experts no token chose still runs the collectives of backward, also of a second

@@ -2,8 +2,9 @@
 
 Most words of a `tp_plan` are styles here too; see `style_registry`. A mixture of experts takes
 several entries: one for the module that holds the experts, one for each of its parameters, and
-perhaps one for the router. Where the parameters are sharded by experts, as in a config's
-`base_model_ep_plan`, `ExpertParallel` does that with the module.
+perhaps one for the router. `ExpertParallel` does what they say together: each rank has some of the
+experts, and the ranks' results are added. Where a plan splits every expert instead, as in a
+config's `base_model_tp_plan`, the results are the same, and so is what is sent.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import Any
 
 #: Words for a module whose experts are split, for its parameters, and for the router before it.
 _EXPERTS = ("ep_dispatch_experts", "moe_tp_experts")
-_BY_EXPERTS = "grouped_gemm"
+_STACKED = ("grouped_gemm", "packed_colwise", "packed_rowwise")
+_OF_PARAMETERS = (*_STACKED, "colwise", "rowwise")
 _ROUTER = "ep_router"
 
 _INSTEAD = (
@@ -26,7 +28,7 @@ WITHOUT_COUNTERPART = {
     "packed_colwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",
     "packed_rowwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",
     "moe_tp_experts": f"It adds the results of experts that are each split themselves. {_INSTEAD}",
-    "ep_dispatch_experts": f"Its parameters should be {_BY_EXPERTS!r}. {_INSTEAD}",
+    "ep_dispatch_experts": f"Its parameters should be {_STACKED[0]!r}. {_INSTEAD}",
     "grouped_gemm": f"It splits a single parameter by experts. {_INSTEAD}",
     "ep_router": f"It goes with experts that are split. {_INSTEAD}",
     "moe_identity_expert": f"It goes with experts that are each split themselves. {_INSTEAD}",
@@ -38,7 +40,7 @@ WITHOUT_COUNTERPART = {
 
 
 def with_experts_joined(plan: Mapping[str, Any]) -> dict[str, Any]:
-    """The plan with one entry, "experts", for each group that splits experts.
+    """The plan with one entry, "experts", for each group that splits stacks of experts.
 
     >>> plan = {
     ...     "mlp.router": "ep_router",
@@ -48,17 +50,16 @@ def with_experts_joined(plan: Mapping[str, Any]) -> dict[str, Any]:
     ... }
     >>> with_experts_joined(plan)
     {'mlp.experts': 'experts'}
-    >>> with_experts_joined(plan | {"mlp.experts.up": "packed_colwise"}) == {
-    ...     **plan, "mlp.experts.up": "packed_colwise"
-    ... }
-    True
+    >>> with_experts_joined(plan | {"mlp.experts.up": "packed_colwise", "mlp.norm": "replicate"})
+    {'mlp.experts': 'experts', 'mlp.norm': 'replicate'}
     """
     joined: dict[str, Any] = dict(plan)
     for path, word in plan.items():
         if word not in _EXPERTS:
             continue
         inside = [p for p in plan if isinstance(p, str) and p.startswith(f"{path}.")]
-        if inside and all(plan[p] == _BY_EXPERTS for p in inside):
+        words = {plan[p] if isinstance(plan[p], str) else "" for p in inside}
+        if words.intersection(_STACKED) and words.issubset(_OF_PARAMETERS):
             joined[path] = "experts"
             for parameter in inside:
                 del joined[parameter]

@@ -14,6 +14,7 @@ from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
+from shardwise.core.placements import short
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.tensor import DTensor
@@ -243,9 +244,14 @@ class _ClassSharded(TorchFunctionMode):
 
 
 def _cross_entropy(input: DTensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-    if class_axes(input._layout):
-        return _as_torch_calls_it(input, *args, **kwargs)
-    return F.cross_entropy(input, *args, **kwargs)
+    layout = input._layout
+    if not class_axes(layout):
+        raise LayoutError(
+            "loss_parallel() is for logits that are sharded over their classes, dim "
+            f"{class_dim(layout)}; found {short(layout.placements)}. Leave the context out: cross "
+            "entropy takes such logits as they are."
+        )
+    return _as_torch_calls_it(input, *args, **kwargs)
 
 
 # An op, since the compiler would trace a Python function.
@@ -286,8 +292,9 @@ def _as_torch_calls_it(
 def loss_parallel() -> Iterator[None]:
     """Inside, cross entropy of logits sharded over their classes does not gather them.
 
-    Covers `F.cross_entropy` and `nn.CrossEntropyLoss`; backward may run inside or outside. See
-    `parallel_cross_entropy` for what is communicated.
+    Covers `F.cross_entropy` and `nn.CrossEntropyLoss`; backward may run inside or outside. Logits
+    whose classes are not sharded are refused, as by torch. See `parallel_cross_entropy` for what
+    is communicated.
 
     >>> import shardwise, torch
     >>> from shardwise.debug import CommDebugMode

@@ -11,16 +11,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.comm.agreement import agree
 from shardwise.core.mesh import current_mesh, grid_of
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import LayoutError, ShardwiseError
+from shardwise.errors import LayoutError
 from shardwise.parallel.boundary import tensor_axis
-from shardwise.parallel.resolve import Resolved, Target, resolve
+from shardwise.parallel.resolve import Resolved, Target, fit_heads, resolve
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import describe_style
+from shardwise.parallel.styles import SharedHeads
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.training.contract import DataAxes, forbid_both
+from shardwise.training.fully_shard import opened
 from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import declare, follow_all, modules_with
-from shardwise.training.shard_parameters import split_parameters
 
 Plan = ParallelStyle | str | Mapping[str, ParallelStyle | str]
 
@@ -58,17 +59,30 @@ def parallelize_module(
     ((Shard(0),), (Shard(1),))
     """
     mesh = device_mesh if device_mesh is not None else current_mesh()
+    with opened(module):
+        return _parallelized(module, mesh, parallelize_plan, src_data_rank, strict)
+
+
+def _parallelized(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    parallelize_plan: Plan | None,
+    src_data_rank: int | None,
+    strict: bool,
+) -> nn.Module:
     grid = grid_of(mesh)
     found, ties, added, problem = Resolved((), ()), [], [], None
     try:
         found = _resolved(module, parallelize_plan, src_data_rank, strict)
+        fitted = fit_heads(module, found.targets, mesh.size(tensor_axis(mesh)))
+        found = Resolved(tuple(fitted), found.unmatched)
         _forbid_data_axes(found, mesh)
         if found.targets:
             ties = tied_owners(module)
             added = counterparts(ties, found.targets)
             for target in (*added, *found.targets):
                 target.style.check_distributed(target.module, mesh)
-    except (ShardwiseError, RuntimeError) as error:
+    except Exception as error:  # of any kind: the other ranks wait for this one
         if src_data_rank is None:
             raise
         problem = error
@@ -84,13 +98,14 @@ def parallelize_module(
             error.add_note(f"While {type(target.style).__name__} was applied to {target.path!r}.")
             raise
         module = _put(module, target.path, target.module, changed)
+        if isinstance(target.style, SharedHeads):
+            target.style.regroup(module)
         tie_again(ties)
     late = distributed_since(ties, before, (*found.targets, *added), mesh)
     _apply_automatically(late, mesh, src_data_rank, ties)
     if found.targets:
         declare(module, *_data_axes(mesh))
         follow_all(replaced)
-        split_parameters(module)
     return module
 
 

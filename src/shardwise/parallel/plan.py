@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -15,7 +15,15 @@ from shardwise.core.sizes import lengths
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.boundary import tensor_axis
 from shardwise.parallel.parallelize import Plan
-from shardwise.parallel.resolve import Target, fits, problems, readable, resolve, styles_of
+from shardwise.parallel.resolve import (
+    Target,
+    fit_heads,
+    fits,
+    problems,
+    readable,
+    resolve,
+    styles_of,
+)
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import entry_of
 from shardwise.parallel.styles import ColwiseParallel, RowwiseParallel
@@ -108,6 +116,7 @@ def check_plan(module: nn.Module, plan: Plan, device_mesh: DeviceMesh | int) -> 
     added: list[Target] = []
     try:
         if not wrong:
+            found = replace(found, targets=tuple(fit_heads(module, found.targets, num_ranks)))
             added = counterparts(tied_owners(module), found.targets)
     except ShardwiseError as error:
         wrong.append(error)

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.placements import Placement
+from shardwise._torch.pytree import tree_flatten
+from shardwise.core.mesh import Grid, grid_of
+from shardwise.core.placements import Placement, Replicate, Shard
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel.boundary import ModuleBoundary, one_per_tensor
 from shardwise.parallel.style import ParallelStyle, append_output_hook, prepend_input_hook
+from shardwise.simulation.parts import one_part
 
 Layouts = Placement | tuple[Placement | None, ...]
 KwargLayouts = Mapping[str, Placement]
+
+
+class UnequalLengths(LayoutError, AssertionError):
+    """Two lists of layouts that go together have different lengths; torch asserts it."""
 
 
 class PrepareModuleInput(ParallelStyle):
@@ -53,7 +63,7 @@ class PrepareModuleInput(ParallelStyle):
         self.input_kwarg_layouts = dict(input_kwarg_layouts or {})
         self.desired_input_kwarg_layouts = dict(desired_input_kwarg_layouts or {})
         if self.input_kwarg_layouts.keys() != self.desired_input_kwarg_layouts.keys():
-            raise LayoutError(
+            raise UnequalLengths(
                 f"input_kwarg_layouts names {sorted(self.input_kwarg_layouts)}, but "
                 "desired_input_kwarg_layouts names "
                 f"{sorted(self.desired_input_kwarg_layouts)}: name the same keywords in both."
@@ -215,6 +225,88 @@ class PrepareModuleInputOutput(ParallelStyle):
         return module
 
 
+def input_reshard(
+    module: nn.Module, tp_device_mesh: DeviceMesh, input_reshard_dim: int | None = None
+) -> nn.Module:
+    """Keep a module's replicated inputs sharded along a dim until backward; returns the module.
+
+    What autograd saves of replicated DTensors on `tp_device_mesh`, and of plain inputs, which are
+    then equal on every rank, takes one share of the memory per rank. Backward gathers it again.
+    With None nothing is changed.
+
+    >>> import shardwise, torch
+    >>> from shardwise.parallel import ColwiseParallel, input_reshard, parallelize_module
+    >>> with shardwise.simulate(2):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     layer = parallelize_module(torch.nn.Linear(4, 4), mesh, ColwiseParallel())
+    ...     layer = input_reshard(layer, mesh, input_reshard_dim=0)
+    ...     layer(torch.ones(6, 4)).sum().backward()
+    ...     layer.weight.grad.placements
+    (Shard(0),)
+    """
+    if input_reshard_dim is None:
+        return module
+    grid = grid_of(tp_device_mesh)
+    if grid.num_axes != 1:
+        raise LayoutError(
+            f"input_reshard() takes a mesh with one axis, found {grid!r}: give mesh['tp']."
+        )
+    keep = KeptInputs(grid, input_reshard_dim)
+    module.register_forward_pre_hook(keep.enter, with_kwargs=True)
+    module.register_forward_hook(keep.leave, always_call=True)
+    return module
+
+
+class KeptInputs:
+    """Hooks that shard what autograd saves while a module runs."""
+
+    def __init__(self, grid: Grid, dim: int) -> None:
+        self.grid, self.dim = grid, dim
+        #: Of each running call, the memory of its plain inputs and the hooks around it.
+        self._running: list[tuple[set[int], Any]] = []
+
+    def enter(self, _: nn.Module, args: Any, kwargs: Any) -> None:
+        given = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, torch.Tensor)]
+        plain = {_memory(x) for x in given if not isinstance(x, DTensor)}
+        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        self._running.append((plain, hooks))
+        hooks.__enter__()
+
+    def leave(self, _: nn.Module, args: Any, output: Any) -> None:
+        self._running.pop()[1].__exit__(None, None, None)
+
+    def _pack(self, x: torch.Tensor) -> Any:
+        if x.dim() <= self.dim or (x.is_leaf and x.requires_grad):
+            return x  # a parameter stays anyway
+        if type(x) is DTensor:
+            whole = x._layout.grid is self.grid and all(p.is_replicate() for p in x.placements)
+            if not whole or x._layout.snapshot:
+                return x
+            return _KeptShard(x.detach().redistribute(placements=[Shard(self.dim)]), plain=False)  # type: ignore[attr-defined]
+        if not self._running or _memory(x) not in self._running[-1][0]:
+            return x
+        distributed = DTensor.from_local(x.detach(), self.grid.mesh, [Replicate()])
+        return _KeptShard(distributed.redistribute(placements=[Shard(self.dim)]), plain=True)
+
+    def _unpack(self, kept: Any) -> torch.Tensor:
+        if not isinstance(kept, _KeptShard):
+            return kept
+        whole = kept.shard.redistribute(placements=[Replicate()])
+        return whole.to_local() if kept.plain else whole
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptShard:
+    """A saved tensor, sharded."""
+
+    shard: DTensor
+    plain: bool
+
+
+def _memory(x: torch.Tensor) -> int:
+    return one_part(x).data_ptr()
+
+
 def _pairs(given: Any, wanted: Any, given_name: str, wanted_name: str) -> tuple[Any, Any]:
     """Both layouts as tuples of one length, or None twice."""
     if given is None and wanted is None:
@@ -223,9 +315,9 @@ def _pairs(given: Any, wanted: Any, given_name: str, wanted_name: str) -> tuple[
         raise ArgumentError(f"{given_name} and {wanted_name} go together; one of them is missing.")
     first, second = one_per_tensor(given, given_name), one_per_tensor(wanted, wanted_name)
     if len(first) != len(second):
-        raise LayoutError(
-            f"{given_name} has {len(first)} layouts, {wanted_name} {len(second)}: give one of each "
-            "for every tensor."
+        raise UnequalLengths(
+            f"{given_name} and {wanted_name} should have same length! Found {len(first)} and "
+            f"{len(second)} layouts: give one of each for every tensor."
         )
     return first, second
 

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
 
-from shardwise.core.placements import Placement
+from shardwise.core.placements import Placement, Shard
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.parallel.hugging_face import with_experts_joined
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import style_of
+from shardwise.parallel.styles import ColwiseParallel, SharedHeads
 from shardwise.plans.paths import all_paths, matching_modules, nearest
 
 
@@ -113,6 +114,61 @@ def _no_match(
         f"parallelize_plan: no module of {type(module).__name__} matches {pattern!r}{hint} "
         f"{len(styles) - num_unmatched} of {len(styles)} entries apply, to {modules}."
     )
+
+
+#: What modules call the width of a head.
+_HEAD_WIDTHS = ("head_dim", "attention_head_size", "head_size", "key_value_proj_dim")
+
+
+def fit_heads(root: nn.Module, targets: Iterable[Target], num_ranks: int) -> list[Target]:
+    """The targets, with `SharedHeads` where layers have fewer heads than ranks.
+
+    The layers of an attention module that pass heads on as plain tensors must be split between
+    heads. Raises where they cannot be.
+    """
+    found = list(targets)
+    heads: dict[str, dict[int, int]] = {}
+    for number, target in enumerate(found):
+        parent, _, name = target.path.rpartition(".")
+        count = _num_heads(root.get_submodule(parent), target) if name else None
+        if count is not None:
+            heads.setdefault(parent, {})[number] = count
+    for parent, counts in heads.items():
+        most = max(counts.values())
+        for number, count in counts.items():
+            if count % num_ranks == 0:
+                continue
+            target = found[number]
+            fits = [n for n in range(1, most + 1) if _heads_fit(set(counts.values()), n)]
+            if num_ranks not in fits:
+                raise LayoutError(
+                    f"Module {parent!r}: {num_ranks} ranks cannot split {target.path!r} between "
+                    f"its {count} heads; its layers have {', '.join(map(str, counts.values()))} "
+                    f"heads. A tensor axis of {', '.join(map(str, fits))} works, or the style "
+                    '"colwise_rep" for these layers, which gathers their heads.'
+                )
+            style: Any = target.style
+            found[number] = replace(target, style=SharedHeads(style, count, most // num_ranks))
+    return found
+
+
+def _heads_fit(counts: set[int], num_ranks: int) -> bool:
+    """Whether each rank gets as many query heads, with the key heads that they use."""
+    return max(counts) % num_ranks == 0 and not any(n % num_ranks and num_ranks % n for n in counts)
+
+
+def _num_heads(parent: nn.Module, target: Target) -> int | None:
+    """The heads of a colwise layer that passes plain shards on; None for any other target."""
+    style, module = target.style, target.module
+    if type(style) is not ColwiseParallel or not isinstance(module, nn.Linear):
+        return None
+    if not style.use_local_output or style.output_layouts not in (None, Shard(-1)):
+        return None
+    widths = [getattr(parent, name, None) for name in _HEAD_WIDTHS]
+    width = next((w for w in widths if type(w) is int and w > 0), None)
+    if width is None or module.out_features % width:
+        return None
+    return module.out_features // width
 
 
 def problems(targets: list[Target]) -> list[ShardwiseError]:

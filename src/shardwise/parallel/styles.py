@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
+from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.mesh import Coordinate
+from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
+from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.parallel.boundary import ModuleBoundary
 from shardwise.parallel.style import (
@@ -17,6 +22,7 @@ from shardwise.parallel.style import (
     only_output,
     prepend_input_hook,
 )
+from shardwise.simulation.plain_ranks import on_plain_ranks
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
@@ -116,6 +122,51 @@ class ColwiseParallel(_MatrixStyle):
 
     def _default_output(self) -> Placement:
         return Shard(-1)
+
+
+class SharedHeads(ColwiseParallel):
+    """A colwise layer with fewer heads than ranks: whole parameters, several ranks use one head.
+
+    `parallelize_module` takes it for keys and values where a plan says colwise. Each rank computes
+    all heads, which are few, and passes one on; the gradients of the parameters are Partial.
+    `group` query heads of a rank use that one.
+    """
+
+    def __init__(self, asked: ColwiseParallel, num_heads: int, group: int) -> None:
+        super().__init__(input_layouts=asked.input_layouts)
+        self.path, self.src_data_rank = asked.path, asked.src_data_rank
+        self.num_heads, self.group = num_heads, group
+
+    def regroup(self, root: nn.Module) -> None:
+        """Tell a module of Hugging Face how many query heads use one key head here."""
+        parent: Any = root.get_submodule(self.path.rpartition(".")[0])
+        if hasattr(parent, "num_key_value_groups"):
+            parent.num_key_value_groups = self.group
+
+    def parameter_placements(self, module: nn.Module) -> Mapping[str, Placement]:
+        return {"weight": REPLICATE, "bias": REPLICATE}
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        boundary = self.boundary(device_mesh)
+        self.place_parameters(module, boundary)
+        given = self.input_layouts or REPLICATE
+        prepend_input_hook(module, first_input(boundary, given, REPLICATE))
+        append_output_hook(module, functools.partial(_take_head, boundary, self.num_heads))
+        return module
+
+
+def _take_head(boundary: ModuleBoundary, num_heads: int, output: DTensor) -> torch.Tensor:
+    """The output of the head that this rank uses."""
+    grads = list(output.placements)
+    grads[boundary.axis] = Partial()
+    num_ranks, width = boundary.mesh.size(boundary.axis), output.shape[-1] // num_heads
+
+    def head(coordinate: Coordinate, whole: torch.Tensor) -> torch.Tensor:
+        number = coordinate[boundary.axis] * num_heads // num_ranks
+        return whole.narrow(-1, number * width, width)
+
+    whole = boundary.move(output, REPLICATE)
+    return on_plain_ranks(output._layout.grid, head, boundary.to_local(whole, grads))
 
 
 class RowwiseParallel(_MatrixStyle):

@@ -17,10 +17,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from shardwise.embedding.collection import EmbeddingBagCollection
 from shardwise.embedding.jagged import Jagged
-from shardwise.embedding.optimizers import RowWiseAdagrad
 from shardwise.embedding.plan import Entry, Plan
-from shardwise.embedding.table import Table
 from shardwise.launch import launch
+from shardwise.lookup.optimizers import RowWiseAdagrad
+from shardwise.lookup.table import Table
 from shardwise.planner.constants import Constants, Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import price
@@ -107,12 +107,18 @@ def calibrate(*, num_ranks: int = 4, repeats: int = 4) -> Constants:
     zero = Kernel(0.0, 0.0, 0.0, 0.0, (1.0,), (0.0,))
     sources = {
         "lookup, update": f"{said}; {len(CASES)} cases, {threads} threads",
+        "round_byte_s": said,
         "exchanges": f"{said}; steps of {num_ranks} gloo processes of one machine",
         "between hosts": "not measured: taken as within one",
     }
     nothing = {each.name: 0.0 for each in fields(Constants) if each.type == "float"}
     empty = Constants(name="this machine", lookup=zero, update=zero, sources=sources, **nothing)
-    whole = replace(empty, lookup=fit_kernel(lookups), update=fit_kernel(updates))
+    whole = replace(
+        empty,
+        lookup=fit_kernel(lookups),
+        update=fit_kernel(updates),
+        round_byte_s=measure_rounding(),
+    )
     measured = launch(measure_steps, num_ranks, repeats, threads, collective_timeout_s=300)
     return fit_steps(whole, empty, np.asarray(measured), num_ranks)
 
@@ -244,6 +250,17 @@ def measure_case(
         different * dim * 4.0,
     )
     return KernelTiming(*figures, min(forward)), KernelTiming(*figures, min(backward))
+
+
+def measure_rounding(num: int = 1 << 18, repeats: int = 20) -> float:
+    """CPU seconds per byte to round numbers to bfloat16, or to widen them."""
+    numbers = torch.rand(num)
+    times = []
+    for _ in range(repeats):
+        start = time.process_time()
+        numbers.to(torch.bfloat16).to(torch.float32)
+        times.append(time.process_time() - start)
+    return min(times) / (2 * num * numbers.element_size())
 
 
 # -- fitting ---------------------------------------------------------------------------------

@@ -10,7 +10,6 @@ table, per id and per bag: a kernel's time is not the sum of the times of tables
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -21,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.plans.files import read_content
+from shardwise.plans.files import LARGEST, read_content, write_text
 
 FORMAT = "shardwise constants 1"
 #: Files that come with the package, by name.
@@ -82,6 +81,8 @@ class Constants:
     at_once: float | None = None
     #: Where each figure comes from.
     sources: Mapping[str, str] = field(default_factory=dict)
+    #: Seconds per byte of rows that are rounded to a narrower dtype, or widened.
+    round_byte_s: float = 0.0
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the constants to a JSON file, whole or not at all."""
@@ -89,9 +90,7 @@ class Constants:
         if file.suffix != ".json":
             raise ArgumentError(f"Constants are written as .json, found {str(file)!r}.")
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-        half = file.with_name(f".{file.name}.half")
-        half.write_text(text, encoding="utf-8")
-        os.replace(half, file)
+        write_text(file, text)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Constants:
@@ -119,7 +118,7 @@ class Constants:
 def _constants(file: Path, content: dict[str, Any]) -> Constants:
     known = {each.name for each in fields(Constants)}
     others = sorted(set(content) - known)
-    missing = sorted(known - set(content) - {"step_s", "at_once", "sources"})
+    missing = sorted(known - set(content) - {"round_byte_s", "step_s", "at_once", "sources"})
     if others or missing:
         said = f"unknown: {', '.join(others)}" if others else f"missing: {', '.join(missing)}"
         raise LayoutError(f"{file}: {said}.")
@@ -149,5 +148,5 @@ def _kernel(file: Path, name: str, value: Any) -> Kernel:
 
 def _check(file: Path, name: str, value: Any) -> None:
     good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not math.isfinite(value) or value < 0:
+    if not good or not 0 <= value <= LARGEST:
         raise LayoutError(f"{file}: {name} is a number from 0 on, found {value!r}.")

@@ -5,6 +5,10 @@ All ranks request rows of all tables, so which ranks hold a shard does not chang
 The holder receives ids, looks rows up, sends them, receives gradients and updates; every rank sends
 ids, assembles rows and sends gradients. An exchange takes as long as the rank that sends or
 receives most; those are holders, so the network time is theirs.
+
+Where the rows of a table are split and a sample says which are frequent, parts differ. The problem
+then has every holder pay for the ids of the busiest part, so that ranks stay interchangeable; a
+plan is priced with each rank's own part, and the bound is that of even parts.
 """
 
 from __future__ import annotations
@@ -15,10 +19,11 @@ from dataclasses import dataclass
 from functools import cache
 
 import numpy as np
+import torch
 
 from shardwise.core.sizes import lengths
-from shardwise.embedding.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.errors import ArgumentError
+from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.planner.constants import Constants
 from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Option
 from shardwise.planner.workload import TableUse
@@ -46,6 +51,8 @@ class Setting:
     optimizer: str = "rowwise_adagrad"
     number_bytes: int = 4
     pooled: bool = True
+    #: The dtype in which rows and gradients are sent; None: that of the tables.
+    exchange_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -61,6 +68,22 @@ class Setting:
     @property
     def between(self) -> float:
         return (self.num_ranks - self.ranks_per_host) / self.num_ranks
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of a number that is sent."""
+        return self.number_bytes if self.exchange_dtype is None else self.exchange_dtype.itemsize
+
+    @property
+    def rounded_bytes(self) -> int:
+        """Further bytes of each number in buffers, if numbers are rounded to be sent."""
+        return 0 if self.exchange_dtype is None else self.sent_bytes
+
+    @property
+    def round_number_s(self) -> float:
+        """Seconds to round a number to be sent, or to widen one that came."""
+        rounds = self.exchange_dtype is not None
+        return self.number_bytes * self.constants.round_byte_s if rounds else 0.0
 
     @property
     def owner_byte_s(self) -> float:
@@ -99,21 +122,35 @@ class Loads:
     def only(self, place: int) -> Loads:
         return Loads(self.setting, [self.uses[place]])
 
-    def held(self, share: Array | float, width: Array) -> Array:
-        """The load on a rank that holds `share` of the rows, `width` columns wide."""
+    def busiest(self, holders: int) -> Array:
+        """Per table, the fraction of ids of the busiest of so many parts of its rows."""
+        even = 1.0 / holders
+        return np.array([use.shares(holders).max() if use.below else even for use in self.uses])
+
+    def held(self, share: Array | float, width: Array, busy: Array | None = None) -> Array:
+        """The load on a rank that holds `share` of the rows, `width` columns wide.
+
+        It gets the fraction `busy` of the ids, `share` by default.
+        """
         s, c = self.setting, self.setting.constants
         row_bytes = width * s.number_bytes
-        ids, unique = self.ids * share, self.unique * share
+        busy = np.asarray(share) if busy is None else busy
         rows = np.ceil(self.rows * share - 1e-6)
+        ids, unique = self.ids * busy, np.minimum(self.unique * busy, rows)
         answers = self.bags if s.pooled else ids
-        lengths = self.bags if s.pooled else 0.0
+        lengths = self.bags if s.pooled else np.zeros_like(self.bags)
+        if s.pooled:  # see Note [Rows instead of sums] in `lookup.messages`
+            rows_are_fewer = (np.asarray(share) < 1) & (self.ids * share < self.bags)
+            answers = np.where(rows_are_fewer, ids, self.bags)
+            lengths = np.where(rows_are_fewer, 0.0, self.bags)
         touched = unique * row_bytes
         seconds = c.lookup.seconds(ids, answers, row_bytes, touched)
         seconds += c.update.seconds(ids, answers, row_bytes, touched)
         message = (ids + lengths) * ID_BYTES
-        seconds += (message + 2 * answers * row_bytes) * s.owner_byte_s
+        numbers = 2 * answers * width
+        seconds += (message + numbers * s.sent_bytes) * s.owner_byte_s + numbers * s.round_number_s
         held = rows * row_bytes + s.state_bytes(rows, width)
-        buffers = message + 2 * answers * row_bytes
+        buffers = message + numbers * (s.number_bytes + s.rounded_bytes)
         return np.stack([seconds, held + buffers], 1)
 
     def requested(self, holders: float, width: Array, *, by_rows: bool) -> Array:
@@ -123,14 +160,19 @@ class Loads:
         copies = 1.0 if by_rows else holders
         lengths = bags * holders if s.pooled else 0.0
         numbers = (bags * holders if s.pooled else ids * copies) * width
+        if s.pooled and by_rows and holders > 1:
+            numbers = np.minimum(numbers, ids * width)
+            lengths = np.where(ids < bags * holders, 0.0, lengths)
         message = (ids * copies + lengths) * ID_BYTES
-        seconds = ids * copies * c.send_id_s + 2 * numbers * s.number_bytes * c.asker_byte_s
+        number_s = s.number_bytes * c.asker_byte_s + s.round_number_s
+        seconds = ids * copies * c.send_id_s + 2 * numbers * number_s
         seconds = seconds + self.features * holders * c.leg_s
         if by_rows and holders > 1:
             seconds = seconds + ids * c.split_id_s
         answers = bags if s.pooled else ids
         # The ids, the received rows, and the output with its gradient.
         held = message + (numbers + 2 * answers * self.dim) * s.number_bytes
+        held = held + numbers * s.rounded_bytes
         if not by_rows and holders > 1 and OPTIMIZERS[s.optimizer] is RowWiseAdagrad:
             # Squares of rows are all-reduced: those of every row if some rank holds nothing.
             squares = self.rows if holders < s.num_ranks else self.unique
@@ -279,7 +321,8 @@ def kind_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
     by_rows = way.kind != "column_wise"
     share = 1.0 / way.holders if by_rows else 1.0
     width = loads.dim if by_rows else loads.dim / way.holders
-    shard = loads.held(share, width)
+    busy = loads.busiest(way.holders) if by_rows else None
+    shard = loads.held(share, width, busy)
     everywhere = loads.requested(way.holders, width, by_rows=by_rows)
     if way.holders == num and num > 1:
         return everywhere + shard, None

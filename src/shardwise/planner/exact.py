@@ -5,11 +5,21 @@ Ranks are interchangeable, so every plan has as many copies as ranks have permut
 that sees them all proves nothing in time. Here tables are ordered by size, and ranks are numbered
 in the order of their first use: a table may use no rank beyond those that the tables before it can
 have used. With several hosts the same holds for hosts, and for the ranks inside each.
+
+Note [Hosts first]
+With `by_host`, the program only says how many shards of a table a host gets, not on which of its
+ranks: a relaxation with few columns, whose bound is as valid, and whose solution is a good start.
+
+Note [Pigeonholes]
+Means over the ranks of a host do not see that shards are whole. Two kinds of rows do: a host with
+a shard of some size has a rank with at least that on top of what all its ranks have; and if it has
+n shards of at least that size, one rank has n / ranks of them, rounded up.
 """
 
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +27,9 @@ from typing import Any
 import numpy as np
 
 from shardwise.planner.problem import BLOCK, HOST, Array, Assignment, Ints, Option, Problem
+
+#: Sizes of shards for which pigeonholes are counted.
+_LEVELS = 6
 
 
 def find_highs() -> Any | None:
@@ -29,8 +42,9 @@ def find_highs() -> Any | None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Exact:
-    """The result of the solver: a better plan, if any, and the bound that it proved."""
+    """The result of the solver: a plan, if any, and the bound that it proved."""
 
+    #: Per table the option, and the ranks of its shards, or with `by_host` their hosts.
     found: Assignment | None
     bound_s: float
 
@@ -62,6 +76,11 @@ class _Model:
         self.row_upper.append(upper)
 
 
+_Terms = tuple[list[int], list[float]]
+_PerTable = dict[int, _Terms]
+_Sizes = dict[float, list[tuple[int, int]]]
+
+
 @dataclass(slots=True, eq=False)
 class _Used:
     """The columns of one option of a table."""
@@ -70,29 +89,39 @@ class _Used:
     choice: int
     option: Option
     pick: int
-    #: Rank to column, or for blocks host to column.
+    #: Rank to column, or for blocks and with `by_host` host to column.
     at: dict[int, int]
     #: Host to column, for options of one shard.
     hosts: dict[int, int]
+    #: How many shards a column of `at` stands for.
+    times: int = 1
 
 
 class ExactProblem:
     """One problem with the options that are left, as a mixed-integer program."""
 
     def __init__(
-        self, problem: Problem, allowed: Sequence[Sequence[int]], bound_s: float, cost_s: float
+        self,
+        problem: Problem,
+        allowed: Sequence[Sequence[int]],
+        bound_s: float,
+        cost_s: float,
+        *,
+        by_host: bool = False,
     ) -> None:
-        self.problem = problem
+        self.problem, self.by_host = problem, by_host
         self.base_s = problem.base_s
         self.scale_s = max(cost_s - self.base_s, 1e-30)
         self.model = _Model()
         self.used: list[_Used] = []
+        #: Columns that count shards, rounded up per rank, and the columns of those shards.
+        self._most: list[tuple[int, list[int], list[float]]] = []
         num, per_host = problem.num_ranks, problem.ranks_per_host
         low, high = (bound_s - self.base_s) / self.scale_s, 1.0
         self.span = self.model.column(high, cost=1.0, lower=max(0.0, low), whole=False)
         width = 1 + len(problem.capacity)
         self._terms: list[list[tuple[list[int], list[float]]]] = [
-            [([], []) for _ in range(num)] for _ in range(width)
+            [([], []) for _ in range(problem.num_hosts if by_host else num)] for _ in range(width)
         ]
         order = self._order(allowed)
         # How many ranks, hosts and ranks of one host the tables so far can have used.
@@ -111,6 +140,8 @@ class ExactProblem:
             picks = [self._add(table, choice, *seen) for choice in allowed[table]]
             self.model.row(picks, [1.0] * len(picks), 1.0, 1.0)
         self._limit()
+        for host in range(problem.num_hosts):
+            self._cut(host)
 
     def _num_hosts(self, option: Option) -> int:
         if option.scope == BLOCK:
@@ -146,12 +177,16 @@ class ExactProblem:
             rows = np.broadcast_to(
                 option.everywhere, (problem.num_ranks, 1 + len(problem.capacity))
             )
-            for rank in range(problem.num_ranks):
-                self._load(rank, pick, rows[rank])
+            if self.by_host:
+                rows = rows.reshape(problem.num_hosts, problem.ranks_per_host, -1).mean(1)
+            for place, load in enumerate(rows):
+                self._load(place, pick, load)
         if option.shards is None:
             return pick
         if option.scope == BLOCK:
             self._add_blocks(used, hosts)
+        elif self.by_host:
+            self._add_on_hosts(used, hosts)
         else:
             self._add_shards(used, ranks, hosts, local)
         return pick
@@ -164,10 +199,27 @@ class ExactProblem:
         least = option.shards.reshape(num, per_host, -1).min(0)
         for host in range(min(problem.num_hosts, max(hosts, num))):
             column = used.at[host] = model.column(1.0)
+            if self.by_host:
+                self._load(host, column, least.mean(0))
+                continue
             for local in range(per_host):
                 self._load(host * per_host + local, column, least[local])
         columns = list(used.at.values())
         model.row([*columns, used.pick], [1.0] * len(columns) + [-float(num)], 0.0, 0.0)
+
+    def _add_on_hosts(self, used: _Used, hosts: int) -> None:
+        model, problem, option = self.model, self.problem, used.option
+        per_host, num = problem.ranks_per_host, option.num_shards
+        assert option.shards is not None, "an option with shards"
+        used.times = num if option.scope == HOST else 1
+        count = num // used.times
+        most = min(count, per_host) if option.distinct else count
+        least = option.shards.min(0) * used.times / per_host
+        for host in range(problem.num_hosts if num > 1 else min(hosts, problem.num_hosts)):
+            used.at[host] = model.column(float(most))
+            self._load(host, used.at[host], least)
+        columns = list(used.at.values())
+        model.row([*columns, used.pick], [1.0] * len(columns) + [-float(count)], 0.0, 0.0)
 
     def _add_shards(self, used: _Used, ranks: int, hosts: int, local: int) -> None:
         model, problem, option = self.model, self.problem, used.option
@@ -229,9 +281,71 @@ class ExactProblem:
         for columns, values in self._terms[0]:
             for column, value in zip(columns, values, strict=True):
                 total[column] = total.get(column, 0.0) + value
-        parts = problem.num_ranks if problem.at_once is None else problem.at_once
-        base = self.base_s * (problem.num_ranks / parts - 1.0) / self.scale_s
+        # Places have equal numbers of ranks, so the mean of places is that of ranks.
+        share = problem.ranks_per_host if self.by_host else 1
+        parts = (problem.num_ranks if problem.at_once is None else problem.at_once) / share
+        base = self.base_s * (problem.num_ranks / share / parts - 1.0) / self.scale_s
         model.row([*total, self.span], [*(v / parts for v in total.values()), -1.0], -np.inf, -base)
+
+    def _cut(self, host: int) -> None:
+        """See Note [Pigeonholes]."""
+        model, problem = self.model, self.problem
+        span = ([self.span], [-1.0])
+        for kind in range(len(self._terms) if self.by_host else 1):
+            unit = self.scale_s if kind == 0 else max(problem.capacity[kind - 1], 1.0)
+            shared, alone, sizes = self._on_host(host, kind, unit)
+            end, most = (span, 0.0) if kind == 0 else (([], []), 1.0)
+            if kind and sum(shared[1]) + sum(sum(v) for _, v in alone.values()) <= most:
+                continue
+            for columns, values in alone.values():
+                row = [*shared[0], *columns, *end[0]]
+                model.row(row, [*shared[1], *values, *end[1]], -np.inf, most)
+            levels = sorted(sizes, reverse=True)
+            places = np.linspace(0, len(levels) - 1, _LEVELS).astype(int) if levels else ()
+            for size in [levels[i] for i in sorted(set(places))] if kind == 0 else []:
+                large = [pair for s in levels if s >= size for pair in sizes[s]]
+                columns = [column for column, _ in large]
+                share = [times / problem.ranks_per_host for _, times in large]
+                count = model.column(float(sum(times for _, times in large)))
+                self._most.append((count, columns, share))
+                model.row([*columns, count], [*share, -1.0], -np.inf, 0.0)
+                row = [*shared[0], count, *end[0]]
+                model.row(row, [*shared[1], size, *end[1]], -np.inf, most)
+
+    def _on_host(self, host: int, kind: int, unit: float) -> tuple[_Terms, _PerTable, _Sizes]:
+        """What all ranks of a host have, single shards per table, and all shards by size."""
+        per_host, num_hosts = self.problem.ranks_per_host, self.problem.num_hosts
+        shared: _Terms = ([], [])
+        alone: _PerTable = {}
+        sizes: _Sizes = {}
+        for used in self.used:
+            option = used.option
+            if option.everywhere is not None:
+                least = option.everywhere.reshape(-1, len(self._terms))[:, kind].min()
+                shared[0].append(used.pick)
+                shared[1].append(float(least) / unit)
+            if option.shards is None:
+                continue
+            size = float(option.shards[:, kind].min()) / unit
+            if option.scope == BLOCK:
+                if host in used.at:
+                    shared[0].append(used.at[host])
+                    shared[1].append(size)
+                continue
+            if self.by_host or used.hosts:
+                at = used.at if self.by_host else used.hosts
+                columns = [at[host]] if host in at else []
+            elif num_hosts == 1 and option.num_shards == 1:
+                columns = [used.pick]
+            else:
+                columns = [c for rank, c in used.at.items() if rank // per_host == host]
+            if size:
+                sizes.setdefault(size, []).extend((column, used.times) for column in columns)
+            if option.num_shards == 1:
+                mine = alone.setdefault(used.table, ([], []))
+                mine[0].extend(columns)
+                mine[1].extend([size] * len(columns))
+        return shared, alone, sizes
 
     # -- solving -----------------------------------------------------------------------------
 
@@ -241,11 +355,15 @@ class ExactProblem:
             ("output_flag", False),
             ("threads", 1),
             ("random_seed", 1),
-            ("time_limit", max(0.05, seconds)),
-            ("mip_rel_gap", gap),
+            # Its gap is relative to the cost, ours to the bound.
+            ("mip_rel_gap", 0.999 * gap / (1 + gap)),
             ("mip_heuristic_effort", 0.15),
         ):
             solver.setOptionValue(name, value)
+        # Its own limit is of wall time: other programs would change the answer.
+        late = time.process_time() + seconds
+        for calls in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
+            calls.subscribe(lambda event: event.interrupt(time.process_time() > late))
         solver.passModel(self._lp(highs))
         if start is not None:
             solution = highs.HighsSolution()
@@ -293,8 +411,8 @@ class ExactProblem:
             found: list[int] = []
             per_host = problem.ranks_per_host
             for place, column in used.at.items():
-                times = round(values[column])
-                if used.option.scope == BLOCK:
+                times = round(values[column]) * used.times
+                if used.option.scope == BLOCK and not self.by_host:
                     found += [place * per_host + i for i in range(per_host)] * times
                 else:
                     found += [place] * times
@@ -320,11 +438,15 @@ class ExactProblem:
             places = (
                 [r // per_host for r in ranks[::per_host]] if used.option.scope == BLOCK else ranks
             )
+            if self.by_host and used.option.scope != BLOCK:
+                places = [rank // per_host for rank in ranks[:: used.times]]
             for place in places:
                 if place in used.at:
                     values[used.at[place]] += 1.0
                 if place // per_host in used.hosts:
                     values[used.hosts[place // per_host]] += 1.0
+        for count, columns, share in self._most:
+            values[count] = np.ceil(values[columns] @ np.asarray(share) - 1e-9)
         return values
 
 

@@ -168,19 +168,28 @@ def describe_result(result: PlanResult) -> str:
         f"gap {100 * result.gap:.2g}% ({result.solution.solver}, "
         f"{result.solution.cpu_s:.2g} CPU seconds, constants of {s.constants.name})",
     ]
-    if result.table_wise_s is not None:
-        ratio = result.cost_s / result.table_wise_s
-        lines.append(f"every table whole on one rank: {1e3 * result.table_wise_s:.4g} ms; this "
-                     f"plan takes {ratio:.2f} of it")  # fmt: skip
-        if ratio > 1 + 1e-6:
-            lines.append(
-                "the plan is more expensive than that: kinds were ruled out by the tables' file"
-            )
-    else:
-        lines.append("every table whole on one rank: does not fit into memory, or was ruled out")
+    lines.append(_table_wise_line(result))
+    sent = result.plan.exchange_dtype
+    if sent is not None:
+        lines.append(f"rows and gradients are sent as {str(sent).removeprefix('torch.')}")
+    elif result.allowed_dtype is not None:
+        lines.append("rows and gradients are not rounded to be sent: that would take longer")
     lines += [f"limited by {each}" for each in limits(result)]
     lines += assumed_lines(result.work)
     return "\n".join(lines)
+
+
+def _table_wise_line(result: PlanResult) -> str:
+    """How the plan compares with `table_wise`, and why that was not taken if it is cheaper."""
+    whole = Plan({"*": "table_wise"}, result.plan.exchange_dtype)
+    other = compare(result, whole, "table_wise")
+    said = f"every table whole on one rank: {1e3 * other.price.step_s:.4g} ms"
+    reasons = [] if other.fits else ["does not fit into memory"]
+    without = [u.table.name for u in result.work.uses if u.kinds and "table_wise" not in u.kinds]
+    if without:
+        reasons.append(f"was ruled out for {without[0]!r}" + (" and others" if without[1:] else ""))
+    said += f", which {' and '.join(reasons)}" if reasons else ""
+    return f"{said}; this plan takes {1 / other.ratio(result):.2f} of it"
 
 
 def assumed_lines(work: Workload) -> list[str]:
@@ -240,6 +249,9 @@ def to_dict(result: PlanResult, comparisons: list[Comparison]) -> dict[str, Any]
         "limits": limits(result),
         "assumed": result.work.assumed(),
         "constants": result.setting.constants.name,
+        "exchange_dtype": None
+        if result.plan.exchange_dtype is None
+        else str(result.plan.exchange_dtype).removeprefix("torch."),
         "plan": {k: v if isinstance(v, str) else dict(v) for k, v in result.plan.entries.items()},
         "ranks": {
             "seconds": priced.seconds.tolist(),

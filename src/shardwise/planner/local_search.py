@@ -7,14 +7,26 @@ of heights falls lexicographically and the search ends.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import numpy as np
 
 from shardwise.planner.packing import Packing
-from shardwise.planner.problem import ANY, BLOCK, HOST, Ints, Option
+from shardwise.planner.problem import ANY, BLOCK, HOST, Array, Ints, Option
 
 #: The relative gain of a step; with less, rounding errors would keep the search going.
 _GAIN = 1e-9
+
+
+#: Groups of ranks that are tried, and ways to divide their tables.
+_DIVISIONS, _MOST_DIVISIONS = 24, 20_000
+
+
+@cache
+def _divisions(num_ranks: int, num_tables: int) -> list[Array]:
+    """For each rank, which tables it gets in each of all divisions."""
+    digits = np.indices((num_ranks,) * num_tables).reshape(num_tables, -1).T
+    return [(digits == rank).astype(float) for rank in range(num_ranks)]
 
 
 class Search:
@@ -38,7 +50,7 @@ class Search:
                 return
             self.num_steps += 1
             worst = int(packing.heights.argmax())
-            if not (self._move_or_swap(worst) or self._choose_again(worst)):
+            if not (self._move_or_swap(worst) or self._choose_again(worst) or self._divide(worst)):
                 return
 
     # -- move a shard of the worst rank, or swap it with a smaller one -----------------------
@@ -170,6 +182,52 @@ class Search:
                 if targets is not None and place not in targets:
                     return False
         return True
+
+    # -- divide the shards of the worst rank and some others anew -----------------------------
+
+    def _divide(self, worst: int) -> bool:
+        """Try every division of whole tables among the worst rank and two or three others."""
+        packing = self.packing
+        whole = {rank: self._whole(rank) for rank in range(packing.num_ranks)}
+        if not whole[worst]:
+            return False
+        limit = packing.heights[worst] * (1 - _GAIN)
+        others = [r for r in range(packing.num_ranks) if r != worst and packing.heights[r] < limit]
+        for trial in range(_DIVISIONS if len(others) > 1 else 0):
+            size = min(2 + trial % 2, len(others))
+            picked = self._rng.permutation(len(others))[:size].tolist()
+            group = [worst, *(others[i] for i in picked)]
+            tables = [table for rank in group for table in whole[rank]]
+            if len(group) ** len(tables) > _MOST_DIVISIONS:
+                continue
+            masks = _divisions(len(group), len(tables))
+            shards = np.stack([self._shard(table) for table in tables])
+            fixed = [packing.loads[r] - sum(map(self._shard, whole[r])) for r in group]
+            after = np.stack(
+                [
+                    packing.height(rest + mask @ shards)
+                    for rest, mask in zip(fixed, masks, strict=True)
+                ]
+            ).max(0)
+            best = int(after.argmin())
+            if after[best] >= limit:
+                continue
+            for number, table in enumerate(tables):
+                place = next(r for r, mask in zip(group, masks, strict=True) if mask[best, number])
+                if place != int(packing.ranks[table][0]):
+                    self._relocate(table, 0, place)
+            return True
+        return False
+
+    def _whole(self, rank: int) -> list[int]:
+        options, chosen = self.packing.problem.options, self.packing.chosen
+        on = sorted(self.packing.tables_on[rank])
+        return [table for table in on if options[table][chosen[table]].num_shards == 1]
+
+    def _shard(self, table: int) -> Array:
+        shards = self.packing.problem.options[table][self.packing.chosen[table]].shards
+        assert shards is not None, "a whole table is one shard"
+        return shards[0]
 
     # -- another option for a table that loads the worst rank --------------------------------
 

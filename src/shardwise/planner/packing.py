@@ -8,6 +8,7 @@ highest rank has no penalty fits.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -165,6 +166,36 @@ class Packing:
             ranks = self.place(self.problem.options[table][chosen[table]])
             if ranks is None:
                 return False
+            self.put(table, chosen[table], ranks)
+        return True
+
+    def fill_hosts(self, chosen: Sequence[int], hosts: Sequence[Ints]) -> bool:
+        """Give each table its option on ranks of these hosts, the largest shards first."""
+        per_host = self.problem.ranks_per_host
+        inside = np.arange(per_host)
+        options = [each[c] for each, c in zip(self.problem.options, chosen, strict=True)]
+
+        def largest(table: int) -> tuple[float, int]:
+            option = options[table]
+            free = option.shards is not None and option.scope != BLOCK
+            return (-float(option.shards[0, 0]) if free else -np.inf), table  # type: ignore[index]
+
+        for table in sorted(range(len(chosen)), key=largest):
+            option = options[table]
+            if option.shards is None:
+                ranks = _NO_RANKS
+            elif option.scope == BLOCK:
+                ranks = (hosts[table][:, None] * per_host + inside).reshape(-1)
+            else:
+                found = []
+                for host in np.unique(hosts[table]).tolist():
+                    num = int((hosts[table] == host).sum())
+                    part = replace(option, shards=option.shards[:num])
+                    placed = self._place_shards(part, host * per_host + inside)
+                    if placed is None:
+                        return False
+                    found.append(placed)
+                ranks = np.concatenate(found)
             self.put(table, chosen[table], ranks)
         return True
 

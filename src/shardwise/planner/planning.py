@@ -13,9 +13,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.mesh import grid_of
 from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
-from shardwise.embedding.plan import Entry, Plan
-from shardwise.embedding.table import Table
+from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
+from shardwise.lookup.table import Table
+from shardwise.planner.bound import Bounds
 from shardwise.planner.constants import Constants
 from shardwise.planner.costs import Setting, SplitKind, table_options
 from shardwise.planner.price import Price, cores_at_once, price
@@ -42,6 +43,11 @@ class PlanResult:
     solution: Solution
     #: Seconds of `table_wise` for every table, where that fits.
     table_wise_s: float | None
+    #: No plan is cheaper than this with the dtype of exchanges that was allowed but not chosen, or
+    #: with parts of rows that get as many ids each.
+    other_bound_s: float = float("inf")
+    #: The dtype of exchanges that was allowed.
+    allowed_dtype: torch.dtype | None = None
 
     @property
     def cost_s(self) -> float:
@@ -50,7 +56,7 @@ class PlanResult:
     @property
     def bound_s(self) -> float:
         """No plan of these kinds is cheaper."""
-        return min(self.solution.bound_s, self.cost_s)
+        return min(self.solution.bound_s, self.other_bound_s, self.cost_s)
 
     @property
     def gap(self) -> float:
@@ -69,6 +75,7 @@ def plan(
     sample: Iterable[Any] | None = None,
     optimizer: str = "rowwise_adagrad",
     dtype: torch.dtype = torch.float32,
+    exchange_dtype: torch.dtype | None = None,
     constants: Constants | str = "cpu",
     seconds: float | None = 60.0,
     gap: float = 0.005,
@@ -79,7 +86,8 @@ def plan(
 
     `mesh` is a mesh of one axis, or a number of ranks. `memory` is of one rank, in bytes; `batch`
     counts the bags of a feature in a step, over all ranks. Figures that are not given are measured
-    from `sample`, or assumed; see `Workload.assumed`. The search ends when the plan is proven to be
+    from `sample`, or assumed; see `Workload.assumed`. `exchange_dtype` allows rows and gradients to
+    be rounded to that dtype where it is faster. The search ends when the plan is proven to be
     within `gap` of the best, when nothing helps, or after `seconds` of CPU time.
 
     On a mesh of real processes the first rank plans, and all get its plan.
@@ -89,14 +97,21 @@ def plan(
     >>> sorted(found.plan.entries), found.gap < 0.05
     (['day', 'item', 'user'], True)
     """
+    for name, number in (("seconds", seconds), ("gap", gap)):
+        if number is not None and not number >= 0:
+            raise ArgumentError(f"{name} is a number from 0 on, found {number!r}.")
     work = as_workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated)
     if sample is not None:
         work = with_sample(work, sample, batch=batch if isinstance(batch, int) else None)
     num_ranks = _num_ranks(mesh)
     setting = make_setting(num_ranks, hosts, constants, optimizer, dtype, work.pooled)
+    check_exchange_dtype(exchange_dtype, dtype)
+    settings = [setting]
+    if exchange_dtype is not None and num_ranks > 1:
+        settings.append(replace(setting, exchange_dtype=exchange_dtype))
 
     def run() -> PlanResult:
-        return _planned(work, setting, memory, seconds, gap, solver, tell)
+        return _best_of(work, settings, memory, seconds, gap, solver, tell)
 
     group = _real_group(mesh)
     return run() if group is None else _on_first_rank(run, mesh, work, setting, memory)
@@ -182,16 +197,52 @@ def _on_first_rank(
 # -- one plan --------------------------------------------------------------------------------
 
 
-def _planned(
+def _best_of(
     work: Workload,
-    setting: Setting,
+    settings: Sequence[Setting],
     memory: float | None,
     seconds: float | None,
     gap: float,
     solver: bool,
     tell: Callable[[Progress], None] | None,
 ) -> PlanResult:
+    """The plan with the dtype of exchanges that has the lower bound; the first where equal."""
     limit = _checked_memory(memory)
+    bounds = [_bound_s(work, each, limit) if len(settings) > 1 else 0.0 for each in settings]
+    failed: NoPlanFits | None = None
+    for number in sorted(range(len(settings)), key=lambda i: bounds[i]):
+        try:
+            found = _planned(work, settings[number], limit, seconds, gap, solver, tell)
+        except NoPlanFits as error:
+            failed = failed or error
+            continue
+        others = [bound for i, bound in enumerate(bounds) if i != number]
+        if any(use.below for use in work.uses):
+            even = replace(work, uses=tuple(replace(use, below=()) for use in work.uses))
+            others += [_bound_s(even, each, limit) for each in settings]
+        allowed = settings[-1].exchange_dtype
+        return replace(found, other_bound_s=min(others, default=np.inf), allowed_dtype=allowed)
+    assert failed is not None, "a setting was tried"
+    raise failed
+
+
+def _bound_s(work: Workload, setting: Setting, limit: float) -> float:
+    try:
+        bound = Bounds(make_problem(work, setting, limit)).best()
+    except NoPlanFits:
+        return np.inf
+    return np.inf if bound is None else bound.seconds
+
+
+def _planned(
+    work: Workload,
+    setting: Setting,
+    limit: float,
+    seconds: float | None,
+    gap: float,
+    solver: bool,
+    tell: Callable[[Progress], None] | None,
+) -> PlanResult:
     problem = make_problem(work, setting, limit)
     baseline = _table_wise(problem, work, setting, limit)
     starts = [] if baseline is None else [baseline[1]]
@@ -253,7 +304,7 @@ def plan_of(assignment: Assignment, work: Workload, setting: Setting) -> Plan:
         elif way.kind in ("grid", "column_wise") and len(ranks) < setting.num_ranks and ranks:
             entry = {"kind": way.kind, "ranks": ranks}
         entries[use.table.name] = entry
-    return Plan(entries)
+    return Plan(entries, setting.exchange_dtype)
 
 
 def _table_wise(

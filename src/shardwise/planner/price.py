@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from shardwise.embedding.optimizers import RowWiseAdagrad
 from shardwise.embedding.plan import Plan
-from shardwise.embedding.table import Table
+from shardwise.lookup.optimizers import RowWiseAdagrad
+from shardwise.lookup.routing import rows_are_fewer
+from shardwise.lookup.table import Table
 from shardwise.planner.costs import ID_BYTES, OPTIMIZERS, Loads, Setting, shard_sizes
 from shardwise.planner.problem import Array, Ints
-from shardwise.planner.workload import Workload
+from shardwise.planner.workload import TableUse, Workload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -108,7 +109,8 @@ def shard_groups(plan: Plan, tables: Sequence[Table], num_ranks: int) -> Iterato
 
 
 def price(plan: Plan, work: Workload, setting: Setting) -> Price:
-    """What a step of a plan takes, holds and sends."""
+    """What a step of a plan takes, holds and sends, in the dtype that the plan names."""
+    setting = replace(setting, exchange_dtype=plan.exchange_dtype)
     tables, num = work.tables, setting.num_ranks
     groups = list(shard_groups(plan, tables, num))
     loads = Loads(setting, [work.uses[group.table] for group in groups])
@@ -121,9 +123,10 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     rows = np.where(by_columns, loads.rows, sizes)
     params = rows * width * setting.number_bytes
     state = setting.state_bytes(rows, width)
-    answers = loads.bags if work.pooled else loads.ids * fraction
-    message = (loads.ids * fraction + (loads.bags if work.pooled else 0.0)) * ID_BYTES
-    sent = answers * width * setting.number_bytes
+    sums_bags = np.array([work.pooled and not _by_id(g, i, loads) for i, g in enumerate(groups)])
+    answers = np.where(sums_bags, loads.bags, loads.ids * fraction)
+    message = (loads.ids * fraction + np.where(sums_bags, loads.bags, 0.0)) * ID_BYTES
+    sent = answers * width * setting.sent_bytes
     exchange = (message + 2 * sent) * setting.owner_byte_s
     sums = np.zeros((6, num))
     asking, buffers = _asking(groups, loads, setting)
@@ -138,6 +141,14 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
             buffer = held[i, 1] - params[i] - state[i]
             found = (held[i, 0] - exchange[i], exchange[i], params[i], state[i], buffer, sent[i])
         sums[:, here] += np.asarray(found)[:, None]
+        if work.uses[group.table].below and _is_split(group):
+            # A sample says how many ids each part of the rows gets.
+            busy = _own_shares(groups, i, work.uses[group.table], num)
+            more = loads.only(i).held(fraction[i], width[i : i + 1], busy) - held[i]
+            sums[0, here] += more[:, 0]
+            sums[4, here] += more[:, 1]
+            if not sums_bags[i]:
+                sums[5, here] += loads.ids[i] * (busy - fraction[i]) * width[i] * setting.sent_bytes
     traffic = _traffic(groups, loads, setting, width)
     stacks = _num_stacks(groups, num, width)
     calls = setting.constants.lookup.call_s + setting.constants.update.call_s
@@ -150,13 +161,27 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
         sums[2],
         sums[3],
         sums[4] + buffers,
-        _counts_bytes(int(stacks.max()), work, num) if num > 1 else 0,
+        _counts_bytes(groups, work, num, width) if num > 1 else 0,
         traffic[0] if num > 1 else 0.0,
         sums[5] if num > 1 else sums[5] * 0,
         traffic[1] if num > 1 else 0.0,
         copies if num > 1 else 0.0,
         traffic[2] if num > 1 else 0.0,
     )
+
+
+def _own_shares(groups: Sequence[ShardGroup], place: int, use: TableUse, num_ranks: int) -> Array:
+    """Of each rank of a group: the fraction of the table's ids that go to its rows."""
+    group = groups[place]
+    before = sum(_count(each, num_ranks) for each in groups[_first(groups, place) : place])
+    # Parts without rows have no ids either, and come last.
+    return use.shares(group.holders)[before : before + _count(group, num_ranks)]
+
+
+def _count(group: ShardGroup, num_ranks: int) -> int:
+    """How many ranks a group has."""
+    ranks = group.ranks
+    return len(range(*ranks.indices(num_ranks))) if isinstance(ranks, slice) else len(ranks)
 
 
 def _asking(groups: Sequence[ShardGroup], loads: Loads, setting: Setting) -> tuple[float, float]:
@@ -185,17 +210,14 @@ def _traffic(
     for i, group in enumerate(groups):
         if group.kind == "data_parallel":
             continue
-        count = (
-            len(range(*group.ranks.indices(num)))
-            if isinstance(group.ranks, slice)
-            else len(group.ranks)
-        )
+        count = _count(group, num)
         own_ids, own_bags = loads.ids[i] / num, loads.bags[i] / num
         part = 1.0 if group.kind == "column_wise" else group.size / loads.rows[i]
-        sent = count * (own_ids * part + (own_bags if setting.pooled else 0.0))
+        sums_bags = setting.pooled and not _by_id(group, i, loads)
+        sent = count * (own_ids * part + (own_bags if sums_bags else 0.0))
         ids += sent * ID_BYTES
-        numbers = own_bags if setting.pooled else own_ids * part
-        gradients += count * numbers * width[i] * setting.number_bytes
+        numbers = own_bags if sums_bags else own_ids * part
+        gradients += count * numbers * width[i] * setting.sent_bytes
         if summed and group.kind == "column_wise" and group.holders > 1 and i == _first(groups, i):
             rows = loads.rows[i] if group.holders < num else loads.unique[i]
             squares += rows * setting.number_bytes
@@ -217,7 +239,36 @@ def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> A
     return sum(stacks.values(), np.zeros(num_ranks))
 
 
-def _counts_bytes(most_stacks: int, work: Workload, num_ranks: int) -> int:
-    """Bytes of the exchange of counts; see `embedding.exchange.routing._note`."""
+def _by_id(group: ShardGroup, place: int, loads: Loads) -> bool:
+    """Whether ids and rows are exchanged; see Note [Rows instead of sums] of `embedding`."""
+    return _is_split(group) and rows_are_fewer(loads.ids[place], loads.bags[place], group.holders)
+
+
+def _is_split(group: ShardGroup) -> bool:
+    return group.kind not in ("column_wise", "data_parallel") and group.holders > 1
+
+
+def _counts_bytes(
+    groups: Sequence[ShardGroup], work: Workload, num_ranks: int, width: Array
+) -> int:
+    """Bytes of the exchange of counts; see `lookup.messages`."""
+    holders: dict[int, tuple[int, ...]] = {}
+    for group in groups:
+        if _is_split(group):
+            before = holders.get(group.table, ())
+            if isinstance(group.ranks, slice):
+                first = before[0] if before else group.ranks.start
+                holders[group.table] = (first, group.ranks.stop)
+            else:
+                holders[group.table] = (*before, *group.ranks.tolist())
+    blocks: dict[tuple[int, tuple[int, ...]], Array] = {}
+    for i, group in enumerate(groups):
+        if group.kind != "data_parallel":
+            key = (int(width[i]), holders.get(group.table, ()))
+            blocks.setdefault(key, np.zeros(num_ranks))[group.ranks] = 1.0
+    most = int(sum(blocks.values(), np.zeros(num_ranks)).max())
+    num_groups = sum(1 for _, where in blocks if where)
+    told = 1 + 2 * num_groups if num_groups else 0
     features = sum(len(table.features) for table in work.tables)
-    return (features + most_stacks + 2) * 8 * num_ranks
+    per_block = 2 if num_groups and work.pooled else 1
+    return (features + most * per_block + 2 + told) * 8 * num_ranks

@@ -21,10 +21,10 @@ from shardwise.planner.local_search import Search
 from shardwise.planner.packing import Packing, packed
 from shardwise.planner.problem import Assignment, Problem
 
-#: Beyond so many columns the exact model is not tried.
-_MOST_COLUMNS = 30_000
-#: Kicks of the local search, per problem; fewer where a step takes longer.
-_KICKS = 400
+#: Beyond so many columns the exact model is not tried; with several hosts it proves less.
+_MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
+#: Kicks of the local search at most, and per table.
+_KICKS, _TABLE_KICKS = 1_000, 50
 _KICK_TABLES = 20_000
 #: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
@@ -149,11 +149,12 @@ def solve(
         )
     solver = "own search"
     # Within one host the solver is quick; with several, kicks are.
-    _kick(run, packings, gap, rounds=_KICKS // 4 if problem.num_hosts > 1 else _KICKS // 40)
+    _kick(run, packings, gap, rounds=_KICKS // 10 if problem.num_hosts > 1 else _KICKS // 100)
     highs = find_highs() if exact else None
-    wanted = highs is not None and not run.close(gap) and not run.late()
-    if wanted and _exact(run, gap, highs):
-        solver = "HiGHS and own search"
+    for by_host in (True, False):
+        wanted = highs is not None and not run.close(gap) and not run.late()
+        if wanted and _exact(run, gap, highs, packings, by_host):
+            solver = "HiGHS and own search"
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
     run.note("done")
@@ -222,7 +223,7 @@ def _kick(
     pool = [_packing_of(run.best, run.cost), *others[: _POOL - 1]]
     failed, cost = [0] * len(pool), np.inf
     allowed: list[list[int]] = []
-    for number in range(rounds):
+    for number in range(min(rounds, _TABLE_KICKS * len(problem.names))):
         if run.late() or run.close(gap):
             return
         place = number % len(pool)
@@ -252,16 +253,17 @@ def _packing_of(assignment: Assignment, cost: float) -> Packing:
     return packing
 
 
-def _exact(run: _Run, gap: float, highs: object) -> bool:
+def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_host: bool) -> bool:
     assert run.best is not None, "there is an answer"
     problem = run.problem
     allowed = allowed_lists(problem, run.bounds.useful(run.cost))
+    places = problem.num_hosts if by_host else problem.num_ranks
     size = sum(
-        problem.num_ranks if problem.options[t][c].shards is not None else 1
+        places if problem.options[t][c].shards is not None else 1
         for t, choices in enumerate(allowed)
         for c in choices
     )
-    if size > _MOST_COLUMNS:
+    if size > (_MOST_ON_HOSTS if problem.num_hosts > 1 and not by_host else _MOST_COLUMNS):
         return False
     start: Assignment | None = run.best
     for table, choices in enumerate(allowed):
@@ -270,14 +272,23 @@ def _exact(run: _Run, gap: float, highs: object) -> bool:
             if not choices:
                 run.bound_s = max(run.bound_s, run.cost)
                 return True
-    left = 20.0 if run.seconds is None else max(0.1, run.seconds - run.elapsed())
-    if problem.num_hosts > 1:
-        left *= 0.6  # with several hosts it proves less, and kicks find more
-    model = ExactProblem(problem, allowed, run.bound_s, run.cost)
+    left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
+    several = problem.num_hosts > 1
+    left *= 0.5 if by_host else 0.7 if several else 0.95
+    model = ExactProblem(problem, allowed, run.bound_s, run.cost, by_host=by_host)
     answer = model.solve(highs, seconds=left, gap=gap, start=start)
-    if answer.found is not None:
-        run.offer(answer.found, "HiGHS")
     if answer.bound_s > run.bound_s:
         run.bound_s = min(answer.bound_s, run.cost)
         run.note("HiGHS")
+    if answer.found is not None and not by_host:
+        run.offer(answer.found, "HiGHS")
+    elif answer.found is not None:
+        packing = Packing(problem, run.cost)
+        if packing.fill_hosts(answer.found.chosen, answer.found.ranks):
+            target = run.bound_s * (1 + gap) - problem.base_s
+            Search(packing, allowed).run(target, run.late, max_steps=_steps(problem))
+            run.offer(packing.assignment(), "HiGHS and moves")
+            packings.append(packing)
+            if several:
+                _kick(run, packings, gap, rounds=_KICKS // 10, first_seed=3 * _KICKS)
     return True

@@ -17,7 +17,6 @@ Missing figures have defaults; the report says which were used.
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,18 +24,21 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import KINDS
-from shardwise.embedding.table import Table, checked_tables
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.plans.files import read_content
+from shardwise.lookup.table import Table, checked_tables
+from shardwise.plans.files import LARGEST, read_content
 
 FORMAT = "shardwise tables 1"
 #: Of Meta's public set of 2021: 887,017,990 ids in 65,536 bags of 856 tables, 6.9 uses of each.
 DEFAULT_IDS_PER_BAG = 15.8
 DEFAULT_REPEATED = 0.855
 DEFAULT_BATCH = 65536
+#: Parts of the rows of which a sample's ids are counted.
+_PARTS = 64
 _KEYS = {
     "rows", "dim", "ids_per_bag", "repeated", "batch", "features", "pooling", "kinds",
     "max_column_cuts",
@@ -59,6 +61,9 @@ class TableUse:
     max_column_cuts: int | None = None
     #: Figures that are defaults.
     assumed: tuple[str, ...] = ()
+    #: The fraction of ids below each of equally spaced rows, the last being 1; () if ids are
+    #: spread evenly over the rows.
+    below: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         name = self.table.name
@@ -68,7 +73,7 @@ class TableUse:
             ("batch", self.bags, 1.0),
         ):
             good = isinstance(number, int | float) and not isinstance(number, bool)
-            if not good or not math.isfinite(number) or number < least:
+            if not good or not least <= number <= LARGEST:
                 raise ArgumentError(
                     f"Table {name!r}: {what} is a number from {least:g} on, found {number!r}."
                 )
@@ -77,7 +82,7 @@ class TableUse:
                 f"Table {name!r}: repeated is the share of ids that occurred before, below 1; "
                 f"found {self.repeated!r}."
             )
-        unknown = [kind for kind in self.kinds or () if kind not in KINDS]
+        unknown = [k for k in self.kinds or () if not isinstance(k, str) or k not in KINDS]
         if unknown or self.kinds == ():
             raise ArgumentError(
                 f"Table {name!r}: kinds are some of {', '.join(KINDS)}; found "
@@ -96,6 +101,18 @@ class TableUse:
     def ids(self) -> float:
         """Ids of a step, over all ranks."""
         return self.bags * self.ids_per_bag
+
+    def shares(self, parts: int) -> npt.NDArray[np.float64]:
+        """The fraction of ids that each of so many equal parts of the rows gets.
+
+        >>> use = TableUse(Table("a", 100, 4), 1.0, 0.0, 8, below=(0.5, 0.75, 1.0, 1.0))
+        >>> use.shares(2).tolist(), use.shares(4).tolist()
+        ([0.75, 0.25], [0.5, 0.25, 0.25, 0.0])
+        """
+        rows = self.table.num_embeddings
+        edges = np.minimum(np.arange(parts + 1) * -(-rows // parts), rows) / rows
+        known = np.linspace(0.0, 1.0, len(self.below) + 1)
+        return np.diff(np.interp(edges, known, (0.0, *self.below)) if self.below else edges)
 
     @property
     def unique(self) -> float:
@@ -237,7 +254,8 @@ def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> T
 
 
 def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = None) -> Workload:
-    """Figures measured from a sample of batches: ids per bag, repeated ids, and bags per step.
+    """Figures measured from a sample of batches: ids per bag, repeated ids, bags per step, and
+    how ids are spread over the rows.
 
     A batch is what the collection takes: a `Jagged`, or what becomes one. Each is taken as the step
     of all ranks; with `batch`, only its ids per bag and its repeats are used.
@@ -245,12 +263,13 @@ def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = N
     bags: dict[str, int] = {}
     ids: dict[str, int] = {}
     different: dict[str, int] = {}
+    where: dict[str, np.ndarray] = {}
     num_batches = 0
     for each in batches:
         jagged = Jagged.of(each)
         num_batches += 1
         for use in work.uses:
-            _count(use.table, jagged, bags, ids, different)
+            _count(use.table, jagged, bags, ids, different, where)
     if not num_batches:
         raise ArgumentError("The sample holds no batch.")
     uses = []
@@ -270,6 +289,7 @@ def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = N
                 repeated=min(repeats, 1 - 1e-9),
                 bags=float(max(1.0, per_step)),
                 assumed=assumed,
+                below=tuple((np.cumsum(where[name]) / seen).tolist()) if seen else (),
             )
         )
     return replace(work, uses=tuple(uses))
@@ -281,6 +301,7 @@ def _count(
     bags: dict[str, int],
     ids: dict[str, int],
     different: dict[str, int],
+    where: dict[str, np.ndarray],
 ) -> None:
     found = []
     for feature in table.features:
@@ -301,6 +322,8 @@ def _count(
         )
     ids[table.name] = ids.get(table.name, 0) + len(whole)
     different[table.name] = different.get(table.name, 0) + len(np.unique(whole))
+    found_at = np.bincount(whole * _PARTS // table.num_embeddings, minlength=_PARTS)
+    where[table.name] = where.get(table.name, 0) + found_at
 
 
 def _of_feature(jagged: Jagged, feature: str) -> tuple[Any, Any]:

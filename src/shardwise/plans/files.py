@@ -14,9 +14,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
+import secrets
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,10 @@ FORMAT = "shardwise plan 1"
 MAX_PLAN_BYTES = 2 << 20
 #: In a line of TOML; the time of Python's parser is quadratic in the length of a dotted key.
 MAX_DOTS = 200
+#: Of a pattern, whose compilation may take quadratic time.
+MAX_PATTERN_CHARS = 1000
+#: The largest number in a file: beyond it, Python's ints are no floats, and sums overflow.
+LARGEST = 1e300
 Entry = str | dict[str, Any]
 
 
@@ -34,25 +38,41 @@ def read_plan_file(
     path: str | os.PathLike[str], *, form: str = FORMAT, section: str = "modules"
 ) -> dict[str, Entry]:
     """The entries of a plan file, by pattern, in the order of the file."""
+    return read_plan_with(path, (), form=form, section=section)[0]
+
+
+def read_plan_with(
+    path: str | os.PathLike[str], settings: Sequence[str], *, form: str, section: str
+) -> tuple[dict[str, Entry], dict[str, Any]]:
+    """The entries of a plan file, and those of its settings that it has."""
     file = Path(path)
     content = read_content(file)
     if not isinstance(content, dict) or content.get("format") != form:
         raise LayoutError(f'{file} is no plan: it does not say format = "{form}".')
     entries = content.get(section)
-    if not isinstance(entries, dict) or len(content) != 2:
+    if not isinstance(entries, dict) or set(content) - {"format", section, *settings}:
+        also = f" It may have {', '.join(settings)}." if settings else ""
         raise LayoutError(
             f"{file} should hold format and {section}, a table from names to entries; found "
-            f"{', '.join(sorted(content))}."
+            f"{', '.join(sorted(content))}.{also}"
         )
     for pattern, entry in entries.items():
+        if len(pattern) > MAX_PATTERN_CHARS:
+            raise LayoutError(
+                f"{file}: the name {pattern[:40]!r}... has {len(pattern):,} characters, more than "
+                f"{MAX_PATTERN_CHARS:,}."
+            )
         if not isinstance(entry, (str, dict)):
-            raise LayoutError(f"{file}: {pattern!r} has {entry!r}; an entry is a word or a table.")
-    return entries
+            said = repr(entry)[:200]
+            raise LayoutError(f"{file}: {pattern!r} has {said}; an entry is a word or a table.")
+    return entries, {name: content[name] for name in settings if name in content}
 
 
 def read_content(file: Path) -> Any:
     """The content of a TOML or JSON file; see `MAX_PLAN_BYTES` and `MAX_DOTS`."""
     is_toml = _is_toml(file)
+    if file.exists() and not file.is_file():  # a pipe would block, and a device never ends
+        raise LayoutError(f"{file} is no plan: it is not a regular file.")
     with file.open("rb") as opened:
         raw = opened.read(MAX_PLAN_BYTES + 1)
     if len(raw) > MAX_PLAN_BYTES:
@@ -72,23 +92,31 @@ def write_plan_file(
     *,
     form: str = FORMAT,
     section: str = "modules",
+    settings: Mapping[str, str] | None = None,
 ) -> None:
     """Write a plan atomically."""
+    head = {"format": form, **(settings or {})}
     file = Path(path)
     if _is_toml(file):
-        lines = [f"format = {json.dumps(form)}", "", f"[{section}]"]
+        lines = [*(f"{k} = {json.dumps(v)}" for k, v in head.items()), "", f"[{section}]"]
         lines += [f"{json.dumps(pattern)} = {_toml(entry)}" for pattern, entry in entries.items()]
         text = "\n".join(lines) + "\n"
     else:
-        text = json.dumps({"format": form, section: dict(entries)}, indent=2) + "\n"
-    number, name = tempfile.mkstemp(dir=file.parent, prefix=f".{file.name}.")
-    try:
-        with open(number, "w", encoding="utf-8") as half:
-            half.write(text)
-        os.replace(name, file)
-    except BaseException:
-        os.unlink(name)
-        raise
+        text = json.dumps({**head, section: dict(entries)}, indent=2) + "\n"
+    write_text(file, text)
+
+
+def write_text(file: Path, text: str) -> None:
+    """Write a file whole or not at all. No link that waits beside it is followed."""
+    half = file.with_name(f".{file.name}.half-{secrets.token_hex(6)}")
+    with half.open("x", encoding="utf-8") as opened:
+        try:
+            opened.write(text)
+            opened.close()
+            os.replace(half, file)
+        except BaseException:
+            half.unlink()
+            raise
 
 
 def _is_toml(file: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Draws of a whole tensor, written to its shards."""
+"""Draws of a whole tensor, written to its shards, and `rng`, which says how."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shardwise.comm.watch import because
 from shardwise.core.layout import Layout, differing_axes
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import Partial, Shard
-from shardwise.errors import RankMismatchError
+from shardwise.errors import ArgumentError, RankMismatchError
 from shardwise.random.fill import (
     ANY_PROBABILITY,
     Draw,
@@ -22,11 +22,58 @@ from shardwise.random.fill import (
     Whole,
     fill_exactly,
     fill_quickly,
+    generator_digest,
+    generator_kind,
 )
-from shardwise.random.generators import generator_digest, generator_kind
-from shardwise.random.mode import setting
 from shardwise.simulation.parts import on_rank
-from shardwise.simulation.ranks import each_rank, localize, parts_with_ranks
+from shardwise.simulation.ranks import each_rank, localize, no_values, parts_with_ranks
+
+_MODES = ("exact", "fast")
+
+
+class _Setting:
+    """Process-wide, since backward may run on other threads."""
+
+    __slots__ = ("mode",)
+
+    def __init__(self) -> None:
+        self.mode = "exact"
+
+
+setting = _Setting()
+
+
+class rng:
+    """Set how DTensors draw random numbers, from now on or for a `with` block.
+
+    `"exact"`, the default: the values that one device would draw, whatever the mesh and placements;
+    each rank draws the whole tensor and keeps its shard. `"fast"`: each rank draws only its shard,
+    from a seed that depends on the generator and the shard's box. Runs with the same seed, mesh and
+    placements repeat, but the values are not one device's and depend on the placements. Compiled
+    code draws exactly in both modes.
+
+    >>> import shardwise, torch
+    >>> with shardwise.simulate(2), shardwise.rng("fast"):
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     _ = torch.manual_seed(0)
+    ...     x = shardwise.rand(4, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    ...     _ = torch.manual_seed(0)
+    ...     again = shardwise.rand(4, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    >>> torch.equal(x.to_local().on_rank(1), again.to_local().on_rank(1))
+    True
+    """
+
+    def __init__(self, mode: str) -> None:
+        if mode not in _MODES:
+            raise ArgumentError(f"rng() takes 'exact' or 'fast', found {mode!r}.")
+        self._before = setting.mode
+        setting.mode = mode
+
+    def __enter__(self) -> rng:
+        return self
+
+    def __exit__(self, *exc: Any) -> None:
+        setting.mode = self._before
 
 
 def draw_parts(
@@ -36,7 +83,27 @@ def draw_parts(
     device = held.device
     if device.type == "meta" or layout.grid.device_type == "meta":
         return  # as on one device: a meta tensor draws nothing
-    compare_generators_once(layout.grid, device, draw.generator)
+    if layout.grid.outside:
+        shards = [_nothing_of(layout, device)]  # so that generators stay in step
+    else:
+        compare_generators_once(layout.grid, device, draw.generator)
+        shards = _own_shards(layout, held, operand)
+    if setting.mode == "fast":
+        fill_quickly(shards, draw)
+    else:
+        fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), shards, draw)
+
+
+def _nothing_of(layout: Layout, device: torch.device) -> DrawnShard:
+    """The shard of a rank outside the mesh."""
+    shape = (0,) * layout.ndim
+    operand = torch.full(shape, ANY_PROBABILITY, device=device)
+    return DrawnShard(shape, torch.empty(shape, dtype=layout.dtype, device=device), operand)
+
+
+def _own_shards(
+    layout: Layout, held: torch.Tensor, operand: torch.Tensor | None
+) -> list[DrawnShard]:
     shards = []
     for coordinates, part, given in parts_of(layout, held, operand):
         neutral = _neutral(layout, coordinates)
@@ -44,10 +111,7 @@ def draw_parts(
             part.fill_(neutral)
             part = torch.empty_like(part)  # still drawn, so that generators stay in step
         shards.append(DrawnShard(layout.box(coordinates[0])[0], part, given))
-    if setting.mode == "fast":
-        fill_quickly(shards, draw)
-    else:
-        fill_exactly(Whole(layout.shape, layout.stride, layout.dtype), shards, draw)
+    return shards
 
 
 def draw_of(op: Any, args: Sequence[Any], generator: torch.Generator | None) -> Draw:
@@ -93,6 +157,8 @@ def _neutral_at(layout: Layout, coordinate: Coordinate) -> float | None:
 
 def new_parts(layout: Layout, device: torch.device) -> torch.Tensor:
     """An uninitialised local tensor for a DTensor in `layout`."""
+    if layout.grid.outside:
+        return no_values(layout.grid, layout.dtype, device)
     order = layout.memory_order or tuple(range(layout.ndim))
     inverse = sorted(range(layout.ndim), key=lambda i: order[i])
 

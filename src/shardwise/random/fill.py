@@ -21,6 +21,8 @@ On other devices the values depend on the length of the whole draw, so it is dra
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import math
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,7 +32,6 @@ import torch
 
 from shardwise.core.box import Box
 from shardwise.core.layout import contiguous_stride
-from shardwise.random.generators import digest, generator_for, kept
 
 #: Values per chunk: about the size of a cache, a multiple of 16.
 CHUNK = 1 << 18
@@ -312,3 +313,48 @@ def _in_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[B
     base = row * math.prod(shape[1:])
     for box in boxes_of_range(shape[1:], start - base, stop - base):
         yield Box((row, *box.offsets), (1, *box.sizes))
+
+
+# -- torch's generators ---------------------------------------------------------------------------
+
+
+def generator_for(device: torch.device, given: torch.Generator | None) -> torch.Generator:
+    """The generator that an op on `device` draws from."""
+    if given is not None:
+        return given
+    if device.type == "cuda":
+        index = device.index if device.index is not None else torch.cuda.current_device()
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
+def digest(generator: torch.Generator, *more: object) -> int:
+    """A hash of the generator's state and `more`."""
+    state = generator.get_state().numpy().tobytes()
+    mixed = hashlib.blake2b(state + repr(more).encode(), digest_size=8)
+    return int.from_bytes(mixed.digest(), "little", signed=True)
+
+
+def generator_kind(device: torch.device, given: torch.Generator | None) -> str:
+    """The generators of all ranks, for messages."""
+    return f"default {device.type} generators" if given is None else "given generators"
+
+
+def generator_digest(device: torch.device, given: torch.Generator | None) -> int:
+    """Equal on two ranks exactly when they would draw the same values on `device`."""
+    generator = generator_for(device, given)
+    if device.type != "cuda":
+        return digest(generator)
+    # A GPU's values depend on how many threads it spreads a draw over.
+    made = torch.cuda.get_device_properties(device)
+    return digest(generator, made.multi_processor_count, made.max_threads_per_multi_processor)
+
+
+@contextlib.contextmanager
+def kept(generator: torch.Generator) -> Iterator[None]:
+    """Restore the generator's state afterwards."""
+    state = generator.get_state()
+    try:
+        yield
+    finally:
+        generator.set_state(state)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from shardwise._torch.dispatch import autocast_off, is_autocast
+from shardwise.comm.lost import doing_now, is_lost, what_ranks_did
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.errors import CollectiveError
@@ -27,7 +27,14 @@ def prepare(steps: Sequence[Step]) -> Run:
     Autocast must not cast the concatenation around a collective (`_named`). The ops that slice and
     restride are not among those that it casts.
     """
+    if steps and steps[0].source.grid.outside:
+        return _unchanged
     return _chain(_runs(steps))
+
+
+def _unchanged(local: torch.Tensor) -> torch.Tensor:
+    """All that a rank outside the mesh does."""
+    return local
 
 
 def prepare_async(steps: Sequence[Step]) -> tuple[Run, Run]:
@@ -78,7 +85,7 @@ def _named(step: Step, start: Run, finish: Run | None = None) -> Run:
                     return start(x) if finish is None else finish(start(x))
             return start(x) if finish is None else finish(start(x))
         except RuntimeError as error:
-            if type(error) is RuntimeError or isinstance(error, dist.DistError):
+            if is_lost(error):
                 raise CollectiveError(_failure(step, error)) from error
             raise
 
@@ -89,11 +96,12 @@ def _failure(step: Step, error: Exception) -> str:
     source = step.source
     grid, placements = source.grid, source.placements
     num_bytes = int(local_bytes(source.shape, source.dtype.itemsize, placements, grid.shape))
+    they_did = what_ranks_did(doing_now(f"{step} of {source!r}"))
     return (
         f"{step} of {source!r}, about {num_bytes:,} bytes per rank, failed on rank "
-        f"{grid.world.rank}: {error} If this rank has run out of memory, it was the first to fail; "
-        "if it timed out, another one was, and its error says why. The ranks are out of "
-        "step: end all processes, and start again from a checkpoint."
+        f"{grid.world.rank}: {error} {they_did} If this rank has run out of memory, it was the "
+        "first to fail; if it timed out, another one was, and its error says why. The ranks are "
+        "out of step: end all processes, and start again from a checkpoint."
     )
 
 
@@ -107,7 +115,7 @@ def _reorder(layout: Layout) -> Run:
 def copied(local: torch.Tensor, layout: Layout) -> torch.Tensor:
     """A copy in which the expanded dims of the layout stay expanded."""
     copy = local.clone()
-    return _reorder(layout)(copy) if layout.expanded else copy
+    return _reorder(layout)(copy) if layout.expanded and not layout.grid.outside else copy
 
 
 def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
@@ -116,7 +124,8 @@ def in_memory_order(x: torch.Tensor, layout: Layout) -> torch.Tensor:
     Expanded dims of the layout are expanded: an op that derives its result's strides from its
     input's must see the same on every rank as on one device.
     """
-    order, shape = layout.memory_order, x.shape
+    order = layout.memory_order
+    shape = x.shape if layout.expanded else ()
     for dim in layout.expanded:
         if type(shape[dim]) is int and shape[dim] > 1:
             x = x.narrow(dim, 0, 1)

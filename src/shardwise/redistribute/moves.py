@@ -8,7 +8,7 @@ resplit, whose sizes are in the layouts and never symbolic.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from shardwise.core.placements import NormPartial, Partial, Shard
 from shardwise.core.sizes import Size, lengths, overlaps, shard_range, splits_evenly
 from shardwise.errors import LayoutError
 from shardwise.redistribute.steps import Step, longest
-from shardwise.simulation.ranks import counts_per_rank, each_rank, rank_call
+from shardwise.simulation.ranks import counts_per_rank, each_rank, own_roster, rank_call
 
 _INTEGERS = {torch.float32: torch.int32, torch.float64: torch.int64}
 _FLOATS = {integer: floating for floating, integer in _INTEGERS.items()}
@@ -338,12 +338,15 @@ _NEUTRAL: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 def _to_partial(step: Step) -> Move:
     """Coordinate 0 keeps the value; the others hold the neutral element.
 
-    The average, maximum or minimum of equal values is that value, so there all keep it.
+    The average, maximum or minimum of equal values is that value, so there all keep it. Simulated
+    ranks that shared it get terms of their own, since a write gives each rank another one.
     """
     partial = step.target.placements[step.axis]
     neutral = _NEUTRAL.get(_reduce_op(step.target, step.axis))
     if neutral is None or (isinstance(partial, NormPartial) and partial.norm_type == math.inf):
-        return Move(lambda x: x)
+        if own_roster(step.source.grid) is None:
+            return Move(lambda x: x)
+        neutral = torch.clone
 
     def keep(coordinate: Coordinate, t: torch.Tensor) -> torch.Tensor:
         return t if coordinate[step.axis] == 0 else neutral(t)
@@ -410,10 +413,60 @@ def _stack_padded(
     x: torch.Tensor, dim: int, shard_lengths: Sequence[Size], length: Size
 ) -> torch.Tensor:
     """The shards along `dim`, each padded to `length`, stacked along a new first dim."""
-    return torch.stack([_pad(s, dim, length) for s in x.split(list(shard_lengths), dim)])
+    num_full = _num_full(x, shard_lengths, length)
+    if num_full is None:
+        return torch.stack([_pad(s, dim, length) for s in x.split(list(shard_lengths), dim)])
+    shape = list(x.shape)
+    shape[dim] = int(length)
+    stacked = x.new_zeros((len(shard_lengths), *shape))
+    for mine, theirs in _runs_of_shards(x, stacked, dim, shard_lengths, num_full):
+        theirs.copy_(mine)
+    return stacked
 
 
 def _cat_unpadded(x: torch.Tensor, dim: int, shard_lengths: Sequence[Size]) -> torch.Tensor:
     """Undo `_stack_padded`: unpad each of the stacked shards and concatenate along `dim`."""
-    shards = zip(x.unbind(0), shard_lengths, strict=True)
-    return torch.cat([s.narrow(dim, 0, length) for s, length in shards], dim)
+    num_full = _num_full(x, shard_lengths, x.shape[dim + 1])
+    if num_full is None:
+        shards = zip(x.unbind(0), shard_lengths, strict=True)
+        return torch.cat([s.narrow(dim, 0, length) for s, length in shards], dim)
+    shape = list(x.shape[1:])
+    shape[dim] = sum(shard_lengths)
+    joined = x.new_empty(shape)
+    for mine, theirs in _runs_of_shards(joined, x, dim, shard_lengths, num_full):
+        mine.copy_(theirs)
+    return joined
+
+
+def _num_full(x: torch.Tensor, shard_lengths: Sequence[Size], length: Size) -> int | None:
+    """How many shards come first with all of `length`, if at most one of the others is not empty.
+
+    So it is for shards without explicit sizes. Then two copies do, instead of one per rank. None
+    for other sizes, and while a compiler traces.
+    """
+    if type(x) is not torch.Tensor or not length or type(length) is not int:
+        return None
+    num_full = shard_lengths.count(length)
+    rest = shard_lengths[num_full + 1 :]
+    return (
+        num_full if shard_lengths[:num_full].count(length) == num_full and not any(rest) else None
+    )
+
+
+def _runs_of_shards(
+    joined: torch.Tensor,
+    stacked: torch.Tensor,
+    dim: int,
+    shard_lengths: Sequence[Size],
+    num_full: int,
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Views of the same shards in both forms: all full ones, and the one that is shorter."""
+    length = stacked.shape[dim + 1]
+    full = joined.narrow(dim, 0, num_full * length).unflatten(dim, (num_full, length))
+    yield full.movedim(dim, 0), stacked.narrow(0, 0, num_full)
+    if num_full < len(shard_lengths) and shard_lengths[num_full]:
+        short = shard_lengths[num_full]
+        yield (
+            joined.narrow(dim, num_full * length, short),
+            stacked.select(0, num_full).narrow(dim, 0, short),
+        )

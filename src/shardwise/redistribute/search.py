@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from shardwise.comm.cost import LATENCY_S, local_s
-from shardwise.core.layout import Layout, canonical_order, partials_commute
+from shardwise.core.layout import Layout, canonical_order, misfit, partials_commute
 from shardwise.core.placements import Partial, Placement, Replicate, Shard, plain
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError
@@ -70,7 +70,7 @@ def _search(source: Layout, target: Layout) -> tuple[Step, ...]:
             return _path(source, target, came, start, goal)
         if spent > best[state]:
             continue
-        for axis, kind, after in _moves(state, candidates):
+        for axis, kind, after in _moves(state, candidates, source):
             if kind == "resplit" and source.symbolic:
                 continue  # the sizes of its messages would be compiled in, rank by rank
             cost = spent + cost_of(kind, axis, state[0], after[0])
@@ -109,31 +109,34 @@ def _candidates(start: State, goal: State) -> list[list[Placement]]:
     ]
 
 
-def _moves(state: State, candidates: list[list[Placement]]) -> Iterator[tuple[int, str, State]]:
+def _moves(
+    state: State, candidates: list[list[Placement]], layout: Layout
+) -> Iterator[tuple[int, str, State]]:
     placements, order = state
     for axis, before in enumerate(placements):
         if isinstance(before, Shard) and _innermost(placements, order, before.dim) != axis:
             continue
         for after in candidates[axis]:
             kind = step_kind(before, after)
-            if kind is None or not _fits(placements, axis, after):
+            if kind is None:
                 continue
             changed = (*placements[:axis], after, *placements[axis + 1 :])
             moved = (*(a for a in order if a != axis), axis)
-            yield axis, kind, (changed, canonical_order(changed, moved))
+            if _fits(changed, moved, axis, layout):
+                yield axis, kind, (changed, canonical_order(changed, moved))
 
 
 def _innermost(placements: tuple[Placement, ...], order: tuple[int, ...], dim: int) -> int:
     return [a for a in order if placements[a].is_shard(dim)][-1]
 
 
-def _fits(placements: tuple[Placement, ...], axis: int, after: Placement) -> bool:
-    """Explicit sizes are for the outermost axis of a dim only; Partials must commute."""
-    if isinstance(after, Partial):
-        return partials_commute((*placements[:axis], after, *placements[axis + 1 :]))
-    if not isinstance(after, Shard) or after.sizes is None:
-        return True
-    return not any(p.is_shard(after.dim) for a, p in enumerate(placements) if a != axis)
+def _fits(
+    placements: tuple[Placement, ...], order: tuple[int, ...], axis: int, layout: Layout
+) -> bool:
+    """Whether the new placement of `axis` fits the others: its sizes, or its reduction."""
+    if isinstance(placements[axis], Partial):
+        return partials_commute(placements)
+    return misfit(placements, order, layout.shape, layout.grid.shape) is None
 
 
 def _move_costs(layout: Layout) -> Callable[..., float]:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib
+import inspect
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,15 +16,25 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils.checkpoint import checkpoint
 
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.errors import ArgumentError, LayoutError
-from shardwise.parallel import data_parallel, load_plan, parallelize_module, shard_parameters
+from shardwise.parallel import (
+    context_parallel,
+    data_parallel,
+    fully_shard,
+    load_plan,
+    parallelize_module,
+)
 from shardwise.plans.files import read_content
+from shardwise.plans.paths import all_paths, matching_modules, nearest
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 
 #: The front doors for ranks with their own batches.
-DATA = ("data_parallel", "shard_parameters")
+DATA = ("data_parallel", "fully_shard")
+#: The axes that parameters and sequences are sharded along, where a mesh has them.
+SHARD_AXIS, CONTEXT_AXIS = "fsdp", "cp"
 _COLLECTIONS = (EmbeddingBagCollection, EmbeddingCollection)
 
 
@@ -46,13 +59,18 @@ class ShardedCase:
 class Case:
     """`target` names a callable as `pkg.module:factory`; it returns a module and a batch.
 
-    `data` is the front door of the data axes, one of `DATA`.
+    `data` is the front door of the data axes, one of `DATA`. The others are patterns of modules:
+    those that are fully sharded one by one before the model is, those whose attention is split
+    along the axis `cp`, and those that backward computes again.
     """
 
     target: str
     plan: str | None = None
     seed: int = 0
     data: str = DATA[0]
+    groups: tuple[str, ...] = ()
+    context: tuple[str, ...] = ()
+    recompute: tuple[str, ...] = ()
 
     def build(self) -> tuple[nn.Module, Any]:
         """The module and the batch, the same each time."""
@@ -65,8 +83,52 @@ class Case:
             )
         return made
 
+    def data_axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which each rank has its own examples."""
+        split = (CONTEXT_AXIS,) if self.context else ()
+        if split and CONTEXT_AXIS not in mesh.names:
+            raise ArgumentError(
+                f"Sequences are split along the axis {CONTEXT_AXIS!r}; found {mesh}."
+            )
+        return tuple(name for name in data_axes(mesh, self.plan) if name not in split)
+
     def shard(self, module: nn.Module, mesh: DeviceMesh) -> ShardedCase:
-        return apply_plan(module, mesh, self.plan, self.data)
+        """Shard the module by the plan, and let ranks train it along the data axes.
+
+        A plan of tables shards the collections in the module, on a mesh of one axis.
+        """
+        said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
+        axes = self.data_axes(said)
+        collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
+        if self.plan is not None and _section(self.plan) == "modules":
+            module = parallelize_module(module, mesh, load_plan(self.plan), strict=True)
+        elif self.plan is not None:
+            _shard_tables(self.plan, module, collections, mesh)
+        elif collections:
+            raise LayoutError("The model has a collection of tables: give a plan of tables for it.")
+        if self.context:
+            context_parallel(module, mesh, self.context, axis=CONTEXT_AXIS)
+        self._train_along(module, mesh, axes)
+        for inner in matched(module, self.recompute):
+            recompute: Any = functools.partial(checkpoint, inner.forward, use_reentrant=False)
+            inner.forward = recompute
+        return ShardedCase(module, said, axes)
+
+    def _train_along(self, module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...]) -> None:
+        """Call the front doors of the data axes: one that shards, and one that replicates."""
+        whole = mesh.ndim == 1
+        if (self.groups or self.data == "fully_shard") and axes:
+            last = SHARD_AXIS if SHARD_AXIS in axes else axes[-1]
+            for inner in (*matched(module, self.groups), module):
+                fully_shard(inner, mesh if whole else mesh[last])
+            axes = tuple(axis for axis in axes if axis != last)
+        elif self.groups:
+            raise ArgumentError(
+                "Modules are fully sharded along a data axis, and the mesh has none beside 'tp': "
+                "for example --mesh fsdp=4,tp=2."
+            )
+        if axes:
+            data_parallel(module, mesh if whole else mesh[axes if len(axes) > 1 else axes[0]])
 
 
 def load_target(target: str) -> Callable[[], Any]:
@@ -90,6 +152,17 @@ def load_target(target: str) -> Callable[[], Any]:
         raise ArgumentError(
             f"{where} has no callable {name!r}; it has {', '.join(known[:8]) or 'none'}."
         )
+    with contextlib.suppress(ValueError):  # some builtins do not tell what they take
+        required = [
+            each.name
+            for each in inspect.signature(factory).parameters.values()
+            if each.default is each.empty
+            and each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        ]
+        if required:
+            raise ArgumentError(
+                f"{target} takes {', '.join(required)}, and a target is called without arguments."
+            )
     return factory
 
 
@@ -109,27 +182,17 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
     return tuple(name for name in names if name != tensor_axis)
 
 
-def apply_plan(
-    module: nn.Module, mesh: DeviceMesh, plan: str | None, data: str = DATA[0]
-) -> ShardedCase:
-    """Shard a module by a plan file, and let ranks train it along the data axes.
-
-    A plan of tables shards the collections in the module, on a mesh of one axis. With
-    `data="shard_parameters"` the parameters are sharded along the last data axis.
-    """
-    said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
-    axes = data_axes(said, plan)
-    if plan is not None and _section(plan) == "modules":
-        module = parallelize_module(module, mesh, load_plan(plan), strict=True)
-        _train_along(module, mesh, axes, data)
-        return ShardedCase(module, said, axes)
-    collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
-    if plan is None and collections:
-        raise LayoutError("The model has a collection of tables: give a plan of tables for it.")
-    if plan is not None:
-        _shard_tables(plan, module, collections, mesh)
-    _train_along(module, mesh, axes, data)
-    return ShardedCase(module, said, axes)
+def matched(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The modules that match any of the patterns; each has to match one."""
+    found: dict[int, nn.Module] = {}
+    for pattern in patterns:
+        matches = matching_modules(module, pattern)
+        if not matches:
+            near = ", ".join(map(repr, nearest(pattern, list(all_paths(module)))))
+            hint = f"; did you mean {near}?" if near else "."
+            raise ArgumentError(f"No module of {type(module).__name__} matches {pattern!r}{hint}")
+        found |= {id(match): match for _, match in matches}
+    return list(found.values())
 
 
 def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: DeviceMesh) -> None:
@@ -143,16 +206,6 @@ def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: De
         )
     for collection in collections:
         collection.shard(mesh, Plan.load(plan))
-
-
-def _train_along(module: nn.Module, mesh: DeviceMesh, axes: tuple[str, ...], data: str) -> None:
-    """Call the front doors of the data axes: one that shards, and one that replicates."""
-    whole = mesh.ndim == 1
-    if data == "shard_parameters" and axes:
-        shard_parameters(module, mesh if whole else mesh[axes[-1]])
-        axes = axes[:-1]
-    if axes:
-        data_parallel(module, mesh if whole else mesh[axes if len(axes) > 1 else axes[0]])
 
 
 def _section(plan: str) -> str:

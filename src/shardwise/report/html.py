@@ -15,6 +15,7 @@ from pathlib import Path
 from shardwise.debug.comm_mode import ancestry, is_inside
 from shardwise.debug.events import similar
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
+from shardwise.plans.files import write_text
 from shardwise.report.memory import RankMemory
 from shardwise.report.step import Collective, ParameterReport, StepReport
 
@@ -101,10 +102,7 @@ def write_html(report: StepReport, path: str | os.PathLike[str]) -> None:
 
 
 def write_page(text: str, path: str | os.PathLike[str]) -> None:
-    file = Path(path)
-    half = file.with_name(f".{file.name}.half")
-    half.write_text(text, encoding="utf-8")
-    os.replace(half, file)
+    write_text(Path(path), text)
 
 
 def to_html(report: StepReport) -> str:

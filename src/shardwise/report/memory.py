@@ -76,10 +76,13 @@ class SavedTensors:
 
 
 def _places(tensor: torch.Tensor) -> list[int]:
-    """The addresses of a tensor, on each rank that this process plays."""
+    """The addresses of a tensor, on each rank that this process plays.
+
+    A tensor on the meta device has none: it counts by its storage.
+    """
     local = tensor._local if isinstance(tensor, DTensor) else tensor
     return [
-        part.untyped_storage().data_ptr()
+        part.untyped_storage()._cdata if part.is_meta else part.untyped_storage().data_ptr()
         for part in parts_of(local)
         if part.layout is torch.strided and part.numel()
     ]

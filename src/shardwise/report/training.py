@@ -20,7 +20,7 @@ from shardwise._torch.functions import BatchStatistics
 from shardwise._torch.pytree import tree_map
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
-from shardwise.report.case import Case, data_axes
+from shardwise.report.case import Case
 from shardwise.report.parity import TOLERANCE
 from shardwise.testing.batches import call, loss_of
 from shardwise.testing.compare import Difference
@@ -107,7 +107,7 @@ def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
         left_out |= {"clip", "zeros"}
     if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
         left_out.add("save")  # ranks have different statistics: no common value to save
-    if not data_axes(mesh, case.plan):
+    if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]
 
@@ -130,7 +130,7 @@ def training_of(subject: Subject) -> Training:
     loss: Loss = _recomputed_loss if "recompute" in options else plain_loss
     return Training(
         mesh,
-        data_axes(mesh, case.plan),
+        case.data_axes(mesh),
         options,
         subject.optimizer,
         functools.partial(_build, case, options),

@@ -10,15 +10,22 @@ from shardwise.shard.create import (
     shard_tensor,
     zeros,
 )
-from shardwise.shard.functions import custom_sharded_op_impl
+from shardwise.shard.functions import custom_sharded_op_impl, custom_sharding_spec_op
 from shardwise.shard.module import shard_module, shard_parameter
-from shardwise.shard.optimizer import ShardedOptimizer, pre_load_state_dict_hook, state_dict_hook
+from shardwise.shard.optimizer import (
+    ShardedOptimizer,
+    named_params_with_sharded_tensor,
+    pre_load_state_dict_hook,
+    state_dict_hook,
+)
 from shardwise.shard.pickling import load_with_process_group
 from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan
 from shardwise.shard.plan import ShardingPlanReport as PlanReport
 from shardwise.shard.spec import (
     ChunkShardingSpec,
+    DevicePlacementSpec,
     EnumerableShardingSpec,
+    PlacementSpec,
     Shard,
     ShardedTensorMetadata,
     ShardingSpec,
@@ -29,7 +36,9 @@ from shardwise.shard.tensor import ShardedTensor
 
 __all__ = [
     "ChunkShardingSpec",
+    "DevicePlacementSpec",
     "EnumerableShardingSpec",
+    "PlacementSpec",
     "PlanReport",
     "Shard",
     "ShardMetadata",
@@ -42,11 +51,13 @@ __all__ = [
     "ShardingSpec",
     "TensorProperties",
     "custom_sharded_op_impl",
+    "custom_sharding_spec_op",
     "empty",
     "full",
     "init_from_local_shards",
     "load_plan",
     "load_with_process_group",
+    "named_params_with_sharded_tensor",
     "ones",
     "pre_load_state_dict_hook",
     "rand",

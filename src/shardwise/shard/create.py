@@ -13,13 +13,14 @@ from shardwise.comm.agreement import Fault, agree, gather_texts, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.dtensor.tensor import DTensor
-from shardwise.errors import ArgumentError, LayoutError, LeafError, ShardwiseError
+from shardwise.errors import ArgumentError, LayoutError, LeafError
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     EnumerableShardingSpec,
     Shard,
     ShardingSpec,
     ShardMetadata,
+    by_boxes,
 )
 from shardwise.shard.tensor import GRAD_REDUCTIONS, ShardedTensor
 from shardwise.shard.tiling import (
@@ -28,10 +29,12 @@ from shardwise.shard.tiling import (
     device_type_of,
     group_ranks,
     home_grid,
+    is_outside,
     make_tiling,
+    outside_tiling,
     shard_whole,
 )
-from shardwise.simulation.ranks import each_rank, localize
+from shardwise.simulation.ranks import each_rank, localize, no_values
 
 
 def shard_tensor(
@@ -55,11 +58,13 @@ def shard_tensor(
     ...     [(shard.metadata.rank, shard.tensor.tolist()) for shard in st.local_shards()]
     [(0, [2]), (1, [0, 1])]
     """
-    grid, problem = None, None
+    if is_outside(process_group):
+        return place_tensor(tensor, sharding_spec, src_rank, process_group, grad_reduction)
+    problem: Exception | None = None
     try:
         check_shardable(tensor, "the tensor", sharding_spec, src_rank, process_group)
         check_grad_reduction(grad_reduction)
-    except (ShardwiseError, RuntimeError) as error:
+    except Exception as error:  # of any kind: the other ranks wait for this one
         problem = error
     grid = home_grid(process_group)
     request = describe_tensor("the tensor", tensor, sharding_spec)
@@ -90,7 +95,8 @@ def check_shardable(
         raise LayoutError(f"{name} is sharded already, as {tensor._layout!r}. Use reshard(spec).")
     if not isinstance(spec, ShardingSpec):
         raise ArgumentError(
-            f"{name} is given {spec!r}; a ChunkShardingSpec or EnumerableShardingSpec is needed."
+            f"Only `ShardingSpec` and `Sharder` are supported to shard {name}, found {spec!r}: "
+            "write a ChunkShardingSpec or an EnumerableShardingSpec."
         )
     if not tensor.is_leaf:
         raise LeafError(f"{name} has a history in autograd: detach() it first.")
@@ -99,7 +105,7 @@ def check_shardable(
         raise LayoutError(f"src_rank={src_rank} is no rank of a group of {len(ranks)}.")
     boxes = spec.boxes(tuple(tensor.shape))
     check_ranks(boxes, ranks)
-    kind = device_type_of(spec)
+    kind = device_type_of(spec, tensor.shape)
     if kind == "cuda" and not torch.cuda.is_available():
         raise LayoutError(f"{name}: the spec names cuda, which is not available here: {spec}.")
 
@@ -112,8 +118,25 @@ def place_tensor(
     grad_reduction: str,
 ) -> ShardedTensor:
     """The sharded tensor; all ranks have checked the arguments."""
+    if is_outside(process_group):
+        tiling = outside_tiling(spec, tuple(tensor.shape))
+        made = ShardedTensor.over(no_values(tiling.grid, tensor.dtype), tiling)
+        made.grad_reduction = grad_reduction
+        return made.requires_grad_(tensor.requires_grad)
+    if type(spec).shard is not ShardingSpec.shard:
+        return _by_own_code(tensor, spec, src_rank, process_group, grad_reduction)
+    return _by_boxes(tensor, spec, src_rank, process_group, grad_reduction)
+
+
+def _by_boxes(
+    tensor: torch.Tensor,
+    spec: ShardingSpec,
+    src_rank: int | None,
+    process_group: Any,
+    grad_reduction: str = "mean",
+) -> ShardedTensor:
     shape = tuple(tensor.shape)
-    grid = home_grid(process_group, device_type_of(spec))
+    grid = home_grid(process_group, device_type_of(spec, shape))
     tiling = make_tiling(spec, shape, grid)
     if tensor.is_meta:
         local = each_rank(grid, lambda place: _new(tiling, place, torch.empty, (), tensor.dtype))
@@ -127,6 +150,23 @@ def place_tensor(
     made.grad_reduction = grad_reduction
     made.requires_grad_(tensor.requires_grad)
     return made
+
+
+by_boxes.append(_by_boxes)
+
+
+def _by_own_code(
+    tensor: torch.Tensor, spec: Any, src_rank: Any, process_group: Any, grad_reduction: str
+) -> ShardedTensor:
+    """The sharded tensor that a spec with a `shard` of its own makes."""
+    made = spec.shard(tensor, src_rank=src_rank, process_group=process_group)
+    if not isinstance(made, ShardedTensor) or made.shape != tensor.shape:
+        raise LayoutError(
+            f"{type(spec).__name__}.shard() returns the tensor of shape {tuple(tensor.shape)} as a "
+            f"ShardedTensor, found {type(made).__name__} {tuple(getattr(made, 'shape', ()))}."
+        )
+    made.grad_reduction = grad_reduction
+    return made.requires_grad_(tensor.requires_grad)
 
 
 # -- from local shards -------------------------------------------------------------------------
@@ -160,14 +200,18 @@ def init_from_local_shards(
     faults = {rank: Fault(text) for rank, text in said if text}
     if faults:
         raise joint_error(f"{what}: ", faults, len(grid.ranks))
-    kinds = {(tuple(e["shape"]), e["dtype"]) for e in everyones if e["dtype"]}
+    kinds = {(tuple(e["shape"]), e["dtype"], e["grad"]) for e in everyones if e["dtype"]}
     sizes = {tuple(e["shape"]) for e in everyones}
     if len(kinds) != 1 or len(sizes) != 1:
-        raise LayoutError(f"{what}: the ranks have shards of different tensors: {sorted(kinds)}.")
+        raise LayoutError(
+            f"{what}: the ranks have shards of different tensors (shape, dtype, requires_grad): "
+            f"{sorted(kinds)}."
+        )
     boxes = [ShardMetadata(*box) for every in everyones for box in every["boxes"]]
     spec = simplest_spec(boxes, shape)
     tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
-    dtype = getattr(torch, kinds.pop()[1])
+    _, dtype_name, grad = kinds.pop()
+    dtype = getattr(torch, dtype_name)
 
     def hold(place: Any) -> torch.Tensor:
         rank = tiling.grid.ranks[place[0]]
@@ -177,12 +221,13 @@ def init_from_local_shards(
             view.copy_(mine[box].detach())
         return local
 
-    return ShardedTensor.over(each_rank(tiling.grid, hold), tiling)
+    made = ShardedTensor.over(each_rank(tiling.grid, hold), tiling)
+    return made.requires_grad_(grad)
 
 
 def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Grid) -> str:
     """The metadata of a rank's shards, or what is wrong with them, as JSON."""
-    fault, dtypes, boxes = "", set(), []
+    fault, dtypes, grads, boxes = "", set(), set(), []
     for shard in shards:
         if not isinstance(shard, Shard):
             fault = f"a local shard is a shardwise.shard.Shard, found {type(shard).__name__}"
@@ -193,12 +238,16 @@ def _as_text(shards: Sequence[Any], shape: tuple[int, ...], rank: int, grid: Gri
         if len(at.shard_sizes) != len(shape):
             fault = f"a shard has shape {at.shard_sizes}, the tensor {shape}"
         dtypes.add(str(shard.tensor.dtype).removeprefix("torch."))
+        grads.add(shard.tensor.requires_grad)
         if at.rank == rank:
             boxes.append([at.shard_offsets, at.shard_sizes, str(at.placement)])
     if len(dtypes) > 1:
         fault = f"shards have one dtype, found {sorted(dtypes)}"
-    dtype = min(dtypes, default="")
-    return json.dumps({"fault": fault, "shape": shape, "dtype": dtype, "boxes": boxes})
+    if len(grads) > 1:
+        fault = "shards have one requires_grad, found True and False"
+    dtype, grad = min(dtypes, default=""), any(grads)
+    told = {"fault": fault, "shape": shape, "dtype": dtype, "grad": grad, "boxes": boxes}
+    return json.dumps(told)
 
 
 def simplest_spec(boxes: Sequence[ShardMetadata], shape: tuple[int, ...]) -> ShardingSpec:
@@ -367,8 +416,13 @@ def _create(
     if dtype is None:
         dtype = torch.full((), *values).dtype if values else torch.get_default_dtype()
     shape = _shape(size)
-    tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec)))
-    local = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
+    local: torch.Tensor
+    if is_outside(process_group):
+        tiling = outside_tiling(spec, shape)
+        local = no_values(tiling.grid, dtype)
+    else:
+        tiling = make_tiling(spec, shape, home_grid(process_group, device_type_of(spec, shape)))
+        local = each_rank(tiling.grid, lambda place: _new(tiling, place, make, values, dtype))
     made = ShardedTensor.over(local, tiling)
     made.requires_grad_(requires_grad)
     return made

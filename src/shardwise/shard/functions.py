@@ -16,7 +16,8 @@ from shardwise.errors import ArgumentError
 from shardwise.shard import unbacked
 from shardwise.shard.lookup.functions import embedding, embedding_bag
 from shardwise.shard.lookup.linear import linear
-from shardwise.shard.tensor import ShardedTensor, functions
+from shardwise.shard.spec import ShardingSpec
+from shardwise.shard.tensor import ShardedTensor, first_sharded, functions, spec_functions
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import each_rank
 
@@ -36,24 +37,53 @@ def custom_sharded_op_impl(func: Any) -> Callable[[Handler], Handler]:
     """
 
     def register(handler: Handler) -> Handler:
-        if not callable(handler):
-            raise ArgumentError(f"custom_sharded_op_impl takes a function, found {handler!r}.")
-
-        def run(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            first = next(x for x in _tensors(args, kwargs) if isinstance(x, ShardedTensor))
-            return handler(types, args, kwargs, first.process_group)
-
-        functions[func] = run
+        functions[func] = _caller(handler, "custom_sharded_op_impl")
         return handler
 
     return register
 
 
-def _tensors(args: Any, kwargs: Any) -> list[Any]:
-    found: list[Any] = []
-    for value in (*args, *kwargs.values()):
-        found += value if isinstance(value, (list, tuple)) else [value]
-    return found
+def custom_sharding_spec_op(sharding_spec_class: type, func: Any) -> Callable[[Handler], Handler]:
+    """`custom_sharded_op_impl` for tensors whose spec is of one class; it comes before the other.
+
+    >>> from shardwise.shard import EnumerableShardingSpec, custom_sharding_spec_op
+    >>> @custom_sharding_spec_op(EnumerableShardingSpec, torch.linalg.svdvals)
+    ... def svdvals(types, args, kwargs, process_group):
+    ...     return torch.linalg.svdvals(args[0].full_tensor(), **kwargs)
+    """
+    if not (
+        isinstance(sharding_spec_class, type) and issubclass(sharding_spec_class, ShardingSpec)
+    ):
+        raise ArgumentError(
+            "custom_sharding_spec_op takes a class of sharding specs, found "
+            f"{sharding_spec_class!r}."
+        )
+
+    def register(handler: Handler) -> Handler:
+        made = _caller(handler, "custom_sharding_spec_op")
+        spec_functions.setdefault(func, {})[sharding_spec_class] = made
+        return handler
+
+    return register
+
+
+def _caller(handler: Any, asked: str) -> Callable[..., Any]:
+    """Calls a user's function as torch does."""
+    if not callable(handler):
+        raise ArgumentError(f"{asked} takes a function, found {handler!r}.")
+    signature = inspect.signature(handler)
+    try:
+        signature.bind((), (), {}, None)
+    except TypeError as error:
+        raise ArgumentError(
+            f"{asked} expects signature (types, args, kwargs, process_group); "
+            f"{getattr(handler, '__name__', handler)} has {signature}."
+        ) from error
+
+    def run(_: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return handler(types, args, kwargs, first_sharded(args, kwargs).process_group)
+
+    return run
 
 
 def _for_local_batch(ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,7 +119,7 @@ def _compare(fn: Any, input: Any, other: Any, *options: Any, **named: Any) -> bo
     if input.shape != other.shape or (fn is torch.equal and input.dtype != other.dtype):
         return False
     tiling = input._tiling
-    theirs = other if other._tiling is tiling else other.reshard(tiling.spec)
+    theirs = other if other._tiling is tiling else other.resharded(tiling.spec)
 
     def same(_: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         return torch.tensor([fn(a, b, *options, **named)], dtype=torch.uint8, device=a.device)

@@ -12,7 +12,14 @@ from torch import nn
 
 from shardwise.comm.agreement import agree, is_agreed
 from shardwise.core.mesh import Grid
-from shardwise.errors import ArgumentError, PathError, PlanError, ShardwiseError, WorldError
+from shardwise.errors import (
+    ArgumentError,
+    PathError,
+    PlanError,
+    ShardwiseError,
+    UnsupportedError,
+    WorldError,
+)
 from shardwise.plans.paths import check_conflicts, find_module, find_tensor, owners_of
 from shardwise.shard.compiled_outputs import output_text
 from shardwise.shard.create import (
@@ -24,8 +31,8 @@ from shardwise.shard.create import (
 from shardwise.shard.outputs import OutputPlan, lay_out
 from shardwise.shard.pickling import group_of_load
 from shardwise.shard.plan import Sharder, ShardingPlan
-from shardwise.shard.spec import ShardingSpec
-from shardwise.shard.tiling import device_type_of, group_ranks, home_grid
+from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec
+from shardwise.shard.tiling import device_type_of, group_ranks, home_grid, is_outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,17 +94,24 @@ def shard_module(
     ...     _ = shard_module(tower, ShardingPlan({"0.weight": rows}))
     ...     torch.testing.assert_close(tower(ids).agreed(), expected)
     """
+    if is_outside(process_group):
+        _apply(module, plan, src_rank, process_group, grad_reduction)
+        return module
     problem: Exception | None = None
     try:
         _check(module, plan, src_rank, process_group)
         check_grad_reduction(grad_reduction)
-    except (ShardwiseError, RuntimeError) as error:
+    except Exception as error:  # of any kind: the other ranks wait for this one
         problem = error
     try:
         grid = home_grid(process_group)
     except WorldError as error:
         raise problem or error from None
-    request = [*_described(module, plan), f"src_rank={src_rank}, grad_reduction={grad_reduction}"]
+    request = [
+        *_described(module, plan),
+        f"src_rank={src_rank}",
+        f"grad_reduction={grad_reduction}",
+    ]
     agree(grid, "shard_module", "\n".join(request), problem)
     _apply(module, plan, src_rank, process_group, grad_reduction)
     return module
@@ -134,8 +148,8 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
             continue
         if not isinstance(entry, ShardingSpec):
             raise ArgumentError(
-                f"The plan gives {path!r} a {type(entry).__name__}; it takes a sharding spec for a "
-                "parameter or a Sharder for a module."
+                f"Only `ShardingSpec` and `Sharder` are supported to shard {path!r}: the plan "
+                f"gives it a {type(entry).__name__}."
             )
         _, _, tensor = find_tensor(module, path)
         check_shardable(tensor, repr(path), entry, src_rank, process_group)
@@ -148,7 +162,14 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
     for path, spec in (plan.output_plan or {}).items():
         find_module(module, path)
         if not isinstance(spec, ShardingSpec):
-            raise ArgumentError(f"output_plan gives {path!r} {spec!r}; it takes a sharding spec.")
+            raise ArgumentError(
+                f"Only `ShardingSpec` is supported as output_plan for {path!r}, found {spec!r}."
+            )
+        if not isinstance(spec, (ChunkShardingSpec, EnumerableShardingSpec)):
+            raise UnsupportedError(
+                f"output_plan gives {path!r} a spec of your own class, {spec!r}: outputs are laid "
+                "out by a ChunkShardingSpec or an EnumerableShardingSpec."
+            )
         device_type_of(spec)
     for path in plan.return_local_tensor or ():
         find_module(module, path)

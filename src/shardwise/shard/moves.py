@@ -90,6 +90,8 @@ def move_boxes(local: torch.Tensor, source: Tiling, target: Tiling, what: str) -
     Bytes are sent, so any dtype works.
     """
     grid, dtype = source.grid, local.dtype
+    if grid.outside:
+        return local
     pairs = overlaps(source, target)
 
     def pack(place: Any, mine: torch.Tensor) -> torch.Tensor:
@@ -267,6 +269,6 @@ def _tiling_on(x: ShardedTensor, device: torch.device, process_group: Any) -> Ti
     if device.type == tiling.grid.device_type:
         return tiling
     # Ranks may name different device indices; they agree on the device type.
-    spec = on_device(tiling.spec, torch.device(device.type))
+    spec = on_device(tiling, torch.device(device.type))
     grid = home_grid(process_group or x.process_group, device.type)
     return make_tiling(spec, tiling.shape, grid)

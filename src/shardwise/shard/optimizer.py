@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -117,7 +117,7 @@ def pre_load_state_dict_hook(
     unexpected_keys: list[str],
     error_msgs: list[str],
 ) -> None:
-    """Load such attributes from a state dict, each into its own spec.
+    """Load such attributes from a state dict, each into its own spec; others are set as they are.
 
     Register it with `module.register_load_state_dict_pre_hook(pre_load_state_dict_hook)`.
     """
@@ -127,3 +127,25 @@ def pre_load_state_dict_hook(
             if isinstance(value, ShardedTensor) and key in state_dict:
                 with torch.no_grad():
                     value.copy_(state_dict.pop(key))
+            elif isinstance(state_dict.get(key), ShardedTensor):
+                setattr(submodule, name, state_dict.pop(key))
+
+
+def named_params_with_sharded_tensor(
+    module: nn.Module, prefix: str = "", recurse: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Names and parameters of a module, and sharded tensors that are plain attributes of it.
+
+    For `ShardedOptimizer`. Sharded parameters are parameters, and come once.
+
+    >>> layer = torch.nn.Linear(2, 2)
+    >>> [name for name, _ in named_params_with_sharded_tensor(layer, "top")]
+    ['top.weight', 'top.bias']
+    """
+    seen = set()
+    for path, submodule in module.named_modules(prefix=prefix) if recurse else [(prefix, module)]:
+        for name, value in vars(submodule).items():
+            if isinstance(value, ShardedTensor) and id(value) not in seen:
+                seen.add(id(value))
+                yield (f"{path}.{name}" if path else name), value
+    yield from module.named_parameters(prefix=prefix, recurse=recurse)

@@ -1,7 +1,7 @@
 """Outputs of modules, laid out as a plan's `output_plan` and `return_local_tensor` say.
 
 A plain output is this rank's shard of a joint batch: together the outputs are one tensor, split
-along dim 0. As in Note [Local batches], a plain tensor belongs to a rank's own loss, and a
+along dim 0. As in lookups, a plain tensor belongs to a rank's own loss, and a
 sharded one to the mean of the losses.
 """
 
@@ -69,7 +69,7 @@ def lay_out(output: Any, plan: OutputPlan, process_group: Any, text: str) -> Any
 def place_output(x: Any, plan: OutputPlan) -> torch.Tensor:
     """A DTensor, laid out as the plan says."""
     if plan.spec is not None:
-        x = with_spec(x, ShardedTensor).reshard(plan.spec)
+        x = with_spec(x, ShardedTensor).resharded(plan.spec)
     if not plan.local:
         return x
     shard = with_spec(x, ShardedTensor).local_tensor()

@@ -29,9 +29,8 @@ from shardwise.shard.spec import (
     ShardingSpec,
     ShardMetadata,
 )
-from shardwise.shard.tiling import split_dims, wire_dtype
+from shardwise.shard.tiling import split_dims
 
-ID_BYTES = 8
 #: The style of an entry for a module's output.
 _OUTPUT = "Output"
 
@@ -143,8 +142,7 @@ def _traffic(
     if isinstance(owner, nn.Linear):
         return _linear(tensor, boxes, by_columns)
     if isinstance(owner, (nn.Embedding, nn.EmbeddingBag)):
-        width = max(box.shard_sizes[1] for box in boxes) * tensor.element_size()
-        return _columns(owner, tensor, width) if by_columns else _rows(owner, tensor, width)
+        return _lookup(owner, tensor, boxes, by_columns)
     return ()
 
 
@@ -159,32 +157,35 @@ def _linear(
     return there, Traffic("all_to_all", outputs * item, "row of all ranks")
 
 
-def _columns(
-    owner: nn.Embedding | nn.EmbeddingBag, weight: torch.Tensor, width: int
+def _lookup(
+    owner: nn.Embedding | nn.EmbeddingBag,
+    weight: torch.Tensor,
+    boxes: tuple[ShardMetadata, ...],
+    by_columns: bool,
 ) -> tuple[Traffic, ...]:
-    found, unit = [Traffic("all_gather", ID_BYTES, "id of this rank")], "id"
-    if owner.max_norm is not None:
-        found.append(Traffic("all_reduce", weight.element_size(), "different id of all ranks"))
-    if isinstance(owner, nn.EmbeddingBag) and not owner.scale_grad_by_freq:
-        unit = "bag"
-        found.append(Traffic("all_gather", ID_BYTES, "bag of this rank"))
-    return *found, Traffic("all_to_all", width, f"{unit} of all ranks")
+    width = max(box.shard_sizes[1] for box in boxes) * weight.element_size()
+    id_bytes = (torch.int32 if weight.shape[0] < 2**31 else torch.int64).itemsize
+    holders = {box.rank for box in boxes if box.numel}
+    # An id goes to every rank that has columns of its row.
+    id_bytes *= len(holders) if by_columns else 1
+    norms: list[Traffic] = []
+    if owner.max_norm is not None and by_columns:
+        norm = Traffic("all_reduce", weight.element_size(), "different id of all ranks")
+        norms = [Traffic("all_reduce", 8, "lookup"), norm]
+    if not _is_pooled_by_owners(owner):
+        ids, rows = "different id of this rank", "different id that this rank is asked for"
+    elif by_columns or len(holders) < 2:
+        ids, rows = "id and bag of this rank", "bag of all ranks"
+    else:
+        ids = "different id of this rank; in long bags, per id and bag"
+        rows = "different id that this rank is asked for; in long bags, per bag of all ranks"
+    return Traffic("all_to_all", id_bytes, ids), *norms, Traffic("all_to_all", width, rows)
 
 
-def _rows(
-    owner: nn.Embedding | nn.EmbeddingBag, weight: torch.Tensor, width: int
-) -> tuple[Traffic, ...]:
-    id_bytes = wire_dtype(weight.shape[0]).itemsize
-    if not isinstance(owner, nn.EmbeddingBag) or owner.scale_grad_by_freq:
-        return (
-            Traffic("all_to_all", id_bytes, "different id of this rank"),
-            Traffic("all_to_all", width, "different id that this rank is asked for"),
-        )
-    bag = "bag that this rank is asked for"
-    found = Traffic("all_to_all", id_bytes, "id of this rank"), Traffic("all_to_all", width, bag)
-    if owner.mode != "max":
-        return found
-    return *found, Traffic("all_to_all", weight.shape[1], f"{bag}, in training")
+def _is_pooled_by_owners(owner: nn.Embedding | nn.EmbeddingBag) -> bool:
+    if not isinstance(owner, nn.EmbeddingBag) or owner.scale_grad_by_freq or owner.mode == "max":
+        return False
+    return owner.padding_idx is None or owner.max_norm is None
 
 
 class Sharder(ABC):

@@ -16,48 +16,116 @@ import torch
 from shardwise._torch.c10d import RemoteDevice
 from shardwise.core.box import Box, overlapping
 from shardwise.core.sizes import chunk_length, lengths
-from shardwise.errors import ArgumentError, LayoutError
+from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 
 Shape = tuple[int, ...]
 
-_TEXT = re.compile(r"rank:(\d+)/(.+)")
+_TEXT = re.compile(r"rank:(\d+)(?:/(.+))?")
+
+
+class RankNumber(int):
+    """A rank. Torch's placements have a method `rank()`, so this one can be called."""
+
+    def __call__(self) -> int:
+        return int(self)
+
+
+class DeviceName(str):
+    """A device: an attribute like a `torch.device`, and torch's method `device()`.
+
+    A text, because torch takes devices as texts and its own class has no subclasses.
+    """
+
+    __slots__ = ()
+
+    def __call__(self) -> torch.device:
+        return torch.device(self)
+
+    @property
+    def type(self) -> str:
+        return self().type
+
+    @property
+    def index(self) -> int | None:  # type: ignore[override]
+        return self().index
+
+    def __eq__(self, other: object) -> bool:
+        return self() == (other() if isinstance(other, DeviceName) else other)
+
+    def __hash__(self) -> int:
+        return hash(self())
+
+    def __repr__(self) -> str:
+        return repr(self())
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RankDevice:
     """The rank and device of a shard. The rank is one of the world, also inside a smaller group.
 
+    Both are attributes, and methods as in torch. A device of this process has no rank.
+
     >>> place = parse_device("rank:1/cuda:3")
     >>> place.rank, place.device, place
     (1, device(type='cuda', index=3), rank:1/cuda:3)
+    >>> place.rank(), place.device()
+    (1, device(type='cuda', index=3))
     """
 
-    rank: int
-    device: torch.device
+    rank: Any
+    device: Any
+
+    def __post_init__(self) -> None:
+        if self.rank is None:
+            object.__setattr__(self, "rank", _no_rank)
+        else:
+            object.__setattr__(self, "rank", RankNumber(self.rank))
+        object.__setattr__(self, "device", DeviceName(self.device))
 
     def __repr__(self) -> str:
-        return f"rank:{self.rank}/{self.device}"
+        return str(self.device) if self.rank() is None else f"rank:{self.rank}/{self.device}"
+
+
+def _no_rank() -> None:
+    """Stands for the rank of a placement that names only a device."""
 
 
 def parse_device(given: Any) -> RankDevice:
-    """The rank and device that a text names."""
+    """The rank and device that a text names: "rank:0/cpu", "rank:0" or "cpu"."""
     if isinstance(given, RankDevice):
         return given
-    if isinstance(given, RemoteDevice):
+    if isinstance(given, (RemoteDevice, torch.device)):
         given = str(given)
     if not isinstance(given, str):
         raise ArgumentError(f"A placement is a text such as 'rank:0/cpu', found {given!r}.")
     found = _TEXT.fullmatch(given)
-    if found is None:
-        raise LayoutError(
-            f"{given!r} names no rank and device: write 'rank:0/cpu' or 'rank:1/cuda:1'. (Names of "
-            "RPC workers mean nothing here.)"
-        )
     try:
-        device = torch.device(found[2])
+        if found is None:
+            return RankDevice(None, torch.device(given))
+        return RankDevice(int(found[1]), torch.device(found[2] or "cpu"))
     except RuntimeError as error:
-        raise LayoutError(f"{given!r}: {found[2]!r} is no device of torch.") from error
-    return RankDevice(int(found[1]), device)
+        raise LayoutError(
+            f"{given!r} names no rank and device: write 'rank:0/cpu' or 'rank:1/cuda:1', with a "
+            "device of torch. (Names of RPC workers mean nothing here.)"
+        ) from error
+
+
+class PlacementSpec(ABC):  # noqa: B024
+    """Where something is placed; a base class, as in torch."""
+
+
+@dataclass(frozen=True, slots=True)
+class DevicePlacementSpec(PlacementSpec):
+    """Placed on one device.
+
+    >>> DevicePlacementSpec("rank:1/cpu").device.rank()
+    1
+    """
+
+    device: Any
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", parse_device(self.device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,15 +153,15 @@ class ShardMetadata:
 
     @property
     def place(self) -> RankDevice:
-        """The placement; raises where there is none."""
-        if self.placement is None:
+        """The placement; raises where it names no rank."""
+        if self.placement is None or self.placement.rank() is None:
             raise LayoutError(f"{self} names no rank: give it a placement such as 'rank:0/cpu'.")
         found: RankDevice = self.placement
         return found
 
     @property
     def rank(self) -> int:
-        return self.place.rank
+        return self.place.rank()
 
     @property
     def box(self) -> Box:
@@ -115,15 +183,38 @@ def _numbers(given: Any) -> Shape:
 
 
 class ShardingSpec(ABC):
-    """How a tensor of some size is split into boxes."""
+    """How a tensor of some size is split into boxes.
+
+    A spec of your own has `build_metadata`, as in torch, and compares and hashes by value: the
+    ranks compare specs, and equal ones share their plans. It may have `shard` as well, to make the
+    sharded tensor itself.
+    """
 
     @abstractmethod
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        """The shards of a tensor of this size."""
+
+    def shard(
+        self, tensor: torch.Tensor, src_rank: int | None = 0, process_group: Any = None
+    ) -> Any:
+        """The tensor of rank `src_rank`, sharded by this spec."""
+        return by_boxes[0](tensor, self, src_rank, process_group)
+
     def boxes(self, size: Sequence[int]) -> tuple[ShardMetadata, ...]:
         """The boxes of a tensor of this size, checked: they fill it and do not overlap."""
+        made = self.build_metadata(torch.Size(size), TensorProperties())
+        if not isinstance(made, ShardedTensorMetadata):
+            raise ArgumentError(
+                f"build_metadata() of {type(self).__name__} returns a ShardedTensorMetadata, found "
+                f"{type(made).__name__}."
+            )
+        return EnumerableShardingSpec(made.shards_metadata).boxes(size)
 
-    @abstractmethod
-    def places(self) -> tuple[RankDevice, ...]:
-        """The ranks and devices that the spec names."""
+
+#: What `ShardingSpec.shard` calls: `shard_tensor`, which is above this module.
+by_boxes: list[Any] = []
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +232,8 @@ class ChunkShardingSpec(ShardingSpec):
     placements: Sequence[Any]
 
     def __post_init__(self) -> None:
+        if isinstance(self.dim, str):
+            raise UnsupportedError(f"ChunkShardingSpec splits a dim by number; found {self.dim!r}.")
         if not isinstance(self.dim, int) or isinstance(self.dim, bool):
             raise ArgumentError(f"ChunkShardingSpec splits one dim, an int; found {self.dim!r}.")
         if isinstance(self.placements, str):
@@ -165,8 +258,10 @@ class ChunkShardingSpec(ShardingSpec):
             found.append(ShardMetadata(offsets, sizes, self.placements[number]))
         return tuple(found)
 
-    def places(self) -> tuple[RankDevice, ...]:
-        return tuple(self.placements)
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        return ShardedTensorMetadata(self.boxes(tensor_sizes), tensor_sizes, tensor_properties)
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,8 +272,8 @@ class EnumerableShardingSpec(ShardingSpec):
     >>> spec = EnumerableShardingSpec([top, ShardMetadata([1, 0], [3, 4], "rank:1/cpu")])
     >>> spec.boxes([5, 4])
     Traceback (most recent call last):
-    shardwise.errors.LayoutError: The shards hold 16 of the 20 values of shape (5, 4): they leave \
-holes, or reach beyond the tensor.
+    shardwise.errors.LayoutError: The total volume of shards does not match tensor volume: they \
+hold 16 of the 20 values of shape (5, 4), and leave holes.
     """
 
     shards: Sequence[ShardMetadata]
@@ -205,13 +300,15 @@ holes, or reach beyond the tensor.
         held, wanted = sum(box.numel for box in self.shards), whole.volume
         if held != wanted:
             raise LayoutError(
-                f"The shards hold {held} of the {wanted} values of shape {tuple(size)}: they leave "
-                "holes, or reach beyond the tensor."
+                f"The total volume of shards does not match tensor volume: they hold {held} of the "
+                f"{wanted} values of shape {tuple(size)}, and leave holes."
             )
         return tuple(self.shards)
 
-    def places(self) -> tuple[RankDevice, ...]:
-        return tuple(box.place for box in self.shards)
+    def build_metadata(
+        self, tensor_sizes: torch.Size, tensor_properties: TensorProperties
+    ) -> ShardedTensorMetadata:
+        return ShardedTensorMetadata(self.boxes(tensor_sizes), tensor_sizes, tensor_properties)
 
 
 def encode_spec(spec: ShardingSpec) -> Any:
@@ -247,8 +344,8 @@ class Shard:
             raise ArgumentError(f"A shard's metadata is a ShardMetadata, found {self.metadata!r}.")
         if tuple(self.tensor.shape) != self.metadata.shard_sizes:
             raise LayoutError(
-                f"The tensor of a shard has shape {tuple(self.tensor.shape)}, its metadata says "
-                f"{self.metadata.shard_sizes}."
+                f"Shard tensor size does not match: the tensor has shape "
+                f"{tuple(self.tensor.shape)}, its metadata says {self.metadata.shard_sizes}."
             )
 
     @staticmethod

@@ -6,11 +6,13 @@ See Note [Natural, permuted and loose tilings] for how it is stored.
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise._torch.dispatch import (
     ABOVE_AUTOGRAD,
@@ -20,10 +22,17 @@ from shardwise._torch.dispatch import (
 )
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import Placement, short
-from shardwise.core.untraced import untraced
+from shardwise.core.untraced import breaks_graph, untraced
 from shardwise.dtensor.compile import FlatContext, flattened
 from shardwise.dtensor.tensor import DTensor, _lasting
-from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, UnsupportedError
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    LeafError,
+    ShardwiseError,
+    UnsupportedError,
+    WorldError,
+)
 from shardwise.shard import unbacked
 from shardwise.shard.dispatch import dispatch
 from shardwise.shard.moves import (
@@ -44,7 +53,13 @@ from shardwise.shard.spec import (
     ShardMetadata,
     TensorProperties,
 )
-from shardwise.shard.tiling import Tiling, device_type_of, make_tiling, natural_spec
+from shardwise.shard.tiling import (
+    Tiling,
+    device_type_of,
+    make_tiling,
+    natural_spec,
+    shard_whole,
+)
 from shardwise.simulation.parts import held_like
 from shardwise.simulation.ranks import rank_values
 
@@ -120,6 +135,10 @@ class ShardedTensor(DTensor):
     ) -> Any:
         kwargs = kwargs or {}
         special = functions.get(func)
+        if func in spec_functions:
+            special = spec_functions[func].get(
+                type(first_sharded(args, kwargs).sharding_spec()), special
+            )
         with without_subclass_functions():
             return func(*args, **kwargs) if special is None else special(func, types, args, kwargs)
 
@@ -134,6 +153,16 @@ class ShardedTensor(DTensor):
         preferred: Layout | None = None,
     ) -> Any:
         return dispatch(ShardedTensor, func, args, kwargs or {})
+
+    @breaks_graph
+    def requires_grad_(self, mode: bool = True) -> ShardedTensor:
+        """As for any tensor; the gradient of a leaf has the leaf's spec."""
+        if self._tiling.natural:
+            return super().requires_grad_(mode)  # type: ignore[return-value]
+        torch.Tensor.requires_grad_(self, mode)
+        if mode and "_hooked" not in self.__dict__:
+            self.__dict__["_hooked"] = self.register_hook(functools.partial(_lies_in, self._tiling))
+        return self
 
     # -- torch.compile -----------------------------------------------------------------------
 
@@ -197,6 +226,11 @@ class ShardedTensor(DTensor):
         They share memory with the tensor.
         """
         tiling, found = self._tiling, []
+        if tiling.grid.world.absent and len(tiling.grid.ranks) > 1:
+            raise WorldError(
+                "The tensor was loaded without a process group, and its file does not say which "
+                "rank's shards it holds. Load it where torch.distributed is initialised."
+            )
         for (place,), held in rank_values(tiling.grid, self._local):
             rank = tiling.grid.ranks[place]
             views = tiling.box_views(rank, held)
@@ -216,6 +250,8 @@ class ShardedTensor(DTensor):
 
     @property
     def process_group(self) -> Any:
+        if self._tiling.grid.outside:
+            return dist.GroupMember.NON_GROUP_MEMBER
         return self._tiling.grid.mesh.get_group(0)
 
     @property
@@ -241,17 +277,38 @@ class ShardedTensor(DTensor):
     def __checkpoint_pieces__(self) -> list[tuple[int, tuple[int, ...], torch.Tensor]]:
         """The shards, for shardwise.checkpoint."""
         found = [(shard.metadata, shard.tensor) for shard in self.local_shards()]
-        return [(at.placement.rank, tuple(at.shard_offsets), values) for at, values in found]
+        return [(at.rank, tuple(at.shard_offsets), values) for at, values in found]
 
     # -- moving ------------------------------------------------------------------------------
 
     def reshard(self, resharding_spec: ShardingSpec) -> ShardedTensor:
+        """Bring this tensor to another spec in place, as torch's does, and return it.
+
+        Its gradient moves along. In code that autograd records, use `resharded`.
+        """
+        if not self.is_leaf:
+            raise LeafError(
+                "reshard() changes a tensor in place, and this one has a history in autograd: use "
+                "x.resharded(spec), which returns a new tensor and is differentiable."
+            )
+        with torch.no_grad():
+            detached: Any = self.detach()
+            moved = detached.resharded(resharding_spec)
+            grad = self.grad
+            if moved._tiling is not self._tiling:
+                self.grad, self._tiling = None, moved._tiling
+                self.data = moved
+                if grad is not None:
+                    self.grad = sharded_like(grad, moved._tiling, ShardedTensor)
+        return self
+
+    def resharded(self, resharding_spec: ShardingSpec) -> ShardedTensor:
         """The same tensor in another spec, differentiable: one all-to-all, owner to owner."""
         if not isinstance(resharding_spec, ShardingSpec):
             raise ArgumentError(f"reshard() takes a sharding spec, found {resharding_spec!r}.")
         unbacked.check_backed(self, "reshard()")
         source = self._tiling
-        kind = device_type_of(resharding_spec)
+        kind = device_type_of(resharding_spec, source.shape)
         if kind != source.grid.device_type:
             raise LayoutError(
                 f"reshard() stays on {source.grid.device_type}; {resharding_spec} is on {kind}. "
@@ -288,7 +345,7 @@ class ShardedTensor(DTensor):
             return super().full_tensor(grad_placements=grad_placements)
         if not self._tiling.shape:
             raise UnsupportedError("full_tensor() without dims: read the owner's shard.")
-        ordered = self.reshard(natural_spec(self._tiling))
+        ordered = self.resharded(natural_spec(self._tiling))
         return ordered.full_tensor(grad_placements=grad_placements)
 
     def redistribute(self, *args: Any, **kwargs: Any) -> DTensor:
@@ -361,6 +418,18 @@ class ShardedTensor(DTensor):
         return _unpickle, (state, marks, _lasting(self.__dict__))
 
 
+def _lies_in(tiling: Tiling, grad: Any) -> Any:
+    """A gradient in this tiling; None where it is already, as torch's hooks want it."""
+    if grad is None or (isinstance(grad, ShardedTensor) and grad._tiling is tiling):
+        return None
+    if isinstance(grad, DTensor):
+        split = not all(p.is_replicate() for p in grad._layout.placements)
+        if split or (torch.is_grad_enabled() and grad.requires_grad):
+            return sharded_like(grad, tiling, ShardedTensor)
+        grad = grad._local
+    return ShardedTensor.over(shard_whole(grad, tiling), tiling)
+
+
 def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTensor:
     restored = ShardedTensor.over(*unpacked(*state))
     restored.grad_reduction, requires_grad = marks
@@ -371,3 +440,14 @@ def _unpickle(state: Any, marks: Any, attributes: dict[str, Any]) -> ShardedTens
 
 #: Functions of torch with code of their own, and that code; filled by `functions`.
 functions: dict[Any, Any] = {}
+#: The same for tensors of one kind of spec, by its class; they come first.
+spec_functions: dict[Any, dict[type, Any]] = {}
+
+
+def first_sharded(args: Any, kwargs: Any) -> ShardedTensor:
+    """The first sharded tensor in a call, also in a list."""
+    for value in (*args, *kwargs.values()):
+        for x in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(x, ShardedTensor):
+                return x
+    raise AssertionError("called for a sharded tensor")

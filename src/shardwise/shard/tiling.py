@@ -16,7 +16,6 @@ layers need one shard per rank, so they work on natural and permuted tilings.
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise._torch.c10d import mesh_without_groups
 from shardwise.core.layout import Layout, contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid, grid_like, grid_of
 from shardwise.core.world import current_world, world_caches
@@ -83,7 +83,7 @@ class Tiling:
         mine = self.on_rank(rank)
         if len(self.grid.world.present) > 1 or not mine:
             return torch.device(self.grid.device_type)
-        return mine[0].placement.device
+        return mine[0].place.device()
 
     def shard_shape(self, rank: int) -> Shape:
         """The shape of a rank's one shard."""
@@ -147,9 +147,14 @@ def make_tiling(spec: ShardingSpec, shape: Shape, grid: Grid) -> Tiling:
 world_caches.append(make_tiling.cache_clear)
 
 
-def device_type_of(spec: ShardingSpec) -> str:
-    """The one device type that a spec names."""
-    kinds = sorted({place.device.type for place in spec.places()})
+def device_type_of(spec: ShardingSpec, shape: Sequence[int] = ()) -> str:
+    """The one device type that a spec names; one of your own is asked for a tensor of `shape`."""
+    if isinstance(spec, ChunkShardingSpec):
+        places = spec.placements
+    else:
+        boxes = spec.shards if isinstance(spec, EnumerableShardingSpec) else spec.boxes(shape)
+        places = [box.place for box in boxes]
+    kinds = sorted({place.device.type for place in places})
     if len(kinds) > 1:
         raise LayoutError(f"A tensor is on one kind of device; the spec names {kinds}: {spec}.")
     return kinds[0]
@@ -195,11 +200,23 @@ def group_ranks(process_group: Any = None) -> tuple[int, ...]:
     world = current_world()
     if process_group is None:
         return tuple(range(world.size))
-    if process_group is dist.GroupMember.NON_GROUP_MEMBER:
+    if is_outside(process_group):
         raise WorldError(
             f"Rank {world.rank} is not in the process group: only its ranks shard over it."
         )
     return tuple(dist.get_process_group_ranks(process_group))
+
+
+def is_outside(process_group: Any) -> bool:
+    """Whether this rank is not in the group; see Note [Ranks outside a mesh]."""
+    return process_group is dist.GroupMember.NON_GROUP_MEMBER
+
+
+def outside_tiling(spec: ShardingSpec, shape: Shape) -> Tiling:
+    """The tiling on a rank outside the group, of which it knows the ranks that the spec names."""
+    ranks = sorted({box.rank for box in spec.boxes(shape)})
+    mesh = mesh_without_groups(device_type_of(spec, shape), torch.tensor(ranks))
+    return make_tiling(spec, shape, grid_of(mesh))
 
 
 def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
@@ -212,56 +229,6 @@ def home_grid(process_group: Any = None, device_type: str = "cpu") -> Grid:
     if len(ranks) == world.size:
         return grid_like(device_type, (len(ranks),), ranks, None)
     return grid_of(DeviceMesh.from_group(process_group, device_type))
-
-
-@dataclass(frozen=True, slots=True)
-class RowOwners:
-    """Which rank owns which row of a table that is sharded by rows.
-
-    Rows are renumbered where shards are not in the order of ranks: by number, rank 0 of the group
-    has the first rows, rank 1 the next, and so on.
-    """
-
-    #: The first number of each rank, and one past the last.
-    bounds: tuple[int, ...]
-    #: One past the last row of each shard in the order of rows, and what to add to its rows. Empty
-    #: where rows keep their numbers.
-    ends: tuple[int, ...] = ()
-    shifts: tuple[int, ...] = ()
-
-    def numbered(self, rows: torch.Tensor) -> torch.Tensor:
-        if not self.shifts:
-            return rows
-        shard = torch.bucketize(rows, rows.new_tensor(self.ends), right=True)
-        return rows + rows.new_tensor(self.shifts)[shard]
-
-    def owners(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The index in the group of the rank that owns each row."""
-        return torch.bucketize(numbers, numbers.new_tensor(self.bounds[1:]), right=True)
-
-
-def wire_dtype(num_rows: int) -> torch.dtype:
-    """The dtype in which row numbers are sent."""
-    return torch.int32 if num_rows < 2**31 else torch.int64
-
-
-@functools.lru_cache(maxsize=512)
-def row_owners(tiling: Tiling) -> RowOwners:
-    assert tiling.split is not None, "a table that is looked up has one shard per rank"
-    intervals = [tiling.split.intervals[rank] for rank in tiling.grid.ranks]
-    bounds = (0, *itertools.accumulate(length for _, length in intervals))
-    if tiling.natural:
-        return RowOwners(bounds)
-    by_row = sorted(
-        (start + length, bound - start)
-        for (start, length), bound in zip(intervals, bounds, strict=False)
-        if length
-    )
-    ends, shifts = zip(*by_row, strict=True)
-    return RowOwners(bounds, ends, shifts)
-
-
-world_caches.append(row_owners.cache_clear)
 
 
 def shard_whole(whole: torch.Tensor, tiling: Tiling) -> torch.Tensor:
@@ -298,10 +265,17 @@ def natural_spec(tiling: Tiling) -> ChunkShardingSpec:
     return ChunkShardingSpec(0, [RankDevice(rank, device) for rank in tiling.grid.ranks])
 
 
-def on_device(spec: ShardingSpec, device: torch.device) -> ShardingSpec:
+def listed_spec(tiling: Tiling) -> ChunkShardingSpec | EnumerableShardingSpec:
+    """The spec, which one of your own class becomes a list of boxes."""
+    if isinstance(tiling.spec, (ChunkShardingSpec, EnumerableShardingSpec)):
+        return tiling.spec
+    return EnumerableShardingSpec(tiling.boxes)
+
+
+def on_device(tiling: Tiling, device: torch.device) -> ShardingSpec:
+    spec = listed_spec(tiling)
     if isinstance(spec, ChunkShardingSpec):
         return ChunkShardingSpec(spec.dim, [RankDevice(p.rank, device) for p in spec.placements])
-    assert isinstance(spec, EnumerableShardingSpec), "there are two kinds of specs"
     return EnumerableShardingSpec(
         [
             ShardMetadata(b.shard_offsets, b.shard_sizes, RankDevice(b.rank, device))

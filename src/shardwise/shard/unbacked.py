@@ -151,7 +151,7 @@ def as_tangent(x: Any, kind: type[ShardedTensor], context: Any) -> ShardedTensor
     if type(x) is DTensor and all(p.is_replicate() for p in x.placements):
         held = shard_whole(x._local, tiling)
     else:
-        held = with_spec(x, kind).reshard(known.spec)._local
+        held = with_spec(x, kind).resharded(known.spec)._local
     shards: Any = shards_of(tiling, held)
     if context.flat.roster is not None:
         shards = shards.held_like(context.flat.roster)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from shardwise._torch.c10d import inherit_timeout
 from shardwise.core.mesh import Grid
 from shardwise.core.sizes import lengths
 from shardwise.core.world import World, current_world
@@ -55,6 +56,8 @@ def reduce_parts(parts: Sequence[torch.Tensor], reduce_op: str) -> torch.Tensor:
 def run_groups(x: LocalTensor, group: Any, exchange: Exchange) -> LocalTensor:
     """Apply `exchange` to each group of ranks that runs the collective; `group` is rank 0's."""
     world = x._roster.world
+    if world.faults is not None:
+        x = world.faults.collective(x)
     result: dict[int, torch.Tensor] = {}
     met: dict[tuple[int, ...], Sequence[torch.Tensor]] = {}
     for line in _lines(world, group):
@@ -136,6 +139,9 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
         )
 
     def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if is_plain(parts[0]):  # chunk by chunk, many ranks would take quadratic time
+            apart = torch.stack(list(parts)).unflatten(1, (len(parts), input_splits[0]))
+            return [column.flatten(0, 1).contiguous() for column in apart.unbind(1)]
         chunks = [part.split(list(input_splits)) for part in parts]
         return [torch.cat(column) for column in zip(*chunks, strict=True)]
 
@@ -145,6 +151,8 @@ def _all_to_all(func: Any, args: Any, kwargs: Any) -> LocalTensor:
 def _uneven_all_to_all(x: LocalTensor, splits: Sequence[Any], group: Any) -> LocalTensor:
     """Each rank has its own input splits; what it receives follows from the others'."""
     result: dict[int, torch.Tensor] = {}
+    if x._roster.world.faults is not None:
+        x = x._roster.world.faults.collective(x)
     for line in _lines(x._roster.world, group):
         chunks = [x.on_rank(rank).split(_splits_of(splits, rank)) for rank in line]
         joined = map(torch.cat, zip(*chunks, strict=True))
@@ -172,7 +180,9 @@ def name_of_groups(grid: Grid, axis: int) -> str:
     """
     if grid.world.simulated:
         return f"axis {axis} of {grid.ranks} as {grid.shape}"
-    return grid.mesh.get_group(axis).group_name
+    group = grid.mesh.get_group(axis)
+    inherit_timeout(group)
+    return group.group_name
 
 
 def simulated_scatter(

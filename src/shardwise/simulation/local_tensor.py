@@ -22,7 +22,7 @@ import torch
 
 from shardwise._torch.dispatch import make_wrapper, no_torch_function
 from shardwise._torch.frames import Asker, asker
-from shardwise._torch.functions import neg_view
+from shardwise._torch.functions import compare_by, neg_view
 from shardwise._torch.pytree import tree_flatten, tree_iter, tree_unflatten
 from shardwise.core.code_version import source_digest
 from shardwise.core.sizes import unrecorded
@@ -177,6 +177,12 @@ class LocalTensor(torch.Tensor):
     def numpy(self, *, force: bool = False) -> Any:
         return self.agreed().numpy(force=force)
 
+    def __format__(self, spec: str) -> str:
+        """As any tensor's: a 0-dim tensor that all ranks share is formatted as a number."""
+        if self.dim() or (not spec and as_plain(self) is self):
+            return format(str(self), spec)
+        return format(self.agreed().item(), spec)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         lines = []
         for number, part in enumerate(self._parts):
@@ -269,6 +275,18 @@ class LocalTensor(torch.Tensor):
         if isinstance(first, torch.Tensor) and not first.is_sparse:
             return LocalTensor(results, roster, sized)
         return wrap_results(results, roster, str(func), sized)
+
+
+def as_plain(x: Any) -> Any:
+    """The plain tensor that all ranks share, where `x` is one; else `x`."""
+    if type(x) is not LocalTensor or type(x._parts[0]) is not torch.Tensor:
+        return x
+    first = x._parts[0]
+    return first if all(same_values(part, first) for part in x._parts[1:]) else x
+
+
+# In a process the whole tensor is plain, and `assert_close` takes it beside a Parameter.
+compare_by(as_plain)
 
 
 def _common_roster(args: tuple[Any, ...]) -> Roster | None:

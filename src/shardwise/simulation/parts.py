@@ -17,6 +17,7 @@ from shardwise.simulation.local_tensor import LocalTensor, from_ranks, sized_cop
 from shardwise.simulation.roster import Roster
 
 __all__ = [
+    "LENT",
     "agreed",
     "copy_per_rank",
     "count_write",
@@ -104,21 +105,25 @@ def sized(x: torch.Tensor) -> torch.Tensor:
     return LocalTensor(x._parts, x._roster, True) if type(x) is LocalTensor else x
 
 
-def lent(x: torch.Tensor) -> torch.Tensor:
-    """An alias of `x` outside autograd, for use outside a DTensor; see `count_write`."""
+#: The attribute of a local tensor of which something was lent: weak references to aliases that do
+#: not share its version counter.
+LENT = "_lent"
+
+
+def lent(x: torch.Tensor, base: torch.Tensor) -> torch.Tensor:
+    """An alias of `x` outside autograd, for use outside a DTensor.
+
+    `count_write(base)` counts on it: `base` is `x`, or what `x` is a view or a snapshot of.
+    """
     alias = sized_copy(x, True)
-    if type(x) is LocalTensor:
-        known = [ref for ref in x.__dict__.get("_lent", ()) if ref() is not None]
-        x.__dict__["_lent"] = [*known, weakref.ref(alias)]
+    known = [ref for ref in base.__dict__.get(LENT, ()) if ref() is not None]
+    base.__dict__[LENT] = [*known, weakref.ref(alias)]
     return alias
 
 
 def count_write(x: torch.Tensor) -> None:
-    """Count a write to `x` on what shares its memory, for autograd: its parts, and aliases of it.
-
-    A plain tensor shares its version counter with its aliases, a LocalTensor does not.
-    """
-    tensors = [*parts_of(x), *(ref() for ref in getattr(x, "__dict__", {}).get("_lent", ()))]
+    """Count a write on `x`, its parts and what was `lent` of it, for autograd."""
+    tensors = [*parts_of(x), *(ref() for ref in x.__dict__[LENT])]
     known = [t for t in tensors if type(t) in (torch.Tensor, LocalTensor) and not t.is_inference()]
     torch.autograd.graph.increment_version(known)
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from shardwise.core.mesh import Grid
 from shardwise.core.world import current_world
 from shardwise.errors import WorldError
 from shardwise.simulation.local_tensor import LocalTensor
-from shardwise.simulation.ranks import my_coordinate
+from shardwise.simulation.ranks import no_values
 from shardwise.simulation.roster import make_roster
 
 
@@ -23,6 +24,8 @@ def packed(local: torch.Tensor) -> tuple[Any, ...]:
 
 def check_world(held: tuple[Any, ...], *, both: bool) -> None:
     """Raise unless the current world can load it; `both`: a process may load its own shard."""
+    if held[0] == "real" and not dist.is_initialized():
+        return
     world = current_world()
     if world.simulated and held[0] == "real":
         raise WorldError(
@@ -44,6 +47,7 @@ def unpacked(held: tuple[Any, ...], grid: Grid) -> torch.Tensor:
     _, parts, ranks, index = held
     if grid.world.simulated:
         return LocalTensor(parts, make_roster(grid.world, ranks, index))
-    my_coordinate(grid)  # raises on a rank outside the mesh
+    if grid.outside:
+        return no_values(grid, parts[0].dtype)
     own: torch.Tensor = parts[index[ranks.index(grid.world.rank)]]
     return own.clone()

@@ -123,6 +123,9 @@ class RankIntNode:
 
     expect_true = expect_size = guard_size_oblivious = guard_or_false = guard_or_true = guard_bool
 
+    def statically_known_true(self, file: str, line: int) -> bool:
+        return all(self.values)
+
     def int_(self) -> int:
         return self.guard_int("", 0)
 

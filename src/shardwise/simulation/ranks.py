@@ -31,6 +31,7 @@ __all__ = [
     "is_shared",
     "localize",
     "my_coordinate",
+    "no_values",
     "numbers_per_rank",
     "on_every_rank",
     "once_for_all",
@@ -47,11 +48,10 @@ __all__ = [
 
 
 def present(grid: Grid) -> tuple[int, ...]:
-    """The ranks of a mesh in this process: one, or all in a simulated world."""
+    """The ranks of a mesh in this process: one, none outside it, or all in a simulated world."""
     if grid.world.simulated:
         return grid.ranks
-    my_coordinate(grid)  # raises where there is none
-    return grid.world.present
+    return () if grid.outside else grid.world.present
 
 
 def my_coordinate(grid: Grid) -> Coordinate:
@@ -59,9 +59,15 @@ def my_coordinate(grid: Grid) -> Coordinate:
     if grid.coordinate is None:
         raise WorldError(
             f"Rank {grid.world.rank} is not in {grid!r} of ranks {list(grid.ranks)}: only ranks of "
-            "the mesh hold its tensors. Use the tensor on those ranks only, or a mesh of all ranks."
+            "the mesh hold values of its tensors. Ask for them on those ranks only, or use a mesh "
+            "of all ranks."
         )
     return grid.coordinate
+
+
+def no_values(grid: Grid, dtype: torch.dtype, device: Any = None) -> torch.Tensor:
+    """The local tensor on a rank outside the mesh; see Note [Ranks outside a mesh]."""
+    return torch.empty(0, dtype=dtype, device=grid.device_type if device is None else device)
 
 
 def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
@@ -71,8 +77,8 @@ def localize(grid: Grid, tensor: torch.Tensor) -> torch.Tensor:
             raise WorldError(
                 "A LocalTensor belongs to a simulated world, but the mesh is of a real one."
             )
-        if grid.coordinate is None:
-            my_coordinate(grid)  # raises
+        if grid.outside:
+            return no_values(grid, tensor.dtype, tensor.device)
         return resolved(tensor)
     if not isinstance(tensor, LocalTensor):
         return LocalTensor((resolved(tensor),), shared_roster(grid.world, grid.ranks))
@@ -212,6 +218,7 @@ def counts_per_rank(grid: Grid, fn: Callable[[Coordinate], Sequence[int]]) -> li
 def numbers_per_rank(grid: Grid, rows: Sequence[Sequence[int]]) -> list[Any]:
     """A row of numbers per rank present as one list: RankInts where ranks differ."""
     if not grid.world.simulated:
+        my_coordinate(grid)  # raises where there is none
         return list(rows[0])
     return [rank_int(grid.world, grid.ranks, column) for column in zip(*rows, strict=True)]
 

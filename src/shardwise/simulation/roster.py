@@ -18,11 +18,12 @@ from shardwise.errors import WorldError
 class Roster:
     """`index[i]` is the part that `ranks[i]` holds. Compared by identity."""
 
-    __slots__ = ("__weakref__", "index", "num_parts", "ranks", "world")
+    __slots__ = ("__weakref__", "_parts", "index", "num_parts", "ranks", "world")
 
     def __init__(self, world: World, ranks: tuple[int, ...], index: tuple[int, ...]) -> None:
         self.world, self.ranks, self.index = world, ranks, index
         self.num_parts = max(index) + 1
+        self._parts = dict(zip(ranks, index, strict=True))
 
     def __deepcopy__(self, memo: Any) -> Roster:
         return self  # one object per value
@@ -34,7 +35,7 @@ class Roster:
         return [r for r, p in zip(self.ranks, self.index, strict=True) if p == part]
 
     def part_of(self, rank: int) -> int:
-        return self.index[self.ranks.index(rank)]
+        return self._parts[rank]
 
 
 _interned: weakref.WeakValueDictionary[Any, Roster] = weakref.WeakValueDictionary()

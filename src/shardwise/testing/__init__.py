@@ -1,6 +1,20 @@
-"""Checks for users and for this library: rules, random programs, training steps."""
+"""Checks for users and for this library: rules, random programs, training steps, faults."""
 
+from shardwise.simulation.faults import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault
 from shardwise.testing.rule_check import Mistake, Report, check_doors, check_rule, missing_choices
 from shardwise.testing.sample import Sample
 
-__all__ = ["Mistake", "Report", "Sample", "check_doors", "check_rule", "missing_choices"]
+__all__ = [
+    "Corrupt",
+    "Delay",
+    "Drop",
+    "FullDisk",
+    "Kill",
+    "Mistake",
+    "Report",
+    "Sample",
+    "check_doors",
+    "check_rule",
+    "draw_fault",
+    "missing_choices",
+]

@@ -27,10 +27,8 @@ from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Replicate, Shard
 from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.simulation.world import simulate
-from shardwise.testing.op_sweep.cases import Cases
-from shardwise.testing.op_sweep.play import outcome_of
-from shardwise.testing.op_sweep.table import Alone, OpCall
-from shardwise.testing.op_sweep.ways import OperandLayouts, random_of
+from shardwise.testing.alone import Alone, OpCall, outcome_of
+from shardwise.testing.cases import Cases
 from shardwise.testing.sample import (
     Sample,
     SampleAlone,
@@ -41,6 +39,7 @@ from shardwise.testing.sample import (
     layout_of,
     rule_for,
 )
+from shardwise.testing.ways import OperandLayouts, random_of
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))

@@ -1,6 +1,7 @@
 """The gradient contract: for each parameter and mesh axis, who reduces its gradient, and when.
 
-Front doors declare: `data_parallel` and `shard_parameters` here, styles in `parallel`, tables in
+Front doors declare: `data_parallel` and `fully_shard` here, styles in `parallel`, tables in
 `embedding`. One mechanism acts: `contract` decides what is done to a gradient, `reducer` does it in
-buckets while backward runs. How a module is split along a tensor axis is said in `parallel`.
+buckets while backward runs; along an axis that shards a parameter, its `shard_group` does. How a
+module is split along a tensor axis is said in `parallel`.
 """

@@ -36,6 +36,8 @@ from shardwise.training.mesh_axes import Axis, MeshAxes, distinct
 
 #: The attribute of a module with its tensor axes: `{(grid, axis): name of the style}`.
 _TENSOR_AXES = "_tensor_axes"
+#: The attribute of a sharded parameter that was a plain tensor.
+_OWN = "_own_gradient"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +86,19 @@ def reduction_of(parameter: torch.Tensor, declared: Sequence[DataAxes]) -> Reduc
     # beside a mean it stays Partial, and is summed when it is used.
     found = Reduction(() if distinct(means) else distinct(sums), distinct(means))
     return found if found.sums or found.means else None
+
+
+def note_own_gradient(parameter: torch.Tensor, own: bool) -> None:
+    """Record whether a sharded parameter has gradients of its rank's own loss.
+
+    Along tensor axes it is to be used as a plain tensor is: alike on all ranks.
+    """
+    parameter.__dict__[_OWN] = own
+
+
+def is_used_alike(parameter: torch.Tensor) -> bool:
+    """Whether all ranks of a tensor axis have to use a parameter alike: a plain tensor."""
+    return not isinstance(parameter, DTensor) or parameter.__dict__.get(_OWN, False)
 
 
 def note_tensor_axis(module: nn.Module, grid: Grid, axis: int, style: str) -> None:

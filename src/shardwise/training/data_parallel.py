@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -30,6 +32,8 @@ def data_parallel(
     It may be called before or after other front doors, on a module inside a data-parallel one, and
     again for another axis. Parameters that are unfrozen or added later are reduced as well.
 
+    A rank outside the mesh calls this too; its module is left as it is.
+
     `with module.no_sync():` accumulates local gradients; the next backward outside of it reduces
     the sum.
 
@@ -44,6 +48,9 @@ def data_parallel(
     tensor([[0.5000, 0.5000, 0.5000]])
     """
     axes = mesh_axes(mesh)
+    if axes.given.outside:
+        module.no_sync = contextlib.nullcontext  # type: ignore[assignment]
+        return module
     forbid_both([axes], tensor_axes(module), "data_parallel")
     declared = declared_module(module)
     if declared is not None and DataAxes(axes, True) in declared.data_axes:

@@ -19,7 +19,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import parts_of
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
-from shardwise.training.contract import tensor_axes
+from shardwise.training.contract import is_used_alike, tensor_axes
 from shardwise.training.mesh_axes import ranks_along
 
 #: The tolerance for sums of the same numbers, by the size of the dtype: GPU kernels may add in
@@ -32,7 +32,7 @@ def check_plain_gradients(module: nn.Module) -> None:
     plain = {
         name: p
         for name, p in module.named_parameters()
-        if p.requires_grad and not isinstance(p, DTensor)
+        if p.requires_grad and is_used_alike(p) and not p.is_meta
     }
     for (grid, axis), reason in tensor_axes(module).items() if plain else ():
         if len(ranks_along(grid, axis)) < 2:
@@ -53,7 +53,7 @@ def check_plain_gradients(module: nn.Module) -> None:
 
 
 def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> list[bool]:
-    grads = [localize(grid, p.grad if p.grad is not None else p.new_zeros(1)) for p in parameters]
+    grads = [localize(grid, _local_gradient(p)) for p in parameters]
 
     def sums(_: Any, *here: torch.Tensor) -> torch.Tensor:
         found = [_sums(grad) for grad in here]
@@ -69,6 +69,12 @@ def _different(parameters: Sequence[nn.Parameter], grid: Grid, axis: int) -> lis
             allowed = _TOLERANCE[min(parameter.element_size(), 8)] * high[number, 1]
             found[number] |= bool((high[number] + low[number] > allowed).any())
     return found
+
+
+def _local_gradient(parameter: torch.Tensor) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros(1, device=parameter.device)
+    return parameter.grad._local if isinstance(parameter.grad, DTensor) else parameter.grad
 
 
 def _sums(grad: torch.Tensor) -> torch.Tensor:

@@ -26,7 +26,8 @@ from torch import nn
 
 from shardwise._torch.autograd import after_backward, in_backward
 from shardwise.comm import collectives
-from shardwise.comm.watch import because
+from shardwise.comm.watch import because, watch
+from shardwise.core.mesh import Grid
 from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
@@ -41,7 +42,13 @@ from shardwise.training.buckets import (
     make_buckets,
     put_back,
 )
-from shardwise.training.contract import DataAxes, Reduction, reduction_of, tensor_axes
+from shardwise.training.contract import (
+    DataAxes,
+    Reduction,
+    is_used_alike,
+    reduction_of,
+    tensor_axes,
+)
 from shardwise.training.plain_gradients import check_plain_gradients
 from shardwise.training.row_gradients import ROWS, average_rows, kinds_on_all_ranks
 from shardwise.training.start_values import sync_values
@@ -175,6 +182,15 @@ def reduction_for(parameter: torch.Tensor) -> Reduction | None:
     return None if reducer is None else reducer.reductions.get(id(parameter))
 
 
+def data_axes_along(module: nn.Module, grid: Grid) -> tuple[int, ...]:
+    """The axes of `grid` that are data axes of a declared module."""
+    declared = declared_module(module)
+    found: set[int] = set()
+    for each in declared.all_data_axes() if declared is not None else ():
+        found.update(each.axes.meet(grid)[0])
+    return tuple(sorted(found))
+
+
 def follow_all(parameters: list[nn.Parameter]) -> None:
     """Declared modules with some of these parameters take over the parameters of now."""
     for declared in modules_with(parameters):
@@ -227,7 +243,7 @@ class Reducer:
         self.known_buckets: dict[Any, tuple[list[Bucket], list[nn.Parameter]]] = {}
         #: Whether plain gradients are still to be compared along tensor axes.
         self.unchecked = any(declared.is_split for declared in self.modules) and any(
-            _is_plain(parameter) for parameter in self.parameters.values()
+            is_used_alike(parameter) for parameter in self.parameters.values()
         )
         self._forget()
 
@@ -238,7 +254,7 @@ class Reducer:
             declared.reducer = self
         for number, parameter in self.parameters.items():
             _owners[number] = self
-            if number in self.reductions or (self.unchecked and _is_plain(parameter)):
+            if number in self.reductions or (self.unchecked and is_used_alike(parameter)):
                 with _trained(parameter) as can_be:
                     if can_be:
                         self._hook(parameter)
@@ -327,10 +343,17 @@ class Reducer:
             alike.setdefault(collectives_for(parameter, bucket.reduction), []).append(parameter)
         for path, members in alike.items():
             if path:
+                if watch.record is not None:
+                    watch.record(f"gradients of {', '.join(self._names_of(members))}")
                 with torch.no_grad(), because("data_parallel", implicit=False):
                     row = flattened(members, path[0][0], bucket.reduction.share)
                     row = _start_reduction(row, path[0])
                 self.sent.append(SentBucket(members, path, row))
+
+    def _names_of(self, parameters: list[nn.Parameter]) -> list[str]:
+        module = self.modules[0].module
+        names = {id(p): name for name, p in module.named_parameters(remove_duplicate=False)}
+        return [names.get(id(p), "a parameter") for p in parameters]
 
     @untraced
     def _finish(self) -> None:
@@ -342,10 +365,10 @@ class Reducer:
             for stage in range(1, max((len(each.collectives) for each in sent), default=1)):
                 for each in sent:
                     if stage < len(each.collectives):
-                        row = collectives.finished(each.row)
+                        row = collectives.awaited(each.row)
                         each.row = _start_reduction(row, each.collectives[stage])
             for each in sent:
-                put_back(each, collectives.finished(each.row))
+                put_back(each, collectives.awaited(each.row))
             self._reduce_rows(of_rows)
         if self.unchecked:
             self._check()
@@ -361,7 +384,7 @@ class Reducer:
                 path = tuple((grid, axis, "sum") for grid, axis in reduction.means)
                 row = flattened(dense, path[0][0], reduction.share)
                 for each in path:
-                    row = collectives.finished(_start_reduction(row, each))
+                    row = collectives.awaited(_start_reduction(row, each))
                 put_back(SentBucket(dense, path, row), row)
             for parameter, kind in zip(members, kinds, strict=True):
                 if kind == ROWS:

@@ -95,19 +95,22 @@ class Pooled(UntracedFunction):
         ids: Any,
         offsets: Any,
         weights: Any,
+        given: Any,
         mode: int,
         padding_idx: int,
         by_freq: bool,
         sparse: bool,
     ) -> Any:
-        ctx.save_for_backward(ids, offsets, weights, weight if weights is not None else None)
+        along = weight if weights is not None else None
+        # The offsets as they were given too, so that backward refuses a write to them.
+        ctx.save_for_backward(ids, offsets, weights, along, given)
         ctx.options = (gradient_layout(weight._layout), mode, padding_idx, by_freq, sparse)
         return run(pooled, weight, ids, offsets, weights, mode, padding_idx)
 
     @staticmethod
     @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
-        ids, offsets, weights, weight = ctx.saved_tensors
+        ids, offsets, weights, weight, _ = ctx.saved_tensors
         layout, mode, padding_idx, by_freq, sparse = ctx.options
         for_weight, _, _, for_weights = ctx.needs_input_grad[:4]
         found = along = None
@@ -117,23 +120,24 @@ class Pooled(UntracedFunction):
             found = RowSparse.of(*found) if sparse else found
         if for_weights:
             along = run(sample_grad, grad, weight, ids, offsets, padding_idx)
-        return found, None, None, along, None, None, None, None
+        return found, None, None, along, None, None, None, None, None
 
 
 class Largest(UntracedFunction):
     @staticmethod
-    def forward(ctx: Any, weight: Any, ids: Any, offsets: Any, padding_idx: int) -> Any:
-        values, won = run(largest, weight, ids, offsets, padding_idx)
-        ctx.save_for_backward(won)
+    def forward(ctx: Any, weight: Any, ids: Any, offsets: Any, given: Any, padding: int) -> Any:
+        values, won = run(largest, weight, ids, offsets, padding)
+        # Backward reads `won` alone; as on one device it refuses a write to the others.
+        ctx.save_for_backward(won, ids, given)
         ctx.layout = gradient_layout(weight._layout)
         return values
 
     @staticmethod
     @differentiated_once("an embedding bag")
     def backward(ctx: Any, grad: Any) -> Any:
-        (won,) = ctx.saved_tensors
+        won = ctx.saved_tensors[0]
         found = run(largest_grad, grad, won, ctx.layout.shape[0], preferred=ctx.layout)
-        return found, None, None, None
+        return found, None, None, None, None
 
 
 _apply_pooled = direct_apply(Pooled)
@@ -154,23 +158,25 @@ def embedding_bag(
     """The bags, and three empty tensors in place of those that torch saves for backward."""
     if not are_distributed(weight, ids, per_sample_weights):
         known = offsets if isinstance(offsets, DTensor) else None  # plain: see _bagged
-        given = (weight, ids, known, None, None, None, per_sample_weights)
-        weight, ids, *_, per_sample_weights = all_distributed(_EMBEDDING_BAG, given)
+        args = (weight, ids, known, None, None, None, per_sample_weights)
+        weight, ids, *_, per_sample_weights = all_distributed(_EMBEDDING_BAG, args)
     if per_sample_weights is not None and mode != MODE_SUM:
         raise ArgumentError(
             f"embedding_bag takes per_sample_weights with mode='sum' only, found mode {mode}."
         )
+    given = offsets if isinstance(offsets, DTensor) else None
     ids, offsets, weights = _bagged(ids, offsets, per_sample_weights, include_last_offset)
     padding = _padding(padding_idx, weight)
     if mode == MODE_MAX:
         needs = torch.is_grad_enabled() and weight.requires_grad
         bags = (
-            _apply_largest(weight, ids, offsets, padding)
+            _apply_largest(weight, ids, offsets, given, padding)
             if needs
             else run(largest, weight, ids, offsets, padding)[0]
         )
     else:
-        bags = _pool(weight, ids, offsets, weights, mode, padding, scale_grad_by_freq, sparse)
+        options = (mode, padding, scale_grad_by_freq, sparse)
+        bags = _pool(weight, ids, offsets, weights, given, *options)
     return bags, *(torch.empty(0, dtype=torch.long) for _ in range(3))
 
 
@@ -179,6 +185,7 @@ def _pool(
     ids: Any,
     offsets: Any,
     weights: Any,
+    given: Any,
     mode: int,
     padding: int,
     by_freq: bool,
@@ -189,7 +196,7 @@ def _pool(
     needs = weight.requires_grad or (weights is not None and weights.requires_grad)
     if torch.is_grad_enabled() and needs:
         options = (mode, padding, bool(by_freq), bool(sparse))
-        return _apply_pooled(weight, ids, offsets, weights, *options)
+        return _apply_pooled(weight, ids, offsets, weights, given, *options)
     return run(pooled, weight, ids, offsets, weights, mode, padding)
 
 

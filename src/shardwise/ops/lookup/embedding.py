@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from shardwise.comm.id_exchange import Routing, route
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, SUM, Shard
@@ -27,6 +26,7 @@ from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rul
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import UnsupportedError
+from shardwise.lookup.exchange import Routing, route
 from shardwise.lookup.ids import has_values, id_range, raise_out_of_range, sharded_axes, widened
 from shardwise.ops.lookup.bag_rules import with_placement
 from shardwise.ops.lookup.embedding_rules import (

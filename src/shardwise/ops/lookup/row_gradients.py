@@ -39,19 +39,6 @@ class SparseRows:
         return each_rank(layout.grid, here, self.rows, self.values, axes=axes)
 
 
-def add_distinct_rows(
-    target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float
-) -> torch.Tensor:
-    """`target[rows] += factor * values`, for distinct rows in order."""
-    if target.device.type != "cpu" or not target.is_contiguous():
-        return target.index_add_(0, rows, values, alpha=factor)
-    # On the CPU, adding a coalesced sparse tensor costs two thirds of index_add_.
-    sparse = torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, target.shape, check_invariants=False, is_coalesced=True
-    )
-    return target.add_(sparse, alpha=factor)
-
-
 def sparse_grad(
     grad: torch.Tensor, ids: torch.Tensor, num_rows: int, padding_idx: int, by_freq: bool
 ) -> tuple[torch.Tensor]:

@@ -18,7 +18,6 @@ import torch
 
 from shardwise._torch.dispatch import make_wrapper
 from shardwise.comm import collectives
-from shardwise.comm.id_exchange import added_up
 from shardwise.comm.watch import because
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate, Grid
@@ -28,7 +27,9 @@ from shardwise.core.untraced import UntracedFunction, untraced
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
-from shardwise.ops.lookup.row_gradients import SparseRows, add_distinct_rows
+from shardwise.lookup.optimizers import add_distinct_rows
+from shardwise.lookup.order import distinct, segment_sums
+from shardwise.ops.lookup.row_gradients import SparseRows
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.ranks import each_rank
 from shardwise.simulation.roster import Roster
@@ -182,8 +183,8 @@ class RowSparse(DTensor):
         reduced = self._reduce()
 
         def here(_: Coordinate, rows: torch.Tensor, values: torch.Tensor) -> Any:
-            different, inverse = torch.unique(rows, return_inverse=True)
-            return different, added_up(values, inverse)
+            different, order, starts = distinct(rows)
+            return different, segment_sums(values, order, starts)
 
         rows, values = each_rank(self._layout.grid, here, reduced._rows, reduced._local, axes=())
         return make(reduced._layout, rows, values, coalesced=True)
@@ -374,11 +375,11 @@ def _add_(a: Any, b: Any, *, alpha: float = 1) -> Any:
         _: Coordinate, target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor
     ) -> torch.Tensor:
         values = values.to(target.dtype)
-        if distinct:
+        if coalesced:
             return add_distinct_rows(target, rows, values, alpha)
         return target.index_add_(0, rows, values, alpha=alpha)
 
-    target, distinct = a._local, b._coalesced
+    target, coalesced = a._local, b._coalesced
     # One part for each part of the target: memory that ranks share is written once.
     rows, values = (held_like(each, roster_of(target)) for each in (b._rows, b._local))
     axes = tuple(i for i, p in enumerate(a._layout.placements) if p.is_shard())

@@ -289,19 +289,15 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
             return linear(*all_distributed(aten.linear.default, operands))
         # The ordinary path raises for wrong shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
-    shape = weight._layout.shape
+    layout, of_weight = x._layout, weight._layout
+    shape = of_weight.shape
     if len(shape) != 2 or (bias is not None and bias._layout.shape != shape[:1]):
         # A vector, or a broadcast bias: torch's decomposition, which also raises for wrong shapes.
         return aten.linear.default.decompose(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        layout = x._layout
-        if (
-            layout.snapshot
-            or weight._layout.snapshot
-            or (bias is not None and bias._layout.snapshot)
-        ):
+        if layout.snapshot or of_weight.snapshot or (bias is not None and bias._layout.snapshot):
             for operand in (x, weight, bias):
                 if operand is not None:
                     current(operand)
@@ -311,9 +307,12 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
     return _linear(x, weight, bias)
 
 
+_LINEAR_OP = aten.linear.default
+
+
 def _linear(x: Any, weight: Any, bias: Any) -> Any:
-    op = aten.linear.default
-    return run(op, x, weight) if bias is None else run(op, x, weight, bias)
+    operands = (x, weight) if bias is None else (x, weight, bias)
+    return DTensor.__torch_dispatch__(_LINEAR_OP, None, operands)
 
 
 RULES: Table = table(

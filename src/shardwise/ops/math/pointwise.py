@@ -57,16 +57,22 @@ def _twin(prim: Any) -> Any:
 
 
 class Unit(UntracedFunction):
-    """`sgn` of complex numbers: magnitude 1, same direction; zero for zero."""
+    """`sgn`: of complex numbers, magnitude 1, same direction; zero for zero.
+
+    It keeps what torch keeps, so that a write to either raises in backward.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Any) -> Any:
-        ctx.save_for_backward(x)
-        return run(aten.sgn.default, x)
+        out = run(aten.sgn.default, x)
+        ctx.save_for_backward(x, out)
+        return out
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        (x,) = ctx.saved_tensors
+        x, _ = ctx.saved_tensors
+        if not x.is_complex():
+            return torch.zeros_like(grad)
         unit, size = torch.sgn(x), x.abs()
         zero = size == 0
         along = unit * (grad * unit.conj()).real  # changes the magnitude, not the direction
@@ -77,8 +83,6 @@ _apply_unit = direct_apply(Unit)
 
 
 def sgn(x: Any) -> Any:
-    if not x.is_complex():
-        return torch.sign(x)
     if torch.is_grad_enabled() and x.requires_grad:
         return _apply_unit(x)
     return run(aten.sgn.default, x)

@@ -15,12 +15,11 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from shardwise._torch.functions import fused_sdp_choice
-from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.core.sizes import equal, lengths
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
 from shardwise.dtensor.tensor import DTensor
-from shardwise.ops.nn.empty_shards import UnlessEmpty
+from shardwise.ops.nn.sequence_attention import POSITIONS, attend_over_sequence
 
 aten = torch.ops.aten
 
@@ -53,7 +52,7 @@ class Attention:
             yield call.replicated()
         if drops:
             return
-        names = _tensor_names(call)
+        names = call.tensor_names()
         query = names.index("query")
         heads = [m.shape[1] for m, n in zip(call.inputs, names, strict=True) if n in _WITH_HEADS]
         for dim in (0, 1):
@@ -98,16 +97,6 @@ class Attention:
             yield replace(choice, local=LocalCall(UnlessEmpty(call.op), per_rank=True))
         elif type(whole) is int and all(lengths(whole, call.axis_size, sizes)):
             yield replace(choice, alone=((query, dim),))
-
-
-def _tensor_names(call: Call) -> list[str]:
-    """The name of each tensor argument, in order."""
-    named = []
-    for position, argument in enumerate(call.op._schema.arguments):
-        value = call.args[position] if position < len(call.args) else None
-        if isinstance(value, (Layout, torch.Tensor)):
-            named.append(argument.name)
-    return named
 
 
 def _mask_placement(
@@ -175,7 +164,13 @@ def scaled_dot_product_attention(
 ) -> Any:
     options: dict[str, Any] = {"scale": scale, "enable_gqa": enable_gqa}
     distributed = all(type(t) is DTensor for t in (query, key, value))
-    if distributed and ((dropout_p > 0 and query.is_cuda) or _is_empty(query, key, value)):
+    empty = distributed and _is_empty(query, key, value)
+    by_position = distributed and any(p.is_shard(POSITIONS) for p in query._layout.placements)
+    if by_position and not dropout_p and not empty:
+        found = attend_over_sequence(query, key, value, attn_mask, is_causal, scale, enable_gqa)
+        if found is not None:
+            return found
+    if distributed and ((dropout_p > 0 and query.is_cuda) or empty):
         # A fused kernel's order of random numbers does not fit shards. Of empty operands torch
         # makes a plain tensor.
         if is_causal and attn_mask is None:
@@ -183,8 +178,8 @@ def scaled_dot_product_attention(
         math = aten._scaled_dot_product_attention_math.default
         return math(query, key, value, attn_mask, dropout_p, is_causal, **options)[0]
     if is_causal and attn_mask is None and distributed:
-        operands = (query, key, value, None, dropout_p, True)
-        if fused_sdp_choice(*operands, **options) == _NO_KERNEL:
+        arguments = (query, key, value, None, dropout_p, True)
+        if fused_sdp_choice(*arguments, **options) == _NO_KERNEL:
             attn_mask, is_causal = _causal_mask(query, key), False
     decompose = aten.scaled_dot_product_attention.default.decompose
     return decompose(query, key, value, attn_mask, dropout_p, is_causal, **options)

@@ -183,6 +183,8 @@ def rms_norm(x: Any, normalized_shape: Any, weight: Any = None, eps: float | Non
         return aten.rms_norm.default.decompose(x, normalized_shape, weight, eps)
     if not _fits(x, normalized_shape, weight):  # torch raises, or accepts it
         aten.rms_norm.default(fake(x), normalized_shape, fake(weight), eps)
+        if not (x.is_floating_point() or x.is_complex()):  # its shape function accepts integers
+            aten.rms_norm.default(torch.zeros(normalized_shape, dtype=x.dtype), normalized_shape)
     wide = x.contiguous().to(torch.promote_types(x.dtype, torch.float32))
     if eps is None:  # as in torch, for the dtype of the computation
         eps = torch.finfo(wide.dtype).eps
@@ -195,6 +197,8 @@ def _fits(x: Any, normalized_shape: Any, weight: Any) -> bool:
     """Whether torch's checks can be skipped: they take longer than the norm itself."""
     shape = tuple(normalized_shape)
     if not shape or tuple(x.shape[-len(shape) :]) != shape:
+        return False
+    if not (x.is_floating_point() or x.is_complex()):
         return False
     return weight is None or (tuple(weight.shape) == shape and weight.dtype == x.dtype)
 

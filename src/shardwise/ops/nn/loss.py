@@ -1,4 +1,4 @@
-"""Softmax over a whole dim, and the losses built on it.
+"""Softmax over a whole dim, the losses built on it, and margin losses.
 
 Cross entropy is decomposed above autograd into ops that have rules, so that a sharded batch stays
 sharded; see Note [Above autograd].
@@ -8,22 +8,26 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from shardwise._torch.schema import decompositions
-from shardwise.core.placements import REPLICATE, SUM, Shard
+from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
+from shardwise.core.sizes import Size, equal
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.notation import rule
-from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
+from shardwise.dispatch.notation import linear_choices, rule
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, empty_safe, table
+from shardwise.dispatch.schema import in_order
+from shardwise.dtensor.plain_operands import class_losses
 from shardwise.dtensor.tensor import run
 from shardwise.errors import UnsupportedError
 from shardwise.ops.operands import fake, read_from
 
 aten = torch.ops.aten
 
-_NONE, _MEAN = 0, 1
+_NONE, _MEAN, _SUM = 0, 1, 2
 
 
 def nll(log_probs: torch.Tensor, target: torch.Tensor, ignore_index: int) -> torch.Tensor:
@@ -218,6 +222,77 @@ def _binary_cross_entropy(
     return losses if reduction == 0 else losses.mean() if reduction == 1 else losses.sum()
 
 
+# -- margin losses: samples may be sharded, classes are whole ------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class OverAll:
+    """This rank's term of a mean over all samples: its sum over the global count."""
+
+    op: Any
+    position: int
+    count: Size
+
+    def __call__(self, coordinate: Any, layouts: Any, *args: Any, **kwargs: Any) -> Any:
+        given = [a for a in args if isinstance(a, torch.Tensor)]
+        results: Any
+        if all(a.numel() for a in given):
+            here = in_order(self.op, args, kwargs)
+            here[self.position] = _SUM
+            results = self.op(*here)
+        else:
+            results = tuple(
+                given[0].new_zeros(layout.local_shape(coordinate), dtype=layout.dtype)
+                for layout in layouts[len(given) :]
+            )
+        first, *rest = results if isinstance(results, tuple) else (results,)
+        return (first / self.count, *rest) if rest else first / self.count
+
+
+def _margin_local(call: Call) -> LocalCall:
+    names = [a.name for a in call.op._schema.arguments]
+    if call.argument("reduction") != _MEAN:
+        return empty_safe(call.op)
+    samples = next(m for m in call.inputs if m.ndim == 2).shape[0]
+    return LocalCall(OverAll(call.op, names.index("reduction"), samples), per_rank=True)
+
+
+def margin_choices(call: Call) -> Iterator[Choice]:
+    """Input and target, then class weights -> loss, and further results per sample."""
+    yield call.replicated()
+    if call.inputs[0].ndim != 2:
+        return
+    loss: Placement = SUM
+    others = (REPLICATE,) * (len(call.inputs) - 2)
+    for sizes in call.splits([(0, 0), (1, 0)]):
+        shard = Shard(0, sizes)
+        if call.argument("reduction") == _NONE:
+            loss = shard
+        rest = (shard,) * (len(call.outputs) - 1)
+        yield Choice((shard, shard, *others), (loss, *rest), _margin_local(call))
+
+
+def margin_grad_choices(call: Call) -> Iterator[Choice]:
+    """Gradient, input, target, and further results per sample; class weights are whole."""
+    yield call.replicated()
+    yield from linear_choices(call, ((0,),))
+    if call.inputs[1].ndim != 2:
+        return
+    samples = call.inputs[1].shape[0]
+    weighted = {a.name for a in call.op._schema.arguments} >= {"weight"}
+    each = [
+        i
+        for i, meta in enumerate(call.inputs)
+        if i and not (weighted and i == 3) and meta.ndim and equal(meta.shape[0], samples)
+    ]
+    if call.argument("reduction") == _NONE:
+        each.insert(0, 0)
+    for sizes in call.splits([(i, 0) for i in each]):
+        shard = Shard(0, sizes)
+        inputs = tuple(shard if i in each else REPLICATE for i in range(len(call.inputs)))
+        yield Choice(inputs, (shard,), _margin_local(call))
+
+
 RULES: Table = table(
     ((aten.nll_loss_forward.default,), Rule(nll_loss_choices, "n [c], n -> n, ")),
     rule(aten._softmax.default, aten._log_softmax.default, like="... [n] -> ... [n]", n="dim"),
@@ -231,13 +306,28 @@ RULES: Table = table(
     rule(nll, like="... [c], ... -> ...", linear=((0,),)),
     rule(bce, like="..., ... -> ..."),
     rule(nll_grad, like="..., ... -> ... [c]", linear=((0,),)),
+    (
+        (aten.multi_margin_loss.default, aten.multilabel_margin_loss_forward.default),
+        Rule(margin_choices, "n [c], n -> n"),
+    ),
+    (
+        (
+            aten.multi_margin_loss_backward.default,
+            aten.multilabel_margin_loss_backward.default,
+        ),
+        Rule(margin_grad_choices, "n, n [c], n -> n [c]", shaped_like=1),
+    ),
 )
+
+class_losses[nll] = "cross_entropy or nll_loss"
 
 #: The inputs whose values the op may refuse; see `dispatch.refused`.
 REFUSED: dict[Any, slice] = {
     aten.nll_loss_forward.default: slice(1, 2),
     nll: slice(1, 2),
     bce: slice(0, 2),
+    aten.multi_margin_loss.default: slice(1, 2),
+    aten.multilabel_margin_loss_forward.default: slice(1, 2),
 }
 
 KERNELS: tuple[tuple[str, Any], ...] = (

@@ -13,9 +13,8 @@ import torch
 
 from shardwise.core.placements import REPLICATE, SUM, Placement, Shard
 from shardwise.dispatch.notation import Group, linear_choices
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
-from shardwise.ops.math.batched import batched
-from shardwise.ops.nn.empty_shards import UnlessEmpty
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
+from shardwise.ops.math.linalg import batched
 
 aten = torch.ops.aten
 

@@ -17,11 +17,10 @@ from torch.nn import functional as F
 from shardwise.core.once import differentiated_once
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
 from shardwise.core.untraced import UntracedFunction
-from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.lookup.ids import has_values
-from shardwise.ops.nn.empty_shards import UnlessEmpty
 
 #: How many states each kind carries from step to step.
 NUM_STATES = {"lstm": 2, "gru": 1, "rnn_tanh": 1, "rnn_relu": 1}

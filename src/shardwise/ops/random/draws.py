@@ -290,6 +290,9 @@ def _kernel(op: Any) -> Any:
 
 
 # -- rrelu, above autograd: torch's op writes the slopes to a second tensor -------------------
+#
+# Torch saves the input too, or the result of the in-place op, and so backward refuses a write to
+# it. Here `leaky_relu` with slope 1, the identity, does that.
 def rrelu(
     x: Any,
     lower: float = 1 / 8,
@@ -300,7 +303,7 @@ def rrelu(
     slopes = _slopes(x, lower, upper, training, generator)
     if slopes is None:
         return F.leaky_relu(x, (lower + upper) / 2)
-    return x.contiguous() * slopes  # strides as on one device
+    return F.leaky_relu(x, 1.0).contiguous() * slopes  # strides as on one device
 
 
 def rrelu_(
@@ -311,7 +314,9 @@ def rrelu_(
     generator: Any = None,
 ) -> Any:
     slopes = _slopes(x, lower, upper, training, generator)
-    return F.leaky_relu_(x, (lower + upper) / 2) if slopes is None else x.mul_(slopes)
+    if slopes is None:
+        return F.leaky_relu_(x, (lower + upper) / 2)
+    return F.leaky_relu_(x.mul_(slopes), 1.0)
 
 
 def _slopes(x: Any, lower: float, upper: float, training: bool, generator: Any) -> Any:

@@ -113,6 +113,9 @@ def view_links(before: Sequence[Size], after: Sequence[Size]) -> list[Link]:
                 right, j = right * after[j], j + 1
             else:
                 return links
+        if i - first_i == 1 == j - first_j:
+            links.append(Link(first_i, first_j))  # it stays as it is, with size 1 too
+            continue
         link = _outermost(before[first_i:i], after[first_j:j], first_i, first_j)
         if link is not None:
             links.append(link)

@@ -1,4 +1,4 @@
-"""Bags on one rank's plain tensors: checks, pooling, maxima, and the fused kernels of a GPU.
+"""Bags on one rank's plain tensors: checks, and pooling by the requester.
 
 Bags in any form of `embedding_bag` become flat ids and a length per bag.
 """
@@ -11,16 +11,7 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise._torch.functions import embedding_bag
-from shardwise.core.once import differentiated_once
 from shardwise.core.untraced import UntracedFunction
-from shardwise.ops.lookup import fused_bags
-from shardwise.ops.lookup.bag_shape import MODE_MEAN, MODE_SUM, Bags
-
-#: The modes of the fused kernels.
-_MODES = {"sum": MODE_SUM, "mean": MODE_MEAN}
-#: The number of mode="max" in torch's own op.
-_MAXIMUM = 2
 
 
 def ids_fault(ids: torch.Tensor) -> str | None:
@@ -85,11 +76,6 @@ def lengths_of(
     return ends.diff()
 
 
-def starts(lengths: torch.Tensor) -> torch.Tensor:
-    """Where each bag begins."""
-    return lengths.cumsum(0) - lengths
-
-
 def pool(
     rows: torch.Tensor,
     ids: torch.Tensor,
@@ -99,8 +85,7 @@ def pool(
     padding_idx: int | None,
 ) -> torch.Tensor:
     """The pooled bags out of one row per id; the padding id's rows do not count."""
-    if not lengths.numel():
-        return rows.new_zeros(0, rows.shape[1])
+    starts = lengths.cumsum(0) - lengths
     place = torch.arange(ids.numel(), device=ids.device)
     padding = None
     if padding_idx is not None:
@@ -108,98 +93,28 @@ def pool(
         padding = ids.numel()
         place = place.masked_fill(ids == padding_idx, padding)
         rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
-    return lookup(rows, place, starts(lengths), mode, weights, padding)
-
-
-def lookup(
-    table: torch.Tensor,
-    ids: torch.Tensor,
-    starts: torch.Tensor,
-    mode: str,
-    weights: torch.Tensor | None = None,
-    padding_idx: int | None = None,
-    sparse: bool = False,
-) -> torch.Tensor:
-    """The fused kernels' `embedding_bag`, or torch's own, which does not take empty tables."""
-    if not table.numel() or not starts.numel():
-        return table.new_zeros(starts.numel(), table.shape[1])
-    if mode in _MODES and fused_bags.take_table(table):
-        return _fused_lookup(table, ids, starts, mode, weights, padding_idx, sparse)
+    if not rows.numel():
+        return rows.new_zeros(lengths.numel(), rows.shape[1])
     return F.embedding_bag(
-        ids,
-        table,
-        starts,
-        mode=mode,
-        sparse=sparse,
-        per_sample_weights=weights,
-        padding_idx=padding_idx,
+        place, rows, starts, mode=mode, per_sample_weights=weights, padding_idx=padding
     )
 
 
-def maximum(
-    table: torch.Tensor, ids: torch.Tensor, starts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The maximum of each bag and the row that it is from; 0 for an empty bag, from any row."""
-    if not table.numel() or not starts.numel():
-        shape = (starts.numel(), table.shape[1])
-        return table.new_zeros(shape), ids.new_full(shape, -1)
-    values, _, _, rows = embedding_bag(table, ids, starts, mode=_MAXIMUM)
-    return values, rows
+def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
+    if not ids.numel():
+        return rows
+    _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return ScaleRows.apply(rows, 1 / counts[which].to(rows.dtype).unsqueeze(1))
 
 
-def _fused_lookup(
-    table: torch.Tensor,
-    ids: torch.Tensor,
-    starts: torch.Tensor,
-    mode: str,
-    weights: torch.Tensor | None,
-    padding_idx: int | None,
-    sparse: bool,
-) -> torch.Tensor:
-    """As `F.embedding_bag`; the ids are in range."""
-    edges = torch.nn.functional.pad(starts, (0, 1), value=ids.shape[0])
-    padding = -1 if padding_idx is None else padding_idx
-    return _FusedBlockBags.apply(table, ids, edges, weights, _MODES[mode], padding, sparse)
-
-
-class _FusedBlockBags(UntracedFunction):
+class ScaleRows(UntracedFunction):
     @staticmethod
-    def forward(
-        ctx: Any,
-        table: torch.Tensor,
-        ids: torch.Tensor,
-        edges: torch.Tensor,
-        weights: torch.Tensor | None,
-        mode: int,
-        padding_idx: int,
-        sparse: bool,
-    ) -> torch.Tensor:
-        ctx.save_for_backward(ids, edges, weights, None if weights is None else table)
-        ctx.options = (tuple(table.shape), mode, padding_idx, sparse)
-        return fused_bags.sums(table, Bags(ids, edges, weights, padding_idx), 0, mode)
+    def forward(ctx: Any, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return rows.view_as(rows)
 
     @staticmethod
-    @differentiated_once("a sharded module")
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        ids, edges, weights, table = ctx.saved_tensors
-        shape, mode, padding_idx, sparse = ctx.options
-        bags = Bags(ids, edges, weights, padding_idx)
-        of_table = of_weights = None
-        if ctx.needs_input_grad[0] and sparse:
-            of_table = _row_sparse(grad, bags, shape, mode)
-        elif ctx.needs_input_grad[0]:
-            of_table = fused_bags.table_grad(grad, bags, 0, shape[0], mode)
-        if ctx.needs_input_grad[3]:
-            of_weights = fused_bags.sample_grad(grad, table, bags, 0)
-        return of_table, None, None, of_weights, None, None, None
-
-
-def _row_sparse(grad: torch.Tensor, bags: Bags, shape: tuple[int, int], mode: int) -> torch.Tensor:
-    rows, places = bags.ids, bags.places
-    if bags.padding_idx >= 0:
-        places = (rows != bags.padding_idx).nonzero().squeeze(1)
-        rows = rows.index_select(0, places)
-    rows, values = fused_bags.row_grads(grad, bags, rows, places, mode)
-    return torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, shape, check_invariants=False, is_coalesced=True
-    )
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None

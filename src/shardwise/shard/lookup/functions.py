@@ -5,14 +5,17 @@ Results equal those of one device that holds the whole table.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch.nn import functional as F
 
 from shardwise.errors import ArgumentError, UnsupportedError
 from shardwise.lookup.ids import has_values
 from shardwise.shard.compile import LayerCall, declare, traced
-from shardwise.shard.lookup import by_columns, by_rows
-from shardwise.shard.lookup.local_batch import split_of
-from shardwise.shard.lookup.lookup_args import BagBatch, Lookup
+from shardwise.shard.lookup import table_lookup
+from shardwise.shard.lookup.linear import gather_whole
+from shardwise.shard.lookup.lookup_args import BagBatch, Lookup, split_of
 from shardwise.shard.tensor import ShardedTensor
 
 MODES = ("sum", "mean", "max")
@@ -30,10 +33,11 @@ def embedding(
     """`F.embedding` for each rank's local plain ids."""
     what = "F.embedding"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
+    if not all(weight._tiling.shape):
+        return F.embedding(input, gather_whole(weight), **lookup.options())
     if not has_values(weight._local):
         return traced(_EMBEDDING, weight, lookup.options(), input=input)
-    way = by_rows if lookup.split.dim == 0 else by_columns
-    return way.embedding(lookup, input)
+    return table_lookup.embedding(lookup, input)
 
 
 def embedding_bag(
@@ -53,13 +57,14 @@ def embedding_bag(
     what = "F.embedding_bag"
     lookup = _lookup(what, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
     _check_mode(what, mode, per_sample_weights, scale_grad_by_freq, sparse)
+    options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
+    tensors: dict[str, Any] = {"offsets": offsets, "per_sample_weights": per_sample_weights}
+    if not all(weight._tiling.shape):
+        return F.embedding_bag(input, gather_whole(weight), **options, **tensors)
     if not has_values(weight._local):
-        options = lookup.options() | {"mode": mode, "include_last_offset": include_last_offset}
-        tensors = {"offsets": offsets, "per_sample_weights": per_sample_weights}
         return traced(_EMBEDDING_BAG, weight, options, input=input, **tensors)
     batch = BagBatch(input, offsets, per_sample_weights, include_last_offset, mode)
-    way = by_rows if lookup.split.dim == 0 else by_columns
-    return way.embedding_bag(lookup, batch)
+    return table_lookup.embedding_bag(lookup, batch)
 
 
 def _lookup(

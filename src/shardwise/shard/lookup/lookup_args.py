@@ -9,9 +9,21 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import Grid
+from shardwise.errors import UnsupportedError
 from shardwise.shard.lookup import bags
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import DimSplit
+
+
+def split_of(weight: ShardedTensor, what: str) -> DimSplit:
+    """How a weight is split; raises where a local batch cannot use it."""
+    tiling = weight._tiling
+    if tiling.split is None or len(tiling.shape) != 2:
+        raise UnsupportedError(
+            f"{what} needs a weight of two dims, split along one of them with one shard per rank; "
+            f"found shape {tiling.shape} and {tiling.spec}. Use reshard(spec) first."
+        )
+    return tiling.split
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +48,6 @@ class Lookup:
     @property
     def num_rows(self) -> int:
         return self.weight._tiling.shape[0]
-
-    def check_range(self, lows: Sequence[int], highs: Sequence[int]) -> None:
-        """Raise, on all ranks alike, where ids of some rank are outside the table."""
-        for rank, low, high in zip(self.grid.ranks, lows, highs, strict=True):
-            if low < 0 or high >= self.num_rows:
-                raise IndexError(
-                    f"{self.what}: index out of range in a table of {self.num_rows} rows: the ids "
-                    f"of rank {rank} run from {low} to {high}."
-                )
 
     def options(self) -> dict[str, Any]:
         """The options under the names of torch's functions, as constants."""

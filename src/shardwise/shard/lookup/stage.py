@@ -8,10 +8,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import Grid
-from shardwise.core.once import differentiated_once
-from shardwise.core.untraced import UntracedFunction
-from shardwise.simulation.parts import is_per_rank, sized
-from shardwise.simulation.ranks import each_rank, one_for_all
+from shardwise.simulation.ranks import each_rank
 
 
 class Stage:
@@ -51,19 +48,3 @@ class Stage:
             ]
 
         return list(each_rank(grid, here, grad))
-
-
-class Flat(UntracedFunction):
-    """`apply(x, grid, *last)`: each rank's `x`, of any shape, as rows of shape `last`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, grid: Grid, *last: int) -> torch.Tensor:
-        ctx.x, ctx.grid, ctx.num_last = x.detach(), grid, len(last)
-        return sized(each_rank(grid, lambda _, mine: mine.reshape(-1, *last), ctx.x))
-
-    @staticmethod
-    @differentiated_once("a sharded module")
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        found = each_rank(ctx.grid, lambda _, g, x: g.reshape(x.shape), grad, ctx.x)
-        own = sized(found) if is_per_rank(ctx.x) else one_for_all(found)
-        return own, None, *[None] * ctx.num_last

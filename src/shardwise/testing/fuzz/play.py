@@ -21,6 +21,8 @@ from shardwise.testing.compare import Different, brief, difference, gathered, to
 from shardwise.testing.fuzz.program import Program, WorldState, run
 from shardwise.testing.fuzz.undefined import (
     ROUNDING,
+    SHARED_GRADIENT,
+    SharedGradients,
     UndefinedMode,
     grad_of,
     hangs_on_rounding,
@@ -67,13 +69,14 @@ class Reference:
             if not item.makes:  # it may write to what slots hold
                 self._note()
             done = self.run.done
+            shared = SharedGradients(self.run.slots().values())
             try:
                 with UndefinedMode() as watch:
                     self.run.execute(item)
             except Exception as error:
                 self.run.error = error
             if self.run.error is None:
-                self.undefined = watch.found
+                self.undefined = watch.found or (SHARED_GRADIENT if shared.changed else None)
             else:
                 self.undefined = undefined_error(self.run.error, item.code)
             if self.undefined is not None or self.run.error is not None:

@@ -6,7 +6,8 @@ A program is compared up to the step at which one of these is found, and counted
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,8 @@ aten = torch.ops.aten
 OVERLAP = "overlapping write"
 MEDIAN = "median of equal values"
 ZERO_TENSOR = "gradient that is a ZeroTensor"
+BIAS_ALONE = "second backward of a norm with a bias alone"
+SHARED_GRADIENT = "write to a gradient that leaves share"
 ROUNDING = "rounding"
 
 #: Every reason not to compare, and why it is one.
@@ -31,12 +34,17 @@ REASONS = {
     "the order in which a kernel goes through memory",
     MEDIAN: "torch does not say which index it returns, and along an expanded dim its kernel "
     "reads uninitialized memory",
-    ZERO_TENSOR: "the gradient of sgn is a ZeroTensor, and one device cannot add the gradient of a "
-    "second backward to it",
+    ZERO_TENSOR: "the gradient of sgn is a ZeroTensor: one device cannot add the gradient of a "
+    "second backward to it, and a number of no dims times a float is of another dtype",
+    BIAS_ALONE: "the gradient of batch norm's bias depends on the gradient of its result, and "
+    "torch's formula leaves that out where there is no weight",
+    SHARED_GRADIENT: "leaves of one sum may hold the same memory as gradient, and what a second "
+    "backward adds to one of them is added to the others",
     ROUNDING: "one device gives another number when rounding errors are added, and with leaves in "
     "float64 both worlds agree",
 }
 _MEDIANS = frozenset({aten.median.dim, aten.nanmedian.dim})
+_NORM_BACKWARD = aten.native_batch_norm_backward.default
 
 
 class UndefinedMode(TorchDispatchMode):
@@ -53,13 +61,36 @@ class UndefinedMode(TorchDispatchMode):
                 self.found = OVERLAP
             elif func in _MEDIANS and _has_equal(*args[:2]):
                 self.found = MEDIAN
+            elif func is _NORM_BACKWARD and args[2] is None and args[-1][2]:
+                # With a graph of backward, its formula may be used later.
+                self.found = BIAS_ALONE if torch.is_grad_enabled() else None
         return func(*args, **kwargs)
 
 
 def undefined_error(error: Exception, code: str) -> str | None:
     """The reason why one device raises where it should not."""
-    known = "backward(" in code and "ZeroTensors are immutable" in str(error)
+    texts = ("ZeroTensors are immutable", "has changed the type of value")
+    known = "backward(" in code and any(text in str(error) for text in texts)
     return ZERO_TENSOR if known else None
+
+
+class SharedGradients:
+    """The gradients of leaves that are one place in memory on one device."""
+
+    def __init__(self, slots: Iterable[Any]) -> None:
+        grads = [grad for grad in map(grad_of, slots) if _has_memory(grad) and not grad.is_sparse]
+        shared = [x for x in grads if any(x is not y and _is_shared(x, y) for y in grads)]
+        self._before = [(grad, grad.clone()) for grad in shared]
+
+    @property
+    def changed(self) -> bool:
+        return any(not torch.equal(grad, value) for grad, value in self._before)
+
+
+def _is_shared(x: torch.Tensor, y: torch.Tensor) -> bool:
+    if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
+        return False
+    return not set(_addresses(x)).isdisjoint(_addresses(y))
 
 
 def _overlaps(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -112,10 +143,13 @@ SHARE = 0.1
 class Kinks(TorchDispatchMode):
     """Finds ops whose bools or integers depend on whether a float is zero or next to it.
 
-    The place of the largest entry depends on rounding where another is next to it.
+    The place of the largest entry, and the order of entries, depend on rounding where two are next
+    to each other.
 
     A cancellation that is exact in one order of the terms is not in another. Then a comparison, a
-    logical op, `nonzero` or a cast gives another result. Leaves hold nothing next to zero.
+    logical op, `nonzero` or a cast gives another result, and a draw takes more numbers from the
+    generator or fewer. Leaves hold nothing next to zero. So does an op that rounds, next to any
+    number at which its result jumps.
     """
 
     found = False
@@ -126,19 +160,40 @@ class Kinks(TorchDispatchMode):
         kwargs = kwargs or {}
         moved = []
         drawn = torch.Tag.nondeterministic_seeded in func.tags
-        given = [] if self.found or drawn else _tensors((args, kwargs))
+        given = [] if self.found else _tensors((args, kwargs))
         if any(_next_to_zero(x).any() for x in given):
             # Before the op runs, which may write to them.
             moved = [tree_map(_with_zeros(sign), (args, kwargs)) for sign in (1, 0, -1)]
-        if func in _PLACES:
-            moved += [tree_map(_rounded(seed), (args, kwargs)) for seed in range(4)]
+        places, jumps = func.overloadpacket in _PLACES, func.overloadpacket in _JUMPS
+        if (places or jumps) and not self.found:
+            moved += [tree_map(_rounded(seed), (args, kwargs)) for seed in _SEEDS]
+        before = torch.get_rng_state()
         result = func(*args, **kwargs)
+        if drawn:
+            self.found |= not all(_draws_alike(func, near, before) for near in moved)
+            return result
         made = _tensors(result)
-        if made and not any(x.is_floating_point() or x.is_complex() for x in made):
+        if jumps:
             for near in moved:
                 again = _tensors(func(*near[0], **near[1]))
-                self.found |= not all(map(torch.equal, made, again))
+                self.found |= any(map(_is_far, made, again))
+            return result
+        whole = _whole_numbers(made)
+        if whole and (places or len(whole) == len(made)):
+            for near in moved:
+                again = _whole_numbers(_tensors(func(*near[0], **near[1])))
+                self.found |= not all(map(torch.equal, whole, again))
         return result
+
+
+def _draws_alike(func: Any, near: Any, before: torch.Tensor) -> bool:
+    """Whether a draw with these arguments leaves the generator in the state that it is in."""
+    after = torch.get_rng_state()
+    torch.set_rng_state(before)
+    func(*near[0], **near[1])
+    found = torch.get_rng_state()
+    torch.set_rng_state(after)
+    return torch.equal(found, after)
 
 
 def _tensors(values: Any) -> list[torch.Tensor]:
@@ -150,6 +205,15 @@ def _has_memory(x: Any) -> bool:
     return isinstance(x, torch.Tensor) and not x._is_zerotensor() and not x.is_meta
 
 
+def _whole_numbers(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [x for x in tensors if not (x.is_floating_point() or x.is_complex())]
+
+
+def _is_far(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two results differ by more than rounding errors make of a smooth function."""
+    return bool(((x.double() - y.double()).abs() > 0.01).any())
+
+
 def _next_to_zero(x: torch.Tensor) -> torch.Tensor:
     """Where `x` is as small as what cancellation leaves of a program's numbers."""
     if not (x.is_floating_point() or x.is_complex()):
@@ -157,19 +221,32 @@ def _next_to_zero(x: torch.Tensor) -> torch.Tensor:
     return x.abs() <= 16 * torch.finfo(x.dtype).eps
 
 
-#: Ops that return places of entries, and no values.
-_PLACES = (torch.ops.aten.argmax.default, torch.ops.aten.argmin.default)
+#: Ops that return places of entries; some return the entries too.
+_PLACES = {aten.argmax, aten.argmin, aten.max, aten.min, aten.cummax, aten.cummin}
+_PLACES |= {aten.sort, aten.argsort, aten.topk, aten.kthvalue, aten.mode}
+#: Ops that round to whole numbers, and what is left then.
+_JUMPS = {aten.ceil, aten.floor, aten.round, aten.trunc, aten.frac}
+_JUMPS |= {aten.ceil_, aten.floor_, aten.round_, aten.trunc_, aten.frac_}
+_JUMPS |= {aten.floor_divide, aten.floor_divide_, aten.remainder, aten.remainder_}
+_JUMPS |= {aten.fmod, aten.fmod_}
+_SEEDS = (1, -1, 2, -2, 3, -3, 4, -4)
 
 
 def _rounded(seed: int) -> Callable[[Any], Any]:
-    """Copies tensors; floats get rounding errors of some units in the last place."""
+    """Copies tensors; floats get rounding errors of some units in the last place.
+
+    Those of `seed` and `-seed` are opposite: entries that are equal change places with one of them.
+    Entries that are one place in memory stay equal.
+    """
 
     def copied(x: Any) -> Any:
         if not _has_memory(x) or not x.is_floating_point():
             return x
-        generator = torch.Generator().manual_seed(seed)
-        noise = torch.rand(x.shape, generator=generator, dtype=torch.float64) - 0.5
-        return (x.double() * (1 + 8 * torch.finfo(x.dtype).eps * noise)).to(x.dtype)
+        generator = torch.Generator().manual_seed(abs(seed))
+        sizes = [size if step else 1 for size, step in zip(x.shape, x.stride(), strict=True)]
+        noise = torch.rand(sizes, generator=generator, dtype=torch.float64) - 0.5
+        step = math.copysign(8 * torch.finfo(x.dtype).eps, seed)
+        return (x.double() * (1 + step * noise)).to(x.dtype)
 
     return copied
 

@@ -118,9 +118,9 @@ class Sharded(OneDevice):
         return DTensor._wrap(local, layout).requires_grad_(grad)
 
     def redistribute(self, x: DTensor, placements: Placements, order: Any = None) -> DTensor:
-        """In other placements; never the tensor itself."""
+        """In other placements; never the tensor itself, and dense as a copy on one device is."""
         moved = x.redistribute(placements=placements, order=order)
-        return cast(DTensor, moved.clone()) if moved is x else moved
+        return cast(DTensor, moved.clone()) if moved is x or _has_gaps(moved) else moved
 
     def full_tensor(self, x: DTensor) -> torch.Tensor:
         """The whole on every rank."""
@@ -154,6 +154,12 @@ class Sharded(OneDevice):
     def read(self, x: Any) -> Any:
         """What one device would hold."""
         return gathered([x])[0]
+
+
+def _has_gaps(x: torch.Tensor) -> bool:
+    """Whether a clone has other strides: some dims are expanded, or entries left out."""
+    like = torch.empty_strided(x.shape, x.stride(), device="meta")
+    return torch.empty_like(like).stride() != x.stride()
 
 
 def _weights(x: torch.Tensor) -> torch.Tensor:

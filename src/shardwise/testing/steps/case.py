@@ -16,7 +16,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.core.placements import Placement, Replicate, Shard
 from shardwise.dtensor.create import distribute_module, distribute_tensor
 from shardwise.errors import ArgumentError
-from shardwise.parallel import data_parallel, parallelize_module, shard_parameters
+from shardwise.parallel import (
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    fully_shard,
+    parallelize_module,
+)
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, Kind
@@ -59,7 +65,7 @@ def agree(options: frozenset[str]) -> bool:
 
 
 #: The front doors, by their names in a case.
-DOORS = ("tp", "replicate", "dp", "fs", "sm", "tables", "dm")
+DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")
 _DOOR = re.compile(r"(\w+)(?:\(([\w*+]*)(?:,(\w+))?\))?(?:@([\w.*]+))?")
 
 
@@ -75,7 +81,9 @@ class Door:
     | `dp(rep)` | `data_parallel(model, mesh["rep"])` |
     | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |
     | `dp(rep*shard)@body` | `data_parallel(model.body, mesh["rep", "shard"]._flatten("data"))` |
-    | `fs(shard)@*` | `shard_parameters(child, mesh["shard"])` of every child |
+    | `fs(shard)@*` | `fully_shard(child, mesh["shard"])` of every child |
+    | `cp(cp)` | `context_parallel(model, mesh, attention)`, which splits the batch's sequences |
+    | `ep(ep)` | `expert_parallel(model, mesh, experts)` |
     | `sm(0)` | `shard_module`: the model's tables sharded along dim 0 over all ranks |
     | `tables(dev,row_wise)` | `model.tables.shard(mesh["dev"], "row_wise")` |
     | `dm` | `distribute_module(model, mesh, ...)`; the batch and the loss are DTensors |
@@ -169,6 +177,8 @@ class StepCase:
             if door.name == "sm":
                 declared.update(names)
             declared.update(door.axes)
+        # Along these, ranks have the same batch and take their positions of it.
+        declared.difference_update(*(door.axes for door in self.doors if door.name == "cp"))
         return tuple(name for name in names if name in declared)
 
     @property
@@ -225,12 +235,19 @@ def _data_parallel(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes:
     return module
 
 
-def _shard_parameters(
-    door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes
-) -> nn.Module:
+def _fully_shard(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
     for target in _targets(door, module):
-        shard_parameters(target, axes())
+        fully_shard(target, axes())
     return module
+
+
+def _context(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
+    dims = {"ids": 1, "target": 1}
+    return context_parallel(module, mesh, kind.attention, axis=door.axes[0], sequence_dims=dims)
+
+
+def _experts(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
+    return expert_parallel(module, mesh, kind.experts, axis=door.axes[0])
 
 
 def _shard_module(door: Door, kind: Kind, module: nn.Module, _: DeviceMesh, __: Axes) -> nn.Module:
@@ -274,7 +291,9 @@ _CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]
     "tp": _parallelize,
     "replicate": _replicate,
     "dp": _data_parallel,
-    "fs": _shard_parameters,
+    "fs": _fully_shard,
+    "cp": _context,
+    "ep": _experts,
     "sm": _shard_module,
     "tables": _tables,
     "dm": _distribute,

@@ -82,6 +82,30 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(host*dev,?); dp(host+dev)",
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
     ),
+    ("cp",): ("cp(cp)", "cp(cp); fs(cp)", "cp(cp); dp(cp)", "cp(cp); fs(cp)@*"),
+    ("dp", "cp"): (
+        "cp(cp); dp(dp)",
+        "cp(cp); fs(dp)",
+        "cp(cp); dp(dp+cp)",
+        "cp(cp); fs(dp*cp)",
+        "cp(cp); fs(cp); dp(dp)",
+    ),
+    ("dp", "cp", "tp"): (
+        "tp; cp(cp); dp(dp)",
+        "tp; cp(cp); fs(dp)",
+        "tp; cp(cp); fs(dp*cp)",
+        "tp; cp(cp); fs(cp); dp(dp)",
+    ),
+    ("ep",): ("ep(ep)", "ep(ep); fs(ep)", "ep(ep); dp(ep)"),
+    ("dp", "ep"): (
+        "ep(ep); dp(dp)",
+        "ep(ep); fs(dp)",
+        "ep(ep); dp(dp+ep)",
+        "ep(ep); fs(dp*ep)",
+        "ep(ep); fs(dp); dp(dp)",
+    ),
+    ("cp", "ep"): ("cp(cp); ep(ep)", "cp(cp); ep(ep); fs(cp)", "cp(cp); ep(ep); fs(ep)"),
+    ("dp", "ep", "tp"): ("tp; ep(ep); dp(dp)", "tp; ep(ep); fs(dp)", "tp; ep(ep); fs(dp*ep)"),
 }
 #: The same doors for axes in another order: torch wants them named in mesh order.
 DOORS["tp", "dp"] = tuple(
@@ -109,6 +133,14 @@ MESHES = (
     "rep=2,shard=2,tp=2",
     "rep=2,shard=2,tp=1",
     "host=2,dev=2",
+    "cp=2",
+    "cp=4",
+    "dp=2,cp=2",
+    "dp=2,cp=2,tp=2",
+    "ep=2",
+    "dp=2,ep=2",
+    "cp=2,ep=2",
+    "dp=2,ep=2,tp=2",
 )
 #: How many drawn cases compete to be the next one.
 NUM_CANDIDATES = 12
@@ -167,6 +199,8 @@ def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozense
 
 
 def _fits(kind: Kind, text: str) -> bool:
+    if ("cp(" in text and not kind.attention) or ("ep(" in text and not kind.experts):
+        return False
     if "tables" in text:
         return kind.collection and ("tp;" not in text or bool(kind.plan))
     if kind.collection:

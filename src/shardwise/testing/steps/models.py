@@ -16,7 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.embedding import SGD, Adagrad, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
-from shardwise.embedding.optimizers import FusedOptimizer
+from shardwise.lookup.optimizers import FusedOptimizer
 from shardwise.testing import models
 
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
@@ -174,6 +174,42 @@ class Mixture(Trained):
         return F.mse_loss(self.head(x + self.through(self.body, x, chosen, weights)), target)
 
 
+class Attention(nn.Module):
+    def __init__(self, num_heads: int = 2) -> None:
+        super().__init__()
+        self.size = WIDTH // num_heads
+        self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.o(mixed.transpose(1, 2).flatten(2))
+
+
+class Sequences(Trained):
+    """Causal attention with learned positions, a layer and experts: one loss for each position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(8, WIDTH)
+        self.norm, self.attention, self.body = nn.RMSNorm(WIDTH), Attention(), MLP()
+        self.router, self.experts = nn.Linear(WIDTH, 4), Experts(4)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, target: Tensor, position_ids: Tensor | None = None) -> Tensor:
+        if position_ids is None:
+            position_ids = torch.arange(ids.shape[1]).unsqueeze(0)
+        x = self.with_spare(self.tokens(ids) + self.positions(position_ids))
+        x = x + self.attention(self.norm(x))
+        x = (x + self.through(self.body, x)).flatten(0, 1)
+        weights, chosen = self.router(x).softmax(-1).topk(2)
+        x = x + self.experts(x, chosen, weights)
+        return F.cross_entropy(self.head(x), target.flatten())
+
+
 class Tables(Trained):
     """A collection of tables and a dense part; with `optimizer` the tables update in backward."""
 
@@ -261,13 +297,16 @@ class Kind:
     """One model.
 
     `plan` is for `parallelize_module`, `sharded` names the weights that `shard_module` shards,
-    `without` the options that one device cannot run either, or whose result is not defined.
+    `attention` and `experts` the modules for `context_parallel` and `expert_parallel`, `without`
+    the options that one device cannot run either, or whose result is not defined.
     """
 
     make: Callable[[], Trained]
     batch: Callable[[nn.Module, int], Batch]
     plan: Mapping[str, str] = field(default_factory=dict)
     sharded: tuple[str, ...] = ()
+    attention: str = ""
+    experts: str = ""
     collection: bool = False
     fused: bool = False
     whole_module: bool = True
@@ -282,6 +321,10 @@ def _numbers(_: nn.Module, size: int) -> Batch:
 
 def _tokens(_: nn.Module, size: int) -> Batch:
     return torch.randint(VOCABULARY, (size, 3)), torch.randint(VOCABULARY, (size, 3))
+
+
+def _sequences(_: nn.Module, size: int) -> Batch:
+    return torch.randint(VOCABULARY, (size, 8)), torch.randint(VOCABULARY, (size, 8))
 
 
 def _bags(_: nn.Module, size: int) -> Batch:
@@ -345,7 +388,19 @@ KINDS: dict[str, Kind] = {
             "body.down.a": "rowwise",
         },
     ),
-    "experts": Kind(Mixture, _numbers, {"body": "experts"}, without=NO_PENALTY | ROUTED),
+    "experts": Kind(
+        Mixture, _numbers, {"body": "experts"}, experts="body", without=NO_PENALTY | ROUTED
+    ),
+    "sequences": Kind(
+        Sequences,
+        _sequences,
+        MLP_PLAN
+        | dict.fromkeys(("attention.q", "attention.k", "attention.v"), "colwise")
+        | {"attention.o": "rowwise"},
+        attention="attention",
+        experts="experts",
+        without=NO_PENALTY | ROUTED,
+    ),
     "statistics": Kind(
         Statistics, _numbers, MLP_PLAN, own_statistics=True, without=NO_PENALTY | OWN_STATISTICS
     ),

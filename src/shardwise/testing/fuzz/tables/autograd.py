@@ -15,6 +15,13 @@ def _inner(t: torch.Tensor) -> bool:
     return t.requires_grad and not t.is_leaf
 
 
+def _retaining(t: torch.Tensor) -> bool:
+    """The first result of its op: torch crashes where a later one retains its gradient, and is
+    written to.
+    """
+    return _inner(t) and t.output_nr == 0
+
+
 def _hookable(t: torch.Tensor) -> bool:
     """Not a view: torch crashes where the base of one was written to without grad."""
     return t.requires_grad and not t._is_view()
@@ -73,6 +80,10 @@ def _recomputed(h: Hand) -> str:
     return f"checkpoint(lambda t: {body}, {x}, use_reentrant=False)"
 
 
+def _retained(h: Hand) -> Draft:
+    return Draft(f"{h.pick(h.names(_retaining))}.retain_grad()", statement=True)
+
+
 AUTOGRAD: tuple[Row, ...] = (
     _backward,
     _backward,
@@ -85,8 +96,8 @@ AUTOGRAD: tuple[Row, ...] = (
     lambda h: f"{h.inexact()}.detach()",
     lambda h: f"{h.inexact()}.detach()",
     lambda h: f"{h.inexact()}.detach().requires_grad_()",
-    lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
-    lambda h: Draft(f"{h.pick(h.names(_inner))}.retain_grad()", statement=True),
+    _retained,
+    _retained,
     lambda h: Draft(
         f"_ = {h.pick(h.names(_hookable))}.register_hook(lambda g: g * {h.number()})",
         statement=True,

@@ -1,0 +1,110 @@
+"""What `shardwise.debug.agree(every="step")` adds to a small training step.
+
+    python -m benchmarks.agreeing [--ranks 2] [--turns 40] [--steps 20]
+
+Gloo processes on this machine, one thread each, train a small tensor-parallel model of DTensors;
+with the mode and without it, in turn, each the first in every other turn. The mode is entered once
+and swapped in and out, as to enter it makes a process group. The clock of the first column counts
+the CPU time of a rank, its communication threads included: another process on the machine does not
+change it much. The ratio is the median of the turns' ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from rich import box
+from rich.console import Console
+from rich.table import Table as Lines
+from torch import nn
+
+import shardwise
+from shardwise import Replicate, Shard
+from shardwise.debug import agree
+from shardwise.launch import launch
+
+WIDTH, ROWS, LAYERS = 128, 32, 4
+Times = list[tuple[float, float]]
+
+
+class Layer(nn.Module):
+    def __init__(self, mesh: shardwise.DeviceMesh) -> None:
+        super().__init__()
+        up, down = torch.randn(4 * WIDTH, WIDTH) / 16, torch.randn(WIDTH, 4 * WIDTH) / 16
+        self.norm = nn.LayerNorm(WIDTH)
+        shardwise.distribute_module(self.norm, mesh)
+        self.up = nn.Parameter(shardwise.distribute_tensor(up, mesh, [Shard(0)]))
+        self.down = nn.Parameter(shardwise.distribute_tensor(down, mesh, [Shard(1)]))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = nn.functional.gelu(nn.functional.linear(self.norm(x), self.up))
+        return x + nn.functional.linear(hidden, self.down)
+
+
+def make_step() -> Callable[[], None]:
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    model = nn.Sequential(*[Layer(mesh) for _ in range(LAYERS)])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    batch = shardwise.distribute_tensor(torch.randn(ROWS, WIDTH), mesh, [Replicate()])
+
+    def step() -> None:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def take_turns(num_turns: int, num_steps: int) -> tuple[Times, Times, int]:
+    """Per turn the CPU and wall seconds of a step, without the mode and with it."""
+    torch.set_num_threads(1)
+    step, times = make_step(), ([], [])
+    mode = agree(every="step")
+    with mode:
+        for _ in range(5):
+            step()
+        num_calls = mode.num_calls // mode.num_steps
+        for turn in range(num_turns):
+            for number in (0, 1) if turn % 2 else (1, 0):
+                if not number:
+                    mode._swap_out()
+                for _ in range(3):
+                    step()
+                dist.barrier()
+                cpu_s, wall_s = time.process_time(), time.perf_counter()
+                for _ in range(num_steps):
+                    step()
+                cpu_s, wall_s = time.process_time() - cpu_s, time.perf_counter() - wall_s
+                times[number].append((cpu_s / num_steps, wall_s / num_steps))
+                if not number:
+                    mode._swap_in()
+    return *times, num_calls
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--turns", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=20)
+    options = parser.parse_args(arguments)
+    found = launch(take_turns, options.ranks, options.turns, options.steps)
+    lines = Lines(box=box.SIMPLE, title=f"{found[0][2]} recorded calls a step")
+    for name in ("clock", "without, ms", "with, ms", "added"):
+        lines.add_column(name, justify="right")
+    for clock, name in enumerate(("CPU of a rank", "wall")):
+        off = [statistics.mean(rank[0][t][clock] for rank in found) for t in range(options.turns)]
+        on = [statistics.mean(rank[1][t][clock] for rank in found) for t in range(options.turns)]
+        ratio = statistics.median(b / a for a, b in zip(off, on, strict=True))
+        medians = (1e3 * statistics.median(off), 1e3 * statistics.median(on))
+        lines.add_row(name, *(f"{m:.2f}" for m in medians), f"{100 * (ratio - 1):+.1f}%")
+    Console().print(lines)
+
+
+if __name__ == "__main__":
+    main()

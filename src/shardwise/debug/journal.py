@@ -1,0 +1,521 @@
+"""agree: compares what the ranks run, and raises on all of them at the first difference.
+
+Note [Journals]
+Inside the mode each rank keeps a journal: one record per op on DTensors, redistribution,
+collective and optimizer step. A record names the op, its arguments (layouts, numbers, and which
+tensors they are) and has a code, a hash of that text, which is the same in every process.
+Collectives that the layouts of a recorded call imply have none, unless each is compared; nor has
+`detach`, whose result is the same tensor. Equal records are one object, made at the first such call
+with the line of the program that led to it, so a call costs one lookup.
+
+Ranks compare a digest of all codes so far; where digests differ they exchange the codes since the
+last comparison, and the first that differs is the mistake. They do so also when a collective fails
+or an error ends the mode: ranks whose collectives no longer meet come to no comparison.
+
+Note [Which tensor]
+Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong
+numbers and no error. So a tensor has a number: that of the call that made it, or a name of its own
+if it is older. A record counts calls back to those of this step, so that the next step finds the
+same records, and has the number itself for older tensors, such as parameters.
+
+The mode replaces functions while it is on; when it is off, nothing looks whether it is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import zlib
+from array import array
+from collections.abc import Callable, Sequence
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from shardwise._torch.c10d import group_timeout
+from shardwise._torch.frames import line_outside
+from shardwise.comm import collectives
+from shardwise.comm.lost import GRACE_S, describers, judges, lost
+from shardwise.comm.watch import watch
+from shardwise.core.layout import Layout
+from shardwise.core.untraced import untraced
+from shardwise.core.world import World, current_world
+from shardwise.debug.first_difference import Account, exchange_accounts, first_difference
+from shardwise.dispatch.wrapped import Wrapped
+from shardwise.dtensor import autograd
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import ArgumentError, RankMismatchError, ShardwiseError
+from shardwise.random.fill import generator_digest
+from shardwise.simulation.parts import one_part
+
+#: The functions of comm.collectives that start a collective.
+_STARTS = (
+    "_all_reduce",
+    "_all_gather_into_tensor",
+    "_reduce_scatter_tensor",
+    "_all_to_all_single",
+    "_broadcast",
+)
+#: Records that are known by their key; dropped when full.
+_MAX_RECORDS = 8192
+_WORDS = {"step": 1, "collective": 0}
+_active: list[agree] = []
+#: Equal on all ranks, which enter the mode together.
+_sessions = itertools.count(1)
+_NAMES = 1 << 24
+_INTS = {int}
+
+
+class Noted(NamedTuple):
+    """One call: its code, what it is, and the line of the program where it was first made."""
+
+    code: int
+    text: str
+    line: str | None
+
+    def __str__(self) -> str:
+        return f"{self.text} at {self.line}" if self.line is not None else self.text
+
+
+def _code(text: str) -> int:
+    hashed = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8)
+    return int.from_bytes(hashed.digest(), "little", signed=True)
+
+
+class agree:
+    """Inside, ranks that run something else than the others are found, and all ranks raise.
+
+    Each rank keeps a running hash of what it runs: ops on DTensors with their layouts, numbers and
+    operands, collectives, optimizer steps, and the state of the random generator. The hashes are
+    compared every so many optimizer steps, or with `every="collective"` before each collective;
+    then a mistake is found before it can mix up messages. The error is a `RankMismatchError`. It
+    names the ranks, the first call that differs, its layouts and its line in the program.
+
+    A comparison after a step does not wait: it is read at the next one, and when the mode ends.
+    Ops on plain tensors are not seen. With `rng=False` generators are not compared, for programs
+    that draw other numbers on each rank on purpose.
+
+    >>> import shardwise
+    >>> with shardwise.simulate(2), shardwise.debug.agree(every="collective") as mode:
+    ...     mesh = shardwise.init_device_mesh("cpu", (2,))
+    ...     x = shardwise.ones(4, device_mesh=mesh, placements=[shardwise.Shard(0)])
+    ...     _ = (x + 1).full_tensor()
+    >>> mode.num_calls, mode.num_comparisons
+    (3, 2)
+    """
+
+    def __init__(self, every: int | str = "step", *, rng: bool = True) -> None:
+        #: The number of steps between comparisons; 0: before every collective.
+        self._every = every if type(every) is int else _WORDS.get(str(every), -1)
+        if self._every < (every != "collective"):
+            raise ArgumentError(
+                f"agree(every=...) is 'step', 'collective' or a number of steps, found {every!r}."
+            )
+        self._rng = rng
+        self._known: dict[Any, Noted] = {}
+
+    # -- entering and leaving ----------------------------------------------------------------
+
+    def __enter__(self) -> agree:
+        if _active:
+            raise ShardwiseError("agree() is active already, and compares everything as it is.")
+        self._world: World = current_world()
+        self._group: Any = None
+        if len(self._world.present) < self._world.size:
+            timeout = group_timeout(dist.GroupMember.WORLD)
+            self._group = dist.new_group(backend="gloo", timeout=timeout)
+        #: The records since the last comparison, and those that are being compared.
+        self._journal: list[Noted] = []
+        self._sent: _Sent | None = None
+        #: Per optimizer: its parameters and options at its last step, and the record of that.
+        self._stepping: dict[int, tuple[list[Any], list[Any], Noted]] = {}
+        self._digest = b""
+        #: Whether collectives of a recorded call need no record, as the call's layouts imply them;
+        #: and whether such a call runs now.
+        self._implied, self._within = self._every > 0, False
+        #: Why this rank will run nothing more, and whether it has told the others what it ran.
+        self._end: str | None = None
+        self._asked = False
+        self._last: Noted | None = None
+        self._num_compared = 0
+        self.num_steps = self.num_comparisons = 0
+        #: The first number of this session. The first `_NAMES` are of tensors that no call made.
+        self._base = next(_sessions) << 40
+        #: The numbers of the next such tensor, of the next call, and of the first of this step.
+        self._next_name = self._base
+        self._number = self._begin = self._base + _NAMES
+        self._swap_in()
+        _active.append(self)
+        return self
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls this rank has recorded."""
+        return self._num_compared + len(self._journal)
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        _active.remove(self)
+        try:
+            if kind is None:
+                self._end = f"the end of agree() after {self.num_steps} steps"
+                self._compare(self._end, wait=True)
+            elif isinstance(error, Exception):
+                self._end = f"{kind.__name__}: {error}"[:600]
+                found = self._difference(self._sent, GRACE_S)
+                if found is not None:
+                    raise found from error
+        finally:
+            self._swap_out()
+            if self._group is not None:
+                dist.destroy_process_group(self._group)
+
+    def _swap_in(self) -> None:
+        self._dispatch = DTensor.__dict__["__torch_dispatch__"]
+        self._move, self._starts = autograd.move, {n: getattr(collectives, n) for n in _STARTS}
+        self._gather = self._starts["_all_gather_into_tensor"]
+        DTensor.__torch_dispatch__ = classmethod(  # type: ignore[method-assign, assignment]
+            self._recording(DTensor.__torch_dispatch__)
+        )
+        autograd.move = self._recording_move(self._move)
+        for name, start in self._starts.items():
+            setattr(collectives, name, self._recording_start(name.strip("_"), start))
+        watch.steps.append(self._stepped)
+        watch.record = self._note
+        describers.append(self._place)
+        judges.append(self._judge)
+
+    def _swap_out(self) -> None:
+        DTensor.__torch_dispatch__ = self._dispatch  # type: ignore[method-assign]
+        autograd.move = self._move
+        for name, start in self._starts.items():
+            setattr(collectives, name, start)
+        watch.steps.remove(self._stepped)
+        watch.record = None
+        describers.remove(self._place)
+        judges.remove(self._judge)
+
+    def _place(self) -> str:
+        """Where this rank is, for the error of a collective that failed."""
+        last = self._journal[-1] if self._journal else self._last
+        return f"after {self.num_steps} steps and {self.num_calls:,} calls, the last {last}"
+
+    # -- recording ---------------------------------------------------------------------------
+
+    def _recording(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
+        """`dispatch`, recorded. It is the hot path, so little is done by calls of functions."""
+        known, base = self._known, self._base
+        detach = torch.ops.aten.detach.default
+
+        @untraced
+        def record_and_run(
+            cls: type,
+            func: Any,
+            types: Any,
+            args: tuple[Any, ...] = (),
+            kwargs: dict[str, Any] | None = None,
+            preferred: Any = None,
+        ) -> Any:
+            if func is detach:  # autograd calls it for every gradient
+                out = dispatch(func, types, args, kwargs, preferred)
+                source = args[0]
+                if getattr(source, "_born", 0) < base:
+                    self._named(source)
+                out._born = source._born
+                return out
+            number, begin = self._number, self._begin
+            self._number = number + 1
+            key: list[Any] = [id(func)]
+            for arg in args:
+                kind = type(arg)
+                if kind is DTensor:
+                    try:
+                        born = arg._born
+                    except AttributeError:
+                        born = 0
+                    key.append(arg._layout)
+                    if born >= begin:
+                        key.append(number - born)
+                    else:
+                        key.append(base - born if born >= base else self._named(arg))
+                elif kind is float or kind is int or kind is bool or arg is None:
+                    key.append(arg)
+                elif kind is list and _INTS.issuperset(map(type, arg)):
+                    key.append(tuple(arg))
+                else:
+                    key.append(self._described(arg))
+            if kwargs:
+                key += [(name, self._described(value)) for name, value in kwargs.items()]
+            record = known.get(tuple(key))
+            self._journal.append(record or self._new(key, lambda: _call_text(func, key)))
+            self._within = self._implied
+            out = dispatch(func, types, args, kwargs, preferred)
+            self._within = False
+            if type(out) is DTensor:
+                if not args or out is not args[0]:
+                    out._born = number
+            elif type(out) is tuple or type(out) is list:
+                self._number_all(out)
+            return out
+
+        return record_and_run
+
+    def _number_all(self, made: Sequence[Any]) -> None:
+        """Number the results of a call that has several."""
+        for each in made:
+            if type(each) is DTensor and getattr(each, "_born", 0) < self._base:
+                each._born = self._number
+                self._number += 1
+
+    def _named(self, tensor: Any) -> int:
+        """A number for a tensor that no call of this session made: the next one, as it is met."""
+        born = tensor._born = self._next_name
+        self._next_name = born + 1
+        return self._base - born
+
+    def _which(self, tensor: Any) -> int:
+        """See Note [Which tensor]: positive for one of this step."""
+        born = getattr(tensor, "_born", 0)
+        if born >= self._begin:
+            return self._number - born
+        return self._base - born if born >= self._base else self._named(tensor)
+
+    def _described(self, value: Any) -> Any:
+        """An argument as a part of a key: hashable, and without values of tensors."""
+        if isinstance(value, Wrapped):
+            return value._layout, self._which(value)
+        if isinstance(value, torch.Tensor):
+            shape = tuple(one_part(value).shape)
+            return f"{value.dtype} of shape {list(shape)}"
+        if isinstance(value, (list, tuple)):
+            return tuple([self._described(each) for each in value])
+        if isinstance(value, _PLAIN):
+            return value
+        return type(value).__name__
+
+    def _new(self, key: Sequence[Any], describe: Callable[[], str]) -> Noted:
+        if len(self._known) >= _MAX_RECORDS:
+            self._known.clear()
+        text = describe()
+        made = self._known[tuple(key)] = Noted(_code(text), text, line_outside())
+        return made
+
+    def _note(self, text: str) -> None:
+        """Record something that is no op: `text` is the same on ranks that do the same."""
+        self._journal.append(self._known.get((text,)) or self._new((text,), lambda: text))
+
+    def _recording_move(self, move: Callable[..., Any]) -> Callable[..., Any]:
+        @untraced
+        def record_and_move(x: Any, target: Any, **options: Any) -> Any:
+            key = ("redistribute", x._layout, self._which(x), target)
+            record = self._known.get(key)
+            if record is None:
+                record = self._new(key, lambda: f"redistribute({_listed(key[1:3])}) to {target}")
+            self._journal.append(record)
+            number, self._number = self._number, self._number + 1
+            self._within = self._implied
+            out = move(x, target, **options)
+            self._within = False
+            out._born = number
+            return out
+
+        return record_and_move
+
+    def _recording_start(self, kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
+        # What ranks send each other in an exchange may differ in length.
+        lengths_differ = kind == "all_to_all_single"
+
+        known = self._known
+
+        def record_and_start(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+            if self._within:
+                return start(x, *rest)
+            part, cause = (x if type(x) is torch.Tensor else one_part(x)), watch.cause
+            why = None if cause is None else cause.op
+            if lengths_differ:
+                key = (kind, part.dtype, part.shape[1:], rest[-1:], why)
+            else:
+                key = (kind, part.dtype, part.shape, rest, why)
+            self._journal.append(
+                known.get(key) or self._new(key, lambda: self._collective_text(*key))
+            )
+            if not self._every:
+                self._compare("a collective", wait=True)
+            return start(x, *rest)
+
+        return record_and_start
+
+    def _collective_text(self, kind: str, dtype: Any, shape: Any, rest: Any, cause: Any) -> str:
+        *options, group_name = rest
+        axis = self._world.axis_names.get(group_name)
+        of = f"{dtype} of shape {list(shape)}"
+        words = [kind, f"of {of}", *(f"with {option}" for option in options)]
+        words += [f"along {axis!r}"] if axis is not None else []
+        words += [f"for {cause}"] if cause is not None else []
+        return " ".join(words)
+
+    def _stepped(self, optimizer: Any) -> None:
+        """Called before each step of an optimizer."""
+        groups = optimizer.param_groups
+        parameters = [p for group in groups for p in group["params"]]
+        options = [{k: v for k, v in group.items() if k != "params"} for group in groups]
+        before = self._stepping.get(id(optimizer))
+        # As before for most steps, where looking at each parameter would take a while.
+        if before is None or before[1] != options or not _are_same(before[0], parameters):
+            before = self._stepping[id(optimizer)] = (
+                parameters,
+                options,
+                self._step_record(optimizer, options),
+            )
+        self._journal.append(before[2])
+        self._count_step()
+
+    def _step_record(self, optimizer: Any, options: Sequence[dict[str, Any]]) -> Noted:
+        groups = [
+            (
+                tuple([self._described(p) for p in group["params"]]),
+                tuple([(name, self._described(value)) for name, value in given.items()]),
+            )
+            for group, given in zip(optimizer.param_groups, options, strict=True)
+        ]
+        key = ("step", type(optimizer).__name__, tuple(groups))
+        return self._known.get(key) or self._new(
+            key, lambda: f"step of {key[1]}: {_listed(groups)}"
+        )
+
+    def step(self) -> None:
+        """Count a step. Optimizers of torch do so; call it in a program without one."""
+        self._note("the end of a step")
+        self._count_step()
+
+    def _count_step(self) -> None:
+        self.num_steps += 1
+        self._begin = self._number
+        if self._every and self.num_steps % self._every == 0:
+            self._compare(f"step {self.num_steps}", wait=False)
+
+    # -- comparing ---------------------------------------------------------------------------
+
+    def _compare(self, at: str, *, wait: bool) -> None:
+        """Send the digest of what this rank has run, once the last one was found the same."""
+        self._read()
+        journal, self._journal = self._journal, []
+        self._num_compared += len(journal)
+        self.num_comparisons += 1
+        codes = array("q", [record.code for record in journal])
+        self._digest = hashlib.blake2b(self._digest + codes.tobytes(), digest_size=8).digest()
+        if self._group is None:
+            self._last = journal[-1] if journal else self._last
+            return
+        digest, state = int.from_bytes(self._digest, "little", signed=True), self._generators()
+        row = torch.tensor([[digest, self._num_compared, _code(at), state]])
+        started = self._gather(row, self._world.size, self._group.group_name)
+        self._sent = _Sent(journal, at, self.num_comparisons, state, started)
+        if wait:
+            self._read()
+
+    def _generators(self) -> int:
+        if not self._rng:
+            return 0
+        held: Any = torch.default_generator.get_state().numpy()
+        state = zlib.crc32(held)  # in a microsecond
+        if torch.cuda.is_initialized():
+            state += generator_digest(torch.device("cuda"), None) >> 2
+        return state
+
+    def _read(self) -> None:
+        """Wait for the comparison that was started; raise if some rank differs."""
+        sent = self._sent
+        if sent is None:
+            return
+        try:
+            rows = collectives.finished(sent.started)
+        except RuntimeError as error:
+            raise lost(error, f"the comparison of agree() before {sent.at}") from error
+        self._sent = None
+        if rows.tolist() != [rows[0].tolist()] * len(rows):
+            timeout = group_timeout(self._group)
+            found = self._difference(sent, GRACE_S + (timeout.total_seconds() if timeout else 0))
+            raise found or RankMismatchError(f"The ranks do not run the same program at {sent.at}.")
+        if sent.journal:
+            self._last = sent.journal[-1]
+
+    def _judge(self) -> None:
+        """A collective has failed: raise if that is because ranks run something else."""
+        found = self._difference(self._sent, GRACE_S)
+        if found is not None:
+            raise found
+
+    def _difference(self, sent: _Sent | None, wait_s: float) -> RankMismatchError | None:
+        """The first call in which ranks differ, among those that tell what they did in time."""
+        if self._group is None or self._asked:
+            return None
+        self._asked = True
+        journal = [*(sent.journal if sent is not None else ()), *self._journal]
+        kinds = {record: place for place, record in enumerate(dict.fromkeys(journal))}
+        mine = Account(
+            start=self.num_calls - len(journal),
+            before=str(self._last) if self._last is not None else None,
+            kinds=[(record.code, str(record)) for record in kinds],
+            calls=[kinds[record] for record in journal],
+            end=self._end,
+            sent=(sent.number, sent.at, sent.generators) if sent is not None else None,
+        )
+        return first_difference(
+            exchange_accounts(mine, f"journal/{self._base}", self._world.size, wait_s)
+        )
+
+
+class _Sent(NamedTuple):
+    """A comparison on its way."""
+
+    journal: list[Noted]
+    at: str
+    number: int
+    generators: int
+    started: torch.Tensor
+
+
+def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
+#: Arguments that are written into a record as they are.
+_PLAIN = (
+    int,
+    float,
+    complex,
+    str,
+    type(None),
+    torch.dtype,
+    torch.device,
+    torch.layout,
+    torch.memory_format,
+)
+
+
+def _call_text(func: Any, key: Sequence[Any]) -> str:
+    name = str(func) if hasattr(func, "_schema") else func.__qualname__
+    return f"{name}({_listed(key[1:])})"
+
+
+def _listed(parts: Sequence[Any]) -> str:
+    """The parts of a key as text."""
+    words: list[str] = []
+    for part in parts:
+        if type(part) is int and words and words[-1].startswith("Layout("):
+            words[-1] += f" ({_which_text(part)})"
+        elif isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
+            words.append(f"{part[0]}={_listed(part[1:])}")
+        elif isinstance(part, tuple):
+            words.append(f"({_listed(part)})")
+        else:
+            words.append(repr(part) if isinstance(part, (str, Layout)) else str(part))
+    return ", ".join(words)
+
+
+def _which_text(number: int) -> str:
+    if number > 0:
+        return "of the call before" if number == 1 else f"made {number} calls before"
+    return f"tensor {-number}" if number > -_NAMES else f"made by call {-number - _NAMES:,}"

@@ -1,1 +1,0 @@
-"""One step of a sharded collection: ids go to the owners of rows, rows and gradients come back."""

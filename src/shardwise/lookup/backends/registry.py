@@ -1,0 +1,141 @@
+"""The backends by name."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.errors import ArgumentError
+from shardwise.kernels import DTYPES as FUSED_DTYPES
+from shardwise.lookup.backends.backend import Backend, Query, look_up_stacks, update_stacks
+from shardwise.lookup.backends.by_row import products_of_rows
+from shardwise.lookup.backends.fbgemm_cpu import FbgemmBackend
+from shardwise.lookup.backends.torch_kernels import TorchBackend
+from shardwise.lookup.optimizers import RowUpdate, RowWiseAdagrad
+
+#: Columns from which on fbgemm updates faster than torch.
+_FBGEMM_WIDTH = 16
+
+
+def make_backend(backend: str | Backend) -> Backend:
+    """A backend by name, or the one that was given."""
+    if not isinstance(backend, str):
+        return backend
+    if backend == "auto":
+        return ByDevice()
+    if backend == "torch":
+        return TorchBackend()
+    if backend == "fbgemm":
+        return FbgemmBackend()
+    if backend == "triton":
+        return _triton()
+    raise ArgumentError(
+        f"backend={backend!r} is not known: use 'auto', 'torch', 'fbgemm', 'triton', or an object "
+        "with the methods of shardwise.embedding.Backend."
+    )
+
+
+def _triton() -> Backend:
+    if importlib.util.find_spec("triton") is None:
+        raise ArgumentError(
+            "backend='triton' needs Triton, which is not installed here: pip install triton, or "
+            "use backend='torch'."
+        )
+    # Imported here: nothing else needs Triton.
+    from shardwise.lookup.backends.triton_kernels import TritonBackend
+
+    return TritonBackend()
+
+
+def is_fused(
+    backend: Backend, weights: Sequence[torch.Tensor], states: Sequence[torch.Tensor]
+) -> bool:
+    """Whether the fused kernels serve these tables and their states."""
+    if not weights or weights[0].is_meta:
+        return False
+    if isinstance(backend, ByDevice):
+        backend = backend.serving(weights[0], *states)
+    return getattr(backend, "is_fused", False)
+
+
+class ByDevice:
+    """The fastest installed kernels: Triton's for tables on a GPU, fbgemm's for those CPU updates
+    that it does faster than torch, torch's for all else."""
+
+    name = "auto"
+
+    def __init__(self) -> None:
+        self._torch = TorchBackend()
+        self._has_triton = importlib.util.find_spec("triton") is not None
+        self._has_fbgemm = importlib.util.find_spec("fbgemm_gpu") is not None
+        self._made: dict[str, Backend] = {}
+
+    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        return self.serving(weight).look_up(weight, query)
+
+    def row_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.serving(weight).row_gradient(weight, query, grad)
+
+    def update(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
+    ) -> None:
+        backend = self.serving(weight, *rule.state.values())
+        if self._has_fbgemm and _fbgemm_is_faster(weight, rule):
+            backend = self._known("fbgemm")
+        backend.update(weight, query, grad, rule)
+
+    def look_up_stacks(
+        self, weights: Sequence[torch.Tensor], queries: Sequence[Query]
+    ) -> list[torch.Tensor]:
+        return look_up_stacks(self.serving(weights[0]), weights, queries)
+
+    def update_stacks(
+        self,
+        weights: Sequence[torch.Tensor],
+        queries: Sequence[Query],
+        grads: Sequence[torch.Tensor],
+        rules: Sequence[RowUpdate],
+    ) -> None:
+        backend = self.serving(weights[0], *rules[0].state.values())
+        if backend is not self._torch:
+            update_stacks(backend, weights, queries, grads, rules)
+            return
+        for each in zip(weights, queries, grads, rules, strict=True):
+            self.update(*each)
+
+    def weight_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> torch.Tensor:
+        own = getattr(self.serving(weight), "weight_gradient", products_of_rows)
+        return own(weight, query, grad)
+
+    def scaled_rows(self, weight: torch.Tensor, query: Query, grad: torch.Tensor) -> Any:
+        own = getattr(self.serving(weight), "scaled_rows", None)
+        return None if own is None else own(weight, query, grad)
+
+    def serving(self, weight: torch.Tensor, *states: torch.Tensor) -> Backend:
+        """The backend of a table and its states."""
+        fused = self._has_triton and weight.is_cuda and weight.dtype in FUSED_DTYPES
+        fused = fused and all(state.dtype == torch.float32 for state in states)
+        return self._known("triton") if fused else self._torch
+
+    def _known(self, name: str) -> Backend:
+        if name not in self._made:
+            self._made[name] = make_backend(name)
+        return self._made[name]
+
+
+def _fbgemm_is_faster(weight: torch.Tensor, rule: RowUpdate) -> bool:
+    """Row-wise Adagrad of wide rows: torch's kernels read the gradients twice."""
+    return (
+        weight.device.type == "cpu"
+        and weight.dtype == torch.float32
+        and weight.shape[1] >= _FBGEMM_WIDTH
+        and isinstance(rule.optimizer, RowWiseAdagrad)
+        and not rule.optimizer.weight_decay
+    )

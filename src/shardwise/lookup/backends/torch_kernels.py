@@ -1,0 +1,237 @@
+"""The backend of plain torch kernels.
+
+Note [Backward is a lookup]
+The gradient of a row is the sum of the gradients of the bags that looked it up. With ids sorted by
+row that is a lookup again, in which rows are the bags and bag gradients the table. So the same fast
+kernel serves both directions, and nothing of size ids × width is ever written. It runs over some
+thousand rows at a time, which stay in the cache until they are applied.
+
+Note [An update of all rows]
+Where a row changes by a factor times its gradient (SGD, row-wise Adagrad) and the batch looked up a
+fair part of the rows, walking over all of them is faster than collecting and returning those that
+were looked up. With SGD the update is `weight += S @ grad`: the sparse matrix S has a row for each
+row of the stack, with an entry at each bag that looked it up; MKL multiplies it, and no row
+gradient is materialised. Row-wise Adagrad needs the squares of row gradients first. So those are
+summed some thousand at a time for their squares alone, and summed again in the product, with a
+factor for each row in S. Where most rows were looked up, the first sums, with zeros for the others,
+are applied while they are in the cache.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+import torch
+
+from shardwise.lookup.backends.backend import Query
+from shardwise.lookup.backends.by_row import ByRow, in_parts
+from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, mean_squares, row_factors_of
+from shardwise.lookup.order import segment_sums
+from shardwise.lookup.scratch import Lent
+
+#: Elements of a gradient at a time: 4 MB. Smaller chunks cost more in calls than they save in cache
+#: misses.
+_CHUNK_NUMBERS = 1 << 20
+#: Rows of a stack per id of a batch, up to which an update of all rows is faster: with a product,
+#: and with squares.
+_ROWS_PER_ID = 8
+_ROWS_PER_ID_SQUARED = 1
+_HAS_MKL = torch.backends.mkl.is_available()
+
+
+class TorchBackend:
+    """Lookups through `embedding_bag`, updates through sorted ids."""
+
+    name = "torch"
+
+    def __init__(self) -> None:
+        self._lent = Lent()
+
+    def look_up(self, weight: torch.Tensor, query: Query) -> torch.Tensor:
+        if not query.ids.numel():
+            return weight.new_zeros(query.num_bags, weight.shape[1])
+        if query.lengths is None:
+            rows = weight.index_select(0, query.ids)
+            return rows if query.weights is None else rows.mul_(query.weights.unsqueeze(1))
+        return segment_sums(weight, query.ids, _offsets(query), query.weights)
+
+    def row_gradient(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        parts = [(part, part.by_row(query)) for part in in_parts(query, weight.shape[0])]
+        nothing = query.ids.new_empty(0, dtype=torch.int64)
+        rows = torch.cat([nothing, *(p.first_row + looked_up.rows for p, looked_up in parts)])
+        shape = (rows.shape[0], grad.shape[1])
+        if not rows.numel():
+            return rows, grad.new_zeros(shape)
+        if grad.device.type == "cpu":
+            values = self._lent.numbers(math.prod(shape), grad.dtype).view(shape)
+        else:
+            values = grad.new_empty(shape)
+        at = 0
+        for _, looked_up in parts:
+            for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts):
+                values[at + some.start : at + some.stop] = sums
+            at += looked_up.rows.shape[0]
+        return rows, values
+
+    def scaled_rows(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor
+    ) -> ScaledRows | None:
+        """For updates that add a factor times its gradient to each row; None if not faster."""
+        dense = _is_dense_enough(weight, query.ids.shape[0], _ROWS_PER_ID)
+        return ScaledRows(weight, query, grad) if dense and _HAS_MKL else None
+
+    def update(
+        self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
+    ) -> None:
+        for part in in_parts(query, weight.shape[0]):
+            first, last, looked_up = part.first_row, part.last_row, part.by_row(query)
+            _updater(weight[first:last], looked_up, rule.optimizer)(
+                weight[first:last], looked_up, grad, rule.on(first, last)
+            )
+
+
+class ScaledRows:
+    """The rows that were looked up, and the squares of their gradients' norms.
+
+    See Note [An update of all rows].
+    """
+
+    def __init__(self, weight: torch.Tensor, query: Query, grad: torch.Tensor) -> None:
+        self._grad = grad
+        self._found = [(part, part.by_row(query)) for part in in_parts(query, weight.shape[0])]
+        nothing = query.ids.new_empty(0, dtype=torch.int64)
+        self.rows = torch.cat([nothing, *(p.first_row + found.rows for p, found in self._found)])
+        squares = [_squares(grad, found) for _, found in self._found]
+        self.squares = torch.cat([grad.new_empty(0), *squares])
+
+    def add(self, weight: torch.Tensor, factors: torch.Tensor) -> None:
+        """Add to each row its factor times its gradient."""
+        sizes = [found.rows.shape[0] for _, found in self._found]
+        for (part, found), mine in zip(self._found, factors.split(sizes), strict=True):
+            _add_scaled(weight[part.first_row : part.last_row], found, self._grad, mine)
+
+
+def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
+    """The squares of the norms of rows' gradients, some thousand at a time."""
+    squares = grad.new_empty(looked_up.rows.shape[0])
+    chunks = _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts)
+    for some, sums in chunks:
+        torch.linalg.vector_norm(sums, dim=1, out=squares[some])
+    return squares.square_()
+
+
+def _add_scaled(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, factors: torch.Tensor
+) -> None:
+    """Add to each row its factor times its gradient."""
+    per_id = np.repeat(factors.numpy(), looked_up.starts.diff().numpy())
+    _multiply_and_add(weight, looked_up, grad, torch.from_numpy(per_id), 1)
+
+
+def _is_dense_enough(weight: torch.Tensor, num_ids: int, most: int) -> bool:
+    """Whether an update of all rows is faster; see Note [An update of all rows]."""
+    fits = weight.device.type == "cpu" and weight.dtype in (torch.float32, torch.float64)
+    return fits and weight.shape[0] <= most * num_ids < 2**31
+
+
+def _updater(
+    weight: torch.Tensor, looked_up: ByRow, optimizer: FusedOptimizer
+) -> Callable[[torch.Tensor, ByRow, torch.Tensor, RowUpdate], None]:
+    """The fastest way to update; see Note [An update of all rows]."""
+    num_ids = looked_up.ids.shape[0]
+    if not optimizer.scales_rows or optimizer.weight_decay:
+        return _add_rows
+    if optimizer.needs_squares and _is_dense_enough(weight, num_ids, _ROWS_PER_ID_SQUARED):
+        return _scale_rows
+    if not _HAS_MKL or not _is_dense_enough(weight, num_ids, _ROWS_PER_ID):
+        return _add_rows
+    return _scale_product if optimizer.needs_squares else _add_product
+
+
+def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
+    for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, looked_up.starts):
+        rule.apply(weight, looked_up.rows[some], sums)
+
+
+def _scale_rows(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
+) -> None:
+    edges = _edges(torch.bincount(looked_up.ids, minlength=weight.shape[0]))
+    for some, sums in _chunks(grad, looked_up.bags, looked_up.weights, edges):
+        state = rule.on(some.start, some.stop).state
+        factors = rule.optimizer.row_factors(mean_squares(sums), state)
+        assert isinstance(factors, torch.Tensor), "one factor per row"
+        weight[some].addcmul_(sums, factors.unsqueeze(1))
+
+
+def _scale_product(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
+) -> None:
+    squares = _squares(grad, looked_up).div_(grad.shape[1])
+    factors = row_factors_of(rule.optimizer, looked_up.rows, squares, rule.state)
+    _add_scaled(weight, looked_up, grad, factors)
+
+
+def _add_product(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
+) -> None:
+    factor = rule.optimizer.row_factors(None, rule.state)
+    assert isinstance(factor, float), "one factor for all rows"
+    values = weight.new_ones(()).expand(looked_up.ids.shape[0])
+    _multiply_and_add(weight, looked_up, grad, values, factor)
+
+
+def _multiply_and_add(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, values: torch.Tensor, factor: float
+) -> None:
+    """Add to each row its bags' gradients, times the values of its ids and a factor."""
+    if looked_up.weights is not None:
+        values = values * looked_up.weights.to(weight.dtype)
+    edges = _edges(torch.bincount(looked_up.ids, minlength=weight.shape[0]))
+    shape = (weight.shape[0], grad.shape[0])
+    matrix = _compressed(edges, looked_up.bags, values.contiguous(), shape)
+    torch.addmm(weight, matrix, grad, alpha=factor, out=weight)
+
+
+def _chunks(
+    grad: torch.Tensor, bags: torch.Tensor, weights: torch.Tensor | None, starts: torch.Tensor
+) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Row gradients, some thousand rows at a time, with the slice of rows they belong to."""
+    num_rows = starts.shape[0] - 1
+    step = max(1, num_rows)
+    if grad.device.type == "cpu":
+        step = max(1, _CHUNK_NUMBERS // grad.shape[1])
+    for first in range(0, num_rows, step):
+        edges = starts[first : first + step + 1]
+        start, end = int(edges[0]), int(edges[-1])
+        offsets = (edges - start).to(bags.dtype)
+        some_weights = None if weights is None else weights[start:end]
+        last = first + edges.shape[0] - 1
+        yield slice(first, last), segment_sums(grad, bags[start:end], offsets, some_weights)
+
+
+def _edges(counts: torch.Tensor) -> torch.Tensor:
+    """Where each group of `counts` begins, and where the last one ends."""
+    edges = counts.new_zeros(counts.shape[0] + 1, dtype=torch.int32)
+    torch.cumsum(counts, 0, dtype=torch.int32, out=edges[1:])
+    return edges
+
+
+def _compressed(
+    edges: torch.Tensor, columns: torch.Tensor, values: torch.Tensor, shape: tuple[int, int]
+) -> torch.Tensor:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+        return torch.sparse_csr_tensor(edges, columns, values, shape, check_invariants=False)
+
+
+def _offsets(query: Query) -> torch.Tensor:
+    assert query.lengths is not None, "bags have lengths"
+    offsets = query.ids.new_zeros(query.num_bags + 1)
+    torch.cumsum(query.lengths, 0, dtype=offsets.dtype, out=offsets[1:])
+    return offsets

@@ -1,0 +1,209 @@
+"""PrefetchedBatch: a batch whose ids are sent before they are needed.
+
+Note [Two exchanges without waiting]
+Receivers need to know how many ids arrive, so counts are exchanged first. `prefetch` only starts
+that. The ids follow at a point that is the same on every rank and where ranks wait for each other
+anyway: right after the collection started its next exchange of rows (forward) or gradients
+(backward), at the latest when the batch is used. A rank joins that exchange after its `prefetch`:
+waiting for its counts there takes no longer than waiting for its rows.
+
+The main thread starts all collectives in program order, which is the same on every rank, whatever
+other collectives run in between on the same group. So neither a second thread nor a second
+communicator is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
+from shardwise.comm.watch import because
+from shardwise.core.mesh import Grid
+from shardwise.lookup.bags import FeatureBags
+from shardwise.lookup.exchange import finished, ranks_present, start_exchange
+from shardwise.lookup.messages import (
+    Packed,
+    groups_by_id,
+    local_requests,
+    message_sizes,
+    pack,
+    unpack,
+)
+from shardwise.lookup.routing import Route
+from shardwise.lookup.step import RankStep
+from shardwise.simulation.ranks import one_tensor, part_per_rank
+
+
+class PrefetchedBatch:
+    """What `prefetch` returns; give it to the collection instead of the batch.
+
+    An invalid batch on any rank raises on every rank when it is used.
+    """
+
+    #: Whether one rank serves it by fused kernels; see `alone`.
+    is_alone = False
+
+    def __init__(
+        self,
+        route: Route,
+        grid: Grid | None,
+        found: Sequence[FeatureBags | Fault],
+        weights: torch.Tensor | None,
+        lead: str = "",
+    ) -> None:
+        """`found` is the batch of each rank present, or what is wrong with it: an error message
+        begins with `lead`."""
+        self.route, self.grid = route, grid
+        #: The batch's weights of ids, which get the gradient.
+        self.weights = weights
+        #: The batches as they came, and without ids that repeat.
+        self._bags = [each for each in found if isinstance(each, FeatureBags)]
+        self._once = [route.without_repeats(bags) for bags in self._bags]
+        once = iter(self._once)
+        packed = [each if isinstance(each, Fault) else pack(route, next(once)[0]) for each in found]
+        self._packed = [each for each in packed if isinstance(each, Packed)]
+        self._ranks = [0] if grid is None else ranks_present(grid)
+        self._notes = [each.note for each in self._packed]
+        self._error: Exception | None = None
+        self._meeting: Meeting | None = None
+        self._exchange: torch.Tensor | None = None
+        self._steps: list[RankStep] | None = None
+        if grid is not None and route.num_ranks > 1:
+            self._faults = Faults(grid, "what is wrong with a batch", lead)
+            self._meeting = self._meet(grid, packed)
+        else:
+            wrong = [each for each in found if isinstance(each, Fault)]
+            self._error = joint_error(lead, {0: wrong[0]}, 1) if wrong else None
+
+    def _meet(self, grid: Grid, packed: Sequence[Packed | Fault]) -> Meeting:
+        """Start the exchange of counts, with which each rank says whether its batch is valid."""
+        nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
+        nobody = [0] * (1 + 2 * len(self.route.groups)) if self.route.groups else []
+        notes, statuses = [], []
+        for rank, each in zip(self._ranks, packed, strict=True):
+            fault = each if isinstance(each, Fault) else None
+            notes.append(each.note if isinstance(each, Packed) else nothing)
+            told = each.told if isinstance(each, Packed) else nobody
+            statuses.append(torch.tensor([self._faults.status((rank,), fault), *told]))
+        with because("counts of a batch", implicit=False):
+            return Meeting(grid, 0, one_tensor(grid, notes), one_tensor(grid, statuses))
+
+    def send_ids(self) -> None:
+        """Wait for the counts and start the exchange of ids. Later calls do nothing."""
+        meeting, self._meeting = self._meeting, None
+        if meeting is None or self.grid is None:
+            return
+        notes, statuses = meeting.finish()
+        self._error = self._faults.error(statuses[:, 0].tolist())
+        if self._error is not None:
+            return
+        self._notes = part_per_rank(self.grid, notes)
+        by_id = groups_by_id(self.route, statuses[:, 1:].numpy())
+        for packed in self._packed:
+            packed.by_id = by_id
+        if self.route.travels:
+            sizes = [
+                message_sizes(self.route, rank, note, by_id)
+                for rank, note in zip(self._ranks, self._notes, strict=True)
+            ]
+            messages, sent = zip(*(p.messages(self.route) for p in self._packed), strict=True)
+            with because("ids of a batch", implicit=False):
+                self._exchange = start_exchange(self.grid, messages, sent, sizes)
+
+    def check(self) -> None:
+        """Send the ids; raise if the batch is invalid on any rank."""
+        self.send_ids()
+        if self._error is not None:
+            raise self._error
+
+    def look_up(self, *, trace: bool) -> Any:
+        """By fused kernels, for a single rank."""
+        raise NotImplementedError
+
+    def lengths_per_feature(self) -> list[torch.Tensor]:
+        """The lengths of each feature's bags, as the batch has them."""
+        columns = [
+            [bags.lengths_of(feature) for bags in self._bags]
+            for feature in range(self.route.num_features)
+        ]
+        if self.grid is None:
+            return [column[0] for column in columns]
+        return [one_tensor(self.grid, column) for column in columns]
+
+    def arrive(self) -> list[RankStep]:
+        """Wait for the ids that this rank has to look up."""
+        self.check()
+        if self._steps is None:
+            self._steps = self._arrived()
+        return self._steps
+
+    def _arrived(self) -> list[RankStep]:
+        if self._exchange is not None:
+            assert self.grid is not None, "an exchange without a mesh"
+            messages, self._exchange = finished(self.grid, self._exchange), None
+        else:
+            messages = [packed.messages(self.route)[0] for packed in self._packed]
+        steps = []
+        for rank, (bags, repeats), packed, notes, message in zip(
+            self._ranks, self._once, self._packed, self._notes, messages, strict=True
+        ):
+            requests = {}
+            if self.route.legs[rank]:
+                requests = unpack(self.route, rank, message, notes, packed.by_id)
+            local = local_requests(self.route, rank, bags)
+            steps.append(RankStep(rank, bags, packed, notes, requests, local, repeats))
+        return steps
+
+
+class PrefetchQueue:
+    """Batches whose counts are being exchanged and whose ids were not sent, in program order."""
+
+    def __init__(self) -> None:
+        self._batches: list[PrefetchedBatch] = []
+
+    def add(self, batch: PrefetchedBatch) -> None:
+        if batch.route.travels:
+            self._batches.append(batch)
+
+    def send_ids(self) -> None:
+        """Send the ids of all batches; see Note [Two exchanges without waiting]."""
+        batches, self._batches = self._batches, []
+        for batch in batches:
+            batch.send_ids()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PrefetchQueue:
+        return PrefetchQueue()  # a batch belongs to the collection that prefetched it
+
+
+class OutsideBatch(PrefetchedBatch):
+    """A batch on a rank outside the mesh: it is checked, nothing is sent, all rows are zeros.
+
+    The zeros have the shapes that other ranks get, so that the layers above run there too.
+    """
+
+    def __init__(self, route: Route, bags: FeatureBags | Fault) -> None:
+        self.route = route
+        self._error = joint_error("", {0: bags}, 1) if isinstance(bags, Fault) else None
+        self._bags = [bags] if isinstance(bags, FeatureBags) else []
+
+    def send_ids(self) -> None:
+        """To nobody."""
+
+    def lengths_per_feature(self) -> list[torch.Tensor]:
+        return [self._bags[0].lengths_of(feature) for feature in range(self.route.num_features)]
+
+    def rows(
+        self, dtype: torch.dtype, device: torch.device, *, joined: bool, trained: bool
+    ) -> tuple[torch.Tensor, ...]:
+        """What stands for the rows of each feature, or of all of them side by side."""
+        dims, lengths = self.route.dims, self.lengths_per_feature()
+        numbers = [len(each) if self.route.pooled else int(each.sum()) for each in lengths]
+        if joined:
+            dims, numbers = [sum(dims)], numbers[:1]
+        return tuple(
+            torch.zeros(number, dim, dtype=dtype, device=device, requires_grad=trained)
+            for number, dim in zip(numbers, dims, strict=True)
+        )

@@ -1,0 +1,308 @@
+"""Routing: which ids go to which rank, laid down when a collection is sharded.
+
+Note [Blocks]
+Legs are handled in blocks: neighbouring legs to one stack, whose tables are either not split by
+rows, or split by rows over the same ranks. What a plan decides is laid down once, per block; a
+batch adds arrays of counts. So the Python of a step grows with blocks, of which a rank has about as
+many as widths of tables, and not with tables.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from shardwise.core.sizes import chunk_length
+from shardwise.lookup.bags import FeatureBags, Repeats, without_repeats
+from shardwise.lookup.order import spread
+from shardwise.lookup.tiling import TableShard, TableTiling, row_groups
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureRoute:
+    """A leg: one feature, and one shard of its table that gets its ids."""
+
+    feature: int
+    table: int
+    shard: TableShard
+    #: The group of tables split over the same ranks that its table belongs to; -1: not split.
+    group: int
+
+    @property
+    def split(self) -> bool:
+        """Whether other shards have other rows of the table."""
+        return self.group >= 0
+
+
+class LegBlock:
+    """Neighbouring legs to one stack of a rank; see Note [Blocks]."""
+
+    def __init__(self, legs: Sequence[FeatureRoute], first_leg: int) -> None:
+        shards = [leg.shard for leg in legs]
+        self.stack, self.group = shards[0].stack, legs[0].group
+        self.width, self.rank = shards[0].width, shards[0].rank
+        #: The places of its legs among all legs.
+        self.legs = slice(first_leg, first_leg + len(legs))
+        self.features = np.array([leg.feature for leg in legs])
+        self.of_features = picker(self.features.tolist())
+        #: What is added to an id of the table, to count from the first row of the stack.
+        self.shifts = np.array([shard.base - shard.rows[0] for shard in shards])
+        self.first_row = np.array([shard.base for shard in shards])
+        self.num_rows = np.array([shard.num_rows for shard in shards])
+        self.columns = {shard.columns for shard in shards}
+
+
+class Strip(NamedTuple):
+    """The same columns of neighbouring features of one width, with all features side by side."""
+
+    start: int
+    num_features: int
+    dim: int
+    columns: tuple[int, int]
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """A view: feature × bag × column."""
+        part = whole[:, self.start : self.start + self.num_features * self.dim]
+        part = part.unflatten(1, (self.num_features, self.dim))
+        return part[:, :, self.columns[0] : self.columns[1]].transpose(0, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class _FewPicked:
+    """At most one place: `itemgetter` would not give a tuple."""
+
+    places: tuple[int, ...]
+
+    def __call__(self, items: Sequence[Any]) -> tuple[Any, ...]:
+        return tuple([items[place] for place in self.places])
+
+
+def picker(places: Sequence[int]) -> Callable[[Sequence[Any]], tuple[Any, ...]]:
+    """A function that picks the items at `places` of a list."""
+    return operator.itemgetter(*places) if len(places) > 1 else _FewPicked(tuple(places))
+
+
+class RowIntervals:
+    """The rows of each owner of a group's tables, one table after another."""
+
+    def __init__(self, group: RowGroup, tables: Sequence[int], tiling: TableTiling) -> None:
+        shards = [sorted(tiling.shards[table], key=lambda each: each.rows) for table in tables]
+        rows = [tiling.tables[table].num_embeddings for table in tables]
+        #: What is added to the ids of each feature.
+        self.first = np.cumsum([0, *rows[:-1]])
+        ends = [[shard.rows[1] for shard in each] for each in shards]
+        #: One past the last row of each shard, and its owner's place in the group.
+        self.ends = torch.from_numpy((np.array(ends) + self.first[:, None]).reshape(-1))
+        self.owner = torch.tensor([group.owner_at[s.rank] for each in shards for s in each])
+
+    def follow(self, rows_per_shard: np.ndarray) -> bool:
+        """Whether owner i has the i-th `rows_per_shard` rows, the last ones perhaps fewer."""
+        num = self.owner.shape[0] // rows_per_shard.shape[0]
+        starts = self.ends.view(-1, num)[:, :-1].numpy() - self.first[:, None]
+        even = (starts == rows_per_shard[:, None] * np.arange(1, num)).all()
+        return bool(even and (self.owner.view(-1, num) == torch.arange(num)).all())
+
+    def owners(self, ids: torch.Tensor, num_ids: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+        """The place of the owner of each id, of features that have `num_ids` each."""
+        first = spread(torch.from_numpy(self.first), num_ids, ids.shape[0], ids.device)
+        at = torch.bucketize(ids + first, self.ends.to(ids.device), right=True)
+        return self.owner.to(ids.device, dtype).index_select(0, at)
+
+
+class RowGroup:
+    """The features whose tables are split by rows over the same ranks, and have one width."""
+
+    def __init__(self, legs: Sequence[FeatureRoute], tiling: TableTiling) -> None:
+        self.features = np.array(list(dict.fromkeys(leg.feature for leg in legs)))
+        self.of_features = picker(self.features.tolist())
+        of_feature = {leg.feature: leg.table for leg in legs}
+        tables = [of_feature[feature] for feature in self.features.tolist()]
+        self.width = tiling.tables[tables[0]].embedding_dim
+        self.owners = [r for r, size in enumerate(tiling.splits[tables[0]].sizes) if size]
+        self.owner_at = {rank: place for place, rank in enumerate(self.owners)}
+        #: Rows per shard of each feature's table; the last owners may have fewer.
+        self.rows_per_shard = np.array(
+            [
+                max(
+                    chunk_length(tiling.tables[table].num_embeddings, len(self.owners)),
+                    tiling.shards[table][0].num_rows,
+                )
+                for table in tables
+            ]
+        )
+        #: Where rows are split otherwise: which shard has which rows. None elsewhere.
+        intervals = RowIntervals(self, tables, tiling)
+        follow = intervals.follow(self.rows_per_shard)
+        self.intervals: RowIntervals | None = None if follow else intervals
+        shift = {(leg.shard.rank, leg.feature): leg.shard.base - leg.shard.rows[0] for leg in legs}
+        #: As `LegBlock.shifts`, for each owner and feature.
+        self.shifts = np.array(
+            [[shift.get((rank, f), 0) for f in self.features.tolist()] for rank in self.owners]
+        )
+
+
+class Route:
+    """What is the same for every batch: the legs to each rank, and those to replicated tables."""
+
+    def __init__(
+        self, tiling: TableTiling, *, pooled: bool, weight_dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.tiling, self.pooled = tiling, pooled
+        #: The dtype of weights of ids in messages, and how many int32 one of them takes there.
+        self.weight_dtype, self.weight_ints = weight_dtype, weight_dtype.itemsize // 4
+        self.num_ranks = tiling.num_ranks
+        feature_tables = [t for t, table in enumerate(tiling.tables) for _ in table.features]
+        self.num_features = len(feature_tables)
+        groups = row_groups(tiling.tables, tiling.splits)
+        legs: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
+        local: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
+        for feature, table in enumerate(feature_tables):
+            for shard in tiling.shards[table]:
+                target = local if tiling.splits[table].replicated else legs
+                target[shard.rank].append(FeatureRoute(feature, table, shard, groups[table]))
+        #: Per rank, the legs that lead there from every rank, in the order of rows of its stacks.
+        self.legs: tuple[tuple[FeatureRoute, ...], ...] = _in_order(legs)
+        #: Per rank, the legs to replicated tables, which need no exchange.
+        self.local: tuple[tuple[FeatureRoute, ...], ...] = _in_order(local)
+        first_legs = np.cumsum([0, *(len(each) for each in self.legs)]).tolist()
+        self.blocks = tuple(_blocks(*each) for each in zip(self.legs, first_legs, strict=False))
+        self.local_blocks = tuple(_blocks(each, 0) for each in self.local)
+        #: Per rank, the first rank that gets the same message: it has other columns of the tables.
+        self.like = _alike(self.legs)
+        everywhere = [leg for each in self.legs for leg in each if leg.split]
+        in_group = [[leg for leg in everywhere if leg.group == g] for g in range(max(groups) + 1)]
+        self.groups = [RowGroup(each, tiling) for each in in_group]
+        #: Per feature, what most owners of its table add to an id.
+        self.shifts = np.zeros(self.num_features, dtype=np.int64)
+        for block in (block for each in self.blocks for block in each if block.group < 0):
+            self.shifts[block.features] = block.shifts
+        self.has_whole = any(block.group < 0 for each in self.blocks for block in each)
+        self.feature_tables = feature_tables
+        self.dims = [tiling.tables[table].embedding_dim for table in feature_tables]
+        means = [f for f, t in enumerate(feature_tables) if tiling.tables[t].pooling == "mean"]
+        #: The features whose bags are averaged.
+        self.means = means if pooled else []
+        self.columns = Columns(self)
+        #: The strip of each block or group, by its first feature; None if one has no strip.
+        self.strips = self._strips()
+        longest = max((s.num_rows for each in tiling.stacks for s in each), default=0)
+        self.id_dtype = torch.int32 if longest < 2**31 else torch.int64
+        rows = max((table.num_embeddings for table in tiling.tables), default=0)
+        #: The dtype of ids that count the rows of whole tables.
+        self.row_dtype = torch.int32 if rows < 2**31 else torch.int64
+        self.max_blocks = max(map(len, self.blocks))
+        #: Columns of the note that a rank gives each other rank; see `messages`.
+        self.note_width = self.num_features + self.max_blocks * (2 if self.chooses else 1) + 1
+        #: Whether any id or row ever leaves a rank.
+        self.travels = any(self.legs) and self.num_ranks > 1
+
+    def without_repeats(self, bags: FeatureBags) -> tuple[FeatureBags, Repeats | None]:
+        """A batch with each id once, where rows that come back are sent."""
+        if self.pooled or not self.travels:
+            return bags, None
+        num_rows = [self.tiling.tables[table].num_embeddings for table in self.feature_tables]
+        return without_repeats(bags, num_rows)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether batches decide between rows and sums; see Note [Rows instead of sums]."""
+        return self.pooled and bool(self.groups)
+
+    def _strips(self) -> dict[tuple[int, int], Strip] | None:
+        starts = np.cumsum([0, *self.dims])
+        found = {}
+        pieces: list[tuple[Any, set[tuple[int, int]]]] = [
+            (block, block.columns) for each in self.blocks for block in each if block.group < 0
+        ]
+        pieces += [(group, {(0, group.width)}) for group in self.groups]
+        for piece, columns in pieces:
+            features = piece.features
+            dims = {self.dims[feature] for feature in features.tolist()}
+            if len(columns) > 1 or len(dims) > 1 or (np.diff(features) != 1).any():
+                return None
+            only = next(iter(columns))
+            start = int(starts[features[0]])
+            strip = Strip(start, len(features), dims.pop(), only)
+            found[int(features[0]), only[0]] = strip
+        return None if self.local[0] else found
+
+    def strip(self, where: LegBlock | RowGroup) -> Strip:
+        """The strip of a block or group."""
+        assert self.strips is not None, "asked only where all have strips"
+        first = next(iter(where.columns))[0] if isinstance(where, LegBlock) else 0
+        return self.strips[int(where.features[0]), first]
+
+
+class Columns:
+    """How the columns of all features are put together from parts.
+
+    Parts are numbered: first all legs whose tables are not split by rows (the places of others are
+    unused), then the features of each row group, then the legs to replicated tables.
+    """
+
+    def __init__(self, route: Route) -> None:
+        legs = [leg for each in route.legs for leg in each]
+        parts = [(leg.feature, leg.shard.columns, n) for n, leg in enumerate(legs) if not leg.split]
+        num = len(legs)
+        for group in route.groups:
+            whole = (0, group.width)
+            parts += [(f, whole, num + n) for n, f in enumerate(group.features.tolist())]
+            num += group.features.shape[0]
+        # Replicated tables are the same on every rank, and so are the legs to them.
+        local = route.local[0]
+        parts += [(leg.feature, leg.shard.columns, num + n) for n, leg in enumerate(local)]
+        parts.sort()
+        #: Numbers of parts in the order of columns, and their widths.
+        self.numbers = [number for _, _, number in parts]
+        self.widths = [end - start for _, (start, end), _ in parts]
+        self.in_order = picker(self.numbers)
+        self.num_parts = num + len(local)
+        #: Per feature, its parts among those in order.
+        edges = np.searchsorted([f for f, _, _ in parts], np.arange(route.num_features + 1))
+        self.of_feature = [slice(a, b) for a, b in itertools.pairwise(edges.tolist())]
+
+    def numbered(self, in_order: Sequence[torch.Tensor]) -> list[Any]:
+        """Parts by number, from those in the order of columns."""
+        found: list[Any] = [None] * self.num_parts
+        for number, part in zip(self.numbers, in_order, strict=True):
+            found[number] = part
+        return found
+
+
+def _in_order(legs: Sequence[Sequence[FeatureRoute]]) -> tuple[tuple[FeatureRoute, ...], ...]:
+    def place(leg: FeatureRoute) -> tuple[int, int, int]:
+        return leg.shard.stack, leg.group, leg.feature
+
+    return tuple(tuple(sorted(each, key=place)) for each in legs)
+
+
+def _blocks(legs: Sequence[FeatureRoute], first_leg: int) -> tuple[LegBlock, ...]:
+    kinds: dict[tuple[int, int], list[FeatureRoute]] = {}
+    for leg in legs:
+        kinds.setdefault((leg.shard.stack, leg.group), []).append(leg)
+    found = []
+    for members in kinds.values():
+        found.append(LegBlock(members, first_leg))
+        first_leg += len(members)
+    return tuple(found)
+
+
+def _alike(legs: Sequence[Sequence[FeatureRoute]]) -> tuple[int, ...]:
+    first: dict[Any, int] = {}
+    found = []
+    for rank, mine in enumerate(legs):
+        own = rank if any(leg.split for leg in mine) else -1
+        key = (own, *((leg.feature, leg.shard.base, leg.shard.rows) for leg in mine))
+        found.append(first.setdefault(key, rank))
+    return tuple(found)
+
+
+def rows_are_fewer(num_ids: float, num_bags: float, num_owners: int) -> bool:
+    """Whether the rows of all ids are fewer than a row for each bag from every owner."""
+    return num_ids < num_bags * num_owners

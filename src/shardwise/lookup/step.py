@@ -1,0 +1,176 @@
+"""The exchanges of a step: owners look up the ids they got, send rows back, and get gradients.
+
+Functions work for one rank, or for all ranks present: one in a real process, all in a simulated
+world. Without a mesh there is one rank, and nothing is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from shardwise.comm.watch import because
+from shardwise.core.mesh import Grid
+from shardwise.lookup.backends.backend import Backend, Query, look_up_stacks
+from shardwise.lookup.bags import FeatureBags, Repeats
+from shardwise.lookup.exchange import finished, start_exchange
+from shardwise.lookup.messages import Packed, StackRequest
+from shardwise.lookup.routing import LegBlock, Route
+from shardwise.lookup.scratch import Scratch
+
+#: Elements of rows that are looked up at a time: 4 MB.
+CHUNK_NUMBERS = 1 << 20
+#: The C library returns larger allocations to the system as soon as they are free.
+LARGE_BYTES = 32 << 20
+
+
+@dataclass(slots=True)
+class RankStep:
+    """One rank's side of a step."""
+
+    rank: int
+    bags: FeatureBags
+    packed: Packed
+    notes: torch.Tensor
+    #: Per stack: what any rank requests, and this rank's own requests to replicated tables.
+    requests: dict[int, StackRequest]
+    local_requests: dict[int, StackRequest]
+    #: What was left out of an unpooled batch.
+    repeats: Repeats | None = None
+
+    def query(self, stack: int) -> Query:
+        one = self.requests[stack] if stack in self.requests else self.local_requests[stack]
+        return Query(one.ids, one.lengths, one.weights, one.runs)
+
+
+def exchange_rows(
+    route: Route,
+    grid: Grid | None,
+    steps: Sequence[RankStep],
+    buffers: Sequence[torch.Tensor],
+    *,
+    back: bool,
+    dtype: torch.dtype | None,
+    meanwhile: Callable[[], None],
+) -> list[torch.Tensor]:
+    """Send flat rows to the requesting ranks; with `back`, gradients to the owners.
+
+    They are sent in `dtype`, if given. `meanwhile` is called during the exchange.
+    """
+    if grid is None or not route.travels:
+        return list(buffers)
+    given = [_num_given(route, step) for step in steps]
+    wanted = [_num_wanted(route, step) for step in steps]
+    sent, received = (wanted, given) if back else (given, wanted)
+    with because("gradients of rows" if back else "rows of tables", implicit=False):
+        rounded = [buffer.to(dtype or buffer.dtype) for buffer in buffers]
+        exchange = start_exchange(grid, rounded, sent, received)
+    meanwhile()
+    arrived = finished(grid, exchange)
+    return [part.to(buffer.dtype) for part, buffer in zip(arrived, buffers, strict=True)]
+
+
+def _num_given(route: Route, step: RankStep) -> list[int]:
+    """How many elements of rows this rank sends to each rank."""
+    stacks = route.tiling.stacks[step.rank]
+    totals = np.zeros(route.num_ranks, dtype=np.int64)
+    for stack, request in step.requests.items():
+        totals += np.array(request.num_rows) * stacks[stack].width
+    return totals.tolist()
+
+
+def _num_wanted(route: Route, step: RankStep) -> list[int]:
+    """How many elements of rows each rank sends to this one."""
+    return [
+        sum(step.packed.rows_of(route, block) * block.width for block in blocks)
+        for blocks in route.blocks
+    ]
+
+
+def look_up(
+    route: Route,
+    step: RankStep,
+    weights: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    backend: Backend,
+    scratch: Scratch,
+) -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The rows that a rank sends, flat and by requesting rank; and its own of replicated tables.
+
+    `dtype` is that of the tables: a rank without tables sends an empty message of it.
+    """
+    local = _look_up(step, step.local_requests, weights, backend)
+    if len(step.requests) == 1 and scratch.keep:
+        k = next(iter(step.requests))
+        weight, query = weights[k], step.query(k)
+        if query.num_bags * weight.shape[1] * weight.element_size() > LARGE_BYTES:
+            return _look_up_into(scratch, weight, query, backend), local
+    answers = _look_up(step, step.requests, weights, backend)
+    if len(answers) == 1:
+        return next(iter(answers.values())).view(-1), local
+    parts = []
+    split = {k: rows.split(step.requests[k].num_rows) for k, rows in answers.items()}
+    for place in range(route.num_ranks):
+        parts += [split[k][place].reshape(-1) for k in answers]
+    num = sum(part.shape[0] for part in parts)
+    flat = scratch.numbers(num, dtype, step.bags.values.device)
+    if parts:
+        torch.cat(parts, out=flat)
+    return flat, local
+
+
+def _look_up_into(
+    scratch: Scratch, weight: torch.Tensor, query: Query, backend: Backend
+) -> torch.Tensor:
+    """Some thousand bags at a time, so that small results reuse the memory of the last ones."""
+    width = weight.shape[1]
+    flat = scratch.numbers(query.num_bags * width, weight.dtype)
+    first = start = 0
+    for rows in flat.view(query.num_bags, width).split(max(1, CHUNK_NUMBERS // width)):
+        bags = slice(first, first + rows.shape[0])
+        lengths = None if query.lengths is None else query.lengths[bags]
+        num = rows.shape[0] if lengths is None else int(lengths.sum())
+        ids = slice(start, start + num)
+        weights = None if query.weights is None else query.weights[ids]
+        rows.copy_(backend.look_up(weight, Query(query.ids[ids], lengths, weights)))
+        first, start = bags.stop, ids.stop
+    return flat
+
+
+def _look_up(
+    step: RankStep, stacks: Iterable[int], weights: Sequence[torch.Tensor], backend: Backend
+) -> dict[int, torch.Tensor]:
+    stacks = list(stacks)
+    found = look_up_stacks(backend, [weights[k] for k in stacks], [step.query(k) for k in stacks])
+    return dict(zip(stacks, found, strict=True))
+
+
+def gradients_per_stack(
+    route: Route, step: RankStep, received: torch.Tensor
+) -> dict[int, torch.Tensor]:
+    """The gradients of the rows that a rank sent, by stack, from the flat message."""
+    stacks = route.tiling.stacks[step.rank]
+    if len(step.requests) == 1:
+        k = next(iter(step.requests))
+        return {k: received.view(-1, stacks[k].width)}
+    parts: dict[int, list[torch.Tensor]] = {k: [] for k in step.requests}
+    at = 0
+    for place in range(route.num_ranks):
+        for k, request in step.requests.items():
+            num = request.num_rows[place] * stacks[k].width
+            parts[k].append(received[at : at + num].view(-1, stacks[k].width))
+            at += num
+    return {k: torch.cat(each) for k, each in parts.items()}
+
+
+def block_views(
+    route: Route, step: RankStep, flat: torch.Tensor
+) -> Iterator[tuple[LegBlock, torch.Tensor]]:
+    """Per block of every rank, its rows in a flat buffer."""
+    blocks = [block for each in route.blocks for block in each]
+    sizes = [step.packed.rows_of(route, block) * block.width for block in blocks]
+    for block, part in zip(blocks, flat.split(sizes), strict=True):
+        yield block, part.view(-1, block.width)

@@ -1,0 +1,168 @@
+"""Tiling: which rank owns which shard of each table, and how a rank's shards are stacked.
+
+Note [Stacks]
+All shards of one width that a rank owns are rows of one weight: a *stack*. A lookup in many tables
+is then one lookup in a stack, with ids that count from its first row. The sender shifts them,
+so the receiver looks ids up as they arrive. The table's parameter is a view of its rows in the
+stack.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.sizes import lengths
+from shardwise.lookup.table import Table
+
+
+@dataclass(frozen=True, slots=True)
+class TableShard:
+    """One rank's shard of a table: rows and columns (start, end), from row `base` of a stack."""
+
+    rank: int
+    rows: tuple[int, int]
+    columns: tuple[int, int]
+    stack: int
+    base: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+    @property
+    def width(self) -> int:
+        return self.columns[1] - self.columns[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Stack:
+    """Shards of one width on one rank, concatenated; `replicated` ones are whole on every rank."""
+
+    width: int
+    num_rows: int
+    #: (table, its shard), in the order of rows.
+    shards: tuple[tuple[int, TableShard], ...]
+    replicated: bool
+
+
+@dataclass(frozen=True, slots=True)
+class TableSplit:
+    """How one table is split: the kind, and how many rows or columns each rank gets."""
+
+    kind: str
+    #: Per rank; for `column_wise` columns, else rows. All of them for `data_parallel`.
+    sizes: tuple[int, ...]
+
+    @property
+    def by_columns(self) -> bool:
+        return self.kind == "column_wise"
+
+    @property
+    def replicated(self) -> bool:
+        return self.kind == "data_parallel"
+
+    def placement(self, table: Table) -> Placement:
+        """The placement of the table's DTensor."""
+        if self.replicated:
+            return REPLICATE
+        dim = 1 if self.by_columns else 0
+        size = (table.num_embeddings, table.embedding_dim)[dim]
+        even = lengths(size, len(self.sizes), None) == self.sizes
+        return Shard(dim) if even else Shard(dim, self.sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class TableTiling:
+    """`shards[t]` are the shards of table t in the order of ranks; `stacks[r]` those of rank r."""
+
+    tables: tuple[Table, ...]
+    splits: tuple[TableSplit, ...]
+    shards: tuple[tuple[TableShard, ...], ...]
+    stacks: tuple[tuple[Stack, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.stacks)
+
+    def splits_columns(self, table: int) -> bool:
+        """Whether several ranks hold some columns of a table each."""
+        return self.splits[table].by_columns and len(self.shards[table]) > 1
+
+    def shard_on(self, table: int, rank: int) -> TableShard | None:
+        shards = self.shards[table]
+        at = bisect.bisect_left(shards, rank, key=lambda shard: shard.rank)
+        return shards[at] if at < len(shards) and shards[at].rank == rank else None
+
+
+def row_groups(tables: Sequence[Table], splits: Sequence[TableSplit]) -> list[int]:
+    """Per table, the number of its group; -1 for tables that are not split by rows.
+
+    Tables of one group are split over the same ranks and have the same width.
+    """
+    numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+    found = []
+    for table, split in zip(tables, splits, strict=True):
+        holders = tuple(rank for rank, size in enumerate(split.sizes) if size)
+        if split.by_columns or split.replicated or len(holders) < 2:
+            found.append(-1)
+        else:
+            found.append(numbers.setdefault((table.embedding_dim, holders), len(numbers)))
+    return found
+
+
+def make_tiling(
+    tables: Sequence[Table], splits: Sequence[TableSplit], num_ranks: int
+) -> TableTiling:
+    """Place the shards of all tables; those of one width on a rank form a stack."""
+    shards: list[list[TableShard]] = [[] for _ in tables]
+    stacks = []
+    groups = row_groups(tables, splits)
+    # Tables of one group are neighbours in a stack; see Note [Blocks].
+    in_order = sorted(enumerate(zip(tables, splits, strict=True)), key=lambda each: groups[each[0]])
+    for rank in range(num_ranks):
+        found: dict[tuple[bool, int], list[tuple[int, TableShard]]] = {}
+        heights: dict[tuple[bool, int], int] = {}
+        places: dict[tuple[bool, int], int] = {}
+        for number, (table, split) in in_order:
+            rows, columns = _extent(table, split, rank)
+            if rows[0] == rows[1] or columns[0] == columns[1]:
+                continue
+            key = (split.replicated, columns[1] - columns[0])
+            place = places.setdefault(key, len(places))
+            shard = TableShard(rank, rows, columns, place, heights.get(key, 0))
+            found.setdefault(key, []).append((number, shard))
+            heights[key] = shard.base + shard.num_rows
+            shards[number].append(shard)
+        stacks.append(
+            tuple(
+                Stack(key[1], heights[key], tuple(members), key[0])
+                for key, members in found.items()
+            )
+        )
+    return TableTiling(tuple(tables), tuple(splits), tuple(map(tuple, shards)), tuple(stacks))
+
+
+def tiling_of_one(table: Table, dim: int, intervals: Sequence[tuple[int, int]]) -> TableTiling:
+    """One table of which each rank has a `(start, length)` of one dim, in any order."""
+    split = TableSplit("column_wise" if dim else "row_wise", tuple(num for _, num in intervals))
+    whole = ((0, table.num_embeddings), (0, table.embedding_dim))
+    shards, stacks = [], []
+    for rank, (start, num) in enumerate(intervals):
+        mine = (start, start + num)
+        rows, columns = (whole[0], mine) if dim else (mine, whole[1])
+        held = [TableShard(rank, rows, columns, 0, 0)] if num else []
+        shards += held
+        stacks.append(tuple(Stack(s.width, s.num_rows, ((0, s),), False) for s in held))
+    return TableTiling((table,), (split,), (tuple(shards),), tuple(stacks))
+
+
+def _extent(table: Table, split: TableSplit, rank: int) -> tuple[tuple[int, int], tuple[int, int]]:
+    rows, columns = (0, table.num_embeddings), (0, table.embedding_dim)
+    if split.replicated:
+        return rows, columns
+    start = sum(split.sizes[:rank])
+    mine = (start, start + split.sizes[rank])
+    return (rows, mine) if split.by_columns else (mine, columns)

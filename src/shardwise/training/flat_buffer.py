@@ -1,0 +1,459 @@
+"""FlatBuffer: parameters of one dtype in one buffer: cut to shards, gathered, reduced.
+
+Each rank has one chunk of the buffer, `shard`; the local tensors of the sharded parameters are
+views of it. The gathered buffer, `whole`, keeps its storage object for life: between uses the
+storage is empty, and tensors that autograd saved are valid again when it has been gathered anew.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import collectives
+from shardwise.comm.watch import because
+from shardwise.core.autocast import without_autocast
+from shardwise.core.layout import Layout, contiguous_stride, make_layout
+from shardwise.core.mesh import Coordinate, Grid, grid_like
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import LayoutError
+from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
+from shardwise.simulation.ranks import each_rank, localize, one_for_all
+
+#: Parameters that fully_shard has replaced, and the names under which it found them.
+_replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
+
+
+@dataclass(slots=True)
+class Member:
+    """A parameter of a group: who holds it, and how it is laid out while sharded and gathered."""
+
+    name: str
+    owners: list[tuple[nn.Module, str]]
+    parameter: nn.Parameter
+    #: The layout of the sharded parameter.
+    layout: Layout
+    #: The layout while it is gathered; None for a plain tensor.
+    whole: Layout | None
+    #: Whether its gradient is that of this rank's own loss; else it is global.
+    own: bool
+
+    def whole_shape(self, rank: int) -> tuple[int, ...]:
+        """The shape of what `rank` holds while it is gathered."""
+        if self.whole is None:
+            return self.layout.shape
+        return self.whole.local_shape(self.whole.grid.coordinates[rank])
+
+
+@dataclass(frozen=True, slots=True)
+class FlatPiece:
+    """Rows of a parameter in a chunk: `at` is their offset in the chunk, in elements."""
+
+    number: int
+    chunk: int
+    first: int
+    num_rows: int
+    at: int
+    shape: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+
+def note_replaced(old: torch.Tensor, name: str) -> None:
+    """Remember a parameter that a sharded one replaced, wherever else it may be held."""
+    number = id(old)
+    _replaced[number] = weakref.ref(old, lambda _: _replaced.pop(number, None)), name
+
+
+def name_of_replaced(parameter: torch.Tensor) -> str | None:
+    """The name under which fully_shard has replaced this parameter, if it has."""
+    known = _replaced.get(id(parameter))
+    return known[1] if known is not None and known[0]() is parameter else None
+
+
+def check_ties(module: nn.Module) -> None:
+    """Raise where a module still holds a parameter that was replaced elsewhere."""
+    for path, parameter in module.named_parameters():
+        name = name_of_replaced(parameter)
+        if name is not None:
+            raise LayoutError(
+                f"Parameter {path!r} is shared with a module that is fully sharded without it "
+                f"(there it is {name!r}), and would not be tied to it any more. A parameter "
+                "belongs to one group: call fully_shard on a module that has all its users, and "
+                "not on those."
+            )
+
+
+def rows_of(shape: Sequence[int]) -> tuple[int, int]:
+    """The number of rows along dim 0, and the length of one."""
+    return shape[0], math.prod(shape[1:])
+
+
+class FlatBuffer:
+    """Members with their offsets, cut along one axis of a mesh into chunks of `length`.
+
+    A parameter whose local shapes differ between ranks is alone in its buffer, and is split as
+    `torch.chunk` does: there the length differs too.
+    """
+
+    def __init__(
+        self, grid: Grid, axis: int, members: list[Member], offsets: list[int], length: int | None
+    ) -> None:
+        self.grid, self.axis = grid, axis
+        self.members, self.offsets = members, offsets
+        self._length = length
+        self.shard: torch.Tensor | None = None
+        self.whole: torch.Tensor | None = None
+        #: What `reshard_after_forward` with a number of ranks keeps, and their axis.
+        self.kept: tuple[torch.Tensor, Grid, int] | None = None
+        self._pieces: dict[Any, list[FlatPiece]] = {}
+        self._ranks = {place: rank for rank, place in grid.coordinates.items()}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy has parameters of its own, which become views of a new shard when they are used.
+        return {**self.__dict__, "shard": None, "whole": None, "kept": None}
+
+    @property
+    def parts(self) -> int:
+        return self.grid.shape[self.axis]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.members[0].layout.dtype
+
+    # -- geometry ----------------------------------------------------------------------------
+
+    def shapes(self, place: Coordinate) -> list[tuple[int, ...]]:
+        return [member.whole_shape(self._ranks[place]) for member in self.members]
+
+    def length(self, place: Coordinate) -> int:
+        if self._length is not None:
+            return self._length
+        num_rows, row = rows_of(self.shapes(place)[0])
+        return max(1, -(-num_rows // self.parts) * row)
+
+    def pieces(self, place: Coordinate) -> list[FlatPiece]:
+        """The pieces of all members in all chunks, as the shards lie."""
+        key = None if self._length is not None else self._ranks[place]
+        if key not in self._pieces:
+            self._pieces[key] = self._all_pieces(place)
+        return self._pieces[key]
+
+    def _all_pieces(self, place: Coordinate) -> list[FlatPiece]:
+        found, length = [], self.length(place)
+        for number, shape in enumerate(self.shapes(place)):
+            num_rows, row = rows_of(shape)
+            start, first = self.offsets[number], 0
+            for chunk in range(self.parts):
+                low, high = max(start, chunk * length), (chunk + 1) * length
+                held = max(0, min(start + num_rows * row, high) - low) // row
+                if held:
+                    at = low - chunk * length
+                    found.append(FlatPiece(number, chunk, first, held, at, (held, *shape[1:])))
+                    first += held
+        return found
+
+    def mine(self, place: Coordinate) -> list[FlatPiece | None]:
+        """For each member, its piece in the chunk of this coordinate."""
+        held: list[FlatPiece | None] = [None] * len(self.members)
+        for piece in self.pieces(place):
+            if piece.chunk == place[self.axis]:
+                held[piece.number] = piece
+        return held
+
+    # -- shards ------------------------------------------------------------------------------
+
+    def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Make the shards of whole tensors, and return each member's own."""
+        alike = [localize(self.grid, tensor) for tensor in tensors]
+
+        def cut(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
+            shard = here[0].new_zeros(self.length(place))
+            for piece, tensor in zip(self.mine(place), here, strict=True):
+                if piece is not None:
+                    _view(shard, piece).copy_(_rows(tensor, piece))
+            return shard
+
+        self._set_shard(each_rank(self.grid, cut, *alike, axes=(self.axis,)))
+        return self.shards()
+
+    def shards(self) -> list[torch.Tensor]:
+        """Each member's view of the shard."""
+
+        def views(place: Coordinate, shard: torch.Tensor) -> list[torch.Tensor]:
+            held = zip(self.mine(place), self.shapes(place), strict=True)
+            return [
+                shard[:0].view(0, *shape[1:]) if piece is None else _view(shard, piece)
+                for piece, shape in held
+            ]
+
+        shard: Any = self.shard
+        return list(each_rank(self.grid, views, shard, axes=()))
+
+    def _set_shard(self, shard: torch.Tensor) -> None:
+        self.shard, self.whole = shard, None
+
+    def collect(self, *, pin: bool = False) -> None:
+        """Make the parameters views of one shard again, where something else replaced them.
+
+        After a copy, a conversion or `to_empty`, each has memory of its own.
+        """
+        locals_: list[Any] = [member.parameter._local for member in self.members]  # type: ignore[attr-defined]
+        if self.shard is not None:
+            here = one_part(self.shard).untyped_storage().data_ptr()
+            if all(one_part(x).untyped_storage().data_ptr() == here for x in locals_):
+                return
+        kinds = {(x.dtype, x.device) for x in map(one_part, locals_)}
+        if len(kinds) > 1:
+            raise LayoutError(
+                f"The parameters {[member.name for member in self.members]} were gathered together "
+                f"and now have several dtypes or devices: {sorted(map(str, kinds))}. Convert the "
+                "whole module, or before fully_shard."
+            )
+
+        def join(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
+            pinned = pin and torch.accelerator.is_available()
+            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
+            for piece, local in zip(self.mine(place), here, strict=True):
+                if piece is not None:
+                    _view(shard, piece).copy_(local)
+            return shard
+
+        with torch.no_grad(), torch.inference_mode(False):
+            self._set_shard(each_rank(self.grid, join, *locals_, axes=(self.axis,)))
+            for member, local in zip(self.members, self.shards(), strict=True):
+                parameter: Any = member.parameter
+                parameter._local, member.layout = local, parameter._layout
+
+    def version(self) -> int:
+        """Changes with writes to a parameter, as far as torch counts them."""
+        return sum(member.parameter._version for member in self.members)
+
+    # -- gathering ---------------------------------------------------------------------------
+
+    @without_autocast
+    def start_gather(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
+        shard = self.shard
+        assert shard is not None, "collect() comes first"
+        if one_part(shard).is_meta:
+            raise LayoutError(
+                f"The parameters {[member.name for member in self.members]} are on the meta "
+                "device. Materialise them first: module.to_empty(device=...), then initialise or "
+                "load their values."
+            )
+        if self.kept is not None:
+            sent, near, axis = self.kept
+            self.kept = None
+            self._gather_again(sent, near, axis)
+            return
+        dtype = dtype if dtype is not None and self.dtype.is_floating_point else None
+        with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
+            sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
+            if self.parts == 1:
+                self._hold(sent)
+            elif self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
+                self.whole = collectives.start_all_gather(sent.detach(), self.grid, self.axis)
+                if one_part(self.whole).dtype != one_part(sent).dtype:
+                    self.whole = collectives.viewed(self.whole, one_part(sent).dtype)
+            else:
+                self._gather_again(sent, self.grid, self.axis)
+
+    def _gather_again(self, sent: torch.Tensor, grid: Grid, axis: int) -> None:
+        whole: Any = self.whole
+        with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
+            _fill(whole)
+            collectives.start_all_gather_into(whole, sent.detach(), grid, axis)
+
+    def _hold(self, sent: torch.Tensor) -> None:
+        """On an axis of one rank nothing is sent: the shard is the whole, or a converted copy."""
+        if sent is self.shard or self.whole is None:
+            self.whole = sent
+            return
+        _fill(self.whole)
+        for part, value in zip(parts_of(self.whole), parts_of(sent), strict=True):
+            part.copy_(value)
+
+    def finish_gather(self) -> None:
+        assert self.whole is not None, "start_gather() comes first"
+        with torch.no_grad():
+            if self.parts > 1:
+                collectives.finished(self.whole)
+
+    def release(self, num_ranks: int | None = None) -> None:
+        """Free the gathered buffer; with `num_ranks`, keep this rank's chunk of that many."""
+        if self.whole is None or self.whole is self.shard:
+            return
+        if num_ranks is not None and self.kept is None:
+            with torch.no_grad():
+                self.kept = self._chunk_of(num_ranks)
+        for part in parts_of(self.whole):
+            part.untyped_storage().resize_(0)
+
+    def _chunk_of(self, num_ranks: int) -> tuple[torch.Tensor, Grid, int]:
+        """One of `num_ranks` chunks of the gathered buffer, and the axis of those ranks."""
+        grid, axis = self.grid, self.axis
+        shape = (*grid.shape[:axis], self.parts // num_ranks, num_ranks, *grid.shape[axis + 1 :])
+        near = grid_like(grid.device_type, shape, grid.ranks, None)
+
+        def chunk(place: Coordinate, whole: torch.Tensor) -> torch.Tensor:
+            return whole.chunk(num_ranks)[place[axis + 1]].clone()
+
+        whole: Any = self.whole
+        return each_rank(near, chunk, whole, axes=(axis + 1,)), near, axis + 1
+
+    def shares_memory(self, x: Any) -> bool:
+        """Whether a tensor is a view of the gathered buffer."""
+        if self.whole is None:
+            return False
+        mine = {part.untyped_storage().data_ptr() for part in parts_of(self.whole)}
+        plain = [part for part in parts_of(x) if type(part) in (torch.Tensor, nn.Parameter)]
+        return any(part.untyped_storage().data_ptr() in mine for part in plain)
+
+    def tensors(self) -> list[torch.Tensor]:
+        """The gathered parameters: new tensors without history that share the buffer's memory."""
+
+        def aliases(place: Coordinate, whole: torch.Tensor) -> list[torch.Tensor]:
+            # Not views: each has its own version counter, and the buffer's is of no interest.
+            storage = whole.untyped_storage()
+            return [
+                whole.new_empty(0).set_(storage, offset, shape, contiguous_stride(shape))
+                for offset, shape in zip(self.offsets, self.shapes(place), strict=True)
+            ]
+
+        whole: Any = self.whole
+        found = each_rank(self.grid, aliases, whole, axes=())
+        return [_outside(member, x) for member, x in zip(self.members, found, strict=True)]
+
+    # -- gradients ---------------------------------------------------------------------------
+
+    def gradient_pieces(
+        self, place: Coordinate, numbers: tuple[int, ...]
+    ) -> tuple[list[FlatPiece], int]:
+        """The pieces of these members, close together in each chunk, and the length of a chunk."""
+        key = (numbers, None if self._length is not None else self._ranks[place])
+        found: Any = self._pieces.get(key)
+        if found is None:
+            ends = [0] * self.parts
+            pieces = []
+            for piece in self.pieces(place):
+                if piece.number in numbers:
+                    at, ends[piece.chunk] = ends[piece.chunk], ends[piece.chunk] + piece.numel
+                    close = (piece.number, piece.chunk, piece.first, piece.num_rows, at)
+                    pieces.append(FlatPiece(*close, piece.shape))
+            found = self._pieces[key] = pieces, max(ends)  # type: ignore[assignment]
+        return found
+
+    def gradient_row(
+        self, grads: dict[int, torch.Tensor | None], scales: Sequence[float], dtype: torch.dtype
+    ) -> torch.Tensor:
+        """The gradients of members, by number, times their scales, laid out for a reduce-scatter.
+
+        One row per chunk: the pieces, and for each member a flag: whether there is a gradient.
+        """
+        numbers = tuple(grads)
+        held = {n: localize(self.grid, grad) for n, grad in grads.items() if grad is not None}
+        flags = [float(n in held) for n in numbers]
+        scale_of = dict(zip(numbers, scales, strict=True))
+
+        def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
+            given = dict(zip(held, here, strict=True))
+            pieces, length = self.gradient_pieces(place, numbers)
+            device = here[0].device
+            row = torch.empty(self.parts, length + len(flags), dtype=dtype, device=device)
+            for piece in pieces:
+                target = _view(row[piece.chunk], piece)
+                if piece.number in given:
+                    grad = given[piece.number]
+                    rows = _rows(grad.to_dense() if grad.is_sparse else grad, piece)
+                    _copy_scaled(target, rows, scale_of[piece.number])
+                else:
+                    target.zero_()
+            row[:, length:] = torch.tensor(flags, dtype=dtype, device=device)
+            return torch.view_as_real(row).flatten(1) if dtype.is_complex else row
+
+        return each_rank(self.grid, fill, *held.values(), axes=())
+
+    def as_gradients(
+        self, grads: dict[int, torch.Tensor | None], scales: Sequence[float], device: Any
+    ) -> tuple[list[Any], list[bool]]:
+        """On an axis of one rank: the gradients as they are, and whether there is one."""
+        found: list[Any] = []
+        for grad, scale in zip(grads.values(), scales, strict=True):
+            if grad is not None:
+                grad = localize(self.grid, grad.to_dense() if grad.is_sparse else grad)
+                grad = grad.to(device=device, dtype=self.dtype)
+                grad = grad * scale if scale != 1 else grad
+            found.append(grad)
+        return found, [grad is not None for grad in found]
+
+    def gradients(
+        self, row: torch.Tensor, numbers: tuple[int, ...], device: Any
+    ) -> tuple[list[torch.Tensor], torch.Tensor]:
+        """Each member's shard of the reduced gradients, and the flags."""
+
+        def split(place: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
+            here = here.flatten()
+            if self.dtype.is_complex:
+                here = torch.view_as_complex(here.view(-1, 2))
+            flags = here[here.numel() - len(numbers) :].real
+            here = here.to(device=device, dtype=self.dtype)
+            pieces, _ = self.gradient_pieces(place, numbers)
+            mine = {piece.number: piece for piece in pieces if piece.chunk == place[self.axis]}
+            found = []
+            for number in numbers:
+                shape = self.shapes(place)[number]
+                piece = mine.get(number)
+                found.append(_view(here, piece) if piece else here[:0].view(0, *shape[1:]))
+            return [*found, flags]
+
+        *found, flags = each_rank(self.grid, split, row, axes=())
+        return found, one_for_all(flags)
+
+
+def _fill(whole: torch.Tensor) -> None:
+    """Give a buffer that was released its memory again."""
+    for part in parts_of(whole):
+        part.untyped_storage().resize_(part.numel() * part.element_size())
+
+
+def _view(flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
+    return flat[piece.at : piece.at + piece.numel].view(piece.shape)
+
+
+def _copy_scaled(target: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
+    if scale != 1 and rows.dtype == target.dtype:
+        torch.mul(rows, scale, out=target)
+        return
+    target.copy_(rows)
+    if scale != 1:
+        target.mul_(scale)
+
+
+def _rows(tensor: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
+    return tensor[piece.first : piece.first + piece.num_rows]
+
+
+def _outside(member: Member, local: torch.Tensor) -> torch.Tensor:
+    """A gathered parameter as its module uses it."""
+    if member.whole is not None:
+        layout = member.whole
+        if one_part(local).dtype != layout.dtype:
+            layout = layout_as(layout, one_part(local).dtype)
+        return DTensor._wrap(local, layout)
+    roster = roster_of(local)
+    # One tensor for all ranks is a plain tensor, as it was before.
+    return one_part(local) if roster is None or roster.num_parts == 1 else sized(local)
+
+
+def layout_as(layout: Layout, dtype: torch.dtype) -> Layout:
+    return make_layout(
+        layout.grid, layout.placements, layout.shape, layout.stride, dtype, layout.order
+    )

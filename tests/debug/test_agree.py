@@ -1,0 +1,90 @@
+"""`agree` in one process; what it finds between ranks is in tests/processes/test_agree.py."""
+
+import re
+
+import pytest
+import torch
+
+import shardwise
+from shardwise import ArgumentError, Shard, ShardwiseError
+from shardwise.comm.watch import watch
+from shardwise.debug import agree
+from shardwise.debug.first_difference import Account, first_difference
+from shardwise.dtensor.tensor import DTensor
+
+
+@pytest.mark.parametrize("every", [0, -1, True, 1.5, "steps", None])
+def test_what_every_may_be(every):
+    with pytest.raises(ArgumentError, match="'step', 'collective' or a number of steps"):
+        agree(every=every)
+
+
+def test_the_mode_changes_no_value_and_leaves_nothing_behind():
+    before = DTensor.__dict__["__torch_dispatch__"]
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)]).requires_grad_()
+        optimizer = torch.optim.SGD([x], lr=0.1)
+        expected = (x * 2.0).sum().full_tensor().agreed()
+        with agree(every=2) as mode:
+            for _ in range(4):
+                (x * 2.0).sum().full_tensor().sum().backward()
+                optimizer.step()
+                x.grad = None
+            with pytest.raises(ShardwiseError, match="active already"), agree():
+                pass
+        assert (mode.num_steps, mode.num_comparisons) == (4, 3)
+        assert mode.num_calls > 20
+        torch.testing.assert_close((x * 2.0).sum().full_tensor().agreed(), expected - 1.6 * 16)
+    assert DTensor.__dict__["__torch_dispatch__"] is before
+    assert watch.record is None
+    assert not watch.steps
+
+
+def test_steady_steps_make_no_new_records():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        norm = shardwise.distribute_module(torch.nn.LayerNorm(4), mesh)
+        optimizer = torch.optim.AdamW(norm.parameters())
+        x = shardwise.distribute_tensor(torch.randn(4, 4), mesh, [Shard(0)])
+        with agree() as mode:
+            for step in range(5):
+                norm(x).square().mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    known = len(mode._known)
+            assert len(mode._known) == known
+
+
+def account(text, start=0, **options):
+    kinds = sorted(set(text))
+    calls = [kinds.index(each) for each in text]
+    given = {"before": None, "end": None, "sent": None, **options}
+    return Account(start, kinds=[(ord(k), k) for k in kinds], calls=calls, **given)
+
+
+@pytest.mark.parametrize(
+    ("accounts", "said"),
+    [
+        ({0: account("abc"), 1: account("abd")}, "Call 2 .* rank 0: c; rank 1: d. .* that: b"),
+        # A rank has read a comparison more: what came before was equal.
+        ({0: account("abcd"), 1: account("ce", 2)}, "Call 3 .* rank 0: d; rank 1: e"),
+        ({0: account("a", end="the end"), 1: account("ab")}, "nothing more before the end; rank 1"),
+        # What a rank has not run yet, or does not tell, is no difference.
+        ({0: account("a"), 1: account("ab"), 3: account("abc")}, None),
+        ({0: account("a")}, None),
+        (
+            {0: account("a", sent=(1, "step 1", 5)), 1: account("ab", sent=(1, "step 1", 6))},
+            "generators are in different states at step 1: rank 0: state 0005; rank 1: state 0006",
+        ),
+        (
+            {0: account("a", sent=(1, "step 1", 5)), 1: account("b", 1, sent=(2, "step 2", 6))},
+            None,
+        ),
+    ],
+)
+def test_the_first_difference_of_accounts(accounts, said):
+    found = first_difference(accounts)
+    assert (found is None) == (said is None)
+    assert found is None or re.search(said, str(found))

@@ -1,0 +1,181 @@
+"""A model that is fully sharded over several meshes, and its training; for both worlds."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwise
+from shardwise import DTensor, LocalTensor
+from shardwise.parallel import data_parallel, fully_shard, parallelize_module
+from shardwise.simulation.ranks import on_every_rank
+
+
+def mesh_of(**axes):
+    return shardwise.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+
+
+class Layer(nn.Module):
+    def __init__(self, width=8):
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 10), nn.Linear(10, width)
+
+    def forward(self, x):
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A tied embedding, layers, and a scalar, which stays whole."""
+
+    def __init__(self, num_layers=3):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(Layer() for _ in range(num_layers))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+        self.head = nn.Linear(8, 11, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.scale * x)
+
+
+PLAN = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+IDS = torch.randint(11, (5, 8, 3), generator=torch.Generator().manual_seed(1))
+
+
+def loss_of(model, ids):
+    return F.cross_entropy(model(ids).flatten(0, 1), ids.flatten())
+
+
+def sharded(model, mesh, **options):
+    for layer in model.layers:
+        fully_shard(layer, mesh, **options)
+    return fully_shard(model, mesh, **options)
+
+
+def own(ids, num_parts, each=1):
+    """Each rank's part of a batch; `each` neighbouring ranks have the same."""
+    return on_every_rank(lambda rank: ids.chunk(num_parts)[rank // each])
+
+
+def train(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for batch in batches:
+        loss_of(model, batch).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return model
+
+
+def whole(x):
+    full = x.full_tensor() if isinstance(x, DTensor) else x
+    return (full.agreed() if isinstance(full, LocalTensor) else full).detach()
+
+
+MESHES = {
+    "1": lambda model: (sharded(model, mesh_of(dp=1)), 1, 1),
+    "2": lambda model: (sharded(model, mesh_of(dp=2)), 2, 1),
+    "3": lambda model: (sharded(model, mesh_of(dp=3)), 3, 1),
+    "4": lambda model: (sharded(model, mesh_of(dp=4)), 4, 1),
+    "8": lambda model: (sharded(model, mesh_of(dp=8)), 8, 1),
+    "4, never freed": lambda model: (
+        sharded(model, mesh_of(dp=4), reshard_after_forward=False),
+        4,
+        1,
+    ),
+    "4, freed": lambda model: (sharded(model, mesh_of(dp=4), reshard_after_forward=True), 4, 1),
+    "4, kept by 2": lambda model: (sharded(model, mesh_of(dp=4), reshard_after_forward=2), 4, 1),
+    "4, no prefetch": lambda model: (sharded(model, mesh_of(dp=4), prefetch=0), 4, 1),
+    "4, one group": lambda model: (fully_shard(model, mesh_of(dp=4)), 4, 1),
+    "replicas": lambda model: (sharded(model, mesh_of(rep=2, shard=2)), 4, 1),
+    "replicas, kept by 2": lambda model: (
+        sharded(model, mesh_of(rep=2, shard=4), reshard_after_forward=2),
+        8,
+        1,
+    ),
+    "flattened": lambda model: (
+        sharded(model, mesh_of(a=2, b=2)["a", "b"]._flatten("ab")),
+        4,
+        1,
+    ),
+}
+
+
+def with_layers(model, **axes):
+    mesh = mesh_of(**axes)
+    return parallelize_module(model, mesh, PLAN), mesh
+
+
+def over_tensor_parallel(model):
+    model, mesh = with_layers(model, dp=2, tp=2)
+    return sharded(model, mesh["dp"]), 2, 2
+
+
+def over_uneven_layers(model):
+    """10 rows over 4 ranks are 3, 3, 3 and 1: these parameters have buffers of their own."""
+    model, mesh = with_layers(model, dp=2, tp=4)
+    return sharded(model, mesh["dp"]), 2, 4
+
+
+def over_replicas_and_layers(model):
+    model, mesh = with_layers(model, rep=2, shard=2, tp=2)
+    return sharded(model, mesh["rep", "shard"]), 4, 2
+
+
+def beside_data_parallel(model):
+    model, mesh = with_layers(model, rep=2, shard=2, tp=2)
+    return data_parallel(sharded(model, mesh["shard"]), mesh["rep"]), 4, 2
+
+
+def flattened_over_layers(model):
+    model, mesh = with_layers(model, a=2, b=2, tp=2)
+    return sharded(model, mesh["a", "b"]._flatten("ab")), 4, 2
+
+
+def before_the_plan(model):
+    mesh = mesh_of(dp=2, tp=2)
+    return parallelize_module(sharded(model, mesh["dp"]), mesh, PLAN), 2, 2
+
+
+ALL_MESHES = {
+    **MESHES,
+    "tensor parallel": over_tensor_parallel,
+    "uneven layers": over_uneven_layers,
+    "replicas, tensor parallel": over_replicas_and_layers,
+    "data parallel, tensor parallel": beside_data_parallel,
+    "before the plan": before_the_plan,
+    "flattened, tensor parallel": flattened_over_layers,
+}
+NUM_RANKS = {
+    "1": 1,
+    "2": 2,
+    "3": 3,
+    "8": 8,
+    "replicas, kept by 2": 8,
+    "uneven layers": 8,
+    "flattened, tensor parallel": 8,
+    "replicas, tensor parallel": 8,
+    "data parallel, tensor parallel": 8,
+}
+
+
+def over_a_part_of_the_mesh(model):
+    """In processes alone: a simulated world sees rank 0's part."""
+    mesh = mesh_of(dp=2, tp=2)
+    return sharded(parallelize_module(model, mesh["tp"], PLAN), mesh["dp"]), 2, 2
+
+
+ALL_MESHES["a part of the mesh"] = over_a_part_of_the_mesh
+
+
+def trained(name):
+    """The parameters after training on a mesh of `ALL_MESHES`."""
+    model, num_parts, each = ALL_MESHES[name](Model())
+    # 8 examples do not divide by 3: there each rank has all of them.
+    train(model, IDS if num_parts == 3 else [own(ids, num_parts, each) for ids in IDS])
+    return {name: whole(parameter) for name, parameter in model.named_parameters()}

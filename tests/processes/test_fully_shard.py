@@ -1,0 +1,96 @@
+"""fully_shard in processes: the training of one device, and errors on all ranks."""
+
+import pytest
+import torch
+from fully_sharded import IDS, Layer, Model, mesh_of, train, trained
+from launcher import Failure
+
+import shardwise
+from shardwise.errors import LayoutError
+from shardwise.parallel import fully_shard
+
+pytestmark = pytest.mark.processes
+
+NAMES = (
+    "4",
+    "4, never freed",
+    "4, kept by 2",
+    "replicas",
+    "tensor parallel",
+    "before the plan",
+    "a part of the mesh",
+)
+
+
+def all_trained():
+    return {name: trained(name) for name in NAMES}
+
+
+def test_trains_as_one_device(processes):
+    expected = train(Model(), IDS)
+    for found in processes(all_trained, timeout_s=120):
+        for mesh in NAMES:
+            for name, parameter in expected.named_parameters():
+                torch.testing.assert_close(
+                    found[mesh][name],
+                    parameter.detach(),
+                    rtol=0,
+                    atol=2e-5,
+                    msg=lambda m, at=(mesh, name): f"{at}: {m}",
+                )
+
+
+def overlapping():
+    """Started collectives that are awaited later, and bytes that stay allocated."""
+    layers = torch.nn.Sequential(Layer(), Layer(), Layer())
+    mesh = mesh_of(dp=4)
+    for layer in layers:
+        fully_shard(layer, mesh, reshard_after_forward=True)
+    fully_shard(layers, mesh, reshard_after_forward=True)
+    states = []
+    group = layers[1].__dict__["_shard_group"]
+    layers[0].up.register_forward_pre_hook(lambda *_: states.append(group.state))
+    for _ in range(2):
+        layers(torch.ones(2, 8)).sum().backward()
+    whole = [b.whole.untyped_storage().nbytes() for b in group.buffers]
+    return states, whole
+
+
+def test_the_next_group_is_gathered_meanwhile_and_freed(processes):
+    for states, whole in processes(overlapping):
+        assert states == ["sharded", "started"]
+        assert whole == [0]
+
+
+def with_other_options():
+    rank = torch.distributed.get_rank()
+    with_error = None
+    try:
+        fully_shard(Layer(), mesh_of(dp=4), prefetch=rank)
+    except LayoutError as error:
+        with_error = str(error)
+    layer = fully_shard(Layer(), mesh_of(dp=4))
+    fully_shard(layer, mesh_of(dp=4))
+    return with_error
+
+
+def test_mistakes_are_errors_on_all_ranks(processes):
+    found = processes.run(with_other_options)
+    assert all(isinstance(each, Failure) for each in found)
+    assert {each.kind for each in found} == {LayoutError}
+    assert all("fully sharded already" in each.message for each in found)
+
+
+def other_ranks():
+    """A parameter on a mesh of ranks that the given mesh does not have."""
+    mesh = mesh_of(a=2, b=2)
+    layer = torch.nn.Linear(4, 4)
+    half = shardwise.init_device_mesh("cpu", (4,), mesh_dim_names=("all",))
+    layer = shardwise.distribute_module(layer, half)
+    fully_shard(layer, mesh["b"])
+
+
+def test_a_mesh_of_other_ranks(processes):
+    found = processes.run(other_ranks)
+    assert all(isinstance(each, Failure) for each in found)
+    assert {each.kind for each in found} == {LayoutError}

@@ -1,0 +1,569 @@
+"""fully_shard: one device's training, in shards; what is sent, kept and refused."""
+
+import copy
+import io
+
+import pytest
+import torch
+from fully_sharded import (
+    ALL_MESHES,
+    IDS,
+    NUM_RANKS,
+    PLAN,
+    Layer,
+    Model,
+    loss_of,
+    mesh_of,
+    own,
+    sharded,
+    train,
+    trained,
+    whole,
+)
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import shardwise
+from shardwise import DTensor, LayoutError, LocalTensor, Replicate
+from shardwise.debug import CommDebugMode
+from shardwise.errors import LeafError, UnsupportedError
+from shardwise.parallel import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    parallelize_module,
+)
+from shardwise.training.flat_packing import pack, rows_per_chunk
+
+GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
+
+
+def assert_alike(model, expected, **tolerance):
+    names = [name for name, _ in expected.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == names
+    for name, parameter in expected.named_parameters():
+        found = whole(model.get_parameter(name))
+        torch.testing.assert_close(
+            found, parameter.detach(), msg=lambda m, n=name: f"{n}: {m}", **tolerance
+        )
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return train(Model(), IDS)
+
+
+# -- parity ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [n for n in ALL_MESHES if n != "a part of the mesh"])
+def test_trains_as_one_device(name, expected):
+    with shardwise.simulate(NUM_RANKS.get(name, 4)):
+        found = trained(name)
+    assert found.keys() == dict(expected.named_parameters()).keys()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(found[name], parameter.detach(), rtol=0, atol=2e-5)
+
+
+# -- what is sent ----------------------------------------------------------------------------------
+
+
+def kinds(comm):
+    return [event.kind for event in comm.events]
+
+
+def test_one_gather_forward_and_backward_and_one_reduction_per_group():
+    with shardwise.simulate(4):
+        model = sharded(Model(), mesh_of(dp=4), reshard_after_forward=True)
+        batch = own(IDS[0], 4)
+        for _ in range(2):
+            with CommDebugMode() as comm:
+                loss_of(model, batch).backward()
+            found = kinds(comm)
+            assert found.count(GATHER) == 2 * 4
+            assert found.count(SCATTER) == 4
+            assert found.count("all_reduce") == 1  # of the scalar
+        # The next group is gathered while one computes, and no more than one ahead.
+        assert found[:2] == [GATHER] * 2
+
+
+def test_layers_are_freed_and_the_outermost_module_is_not():
+    with shardwise.simulate(4):
+        model = sharded(Model(), mesh_of(dp=4))
+        with CommDebugMode() as comm:
+            loss_of(model, own(IDS[0], 4)).backward()
+        assert kinds(comm).count(GATHER) == 4 + 3
+        with CommDebugMode() as comm, torch.no_grad():
+            model(IDS[0])
+        assert kinds(comm).count(GATHER) == 4
+
+
+def test_an_axis_of_one_rank_sends_nothing():
+    with shardwise.simulate(1):
+        model = sharded(Model(), mesh_of(rep=1, dp=1))
+        with CommDebugMode() as comm:
+            loss_of(model, IDS[0]).backward()
+        assert kinds(comm) == []
+
+
+def test_frozen_parameters_are_gathered_and_not_reduced():
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2))
+        batch = own(IDS[0], 2)
+        loss_of(model, batch).backward()
+        model.zero_grad()
+        model.requires_grad_(False)
+        model.layers[1].up.bias.requires_grad_(True)
+        with CommDebugMode() as comm:
+            loss_of(model, batch).backward()
+        sizes = [event.num_bytes for event in comm.events if event.kind == SCATTER]
+        assert len(sizes) == 1
+        assert sizes[0] < 200
+        trained = [name for name, p in model.named_parameters() if p.grad is not None]
+        assert trained == ["layers.1.up.bias"]
+        alone = Model().requires_grad_(False)
+        alone.layers[1].up.bias.requires_grad_(True)
+        loss_of(alone, IDS[0]).backward()
+        torch.testing.assert_close(
+            whole(model.layers[1].up.bias.grad), alone.layers[1].up.bias.grad
+        )
+
+
+def test_gathered_parameters_are_views_of_one_buffer_that_is_freed():
+    seen = []
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), reshard_after_forward=True)
+        layer.up.register_forward_pre_hook(
+            lambda m, _: seen.append([m.weight, layer.down.weight, layer.norm.bias])
+        )
+        out = layer(torch.ones(2, 8))
+        storages = {x.untyped_storage().data_ptr() for x in seen[0]}
+        assert storages == {0}
+        assert len({x.untyped_storage()._cdata for x in seen[0]}) == 1
+        out.sum().backward()
+        assert seen[0][0].untyped_storage().nbytes() == 0
+        assert isinstance(layer.up.weight, DTensor)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 64])
+@pytest.mark.parametrize("width", [768, 4096])
+def test_padding_is_at_most_one_percent(width, num_ranks):
+    inner = {768: 3072, 4096: 11008}[width]
+    items = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner), (width, 1), (width, 1)]
+    total = sum(num * row for num, row in items)
+    packings = pack(items, num_ranks)
+    assert sum(p.length for p in packings) * num_ranks <= 1.01 * total
+    for packing in packings:
+        for number, offset in packing.offsets.items():
+            num, row = items[number]
+            assert sum(rows_per_chunk(offset, num, row, packing.length, num_ranks)) == num
+
+
+# -- gradients -------------------------------------------------------------------------------------
+
+
+def gradients(model):
+    return {n: whole(p.grad) for n, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same(found, expected):
+    assert found.keys() == expected.keys()
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_gradients_are_accumulated_in_shards_or_unreduced():
+    alone = Model()
+    for ids in IDS[:2]:
+        loss_of(alone, ids).backward()
+    expected = gradients(alone)
+    with shardwise.simulate(4):
+        for sync in (True, False):
+            model = sharded(Model(), mesh_of(dp=4))
+            model.set_requires_gradient_sync(sync)
+            with CommDebugMode() as comm:
+                loss_of(model, own(IDS[0], 4)).backward()
+            assert (SCATTER in kinds(comm)) == sync
+            assert (model.layers[0].up.weight.grad is None) != sync
+            model.set_requires_gradient_sync(True)
+            loss_of(model, own(IDS[1], 4)).backward()
+            assert_same(gradients(model), expected)
+
+
+class Twice(nn.Module):
+    """One layer is called twice, one now and then, and one never."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.shared, self.spare, self.unused = Layer(), Layer(), Layer()
+        self.layers = [self.shared, self.spare, self.unused]
+
+    def forward(self, x, spare=False):
+        y = self.shared(x) + self.shared(2 * x)
+        return self.spare(y) if spare else y
+
+
+def test_modules_called_twice_or_not_at_all():
+    x = torch.randn(4, 8)
+    with shardwise.simulate(2):
+        model, alone = sharded(Twice(), mesh_of(dp=2)), Twice()
+        for spare in (False, True, False):
+            model.zero_grad()
+            alone.zero_grad()
+            model(LocalTensor.per_rank(lambda r: x.chunk(2)[r]), spare).pow(2).mean().backward()
+            alone(x, spare).pow(2).mean().backward()
+            assert_same(gradients(model), gradients(alone))
+
+
+def test_what_an_unsynced_pass_found_is_reduced_by_the_next_even_if_that_finds_none():
+    x = torch.randn(4, 8)
+    with shardwise.simulate(2):
+        model, alone = sharded(Twice(), mesh_of(dp=2)), Twice()
+        mine = LocalTensor.per_rank(lambda rank: x.chunk(2)[rank])
+        for spare in (True, False):
+            model.set_requires_gradient_sync(not spare)
+            model(mine, spare).pow(2).mean().backward()
+            alone(x, spare).pow(2).mean().backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+class Branches(nn.Module):
+    """A parameter that a module does not use in a step has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.first(x)
+
+
+def test_a_parameter_that_no_rank_uses_has_no_gradient():
+    with shardwise.simulate(2):
+        model = fully_shard(Branches(), mesh_of(dp=2))
+        model(torch.ones(2, 4)).sum().backward()
+        assert model.second.weight.grad is None
+        assert model.first.weight.grad is not None
+
+
+def test_unfrozen_later():
+    alone = Model()
+    loss_of(alone, IDS[0]).backward()
+    with shardwise.simulate(2):
+        model = sharded(Model().requires_grad_(False), mesh_of(dp=2))
+        model(own(IDS[0], 2))
+        model.requires_grad_(True)
+        loss_of(model, own(IDS[0], 2)).backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+@pytest.mark.parametrize("way", ["around", "around, reentrant", "inside"])
+def test_activation_checkpointing(way):
+    alone = Model()
+    loss_of(alone, IDS[0]).backward()
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2))
+        if way == "inside":
+            for layer in model.layers:
+                layer.up = Around(layer.up, reentrant=False)
+        else:
+            reentrant = way.endswith("reentrant")
+            model.layers = nn.ModuleList(Around(layer, reentrant) for layer in model.layers)
+        loss_of(model, own(IDS[0], 2)).backward()
+        found = {n.replace(".inner.", "."): g for n, g in gradients(model).items()}
+        assert_same(found, gradients(alone))
+
+
+class Around(nn.Module):
+    def __init__(self, inner, reentrant):
+        super().__init__()
+        self.inner, self.reentrant = inner, reentrant
+
+    def forward(self, x):
+        return checkpoint(self.inner, x, use_reentrant=self.reentrant)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph")
+def test_a_penalty_on_gradients_of_inputs():
+    def penalized(model, x):
+        x = x.clone().requires_grad_()
+        loss = model(x).pow(2).mean()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.pow(2).sum() * x.shape[0]).backward()
+
+    x, alone = torch.randn(1, 8), Layer()
+    with shardwise.simulate(2):
+        model = fully_shard(copy.deepcopy(alone), mesh_of(dp=2), reshard_after_forward=True)
+        penalized(model, x)
+        penalized(alone, x)
+        assert_same(gradients(model), gradients(alone))
+        with pytest.raises(UnsupportedError, match="create_graph=True"):
+            model(x).sum().backward(create_graph=True)
+
+
+# -- dtypes and devices ----------------------------------------------------------------------------
+
+
+def test_mixed_precision():
+    seen = []
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32, output_dtype=torch.float32
+    )
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), mp_policy=policy)
+        layer.up.register_forward_pre_hook(lambda m, args: seen.append((m.weight, args[0])))
+        out = layer(torch.randn(4, 8))
+        assert out.dtype == torch.float32
+        assert {x.dtype for x in seen[0]} == {torch.bfloat16}
+        with CommDebugMode() as comm:
+            out.sum().backward()
+        assert layer.up.weight.dtype == layer.up.weight.grad.dtype == torch.float32
+        (event,) = [event for event in comm.events if event.kind == SCATTER]
+        num = sum(p.numel() for p in layer.parameters())
+        assert event.num_bytes >= 4 * num / 2
+
+
+def test_offloaded_shards_train_alike():
+    alone = Model()
+    loss_of(alone, IDS[0]).backward()
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2), offload_policy=CPUOffloadPolicy())
+        loss_of(model, own(IDS[0], 2)).backward()
+        assert model.embed.weight.grad.device.type == "cpu"
+        assert_same(gradients(model), gradients(alone))
+
+
+def test_parameters_of_two_dtypes():
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.float64)
+
+        def forward(self, x):
+            return self.b(self.a(x).double())
+
+    alone, x = Both(), torch.randn(2, 4)
+    alone(x).sum().backward()
+    with shardwise.simulate(2):
+        model = fully_shard(Both(), mesh_of(dp=2))
+        model(x).sum().backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+def test_values_are_made_after_the_module_was_sharded():
+    with torch.device("meta"):
+        model = Model()
+    values = Model().state_dict()
+    alone = Model()
+    loss_of(alone, IDS[0]).backward()
+    with shardwise.simulate(2):
+        model = sharded(model, mesh_of(dp=2))
+        with pytest.raises(LayoutError, match=r"meta device.*to_empty"):
+            model(IDS[0])
+        model.to_empty(device="cpu")
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if isinstance(parameter, DTensor):
+                    mesh, placements = parameter.device_mesh, parameter.placements
+                    value = shardwise.distribute_tensor(values[name], mesh, placements)
+                else:
+                    value = values[name]
+                parameter.copy_(value)
+        loss_of(model, own(IDS[0], 2)).backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+# -- copies, files, other uses ---------------------------------------------------------------------
+
+
+def through_a_file(model):
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, through_a_file], ids=["deepcopy", "file"])
+def test_a_copy_trains_alike_and_apart(way, expected):
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2))
+        loss_of(model, own(IDS[0], 2)).backward()
+        model.zero_grad()
+        copied = way(model)
+        train(copied, [own(ids, 2) for ids in IDS])
+        assert_alike(copied, expected, rtol=0, atol=2e-5)
+        assert_alike(model, Model())
+
+
+def test_state_dicts_hold_dtensors_and_load():
+    with shardwise.simulate(2):
+        model, other = sharded(Model(), mesh_of(dp=2)), Model()
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.mul_(2)
+        other = sharded(other, mesh_of(dp=2))
+        state = other.state_dict()
+        assert all(isinstance(x, DTensor) for n, x in state.items() if n != "scale")
+        model.load_state_dict(state)
+        assert torch.equal(whole(model(IDS[0])), whole(other(IDS[0])))
+        layer = fully_shard(Layer(), mesh_of(dp=2))
+        layer.load_state_dict(other.layers[0].state_dict(), assign=True)
+        x = torch.ones(2, 8)
+        assert torch.equal(whole(layer(x)), whole(other.layers[0](x)))
+
+
+def test_averaged_weights():
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2))
+        average = torch.optim.swa_utils.AveragedModel(
+            model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        alone = Model()
+        other = torch.optim.swa_utils.AveragedModel(
+            alone, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5)
+        )
+        for ids in IDS[:2]:
+            train(model, [own(ids, 2)])
+            average.update_parameters(model)
+            train(alone, [ids])
+            other.update_parameters(alone)
+        assert_alike(average.module, other.module, rtol=0, atol=2e-5)
+        assert torch.allclose(whole(average(IDS[0])), other(IDS[0]), atol=1e-4)
+
+
+def test_converted_after_it_was_sharded():
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2)).double()
+        alone = Model().double()
+        loss_of(model, own(IDS[0], 2)).backward()
+        loss_of(alone, IDS[0]).backward()
+        assert_same(gradients(model), gradients(alone))
+
+
+def test_gathered_by_hand():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), reshard_after_forward=True)
+        layer.unshard()
+        with CommDebugMode() as comm:
+            layer(torch.ones(2, 8)).sum().backward()
+        assert GATHER not in kinds(comm)
+        layer.reshard()
+        with CommDebugMode() as comm:
+            layer(torch.ones(2, 8))
+        assert GATHER in kinds(comm)
+
+
+def test_updates_are_seen_by_what_stayed_gathered():
+    with shardwise.simulate(2):
+        layer = fully_shard(nn.Linear(2, 2), mesh_of(dp=2), reshard_after_forward=False)
+        layer(torch.ones(1, 2))
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.fill_(1)
+        assert whole(layer(torch.ones(1, 2))).tolist() == [[3.0, 3.0]]
+
+
+def test_recurrent_layers():
+    torch.manual_seed(0)
+    alone = nn.LSTM(4, 3)
+    x = torch.randn(5, 2, 4)
+    with shardwise.simulate(2):
+        layer = fully_shard(copy.deepcopy(alone), mesh_of(dp=2))
+        layer(x)[0].pow(2).mean().backward()
+        alone(x)[0].pow(2).mean().backward()
+        assert_same(gradients(layer), gradients(alone))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_compiled(expected):
+    with shardwise.simulate(2):
+        model = sharded(Model(), mesh_of(dp=2))
+        compiled = torch.compile(model, backend="aot_eager")
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for ids in IDS:
+            loss_of(compiled, own(ids, 2)).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(model, expected, rtol=0, atol=2e-5)
+
+
+# -- what is refused -------------------------------------------------------------------------------
+
+
+def test_a_parameter_in_two_groups():
+    with shardwise.simulate(2):
+        model = Model()
+        fully_shard(model.embed, mesh_of(dp=2))
+        with pytest.raises(LayoutError, match=r"'weight' is in another group already, as 'weight'"):
+            fully_shard(model.head, mesh_of(dp=2))
+        with pytest.raises(LayoutError, match=r"'head\.weight' is in another group already"):
+            fully_shard(model, mesh_of(dp=2))
+
+
+def test_a_tie_that_would_be_lost():
+    with shardwise.simulate(2):
+        model = Model()
+        mesh = mesh_of(dp=2)
+        fully_shard(model, mesh, ignored_params=[model.embed.weight])
+        fully_shard(model.embed, mesh)
+        with pytest.raises(LayoutError, match=r"'head\.weight' is shared with a module"):
+            model(IDS[0])
+
+
+def test_a_module_sharded_twice():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2))
+        with pytest.raises(LayoutError, match="Layer is fully sharded already"):
+            fully_shard(layer, mesh_of(dp=2))
+
+
+def test_a_changed_parameter():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2))
+        layer.up.weight = nn.Parameter(torch.zeros(10, 8))
+        with pytest.raises(LayoutError, match=r"'up.weight' is not the one that fully_shard made"):
+            layer(torch.ones(2, 8))
+
+
+def test_a_step_between_forward_and_backward():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), reshard_after_forward=True)
+        loss = layer(torch.ones(2, 8)).sum()
+        with torch.no_grad():
+            layer.up.weight.mul_(2)
+        with pytest.raises(LeafError, match="between forward and backward"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("number", [3, -1])
+def test_a_number_of_ranks_that_does_not_divide(number):
+    with (
+        shardwise.simulate(4),
+        pytest.raises(LayoutError, match=f"reshard_after_forward={number} does not divide"),
+    ):
+        fully_shard(Layer(), mesh_of(dp=4), reshard_after_forward=number)
+
+
+def test_an_axis_that_layers_are_split_along():
+    with shardwise.simulate(2):
+        mesh = mesh_of(tp=2)
+        model = parallelize_module(Model(), mesh, PLAN)
+        before = [type(p) for p in model.parameters()]
+        with pytest.raises(LayoutError, match="cannot be a data axis"):
+            fully_shard(model, mesh)
+        assert [type(p) for p in model.parameters()] == before
+
+
+def test_replicas_start_alike():
+    with shardwise.simulate(2):
+        layer = nn.Linear(2, 2)
+        layer.weight = nn.Parameter(
+            LocalTensor.per_rank(lambda rank: torch.full((2, 2), rank + 1.0))
+        )
+        fully_shard(layer, mesh_of(dp=2))
+        assert whole(layer.weight).tolist() == [[1.0, 1.0], [1.0, 1.0]]
+        assert layer.bias.placements != (Replicate(),)
