@@ -9,6 +9,7 @@ new world.
 
 from __future__ import annotations
 
+import atexit
 import functools
 import itertools
 import weakref
@@ -16,6 +17,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
+
+# Its functions have the default group of the moment of import as an argument's default, and any
+# optimizer imports it: late, that keeps the group alive. See `_let_go_of_groups`.
+import torch.distributed.nn.functional
 
 from shardwise.errors import WorldError
 
@@ -96,6 +101,19 @@ def leave_world(world: World) -> None:
 def _empty_caches() -> None:
     for empty in world_caches:
         empty()
+
+
+@atexit.register
+def _let_go_of_groups() -> None:
+    """Frees the process groups of worlds that are over, whose destructors join their threads.
+
+    A thread of gloo that is late to free a tensor needs the interpreter; while that is torn down,
+    asking for it ends the process with SIGABRT.
+    """
+    for world in _known:
+        if not world.alive:
+            for grid in world.grids.values():
+                del grid.mesh
 
 
 def current_world() -> World:
