@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 # Its functions have the default group of the moment of import as an argument's default, and any
 # optimizer imports it: late, that keeps the group alive. See `_let_go_of_groups`.
-import torch.distributed.nn.functional
+import torch.distributed.nn.functional  # noqa: F401
 
 from shardwise.errors import WorldError
 
