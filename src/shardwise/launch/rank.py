@@ -99,7 +99,8 @@ def _join(rank: int, settings: Settings) -> None:
         MASTER_PORT=str(settings.port),
     )
     torch.set_num_threads(max(1, torch.get_num_threads() // settings.num_ranks))
-    patience = datetime.timedelta(seconds=settings.start_timeout_s)
+    # The launcher's patience ends first, and it knows who is late.
+    patience = datetime.timedelta(seconds=settings.start_timeout_s + 60)
     store = distributed.TCPStore(settings.host, settings.port, is_master=False, timeout=patience)
     store.set(f"here/{rank}", "yes")
     store.wait([f"here/{other}" for other in range(settings.num_ranks)], patience)
