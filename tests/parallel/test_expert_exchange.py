@@ -32,6 +32,9 @@ def test_in_processes(processes, sizes, names):
     processes(programs.train, sizes, names)
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.13", reason="backward of torch's topk takes no sizes that differ by rank"
+)
 def test_some_ranks_have_more_tokens():
     with shardwise.simulate(4):
         programs.other_numbers_of_tokens()

@@ -423,7 +423,9 @@ def test_losses_of_outputs_that_are_laid_out(world):
             (loss.full_tensor() + block.square().sum()).backward()
             found.append([whole(loss), block.on_rank(2), whole(model[0].weight.grad).clone()])
         torch.testing.assert_close(found[1], found[0])
-    beyond = [lambda x: x @ x.t(), lambda x: x.full_tensor(), lambda x: x.resharded(chunks(1, 0))]
+    beyond = [lambda x: x @ x.t(), lambda x: x.full_tensor()]
+    if torch.__version__ >= "2.13":  # older compilers take no specs
+        beyond.append(lambda x: x.resharded(chunks(1, 0)))
     for fn in beyond:
         fast, _ = compiled(lambda ids, fn=fn: fn(model(ids)))
         with pytest.raises(Exception, match="depends on what other ranks put out"):
