@@ -25,7 +25,7 @@ from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.compare import Difference, Values, differences
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.training import updates_together
+from shardwise.testing.training import updates_together
 
 RATE = 0.1
 TOLERANCE = 1e-4

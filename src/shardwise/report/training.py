@@ -1,6 +1,6 @@
 """Training steps of a user's model, with each option that applies, compared with one device.
 
-The loop is that of `shardwise.testing.steps`: three optimizer steps on the sample batch, in double
+The loop is that of `testing/training.py`: three optimizer steps on the sample batch, in double
 precision. One device takes the mean of the losses of the ranks' parts.
 """
 
@@ -25,16 +25,17 @@ from shardwise.report.parity import TOLERANCE
 from shardwise.testing.batches import call, loss_of
 from shardwise.testing.compare import Difference
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.steps.case import OPTIONS, agree
-from shardwise.testing.steps.training import (
+from shardwise.testing.training import (
     AUTOCAST_BOUND,
     NUM_STEPS,
+    OPTIONS,
     Loss,
     Steps,
     Training,
+    agree,
     plain_loss,
 )
-from shardwise.testing.steps.verdict import judge_in_processes, judge_simulated
+from shardwise.testing.verdict import judge_in_processes, judge_simulated
 
 #: Options that need a model made for them.
 OF_OWN_MODELS = ("unused", "sometimes", "penalty")

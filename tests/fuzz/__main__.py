@@ -1,4 +1,13 @@
-"""The command line of the fuzzer."""
+"""Random programs, sharded and on one device: the command line.
+
+    python -m tests.fuzz --programs 1000 --seed 0 --workers 8
+    python -m tests.fuzz --replay 17
+
+A program is a list of statements over named slots (`program`). It grows from the rows of `tables`,
+each step tried on one device first (`generate`, `hand`); it runs in both worlds (`worlds`), and
+what they hold at the end is compared (`play`), except for what torch leaves undefined
+(`undefined`). A failure is shrunk (`shrink`) and printed as a script. `session` plays many.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.session import (
+from tests.fuzz.generate import MESHES, generate, mesh_of
+from tests.fuzz.session import (
     MOST_SHRUNK,
     Meshes,
     Result,
@@ -22,7 +31,7 @@ from shardwise.testing.fuzz.session import (
     summary,
     told,
 )
-from shardwise.testing.workers import Lost, answer, ask, part_of_several, serve_all
+from tests.workers import Lost, answer, ask, part_of_several, serve_all
 
 #: Seeds of `--seed S` start at S times this, so that two runs share none.
 SEEDS = 1_000_000
@@ -69,7 +78,7 @@ def _work(options: argparse.Namespace, meshes: Meshes) -> int:
 
 
 def _in_processes(seeds: list[int], options: argparse.Namespace, meshes: Meshes) -> list[Result]:
-    command = [sys.executable, "-m", "shardwise.testing.fuzz", "--worker"]
+    command = [sys.executable, "-m", "tests.fuzz", "--worker"]
     command += [f"--shrink={options.shrink}"]
     command += [f"--mesh={'x'.join(map(str, mesh))}" for mesh in meshes if options.mesh]
     found: dict[str, Result] = {}
@@ -106,7 +115,7 @@ def _mesh(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m shardwise.testing.fuzz",
+        prog="python -m tests.fuzz",
         description="Plays random programs on simulated ranks and on one device. Exits with 1 "
         "where they differ, and prints a script for each difference.",
     )

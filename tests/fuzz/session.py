@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.simulation.world import simulate
-from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
-from shardwise.testing.fuzz.play import FAILURES, OUTCOMES, ProgramOutcome, play
-from shardwise.testing.fuzz.program import Program
-from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
-from shardwise.testing.fuzz.worlds import Sharded
+from tests.fuzz.generate import MESHES, generate, mesh_of
+from tests.fuzz.play import FAILURES, OUTCOMES, ProgramOutcome, play
+from tests.fuzz.program import Program
+from tests.fuzz.shrink import play_alone, play_forked, shrink
+from tests.fuzz.worlds import Sharded
 
 
 @dataclass
@@ -39,12 +39,12 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from shardwise.testing.fuzz import OneDevice, Sharded
+from tests.fuzz.worlds import OneDevice, Sharded
 """
 
 
 def script(program: Program, outcome: ProgramOutcome) -> str:
-    """A script that runs on its own and prints what both worlds hold."""
+    """A script that prints what both worlds hold; it runs with the repository on its path."""
     lines = [f"    {line}" for line in program.text.splitlines()]
     shown = f"w.read({outcome.slot})" if outcome.slot else '"no error"'
     return f"""\
@@ -151,7 +151,7 @@ def failures(results: Sequence[Result]) -> list[Result]:
 def told(result: Result) -> str:
     """A failure as text, with its script or the command that makes it."""
     head = f"=== seed {result.seed}, mesh {result.mesh}: {result.kind}: {result.note}"
-    again = f"    python -m shardwise.testing.fuzz --replay {result.seed}"
+    again = f"    python -m tests.fuzz --replay {result.seed}"
     return f"{head}\n{result.script or again}"
 
 

@@ -42,6 +42,43 @@ from shardwise.testing.batches import call, loss_of, per_rank, split_batch
 from shardwise.testing.compare import Values
 from shardwise.testing.mesh import Mesh
 
+#: What a training loop may do besides forward, backward and step.
+OPTIONS: dict[str, str] = {
+    "accumulate": "two batches a step, each reduced",
+    "no_sync": "two batches a step, the first inside no_sync()",
+    "clip": "gradients are clipped by their common norm",
+    "recompute": "activations are computed again in backward",
+    "autocast": "forward in bfloat16",
+    "copy": "after a step, training goes on with a deep copy",
+    "pickle": "after a step, training goes on with a pickled copy",
+    "unused": "a layer that no step uses",
+    "sometimes": "a layer that one step uses",
+    "late": "parameters that are frozen at first",
+    "freeze": "parameters that are frozen after a step",
+    "two": "two optimizers share the parameters",
+    "save": "saved by all ranks, loaded by one device",
+    "penalty": "a gradient penalty, by double backward",
+    "zeros": "gradients are set to zero, not to None",
+}
+
+#: Options that contradict each other.
+EXCLUSIVE = (
+    {"accumulate", "no_sync"},
+    {"copy", "pickle"},
+    {"unused", "sometimes"},
+    {"late", "freeze"},
+    {"autocast", "penalty"},
+    # The second optimizer would divide by rounding errors.
+    {"autocast", "two"},
+    # Zeros are not None: frozen and unused parameters would still be decayed.
+    {"zeros", "freeze"},
+)
+
+
+def agree(options: frozenset[str]) -> bool:
+    return not any(pair <= options for pair in EXCLUSIVE)
+
+
 NUM_STEPS = 3
 CLIP_NORM = 0.1
 PENALTY = 0.05

@@ -25,44 +25,8 @@ from shardwise.parallel import (
 )
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
-from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, Kind
-
-#: What a training loop may do besides forward, backward and step.
-OPTIONS: dict[str, str] = {
-    "accumulate": "two batches a step, each reduced",
-    "no_sync": "two batches a step, the first inside no_sync()",
-    "clip": "gradients are clipped by their common norm",
-    "recompute": "activations are computed again in backward",
-    "autocast": "forward in bfloat16",
-    "copy": "after a step, training goes on with a deep copy",
-    "pickle": "after a step, training goes on with a pickled copy",
-    "unused": "a layer that no step uses",
-    "sometimes": "a layer that one step uses",
-    "late": "parameters that are frozen at first",
-    "freeze": "parameters that are frozen after a step",
-    "two": "two optimizers share the parameters",
-    "save": "saved by all ranks, loaded by one device",
-    "penalty": "a gradient penalty, by double backward",
-    "zeros": "gradients are set to zero, not to None",
-}
-
-#: Options that contradict each other.
-EXCLUSIVE = (
-    {"accumulate", "no_sync"},
-    {"copy", "pickle"},
-    {"unused", "sometimes"},
-    {"late", "freeze"},
-    {"autocast", "penalty"},
-    # The second optimizer would divide by rounding errors.
-    {"autocast", "two"},
-    # Zeros are not None: frozen and unused parameters would still be decayed.
-    {"zeros", "freeze"},
-)
-
-
-def agree(options: frozenset[str]) -> bool:
-    return not any(pair <= options for pair in EXCLUSIVE)
-
+from shardwise.testing.training import OPTIONS
+from tests.steps.models import ANY_OPTIMIZER, KINDS, Kind
 
 #: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")

@@ -15,9 +15,9 @@ import torch
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise.testing.compare import difference, tolerance
-from shardwise.testing.fuzz.hand import MOST
-from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState
-from shardwise.testing.fuzz.worlds import OneDevice
+from tests.fuzz.hand import MOST
+from tests.fuzz.program import Item, Program, Statement, WorldState
+from tests.fuzz.worlds import OneDevice
 
 aten = torch.ops.aten
 

@@ -18,8 +18,8 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.testing.compare import Different, brief, difference, gathered, tolerance
-from shardwise.testing.fuzz.program import Program, WorldState, run
-from shardwise.testing.fuzz.undefined import (
+from tests.fuzz.program import Program, WorldState, run
+from tests.fuzz.undefined import (
     ROUNDING,
     SHARED_GRADIENT,
     SharedGradients,
@@ -28,7 +28,7 @@ from shardwise.testing.fuzz.undefined import (
     hangs_on_rounding,
     undefined_error,
 )
-from shardwise.testing.fuzz.worlds import OneDevice, Sharded
+from tests.fuzz.worlds import OneDevice, Sharded
 
 #: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
 #: an error that is no refusal, `refused` what shardwise does not support, `torch-refused` what

@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,12 +15,12 @@ import torch
 from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
-from shardwise.testing.fuzz.__main__ import main
-from shardwise.testing.fuzz.generate import Growth, generate
-from shardwise.testing.fuzz.hand import Draft, NoFit
-from shardwise.testing.fuzz.play import Reference, play
-from shardwise.testing.fuzz.program import _NAMES, Leaf, Program, Statement, run
-from shardwise.testing.fuzz.session import (
+from tests.fuzz.__main__ import main
+from tests.fuzz.generate import Growth, generate
+from tests.fuzz.hand import Draft, NoFit
+from tests.fuzz.play import Reference, play
+from tests.fuzz.program import _NAMES, Leaf, Program, Statement, run
+from tests.fuzz.session import (
     Result,
     by_mesh,
     failures,
@@ -28,11 +29,11 @@ from shardwise.testing.fuzz.session import (
     summary,
     told,
 )
-from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
-from shardwise.testing.fuzz.tables import FAMILIES
-from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
-from shardwise.testing.fuzz.tables.nn import LAYERS
-from shardwise.testing.fuzz.undefined import (
+from tests.fuzz.shrink import play_alone, play_forked, shrink
+from tests.fuzz.tables.autograd import AUTOGRAD
+from tests.fuzz.tables.families import FAMILIES
+from tests.fuzz.tables.nn import LAYERS
+from tests.fuzz.undefined import (
     BIAS_ALONE,
     MEDIAN,
     OVERLAP,
@@ -43,7 +44,7 @@ from shardwise.testing.fuzz.undefined import (
     Kinks,
     steady,
 )
-from shardwise.testing.fuzz.worlds import OneDevice, Sharded, values
+from tests.fuzz.worlds import OneDevice, Sharded, values
 
 pytestmark = pytest.mark.slow
 
@@ -174,7 +175,14 @@ def test_the_script_of_a_failure_runs_on_its_own(tmp_path):
     outcome = play_alone(LONG)
     file = tmp_path / "failure.py"
     file.write_text(script(LONG, outcome).replace('"no error"', "w.read(v0.grad)"))
-    shown = subprocess.run([sys.executable, file], capture_output=True, text=True, check=True)
+    root = str(Path(__file__).parents[2])
+    shown = subprocess.run(
+        [sys.executable, file],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([root, *sys.path])},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     one, sharded = shown.stdout.split("sharded:   ")
     assert one.startswith("one device: tensor(")
     assert one.removeprefix("one device: ").split() == sharded.split()
