@@ -97,26 +97,6 @@ def outputs_table(report: StepReport) -> Table:
     return table
 
 
-def collectives_table(report: StepReport) -> Table:
-    """Similar collectives share a row; implicit ones are marked."""
-    title = (
-        f"Communication, per rank: {len(report.collectives)} collectives, "
-        f"{report.num_bytes:,} bytes, {report.num_implicit} implicit"
-    )
-    columns = ("module", "phase", "collective", "axis", "because of", "at", "written down")
-    table = _table(title, *columns, numbers=("calls", "bytes"))
-    rows: dict[tuple[str, ...], list[int]] = {}
-    for each in report.collectives:
-        because = each.op or "a direct call"
-        written = "implicit" if each.implicit else "explicit"
-        row = (each.module, each.phase, each.kind, each.axis or "", because, each.line or "")
-        rows.setdefault((*row, written), []).append(each.num_bytes)
-    for key, sizes in rows.items():
-        style = "yellow" if key[-1] == "implicit" else None
-        table.add_row(*map(Text, key), f"{len(sizes):,}", f"{sum(sizes):,}", style=style)
-    return table
-
-
 def parity_table(parity: Parity, *, everything: bool = False) -> Table:
     """What differs, or all that was compared."""
     columns = ("what", "name", "verdict")

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.console import collectives_table, console, outputs_table, parameters_table
+from shardwise.cli.console import console, outputs_table, parameters_table
 from shardwise.demo.show import memory_table
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
@@ -119,7 +119,7 @@ def show(report: StepReport, out: Console) -> None:
     tables: list[Table] = [
         parameters_table(report),
         outputs_table(report),
-        collectives_table(report),
+        report.traffic.__rich__(),
         memory_table(report),
     ]
     for table in tables:

@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,19 +38,6 @@ class CommEvent:
     line: str | None = None
     phase: str = "forward"
     implicit: bool = False
-
-
-EventT = TypeVar("EventT", bound=CommEvent)
-
-
-def similar(events: Iterable[EventT]) -> dict[tuple[str, ...], list[EventT]]:
-    """The rows of a table of events: module, phase, kind, axis, cause and line."""
-    rows: dict[tuple[str, ...], list[EventT]] = {}
-    for event in events:
-        cause = (event.op or "a direct call") + (" (implicit)" if event.implicit else "")
-        row = (event.module, event.phase, event.kind, event.axis or "", cause, event.line or "")
-        rows.setdefault(row, []).append(event)
-    return rows
 
 
 def _packets() -> Iterator[tuple[Any, Any]]:

@@ -20,6 +20,7 @@ from shardwise.core.placements import short
 from shardwise.debug import CommDebugMode
 from shardwise.debug.events import CommEvent
 from shardwise.debug.places import Place
+from shardwise.debug.traffic import Traffic
 from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
@@ -149,28 +150,31 @@ class StepReport:
     facts: dict[str, str] = field(default_factory=dict)
 
     @property
+    def traffic(self) -> Traffic:
+        return Traffic(self.collectives)
+
+    @property
     def num_bytes(self) -> int:
         """The bytes that each rank sent."""
-        return sum(each.num_bytes for each in self.collectives)
+        return self.traffic.num_bytes
 
     @property
     def num_implicit(self) -> int:
-        return sum(each.implicit for each in self.collectives)
+        return self.traffic.num_implicit
 
     def kinds(self) -> dict[str, tuple[int, int]]:
         """Per kind of collective, how many and how many bytes."""
-        found: dict[str, tuple[int, int]] = {}
-        for each in self.collectives:
-            count, size = found.get(each.kind, (0, 0))
-            found[each.kind] = count + 1, size + each.num_bytes
-        return dict(sorted(found.items()))
+        return self.traffic.kinds()
 
     def to_dict(self) -> dict[str, Any]:
         content = asdict(self)
-        totals = {"collectives": len(self.collectives), "implicit": self.num_implicit}
-        totals["bytes"] = self.num_bytes
         kinds = {k: {"calls": n, "bytes": size} for k, (n, size) in self.kinds().items()}
-        return {"format": "shardwise step 1", "totals": totals, "kinds": kinds, **content}
+        return {
+            "format": "shardwise step 1",
+            "totals": self.traffic.totals(),
+            "kinds": kinds,
+            **content,
+        }
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
