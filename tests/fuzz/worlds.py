@@ -19,7 +19,7 @@ from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
 from shardwise.testing.compare import gathered
-from shardwise.testing.scatter import scatter
+from shardwise.testing.layouts import scatter
 
 
 def values(

@@ -5,7 +5,7 @@
     python -m tests.op_sweep --compiled         # as compiled code, against eager code
 
 `table` reads torch's table, `play` runs one operator's samples, eager or compiled, in layouts of
-`shardwise.testing.ways`, and `report` plays many operators and writes the table and the JSON.
+`shardwise.testing.layouts`, and `report` plays many operators and writes the table and the JSON.
 """
 
 from __future__ import annotations

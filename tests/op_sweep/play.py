@@ -27,7 +27,7 @@ from shardwise.simulation.world import simulate
 from shardwise.testing.alone import Alone, OpCall, copied, full_name, gradients, outcome_of, placed
 from shardwise.testing.cases import Cases
 from shardwise.testing.compare import brief, compare
-from shardwise.testing.ways import (
+from shardwise.testing.layouts import (
     ONE_AXIS,
     RANKS,
     OperandLayouts,

@@ -13,7 +13,7 @@ from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.alone import Alone, OpCall, outcome_of
 from shardwise.testing.cases import Cases
 from shardwise.testing.doors import reading, repeats_memory
-from shardwise.testing.ways import OperandLayouts, further_ways, laid_out, ways
+from shardwise.testing.layouts import OperandLayouts, further_ways, laid_out, ways
 from tests.op_sweep import report
 from tests.op_sweep.__main__ import main
 from tests.op_sweep.play import Compiler, play_compiled, play_operator

@@ -16,8 +16,7 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.debug.comm_mode import CommDebugMode
-from shardwise.debug.events import CommEvent
-from shardwise.debug.places import Place, Places
+from shardwise.debug.events import CommEvent, Place, Places
 from shardwise.debug.traffic import Traffic
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan

@@ -13,6 +13,7 @@ from rich.text import Text
 from shardwise.demo import training
 from shardwise.demo.training import TrainingRun, largest_difference
 from shardwise.report.step import StepReport
+from shardwise.report.tables import kinds_table, memory_table
 
 #: Differences beyond this are not rounding.
 BOUND = 1e-4
@@ -81,24 +82,3 @@ def show(console: Console, report: StepReport) -> None:
     console.print()
     console.print(memory_table(report))
     console.print(kinds_table(report))
-
-
-def memory_table(report: StepReport) -> Table:
-    table = Table(title="Memory per rank, bytes", title_justify="left")
-    for name in ("rank", "parameters", "gradients", "optimizer", "activations", "all"):
-        table.add_column(name, justify="right")
-    for rank, memory in zip(report.ranks, report.memory, strict=True):
-        figures = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
-        table.add_row(str(rank), *(f"{f:,}" for f in (*figures, memory.total)))
-    return table
-
-
-def kinds_table(report: StepReport) -> Table:
-    title = "Communicated in one step, per rank"
-    table = Table(title=title, title_justify="left", show_footer=True)
-    table.add_column("collective", "all")
-    table.add_column("calls", f"{len(report.collectives):,}", justify="right")
-    table.add_column("bytes", f"{report.num_bytes:,}", justify="right")
-    for kind, (count, size) in report.kinds().items():
-        table.add_row(kind, f"{count:,}", f"{size:,}")
-    return table

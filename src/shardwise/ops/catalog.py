@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import untraced
-from shardwise.dispatch import catalog, refused
+from shardwise.dispatch import catalog
+from shardwise.dispatch.local_call import REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
 from shardwise.ops import composites
@@ -110,7 +111,7 @@ def _register_kernels() -> None:
 catalog.CATALOG.update(RULES)
 catalog.DEFAULT_RULES.append(pointwise.pointwise_rule)
 for _table in _tables("REFUSED"):
-    refused.REFUSED.update(_table)
+    REFUSED.update(_table)
 for _table in _tables("DECOMPOSITIONS"):
     fallback.DECOMPOSITIONS.update(_table)
 _register_kernels()

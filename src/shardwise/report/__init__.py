@@ -2,9 +2,14 @@
 
 from shardwise.report.case import Case
 from shardwise.report.html import write_html
-from shardwise.report.parity import Parity, check_in_processes, check_simulated
+from shardwise.report.parity import (
+    Parity,
+    TrainingParity,
+    check_in_processes,
+    check_simulated,
+    check_training,
+)
 from shardwise.report.step import StepReport, report_step
-from shardwise.report.training import TrainingParity, check_training
 from shardwise.testing.mesh import Mesh
 
 __all__ = [

@@ -15,8 +15,7 @@ from pathlib import Path
 from shardwise.debug.traffic import Traffic, ancestry
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.plans.files import write_text
-from shardwise.report.memory import RankMemory
-from shardwise.report.step import ParameterReport, StepReport
+from shardwise.report.step import ParameterReport, RankMemory, StepReport
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from shardwise.testing.doors import (
     repeats_memory,
     written,
 )
-from shardwise.testing.ways import OperandLayouts, laid_out, random_of
+from shardwise.testing.layouts import OperandLayouts, laid_out, random_of
 
 
 class Cases:

@@ -29,6 +29,7 @@ from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.simulation.world import simulate
 from shardwise.testing.alone import Alone, OpCall, outcome_of
 from shardwise.testing.cases import Cases
+from shardwise.testing.layouts import OperandLayouts, random_of
 from shardwise.testing.sample import (
     Sample,
     SampleAlone,
@@ -39,7 +40,6 @@ from shardwise.testing.sample import (
     layout_of,
     rule_for,
 )
-from shardwise.testing.ways import OperandLayouts, random_of
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))

@@ -280,7 +280,7 @@ RULES: Table = table(
     ),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(
     (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
 )

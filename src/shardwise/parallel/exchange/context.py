@@ -31,7 +31,7 @@ from shardwise.ops.nn.sequence_attention import POSITIONS, attend_locally
 from shardwise.parallel.style import prepend_input_hook
 from shardwise.plans.paths import all_paths, matching_modules, nearest
 from shardwise.simulation.parts import one_part, sized
-from shardwise.simulation.plain_ranks import on_plain_ranks
+from shardwise.simulation.ranks import on_plain_ranks
 from shardwise.training.contract import DataAxes
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.mesh_axes import mesh_axes

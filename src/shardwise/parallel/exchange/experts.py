@@ -35,8 +35,7 @@ from shardwise.parallel.experts import ExpertParallel, Reached, check_inputs, ho
 from shardwise.parallel.style import owner_of
 from shardwise.plans.paths import all_paths, matching_modules, nearest
 from shardwise.simulation.parts import one_part, sized
-from shardwise.simulation.plain_ranks import on_plain_ranks
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, on_plain_ranks
 
 
 def expert_parallel(

@@ -1,8 +1,10 @@
-"""The layouts in which a call is run."""
+"""The layouts in which a call is run: tensors scattered to them, and gathered."""
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 import random
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -12,11 +14,118 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard, short
+from shardwise.core.box import Box
+from shardwise.core.layout import Layout
+from shardwise.core.mesh import Grid
+from shardwise.core.placements import (
+    REPLICATE,
+    SUM,
+    NormPartial,
+    Partial,
+    Placement,
+    Shard,
+    short,
+)
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.ranks import each_rank
-from shardwise.testing.scatter import scatter
+from shardwise.errors import RankMismatchError
+from shardwise.redistribute.execute import in_memory_order
+from shardwise.simulation.parts import on_rank
+from shardwise.simulation.ranks import each_rank, one_tensor
+from shardwise.simulation.roster import same_values
+
+
+def scatter(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """A plain tensor laid out; Partial axes get random terms that reduce to it."""
+    grid = layout.grid
+    axes = [axis for axis, p in enumerate(layout.placements) if p.is_shard()]
+    shards: dict[Any, torch.Tensor] = {}  # by coordinates along the sharded axes
+    of_ranks = []
+    for rank in grid.ranks:
+        coordinate = grid.coordinates[rank]
+        key = tuple(coordinate[axis] for axis in axes)
+        if key not in shards:
+            shards[key] = in_memory_order(tensor[layout.box(coordinate).slices], layout)
+        of_ranks.append(shards[key])
+    local = one_tensor(grid, of_ranks, sized=False)
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            local = _split_terms(local, placement, axis, grid)
+    return local
+
+
+def _split_terms(local: torch.Tensor, partial: Partial, axis: int, grid: Grid) -> torch.Tensor:
+    """Random terms along `axis`, the same in each group of ranks that shares the rest."""
+    made: dict[int, torch.Tensor] = {}
+    for line in grid.lines(axis):
+        terms = _terms(on_rank(local, line[0]), partial, len(line))
+        made.update(zip(line, terms, strict=True))
+    return one_tensor(grid, [made[rank] for rank in grid.ranks])
+
+
+def _terms(value: torch.Tensor, partial: Partial, num: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(value.numel())
+    noise = [
+        torch.empty_like(value).copy_(torch.randint(-3, 4, value.shape, generator=generator))
+        for _ in range(num - 1)
+    ]
+    match partial.reduce_op:
+        case "max" if value.dtype is torch.bool:
+            return [value, *(value & n for n in noise)]
+        case "min" if value.dtype is torch.bool:
+            return [value, *(value | n for n in noise)]
+        case "max":
+            return [value, *(value - n.abs() for n in noise)]
+        case "min":
+            return [value, *(value + n.abs() for n in noise)]
+        case "product":
+            factors = [torch.where(n < 0, -1, 1).to(value.dtype) for n in noise]
+            return [functools.reduce(torch.mul, factors, value), *factors]
+        case "norm":
+            assert isinstance(partial, NormPartial), "only a NormPartial is a norm"
+            return [value * num ** (-1 / partial.norm_type)] * num
+    total = value * num if partial.reduce_op == "avg" else value
+    return [*noise, total - sum(noise)] if noise else [total]
+
+
+def gather(local: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """The plain tensor that shards in `layout` stand for."""
+    grid = layout.grid
+    shards = {rank: on_rank(local, rank) for rank in grid.ranks}
+    for axis, placement in enumerate(layout.placements):
+        if isinstance(placement, Partial):
+            for line in grid.lines(axis):
+                value = _reduced([shards[rank] for rank in line], placement)
+                shards.update(dict.fromkeys(line, value))
+    boxes: dict[Box, torch.Tensor] = {}
+    for rank, shard in shards.items():
+        first = boxes.setdefault(layout.box(grid.coordinates[rank]), shard)
+        if first is not shard and not same_values(first, shard):
+            raise RankMismatchError(f"Rank {rank} holds other values of a shard than its replicas.")
+    whole = shards[grid.ranks[0]].new_empty(layout.shape)
+    for box, shard in boxes.items():
+        whole[box.slices] = shard
+    return whole
+
+
+def _reduced(terms: Sequence[torch.Tensor], partial: Partial) -> torch.Tensor:
+    match partial.reduce_op:
+        case "max":
+            return functools.reduce(torch.maximum, terms)
+        case "min":
+            return functools.reduce(torch.minimum, terms)
+        case "product":
+            return functools.reduce(torch.mul, terms)
+        case "norm":
+            assert isinstance(partial, NormPartial), "only a NormPartial is a norm"
+            norms, order = torch.stack(list(terms)).double(), partial.norm_type
+            if order == math.inf:
+                return functools.reduce(torch.maximum, terms)
+            total = torch.copysign(norms.abs() ** order, norms).sum(0)
+            return torch.copysign(total.abs() ** (1 / order), total).to(terms[0].dtype)
+    total = functools.reduce(torch.add, terms)
+    return (total / len(terms)).to(total.dtype) if partial.reduce_op == "avg" else total
+
 
 #: The term of each coordinate along a Partial axis, in multiples of the tensor. Any two neighbours
 #: add up without rounding, and no function that is not linear gives the same sum.
