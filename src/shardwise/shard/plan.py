@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,14 @@ from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.plans.files import Entry, read_plan_file, write_plan_file
 from shardwise.plans.paths import find_tensor
 from shardwise.shard.spec import (
+    SHARD_OPTIONS,
+    SPEC_OPTIONS,
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
     ShardMetadata,
+    decode_spec,
+    encode_spec,
 )
 from shardwise.shard.tiling import split_dims
 
@@ -279,19 +283,8 @@ def load_plan(path: str | os.PathLike[str]) -> ShardingPlan:
 
 
 def _entry(spec: Any, at: str) -> dict[str, Any]:
-    if isinstance(spec, ChunkShardingSpec):
-        places = [str(place) for place in spec.placements]
-        return {"style": "ChunkShardingSpec", "dim": spec.dim, "placements": places}
-    if isinstance(spec, EnumerableShardingSpec):
-        shards = [
-            {
-                "offsets": list(box.shard_offsets),
-                "sizes": list(box.shard_sizes),
-                "placement": str(box.placement),
-            }
-            for box in spec.shards
-        ]
-        return {"style": "EnumerableShardingSpec", "shards": shards}
+    if isinstance(spec, (ChunkShardingSpec, EnumerableShardingSpec)):
+        return encode_spec(spec)
     raise ArgumentError(
         f"{at!r} has a {type(spec).__name__}, which is code: a file cannot hold it."
     )
@@ -299,34 +292,28 @@ def _entry(spec: Any, at: str) -> dict[str, Any]:
 
 def _spec(entry: Any, at: str) -> ShardingSpec:
     style = entry.get("style") if isinstance(entry, Mapping) else entry
+    if not isinstance(entry, Mapping) or style not in list(SPEC_OPTIONS):  # it may have no hash
+        raise LayoutError(
+            f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
+            f"{', '.join(SPEC_OPTIONS)} or {_OUTPUT}. (Styles of tensor parallelism are for "
+            "shardwise.parallel.)"
+        )
+    _check_options(entry, SPEC_OPTIONS[style], at)
     try:
-        if style == "ChunkShardingSpec" and isinstance(entry, Mapping):
-            _check_options(entry, {"dim", "placements"}, at)
-            return ChunkShardingSpec(entry["dim"], entry["placements"])
-        if style == "EnumerableShardingSpec" and isinstance(entry, Mapping):
-            _check_options(entry, {"shards"}, at)
-            return EnumerableShardingSpec([_box(shard, at) for shard in entry["shards"]])
+        for shard in entry.get("shards", ()):
+            if not isinstance(shard, Mapping):
+                raise LayoutError(f"The plan's entry for {at!r} has the shard {str(shard)[:60]!r}.")
+            _check_options(shard, SHARD_OPTIONS, at)
+        return decode_spec(entry)
     except ShardwiseError:
         raise
     except KeyError as error:
         raise LayoutError(f"The plan's entry for {at!r} lacks {error}.") from error
     except (TypeError, ValueError) as error:
         raise LayoutError(f"The plan's entry for {at!r} is invalid: {str(error)[:200]}.") from error
-    raise LayoutError(
-        f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
-        f"ChunkShardingSpec, EnumerableShardingSpec or {_OUTPUT}. (Styles of tensor parallelism "
-        "are for shardwise.parallel.)"
-    )
 
 
-def _box(shard: Any, at: str) -> ShardMetadata:
-    if not isinstance(shard, Mapping):
-        raise LayoutError(f"The plan's entry for {at!r} has the shard {str(shard)[:60]!r}.")
-    _check_options(shard, {"offsets", "sizes", "placement"}, at)
-    return ShardMetadata(shard["offsets"], shard["sizes"], shard["placement"])
-
-
-def _check_options(entry: Mapping[str, Any], known: set[str], at: str) -> None:
-    unknown = sorted(set(entry) - known - {"style"})
+def _check_options(entry: Mapping[str, Any], known: Collection[str], at: str) -> None:
+    unknown = sorted(set(entry) - {*known, "style"})
     if unknown:
         raise LayoutError(f"The plan's entry for {at!r} has {unknown}; it takes {sorted(known)}.")
