@@ -27,17 +27,10 @@ from shardwise.simulation.world import simulate
 from shardwise.testing.alone import Alone, OpCall, copied, full_name, gradients, outcome_of, placed
 from shardwise.testing.cases import Cases
 from shardwise.testing.compare import brief, compare
-from shardwise.testing.layouts import (
-    ONE_AXIS,
-    RANKS,
-    OperandLayouts,
-    further_ways,
-    laid_out,
-    middles,
-    ways,
-)
+from shardwise.testing.layouts import OperandLayouts, laid_out
 from tests.op_sweep.report import KINDS, OpResult
 from tests.op_sweep.table import error_samples, own_seed, samples
+from tests.op_sweep.ways import ONE_AXIS, RANKS, further_ways, middles, ways
 
 
 def play_operator(

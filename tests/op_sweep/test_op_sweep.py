@@ -13,12 +13,13 @@ from shardwise.dispatch.rule import Choice, Rule
 from shardwise.testing.alone import Alone, OpCall, outcome_of
 from shardwise.testing.cases import Cases
 from shardwise.testing.doors import reading, repeats_memory
-from shardwise.testing.layouts import OperandLayouts, further_ways, laid_out, ways
+from shardwise.testing.layouts import OperandLayouts, laid_out
 from tests.op_sweep import report
 from tests.op_sweep.__main__ import main
 from tests.op_sweep.play import Compiler, play_compiled, play_operator
 from tests.op_sweep.report import OpResult
 from tests.op_sweep.table import operators, samples
+from tests.op_sweep.ways import further_ways, ways
 
 pytestmark = pytest.mark.slow
 

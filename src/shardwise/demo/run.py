@@ -31,7 +31,6 @@ from shardwise.launch import join
 from shardwise.report.html import write_html
 
 STEPS = {"dlrm": 240, "gpt": 150}
-MODELS = tuple(STEPS)
 SHOWN_LINES = 5
 
 
