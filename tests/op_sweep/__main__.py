@@ -4,7 +4,7 @@
     python -m tests.op_sweep 'fft.*' sort       # some, by name or pattern
     python -m tests.op_sweep --compiled         # as compiled code, against eager code
 
-`table` reads torch's table, `play` runs one operator's samples, eager or compiled, in the layouts of
+`table` reads torch's table, `play` runs one operator's samples, eager or compiled, in layouts of
 `ways`, and `report` plays many operators and writes the table and the JSON.
 """
 

@@ -1,4 +1,7 @@
-"""One training step of a model as data, tables and a page: communication, memory, parity."""
+"""One training step of a model as data, tables and a page: communication, memory, parity.
+
+What was sent is added up in `debug.traffic`; the steps that are compared are in `testing`.
+"""
 
 from shardwise.report.case import Case
 from shardwise.report.html import write_html
