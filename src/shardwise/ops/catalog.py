@@ -25,7 +25,6 @@ from shardwise.ops.lookup import (
     embedding,
     embedding_rules,
     largest_bags,
-    row_gradients,
 )
 from shardwise.ops.math import (
     einsum,
@@ -33,7 +32,6 @@ from shardwise.ops.math import (
     matmul,
     pointwise,
     reduce,
-    special_products,
     whole,
 )
 from shardwise.ops.nn import (
@@ -55,7 +53,6 @@ FAMILIES: tuple[Any, ...] = (
     reduce,
     linalg,
     whole,
-    special_products,
     views,
     create,
     join,
@@ -71,7 +68,6 @@ FAMILIES: tuple[Any, ...] = (
     pooling,
     embedding_rules,
     embedding,
-    row_gradients,
     bags,
     bag_rules,
     bag_grads,

@@ -29,7 +29,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.lookup.optimizers import add_distinct_rows
 from shardwise.lookup.order import distinct, segment_sums
-from shardwise.ops.lookup.row_gradients import SparseRows
+from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.ranks import each_rank
 from shardwise.simulation.roster import Roster
