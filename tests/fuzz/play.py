@@ -17,7 +17,8 @@ from shardwise.errors import (
     MixedTensorsError,
     UnsupportedError,
 )
-from shardwise.testing.compare import Different, brief, difference, gathered, tolerance
+from shardwise.testing.compare import Different, brief, gathered
+from tests.fuzz.compare import difference, tolerance
 from tests.fuzz.program import Program, WorldState, run
 from tests.fuzz.undefined import (
     ROUNDING,

@@ -14,7 +14,7 @@ import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.pytree import tree_leaves, tree_map
-from shardwise.testing.compare import difference, tolerance
+from tests.fuzz.compare import difference, tolerance
 from tests.fuzz.hand import MOST
 from tests.fuzz.program import Item, Program, Statement, WorldState
 from tests.fuzz.worlds import OneDevice

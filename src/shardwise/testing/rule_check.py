@@ -231,7 +231,6 @@ class _Entry:
     op: OpOverload
     variant_test_name: str = ""
     supports_autograd: bool = True
-    supports_out: bool = False
 
     @property
     def name(self) -> str:
@@ -239,9 +238,6 @@ class _Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
-
-    def get_inplace(self) -> None:
-        return None
 
 
 def _on_one_device(sample: Sample) -> Alone:
