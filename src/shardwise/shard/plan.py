@@ -40,7 +40,7 @@ _OUTPUT = "Output"
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class UnitTraffic:
     """One collective of a forward: its bytes per id, bag or row."""
 
     kind: str
@@ -64,7 +64,7 @@ class ShardingPlanReport:
     #: Bytes of parameters on each rank, without what sharders shard.
     bytes_per_rank: tuple[int, ...]
     #: What a forward of each module sends, besides a few numbers.
-    forwards: Mapping[str, tuple[str, tuple[Traffic, ...]]]
+    forwards: Mapping[str, tuple[str, tuple[UnitTraffic, ...]]]
 
     @property
     def balance(self) -> float:
@@ -138,7 +138,7 @@ def _how(boxes: tuple[ShardMetadata, ...], shape: tuple[int, ...]) -> str:
 
 def _traffic(
     owner: nn.Module, name: str, tensor: torch.Tensor, boxes: tuple[ShardMetadata, ...]
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     dims = split_dims(boxes, tensor.shape)
     if name != "weight" or tensor.dim() != 2 or len(dims) > 1:
         return ()
@@ -152,13 +152,13 @@ def _traffic(
 
 def _linear(
     weight: torch.Tensor, boxes: tuple[ShardMetadata, ...], by_columns: bool
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     (num_outputs, num_inputs), item = weight.shape, weight.element_size()
-    there = Traffic("all_gather", num_inputs * item, "row of this rank")
+    there = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
     if by_columns:
-        return there, Traffic("reduce_scatter", num_outputs * item, "row of all ranks")
+        return there, UnitTraffic("reduce_scatter", num_outputs * item, "row of all ranks")
     outputs = max(box.shard_sizes[0] for box in boxes)
-    return there, Traffic("all_to_all", outputs * item, "row of all ranks")
+    return there, UnitTraffic("all_to_all", outputs * item, "row of all ranks")
 
 
 def _lookup(
@@ -166,16 +166,16 @@ def _lookup(
     weight: torch.Tensor,
     boxes: tuple[ShardMetadata, ...],
     by_columns: bool,
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     width = max(box.shard_sizes[1] for box in boxes) * weight.element_size()
     id_bytes = (torch.int32 if weight.shape[0] < 2**31 else torch.int64).itemsize
     holders = {box.rank for box in boxes if box.numel}
     # An id goes to every rank that has columns of its row.
     id_bytes *= len(holders) if by_columns else 1
-    norms: list[Traffic] = []
+    norms: list[UnitTraffic] = []
     if owner.max_norm is not None and by_columns:
-        norm = Traffic("all_reduce", weight.element_size(), "different id of all ranks")
-        norms = [Traffic("all_reduce", 8, "lookup"), norm]
+        norm = UnitTraffic("all_reduce", weight.element_size(), "different id of all ranks")
+        norms = [UnitTraffic("all_reduce", 8, "lookup"), norm]
     if not _is_pooled_by_owners(owner):
         ids, rows = "different id of this rank", "different id that this rank is asked for"
     elif by_columns or len(holders) < 2:
@@ -183,7 +183,7 @@ def _lookup(
     else:
         ids = "different id of this rank; in long bags, per id and bag"
         rows = "different id that this rank is asked for; in long bags, per bag of all ranks"
-    return Traffic("all_to_all", id_bytes, ids), *norms, Traffic("all_to_all", width, rows)
+    return UnitTraffic("all_to_all", id_bytes, ids), *norms, UnitTraffic("all_to_all", width, rows)
 
 
 def _is_pooled_by_owners(owner: nn.Embedding | nn.EmbeddingBag) -> bool:

@@ -181,7 +181,7 @@ def _run(
         steps = batch.arrive()
         if lookup.max_norm is not None:
             _shorten(call, steps, lookup.max_norm)
-        return _Lookup.apply(weight, call, samples)
+        return _TableLookup.apply(weight, call, samples)
 
 
 # -- on the requester ----------------------------------------------------------------------------
@@ -208,7 +208,7 @@ def _pooled(
     return pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
 
 
-class _Lookup(UntracedFunction):
+class _TableLookup(UntracedFunction):
     """`apply(weight, call, samples)`: the exchange of rows, and of gradients backward."""
 
     @staticmethod
