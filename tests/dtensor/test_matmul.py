@@ -12,7 +12,7 @@ from torch.testing import assert_close
 import shardwise
 from shardwise import Partial, Replicate, Shard, distribute_tensor
 from shardwise.debug import CommDebugMode
-from shardwise.testing.ways import laid_out
+from shardwise.testing.layouts import laid_out
 
 pytestmark = pytest.mark.slow
 

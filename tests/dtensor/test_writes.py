@@ -8,7 +8,7 @@ from torch.nn import functional as F
 import shardwise
 from shardwise import Partial, Replicate, Shard, UnsupportedError
 from shardwise.dispatch import infer
-from shardwise.testing.ways import laid_out
+from shardwise.testing.layouts import laid_out
 
 PLACEMENTS = [Replicate(), Shard(0), Shard(1), Shard(0, (0, 5, 0, 0)), Partial()]
 

@@ -24,20 +24,13 @@ from shardwise._torch.dynamo import reset
 from shardwise._torch.pytree import tree_map
 from shardwise.errors import MixedTensorsError, UnsupportedError
 from shardwise.simulation.world import simulate
-from shardwise.testing.alone import Alone, OpCall, copied, full_name, gradients, outcome_of, placed
-from shardwise.testing.cases import Cases
+from shardwise.testing.alone import OpCall, copied, full_name, gradients, outcome_of, placed
 from shardwise.testing.compare import brief, compare
-from shardwise.testing.ways import (
-    ONE_AXIS,
-    RANKS,
-    OperandLayouts,
-    further_ways,
-    laid_out,
-    middles,
-    ways,
-)
+from shardwise.testing.layouts import OperandLayouts, laid_out
+from tests.op_sweep.cases import Cases, VariantsAlone
 from tests.op_sweep.report import KINDS, OpResult
 from tests.op_sweep.table import error_samples, own_seed, samples
+from tests.op_sweep.ways import ONE_AXIS, RANKS, further_ways, middles, ways
 
 
 def play_operator(
@@ -74,7 +67,7 @@ def _play_sample(
     num_doors: int,
 ) -> None:
     try:
-        alone = Alone(entry, sample)
+        alone = VariantsAlone(entry, sample)
     except Exception:
         return  # one device does not run it either
     result.random = result.random or alone.random
@@ -189,7 +182,7 @@ def play_compiled(
     with _quiet(), own_seed():
         for number, sample in enumerate(samples(entry, num_samples, middles)):
             try:
-                alone = Alone(entry, sample)
+                alone = VariantsAlone(entry, sample)
             except Exception:
                 continue  # one device does not run it either
             result.random = result.random or alone.random
@@ -204,7 +197,7 @@ def play_compiled(
 class _Sample:
     """A sample whose cases run eager and compiled; whether torch compiles it is found once."""
 
-    def __init__(self, alone: Alone, compiler: Compiler) -> None:
+    def __init__(self, alone: VariantsAlone, compiler: Compiler) -> None:
         self._alone, self._compiler = alone, compiler
         #: kind -> why torch does not compile it with plain tensors, empty where it does
         self._refused: dict[str, str] = {}

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwise.testing.alone import OpCall, full_name, tensors_of
-from shardwise.testing.ways import Pick, evenly
+from tests.op_sweep.ways import Pick, evenly
 
 _TABLE = "torch.testing._internal.common_methods_invocations"
 #: Ops that run on CUDA alone.

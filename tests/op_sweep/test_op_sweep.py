@@ -10,15 +10,16 @@ from torch._guards import TracingContext
 from shardwise import DTensor, Partial, Replicate, Shard, init_device_mesh, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
-from shardwise.testing.alone import Alone, OpCall, outcome_of
-from shardwise.testing.cases import Cases
+from shardwise.testing.alone import OpCall, outcome_of
 from shardwise.testing.doors import reading, repeats_memory
-from shardwise.testing.ways import OperandLayouts, further_ways, laid_out, ways
+from shardwise.testing.layouts import OperandLayouts, laid_out
 from tests.op_sweep import report
 from tests.op_sweep.__main__ import main
+from tests.op_sweep.cases import Cases, VariantsAlone
 from tests.op_sweep.play import Compiler, play_compiled, play_operator
 from tests.op_sweep.report import OpResult
 from tests.op_sweep.table import operators, samples
+from tests.op_sweep.ways import further_ways, ways
 
 pytestmark = pytest.mark.slow
 
@@ -85,7 +86,9 @@ def _outcomes(op, *tensors, num=12, inplace=None):
     with simulate(4):
         mesh = init_device_mesh("cpu", (2, 2))
         way = OperandLayouts((2, 2), ((Shard(0), Shard(0)),) * len(tensors), (1, 0))
-        for kind, case in Cases(Alone(Op(op, inplace), sample), way, mesh, 0, num_doors=num).each():
+        for kind, case in Cases(
+            VariantsAlone(Op(op, inplace), sample), way, mesh, 0, num_doors=num
+        ).each():
             found.setdefault(kind, set()).add(outcome_of(case)[0])
     return found
 

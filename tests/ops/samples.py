@@ -13,7 +13,7 @@ from samples_recurrent import RECURRENT_KERNELS, recurrent_samples
 
 from shardwise import Replicate, Shard
 from shardwise.dispatch.schema import positional
-from shardwise.ops.lookup import bag_grads, bag_rules, embedding, largest_bags, row_gradients
+from shardwise.ops.lookup import bag_grads, bag_rules, embedding, embedding_rules, largest_bags
 from shardwise.ops.math import matmul
 from shardwise.ops.nn import batch_norm, loss
 from shardwise.ops.random import draws
@@ -265,9 +265,9 @@ def _embedding() -> list[Sample]:
         Sample(embedding.routed_lookup, (t(7, 4), ids, False)),
         Sample(embedding.routed_lookup, (t(7, 4), ids, True)),
         Sample(embedding.returned_grad, (rows, ids, 7, 5), wish=any_table),
-        Sample(row_gradients.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
-        Sample(row_gradients.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
-        Sample(row_gradients.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
+        Sample(embedding_rules.sparse_grad, (rows, ids, 7, -1, False), wish=any_table),
+        Sample(embedding_rules.sparse_grad, (rows, ids, 7, 5, False), wish=any_table),
+        Sample(embedding_rules.sparse_grad, (rows, ids, 7, 2, True), wish=any_table),
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 
-from shardwise.cli.console import console, parity_table, training_table
+from shardwise.cli.console import console
 from shardwise.errors import ArgumentError
 from shardwise.report import (
     Case,
@@ -16,6 +16,7 @@ from shardwise.report import (
     check_simulated,
     check_training,
 )
+from shardwise.report.tables import parity_table, training_table
 
 
 def run_check(

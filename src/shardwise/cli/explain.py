@@ -10,12 +10,11 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from shardwise.cli.console import collectives_table, console, outputs_table, parameters_table
-from shardwise.demo.show import memory_table
+from shardwise.cli.console import console
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
-from shardwise.report.memory import optimizer_tensors
-from shardwise.report.step import Collective
+from shardwise.report.step import Collective, optimizer_tensors
+from shardwise.report.tables import memory_table, outputs_table, parameters_table
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch
 
@@ -119,7 +118,7 @@ def show(report: StepReport, out: Console) -> None:
     tables: list[Table] = [
         parameters_table(report),
         outputs_table(report),
-        collectives_table(report),
+        report.traffic.__rich__(),
         memory_table(report),
     ]
     for table in tables:

@@ -28,9 +28,9 @@ from shardwise.comm.watch import because
 from shardwise.core.code_version import source_digest
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
-from shardwise.simulation.one_value import spans
 from shardwise.simulation.parts import one_part
 from shardwise.simulation.ranks import each_rank, localize
+from shardwise.simulation.roster import spans
 
 _T = TypeVar("_T")
 #: The errors that keep their type, by name. Others become the first of these that they derive from.

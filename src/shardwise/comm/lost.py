@@ -16,7 +16,7 @@ from shardwise.comm.watch import watch
 from shardwise.core.doing import heard, tell
 from shardwise.core.world import current_world
 from shardwise.errors import CollectiveError
-from shardwise.simulation.one_value import spans
+from shardwise.simulation.roster import spans
 
 #: How long a rank waits for the others to say what they did; they time out at about the same time.
 GRACE_S = 2.0

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from shardwise.simulation.events import listeners
+from shardwise.simulation.collectives import listeners
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,8 @@
-"""Counting communication, explaining plans, drawing who holds what."""
+"""Counting communication, explaining plans, drawing who holds what.
+
+A collective that ran is a `CommEvent`; `traffic` adds them up, groups and shows them, also
+for `report`.
+"""
 
 from shardwise.debug.cache import CacheStats, cache_stats, check_rng
 from shardwise.debug.comm_mode import CommDebugMode

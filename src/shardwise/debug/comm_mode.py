@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,11 +13,11 @@ import torch
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise.comm.watch import watch
 from shardwise.core.placements import Placement, short
-from shardwise.debug.events import COUNTED, PACKETS, CommEvent, event_of_call, make_event, similar
-from shardwise.debug.places import Places
+from shardwise.debug.events import COUNTED, PACKETS, CommEvent, Places, event_of_call, make_event
+from shardwise.debug.traffic import Traffic, ancestry
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ShardwiseError
-from shardwise.simulation.events import COLLECTIVE
+from shardwise.simulation.collectives import COLLECTIVE
 from shardwise.simulation.parts import holds_parts
 
 if TYPE_CHECKING:
@@ -153,7 +152,7 @@ class CommDebugMode(TorchDispatchMode):
 
     def get_total_bytes(self) -> int:
         """The bytes that each rank sent."""
-        return num_bytes(self.events)
+        return Traffic(self.events).num_bytes
 
     # -- modules -----------------------------------------------------------------------------
 
@@ -165,13 +164,12 @@ class CommDebugMode(TorchDispatchMode):
         `MLP.net1`. "Global" stands for everything that ran. Only modules that communicate are
         listed.
         """
-        named = zip(self.events, self._names, strict=True)
         return {
             name: {
                 phase: defaultdict(int, {PACKETS[kind]: n for kind, n in kinds.items()})
                 for phase, kinds in phases.items()
             }
-            for name, phases in module_counts(named).items()
+            for name, phases in Traffic(self.events).by_module(self._names).items()
         }
 
     @property
@@ -210,11 +208,19 @@ class CommDebugMode(TorchDispatchMode):
         With a `noise_level` above 0, each collective has a line below its module.
         """
         paths = [path for path, _ in self._places.modules()]
-        return tracing_table(self.events, paths, each_event=noise_level > 0)
+        return Traffic(self.events).tracing_table(paths, each_event=noise_level > 0)
 
     def to_json(self) -> str:
         """Events and totals as JSON."""
-        return to_json(self.events, self._names, self.get_sharding_info())
+        traffic, sharding = Traffic(self.events), self.get_sharding_info()
+        kinds = {kind: calls for kind, (calls, _) in traffic.kinds().items()}
+        content = {
+            "totals": {**traffic.totals(), "kinds": kinds},
+            "modules": traffic.by_module(self._names),
+            "sharding": {name: short(placements) for name, placements in sharding.items()},
+            "events": [asdict(event) for event in self.events],
+        }
+        return json.dumps(content, indent=2)
 
     def log_comm_debug_tracing_table_to_file(
         self, file_name: str = "comm_mode_log.txt", noise_level: int = 3
@@ -236,26 +242,7 @@ class CommDebugMode(TorchDispatchMode):
         Console().print(self)
 
     def __rich__(self) -> Table:
-        return rich_table(self.events)
-
-
-# -- reports ---------------------------------------------------------------------------------
-
-
-def ancestry(path: str) -> Iterator[str]:
-    """A module's path and those of the modules around it, outermost first.
-
-    >>> list(ancestry("layers.0.net1"))
-    ['layers', 'layers.0', 'layers.0.net1']
-    """
-    parts = path.split(".") if path else []
-    for length in range(1, len(parts) + 1):
-        yield ".".join(parts[:length])
-
-
-def is_inside(path: str, outer: str) -> bool:
-    """Whether a module is `outer` or inside it; all are inside ""."""
-    return not outer or path == outer or path.startswith(f"{outer}.")
+        return Traffic(self.events).__rich__()
 
 
 class ModuleTable:
@@ -283,105 +270,3 @@ class ModuleTable:
             if isinstance(parameter, DTensor):
                 self.sharding_dict[f"{name}.{key}"] = parameter.placements
                 about.setdefault("parameters", {})[key] = str(parameter.placements)
-
-
-def module_counts(
-    named: Iterable[tuple[CommEvent, str]],
-) -> dict[str, dict[str, Counter[str]]]:
-    """Per module and phase, how many of each kind; "Global" stands for everything."""
-    counts: dict[str, dict[str, Counter[str]]] = {
-        "Global": {"forward": Counter(), "backward": Counter()}
-    }
-    for event, name in named:
-        for path in ("Global", *ancestry(name)):
-            phases = counts.setdefault(path, {"forward": Counter(), "backward": Counter()})
-            phases[event.phase][event.kind] += 1
-    return counts
-
-
-def tracing_table(events: Sequence[CommEvent], paths: Iterable[str], *, each_event: bool) -> str:
-    """One line per module, indented by depth; parents' totals include their children's."""
-    known = dict.fromkeys(p for path in paths for p in ancestry(path))
-    known |= dict.fromkeys(p for event in events for p in ancestry(event.module))
-    lines = []
-    for path in ["", *_depth_first(known)]:
-        indent = "  " * (path.count(".") + 1 if path else 0)
-        inside = [event for event in events if is_inside(event.module, path)]
-        lines.append((f"{indent}{path.rpartition('.')[2] or 'Global'}", _phases(inside)))
-        if each_event:
-            own = [event for event in events if event.module == path]
-            lines += [(f"{indent}  * {event.kind}", describe(event)) for event in own]
-    width = max(len(name) for name, _ in lines)
-    return "\n".join(f"{name:{width}}  {text}".rstrip() for name, text in lines)
-
-
-def _depth_first(paths: Iterable[str]) -> list[str]:
-    """Children right below their parents, otherwise in the order given."""
-    order: dict[str, int] = {}
-    for path in paths:
-        order.setdefault(path, len(order))
-    return sorted(order, key=lambda path: [order[p] for p in ancestry(path)])
-
-
-def _phases(events: Sequence[CommEvent]) -> str:
-    texts = []
-    for phase in ("forward", "backward"):
-        found = [event for event in events if event.phase == phase]
-        if found:
-            kinds = Counter(event.kind for event in found)
-            counts = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
-            texts.append(f"{phase}: {counts} ({num_bytes(found):,} bytes)")
-    return "   ".join(texts)
-
-
-def describe(event: CommEvent) -> str:
-    """One collective on one line.
-
-    >>> describe(CommEvent("all_reduce", "tp", 1024, "aten.mm.default", line="a.py:3"))
-    "over 'tp', 1,024 bytes, forward, for aten.mm.default at a.py:3"
-    """
-    axis = f"over {event.axis!r}, " if event.axis is not None else ""
-    cause = f", for {event.op}" if event.op is not None else ""
-    implicit = " (implicit)" if event.implicit else ""
-    line = f" at {event.line}" if event.line is not None else ""
-    return f"{axis}{event.num_bytes:,} bytes, {event.phase}{cause}{implicit}{line}"
-
-
-def num_bytes(events: Iterable[CommEvent]) -> int:
-    return sum(event.num_bytes for event in events)
-
-
-def to_json(
-    events: Sequence[CommEvent],
-    names: Sequence[str],
-    sharding: Mapping[str, tuple[Placement, ...]],
-) -> str:
-    totals = {
-        "collectives": len(events),
-        "implicit": sum(event.implicit for event in events),
-        "bytes": num_bytes(events),
-        "kinds": Counter(event.kind for event in events),
-    }
-    content = {
-        "totals": totals,
-        "modules": module_counts(zip(events, names, strict=True)),
-        "sharding": {name: short(placements) for name, placements in sharding.items()},
-        "events": [asdict(event) for event in events],
-    }
-    return json.dumps(content, indent=2)
-
-
-def rich_table(events: Sequence[CommEvent]) -> Table:
-    """Similar collectives share a row."""
-    from rich.table import Table
-
-    table = Table(title="Communication, per rank", title_justify="left", show_footer=True)
-    table.add_column("module", "all", overflow="fold")
-    for name in ("phase", "collective", "axis", "because of", "at"):
-        table.add_column(name, overflow="fold")
-    table.add_column("calls", f"{len(events):,}", justify="right")
-    table.add_column("bytes", f"{num_bytes(events):,}", justify="right")
-    for cells, alike in similar(events).items():
-        style = "yellow" if alike[0].implicit else None
-        table.add_row(*cells, f"{len(alike):,}", f"{num_bytes(alike):,}", style=style)
-    return table

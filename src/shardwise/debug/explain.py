@@ -16,8 +16,8 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.placements import short
 from shardwise.debug.comm_mode import CommDebugMode
-from shardwise.debug.events import CommEvent
-from shardwise.debug.places import Place, Places
+from shardwise.debug.events import CommEvent, Place, Places
+from shardwise.debug.traffic import Traffic
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan
 from shardwise.dtensor import autograd, tensor
@@ -61,7 +61,7 @@ class PlannedCall:
     @property
     def num_bytes(self) -> int:
         """The bytes that each rank sent."""
-        return sum(event.num_bytes for event in self.events)
+        return Traffic(self.events).num_bytes
 
     @property
     def cost_s(self) -> float:
@@ -90,7 +90,7 @@ class Explanation(Sequence[PlannedCall]):
     @property
     def num_bytes(self) -> int:
         """The bytes that each rank sent."""
-        return sum(call.num_bytes for call in self.calls)
+        return Traffic(self.events).num_bytes
 
     @property
     def cost_s(self) -> float:
@@ -391,11 +391,10 @@ def _where(call: PlannedCall) -> str:
 
 
 def _totals(explanation: Explanation) -> str:
-    events = explanation.events
-    implicit = sum(event.implicit for event in events)
+    traffic = Traffic(explanation.events)
     return (
-        f"{_number(len(explanation), 'call')}, {_number(len(events), 'collective')} "
-        f"({implicit} implicit), {explanation.num_bytes:,} bytes per rank, "
+        f"{_number(len(explanation), 'call')}, {_number(len(traffic.events), 'collective')} "
+        f"({traffic.num_implicit} implicit), {traffic.num_bytes:,} bytes per rank, "
         f"about {_duration(explanation.cost_s)}"
     )
 

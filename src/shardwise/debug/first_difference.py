@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 
 from shardwise.core.doing import heard, tell
 from shardwise.errors import RankMismatchError
-from shardwise.simulation.one_value import spans
+from shardwise.simulation.roster import spans
 
 
 @dataclass(frozen=True)

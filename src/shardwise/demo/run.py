@@ -1,20 +1,24 @@
-"""run_demo: train on one device, train sharded, compare, report."""
+"""run_demo: train on one device, train sharded, compare, and show a short report."""
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
 
+from shardwise.demo import training
 from shardwise.demo.data import ClickFile, read_clicks
 from shardwise.demo.language import Writing
 from shardwise.demo.recommender import EXAMPLES_PER_STEP, MIXED_PLAN, Recommending
-from shardwise.demo.show import BOUND, bar, facts, show
 from shardwise.demo.training import (
     Keeping,
     Task,
@@ -29,9 +33,10 @@ from shardwise.embedding import Plan
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.launch import join
 from shardwise.report.html import write_html
+from shardwise.report.step import StepReport
+from shardwise.report.tables import kinds_table, memory_table
 
 STEPS = {"dlrm": 240, "gpt": 150}
-MODELS = tuple(STEPS)
 SHOWN_LINES = 5
 
 
@@ -172,3 +177,75 @@ def _read(path: str, most: int, console: Console) -> ClickFile:
         if data.num_bad > SHOWN_LINES:
             console.print(f"  and {data.num_bad - SHOWN_LINES:,} more", highlight=False)
     return data
+
+
+# -- what the demo shows ---------------------------------------------------------------------
+
+
+#: Differences beyond this are not rounding.
+BOUND = 1e-4
+
+
+@contextlib.contextmanager
+def bar(console: Console, label: str, num_steps: int) -> Iterator[training.Progress]:
+    """A bar with loss and examples/s; ten lines where there is no terminal."""
+    if not console.is_terminal:
+        every = max(1, num_steps // 10)
+
+        def line(step: int, loss: float, speed: float) -> None:
+            if step % every == 0 or step == num_steps:
+                console.print(
+                    f"{label}: step {step}/{num_steps}, loss {loss:.4f}, {speed:,.0f} examples/s",
+                    highlight=False,
+                )
+
+        yield line
+        return
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=None),
+        TextColumn("{task.completed}/{task.total}"),
+        TextColumn("loss {task.fields[loss]:.4f}"),
+        TextColumn("{task.fields[speed]:,.0f} examples/s"),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=console) as progress:
+        shown = progress.add_task(label, total=num_steps, loss=float("nan"), speed=0.0)
+        yield lambda step, loss, speed: progress.update(
+            shown, completed=step, loss=loss, speed=speed
+        )
+
+
+def facts(one: TrainingRun, many: TrainingRun, world: str) -> dict[str, str]:
+    """The figures of a run, as text."""
+    found = {
+        "training": f"{len(many.losses)} steps, {many.num_examples:,} examples, {world}",
+        "loss on one device": f"{one.losses[0]:.6f} to {one.losses[-1]:.6f}",
+        "loss when sharded": f"{many.losses[0]:.6f} to {many.losses[-1]:.6f}",
+    }
+    known = one.found
+    if "loss" in known:
+        text = f"{known['loss']:.4f}"
+        if "best loss" in known:
+            text += f"; {known['best loss']:.4f} knowing the truth"
+        found["loss on new examples"] = f"{text}; {known['blind loss']:.4f} knowing nothing"
+    if "accuracy" in known:
+        found["agrees with the planted truth"] = f"{known['accuracy']:.1%} of new examples"
+    if "next characters right" in known:
+        found["next characters right"] = f"{known['next characters right']:.1%} of new text"
+    difference, name = largest_difference(one, many)
+    found["largest difference"] = f"{difference:.1e}" + (f", in {name}" if name else "")
+    seconds = f"{one.seconds:.1f} s on one device, {many.seconds:.1f} s sharded"
+    return found | {"time": seconds}
+
+
+def show(console: Console, report: StepReport) -> None:
+    """The short report."""
+    console.print()
+    lines = Table.grid(padding=(0, 2))
+    for name, text in report.facts.items():
+        lines.add_row(Text(name, style="bold"), Text(text))
+    console.print(lines)
+    console.print()
+    console.print(memory_table(report))
+    console.print(kinds_table(report))

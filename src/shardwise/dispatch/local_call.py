@@ -1,4 +1,11 @@
-"""What a plan runs on local operands: the op or a local function, mapped over ranks if needed."""
+"""What a plan runs on local operands: the op or a local function, mapped over ranks if needed.
+
+Note [Ops that refuse values]
+An index out of range, a probability above one, a division by zero: where ranks hold different
+values, one rank may raise alone, and the others would wait for it in the next collective. So the
+ranks agree (`comm.agreement.raise_together`). Not on CUDA, where torch asserts on the device, nor
+in compiled code, which does not read values.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +17,7 @@ import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode, outside_modes
 from shardwise._torch.schema import BINDINGS, OpOverload, is_composite
+from shardwise.comm.agreement import raise_together
 from shardwise.comm.watch import because, watch
 from shardwise.core.autocast import is_cast_before, without_autocast
 from shardwise.core.layout import Layout, differing_axes
@@ -17,16 +25,15 @@ from shardwise.core.mesh import Coordinate
 from shardwise.dispatch.catalog import copies_view
 from shardwise.dispatch.infer import faked
 from shardwise.dispatch.propagate import CallPlan
-from shardwise.dispatch.refused import refused_alike
 from shardwise.dispatch.rule import TensorMeta
-from shardwise.dispatch.schema import Positional, in_order
+from shardwise.dispatch.schema import Positional, functional_twin, in_order
 from shardwise.dispatch.strict import forbid_sent
+from shardwise.lookup.ids import has_values
 from shardwise.redistribute.execute import in_memory_order
 from shardwise.simulation.parts import is_per_rank, parts_of
 from shardwise.simulation.ranks import each_rank, rank_call
 
 aten = torch.ops.aten
-
 
 #: Ops whose kernels return other strides than their shape functions. Others are found when a call
 #: first runs.
@@ -295,3 +302,43 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(_same, one, other))
     return type(one) is type(other) and one == other
+
+
+#: The inputs whose values an op may refuse, as a slice; `ops.catalog` fills it.
+REFUSED: dict[Any, slice] = {}
+
+#: Ops that refuse a division of integers by zero.
+DIVISIONS = (
+    aten.floor_divide.default,
+    aten.div.Tensor_mode,
+    aten.remainder.Tensor,
+    aten.fmod.Tensor,
+)
+
+
+def refused_alike(
+    op: Any, inputs: Sequence[Layout], call: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The local call of `op`, which raises on every rank where it raises on one."""
+    if op not in REFUSED and isinstance(op, OpOverload):
+        op = functional_twin(op)
+    if op not in REFUSED:
+        return call
+    if op in DIVISIONS and any(x.dtype.is_floating_point or x.dtype.is_complex for x in inputs):
+        return call
+    grid, axes = inputs[0].grid, differing_axes(inputs[REFUSED[op]])
+    if not axes:
+        return call  # all ranks see the same values
+
+    def run(*operands: Any, **kwargs: Any) -> Any:
+        tensor = next(x for x in _listed(operands) if isinstance(x, torch.Tensor))
+        if not has_values(tensor) or not tensor.is_cpu or grid.device_type != "cpu":
+            return call(*operands, **kwargs)
+        with because(op, implicit=False):
+            return raise_together(grid, axes, lambda: call(*operands, **kwargs))
+
+    return run
+
+
+def _listed(operands: Sequence[Any]) -> list[Any]:
+    return [x for o in operands for x in (o if isinstance(o, (list, tuple)) else (o,))]

@@ -32,9 +32,8 @@ from shardwise._torch.dispatch import with_autograd
 from shardwise.core.code_version import source_digest
 from shardwise.core.encode import decode_grid, encode_grid
 from shardwise.core.mesh import Grid
-from shardwise.core.once import differentiated_once
 from shardwise.core.sizes import Size
-from shardwise.core.untraced import UntracedFunction, untraced
+from shardwise.core.untraced import UntracedFunction, differentiated_once, untraced
 from shardwise.core.world import world_caches
 from shardwise.dtensor.tensor import DTensor
 from shardwise.effects.ordering import check_place, install

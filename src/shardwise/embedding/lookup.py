@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from shardwise._torch.dispatch import without_subclass_functions
-from shardwise.core.once import differentiated_once
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dispatch.foreach import count_writes
 from shardwise.embedding.gradients import (
     mean_over_replicas,

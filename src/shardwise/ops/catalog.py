@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import untraced
-from shardwise.dispatch import catalog, refused
+from shardwise.dispatch import catalog
+from shardwise.dispatch.local_call import REFUSED
 from shardwise.dispatch.rule import Table, merge
 from shardwise.dtensor import fallback
 from shardwise.ops import composites
@@ -24,7 +25,6 @@ from shardwise.ops.lookup import (
     embedding,
     embedding_rules,
     largest_bags,
-    row_gradients,
 )
 from shardwise.ops.math import (
     einsum,
@@ -32,7 +32,6 @@ from shardwise.ops.math import (
     matmul,
     pointwise,
     reduce,
-    special_products,
     whole,
 )
 from shardwise.ops.nn import (
@@ -54,7 +53,6 @@ FAMILIES: tuple[Any, ...] = (
     reduce,
     linalg,
     whole,
-    special_products,
     views,
     create,
     join,
@@ -70,7 +68,6 @@ FAMILIES: tuple[Any, ...] = (
     pooling,
     embedding_rules,
     embedding,
-    row_gradients,
     bags,
     bag_rules,
     bag_grads,
@@ -110,7 +107,7 @@ def _register_kernels() -> None:
 catalog.CATALOG.update(RULES)
 catalog.DEFAULT_RULES.append(pointwise.pointwise_rule)
 for _table in _tables("REFUSED"):
-    refused.REFUSED.update(_table)
+    REFUSED.update(_table)
 for _table in _tables("DECOMPOSITIONS"):
     fallback.DECOMPOSITIONS.update(_table)
 _register_kernels()

@@ -26,7 +26,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.parallel.boundary import ModuleBoundary
 from shardwise.parallel.style import ParallelStyle, owner_of
-from shardwise.simulation.plain_ranks import on_plain_ranks
+from shardwise.simulation.ranks import on_plain_ranks
 
 
 class ExpertParallel(ParallelStyle):

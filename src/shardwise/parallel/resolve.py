@@ -15,7 +15,7 @@ from shardwise.parallel.hugging_face import with_experts_joined
 from shardwise.parallel.style import ParallelStyle
 from shardwise.parallel.style_registry import style_of
 from shardwise.parallel.styles import ColwiseParallel, SharedHeads
-from shardwise.plans.paths import all_paths, matching_modules, nearest
+from shardwise.plans.paths import matching_modules, no_match
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,11 +107,9 @@ def _no_match(
     styles: Mapping[str, ParallelStyle],
     targets: list[Target],
 ) -> str:
-    near = nearest(pattern, list(all_paths(module)))
     modules = f"{len(targets)} module{'' if len(targets) == 1 else 's'}"
-    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
     return (
-        f"parallelize_plan: no module of {type(module).__name__} matches {pattern!r}{hint} "
+        f"parallelize_plan: {no_match(module, pattern)} "
         f"{len(styles) - num_unmatched} of {len(styles)} entries apply, to {modules}."
     )
 

@@ -22,7 +22,7 @@ from shardwise.parallel.style import (
     only_output,
     prepend_input_hook,
 )
-from shardwise.simulation.plain_ranks import on_plain_ranks
+from shardwise.simulation.ranks import on_plain_ranks
 
 
 def is_transposed_linear(module: nn.Module) -> bool:

@@ -1,1 +1,5 @@
-"""Plan files: reading, writing, placements as text. Nothing here knows what an entry means."""
+"""Plan files and the paths in them: one reader and writer, one matcher of module paths.
+
+Nothing here knows what an entry means: styles are in `parallel`, sharding specs in `shard`, tables
+in `embedding`.
+"""

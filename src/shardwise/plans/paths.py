@@ -40,9 +40,15 @@ def all_paths(root: nn.Module, path: str = "") -> Iterator[str]:
             yield from all_paths(child, below)
 
 
-def nearest(path: str, known: Sequence[str]) -> list[str]:
-    """Up to three known paths that are similar to an unknown one, the most similar first."""
-    return difflib.get_close_matches(path, known, n=3, cutoff=0.4)
+def no_match(root: nn.Module, pattern: str) -> str:
+    """A sentence for an error: nothing matches, and what is similar."""
+    hint = _did_you_mean(pattern, list(all_paths(root)))
+    return f"no module of {type(root).__name__} matches {pattern!r}{hint}"
+
+
+def _did_you_mean(path: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(path, known, n=3, cutoff=0.4)
+    return f"; did you mean {', '.join(map(repr, near))}?" if near else "."
 
 
 def find_tensor(root: nn.Module, path: str) -> tuple[nn.Module, str, torch.Tensor]:
@@ -76,8 +82,7 @@ def _tensor_paths(root: nn.Module) -> list[str]:
 
 
 def _no_such(what: str, root: nn.Module, path: str, known: Sequence[str]) -> str:
-    near = nearest(path, known)
-    hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
+    hint = _did_you_mean(path, known)
     return f"The plan names {path!r}, but {type(root).__name__} has no such {what}{hint}"
 
 

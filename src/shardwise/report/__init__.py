@@ -1,10 +1,18 @@
-"""One training step of a model as data, tables and a page: communication, memory, parity."""
+"""One training step of a model as data, tables and a page: communication, memory, parity.
+
+What was sent is added up in `debug.traffic`; the steps that are compared are in `testing`.
+"""
 
 from shardwise.report.case import Case
 from shardwise.report.html import write_html
-from shardwise.report.parity import Parity, check_in_processes, check_simulated
+from shardwise.report.parity import (
+    Parity,
+    TrainingParity,
+    check_in_processes,
+    check_simulated,
+    check_training,
+)
 from shardwise.report.step import StepReport, report_step
-from shardwise.report.training import TrainingParity, check_training
 from shardwise.testing.mesh import Mesh
 
 __all__ = [

@@ -28,7 +28,7 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.plans.files import read_content
-from shardwise.plans.paths import all_paths, matching_modules, nearest
+from shardwise.plans.paths import matching_modules, no_match
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 
 #: The front doors for ranks with their own batches.
@@ -188,9 +188,7 @@ def matched(module: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
     for pattern in patterns:
         matches = matching_modules(module, pattern)
         if not matches:
-            near = ", ".join(map(repr, nearest(pattern, list(all_paths(module)))))
-            hint = f"; did you mean {near}?" if near else "."
-            raise ArgumentError(f"No module of {type(module).__name__} matches {pattern!r}{hint}")
+            raise ArgumentError(f"N{no_match(module, pattern)[1:]}")
         found |= {id(match): match for _, match in matches}
     return list(found.values())
 

@@ -7,17 +7,15 @@ the element `data`.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
-from shardwise.debug.comm_mode import ancestry, is_inside
-from shardwise.debug.events import similar
+from shardwise.debug.traffic import Traffic, ancestry
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.plans.files import write_text
-from shardwise.report.memory import RankMemory
-from shardwise.report.step import Collective, ParameterReport, StepReport
+from shardwise.report.step import ParameterReport, RankMemory, StepReport
 
 
 @dataclass(frozen=True)
@@ -33,19 +31,19 @@ class Flame:
     num_calls: int
 
 
-def flame(collectives: Sequence[Collective]) -> tuple[list[Flame], int]:
+def flame(traffic: Traffic) -> tuple[list[Flame], int]:
     """The boxes, and how many rows they take. A parent's bytes include its children's."""
-    total = sum(each.num_bytes for each in collectives)
+    total = traffic.num_bytes
     if not total:
         return [], 0
     boxes: list[Flame] = []
-    paths = list(dict.fromkeys(p for each in collectives for p in ancestry(each.module)))
+    paths = list(dict.fromkeys(p for each in traffic.events for p in ancestry(each.module)))
 
     def add(path: str, depth: int, left: float) -> float:
-        inside = [each for each in collectives if is_inside(each.module, path)]
-        size = sum(each.num_bytes for each in inside)
+        inside = traffic.inside(path)
+        size = inside.num_bytes
         width = size / total
-        boxes.append(Flame(path, depth, len(boxes), left, width, size, len(inside)))
+        boxes.append(Flame(path, depth, len(boxes), left, width, size, len(inside.events)))
         for child in paths:
             if child.rpartition(".")[0] == path and child:
                 left += add(child, depth + 1, left)
@@ -143,7 +141,7 @@ def _sections(report: StepReport) -> Iterator[str]:
         "duration."
     )
     yield _section("One step", text, _timeline(report))
-    yield _section("Collectives", "", _collectives(report.collectives))
+    yield _section("Collectives", "", _collectives(report.traffic))
     yield _section("Outputs of modules", "", _outputs(report))
 
 
@@ -213,7 +211,7 @@ _ROW_REM = 1.5
 
 
 def _flame(report: StepReport) -> str:
-    boxes, depth = flame(report.collectives)
+    boxes, depth = flame(report.traffic)
     if not boxes:
         return "<p>Nothing is communicated.</p>"
     drawn = "".join(map(_flame_box, boxes))
@@ -272,16 +270,14 @@ def _timeline(report: StepReport) -> str:
     return f'<div class="lanes">{rows}</div>'
 
 
-def _collectives(collectives: Sequence[Collective]) -> str:
-    heads = ("module", "phase", "collective", "axis", "because of", "at")
+def _collectives(traffic: Traffic) -> str:
     lines = []
-    for key, alike in similar(collectives).items():
-        cells = "".join(f"<td>{escape(cell)}</td>" for cell in key)
-        size = sum(each.num_bytes for each in alike)
-        mark = ' class="yes"' if alike[0].implicit else ""
-        numbers = f'<td class="n">{len(alike):,}</td><td class="n">{size:,}</td>'
+    for row in traffic.rows():
+        cells = "".join(f"<td>{escape(cell)}</td>" for cell in row.cells)
+        mark = ' class="yes"' if row.implicit else ""
+        numbers = f'<td class="n">{row.num_calls:,}</td><td class="n">{row.num_bytes:,}</td>'
         lines.append(f"<tr{mark}>{cells}{numbers}</tr>")
-    head = "".join(f"<th>{name}</th>" for name in heads)
+    head = "".join(f"<th>{name}</th>" for name in Traffic.COLUMNS)
     head += '<th class="n">calls</th><th class="n">bytes</th>'
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 

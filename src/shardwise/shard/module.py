@@ -21,14 +21,13 @@ from shardwise.errors import (
     WorldError,
 )
 from shardwise.plans.paths import check_conflicts, find_module, find_tensor, owners_of
-from shardwise.shard.compiled_outputs import output_text
 from shardwise.shard.create import (
     check_grad_reduction,
     check_shardable,
     describe_tensor,
     place_tensor,
 )
-from shardwise.shard.outputs import OutputPlan, lay_out
+from shardwise.shard.outputs import OutputPlan, lay_out, output_text
 from shardwise.shard.pickling import group_of_load
 from shardwise.shard.plan import Sharder, ShardingPlan
 from shardwise.shard.spec import ChunkShardingSpec, EnumerableShardingSpec, ShardingSpec

@@ -15,9 +15,8 @@ from shardwise.comm.watch import because
 from shardwise.core.box import Box
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Grid
-from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Shard as ShardPlacement
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.shard.spec import EnumerableShardingSpec, RankDevice, ShardMetadata

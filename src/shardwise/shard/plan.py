@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,10 +24,14 @@ from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.plans.files import Entry, read_plan_file, write_plan_file
 from shardwise.plans.paths import find_tensor
 from shardwise.shard.spec import (
+    SHARD_OPTIONS,
+    SPEC_OPTIONS,
     ChunkShardingSpec,
     EnumerableShardingSpec,
     ShardingSpec,
     ShardMetadata,
+    decode_spec,
+    encode_spec,
 )
 from shardwise.shard.tiling import split_dims
 
@@ -36,7 +40,7 @@ _OUTPUT = "Output"
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class UnitTraffic:
     """One collective of a forward: its bytes per id, bag or row."""
 
     kind: str
@@ -60,7 +64,7 @@ class ShardingPlanReport:
     #: Bytes of parameters on each rank, without what sharders shard.
     bytes_per_rank: tuple[int, ...]
     #: What a forward of each module sends, besides a few numbers.
-    forwards: Mapping[str, tuple[str, tuple[Traffic, ...]]]
+    forwards: Mapping[str, tuple[str, tuple[UnitTraffic, ...]]]
 
     @property
     def balance(self) -> float:
@@ -134,7 +138,7 @@ def _how(boxes: tuple[ShardMetadata, ...], shape: tuple[int, ...]) -> str:
 
 def _traffic(
     owner: nn.Module, name: str, tensor: torch.Tensor, boxes: tuple[ShardMetadata, ...]
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     dims = split_dims(boxes, tensor.shape)
     if name != "weight" or tensor.dim() != 2 or len(dims) > 1:
         return ()
@@ -148,13 +152,13 @@ def _traffic(
 
 def _linear(
     weight: torch.Tensor, boxes: tuple[ShardMetadata, ...], by_columns: bool
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     (num_outputs, num_inputs), item = weight.shape, weight.element_size()
-    there = Traffic("all_gather", num_inputs * item, "row of this rank")
+    there = UnitTraffic("all_gather", num_inputs * item, "row of this rank")
     if by_columns:
-        return there, Traffic("reduce_scatter", num_outputs * item, "row of all ranks")
+        return there, UnitTraffic("reduce_scatter", num_outputs * item, "row of all ranks")
     outputs = max(box.shard_sizes[0] for box in boxes)
-    return there, Traffic("all_to_all", outputs * item, "row of all ranks")
+    return there, UnitTraffic("all_to_all", outputs * item, "row of all ranks")
 
 
 def _lookup(
@@ -162,16 +166,16 @@ def _lookup(
     weight: torch.Tensor,
     boxes: tuple[ShardMetadata, ...],
     by_columns: bool,
-) -> tuple[Traffic, ...]:
+) -> tuple[UnitTraffic, ...]:
     width = max(box.shard_sizes[1] for box in boxes) * weight.element_size()
     id_bytes = (torch.int32 if weight.shape[0] < 2**31 else torch.int64).itemsize
     holders = {box.rank for box in boxes if box.numel}
     # An id goes to every rank that has columns of its row.
     id_bytes *= len(holders) if by_columns else 1
-    norms: list[Traffic] = []
+    norms: list[UnitTraffic] = []
     if owner.max_norm is not None and by_columns:
-        norm = Traffic("all_reduce", weight.element_size(), "different id of all ranks")
-        norms = [Traffic("all_reduce", 8, "lookup"), norm]
+        norm = UnitTraffic("all_reduce", weight.element_size(), "different id of all ranks")
+        norms = [UnitTraffic("all_reduce", 8, "lookup"), norm]
     if not _is_pooled_by_owners(owner):
         ids, rows = "different id of this rank", "different id that this rank is asked for"
     elif by_columns or len(holders) < 2:
@@ -179,7 +183,7 @@ def _lookup(
     else:
         ids = "different id of this rank; in long bags, per id and bag"
         rows = "different id that this rank is asked for; in long bags, per bag of all ranks"
-    return Traffic("all_to_all", id_bytes, ids), *norms, Traffic("all_to_all", width, rows)
+    return UnitTraffic("all_to_all", id_bytes, ids), *norms, UnitTraffic("all_to_all", width, rows)
 
 
 def _is_pooled_by_owners(owner: nn.Embedding | nn.EmbeddingBag) -> bool:
@@ -279,19 +283,8 @@ def load_plan(path: str | os.PathLike[str]) -> ShardingPlan:
 
 
 def _entry(spec: Any, at: str) -> dict[str, Any]:
-    if isinstance(spec, ChunkShardingSpec):
-        places = [str(place) for place in spec.placements]
-        return {"style": "ChunkShardingSpec", "dim": spec.dim, "placements": places}
-    if isinstance(spec, EnumerableShardingSpec):
-        shards = [
-            {
-                "offsets": list(box.shard_offsets),
-                "sizes": list(box.shard_sizes),
-                "placement": str(box.placement),
-            }
-            for box in spec.shards
-        ]
-        return {"style": "EnumerableShardingSpec", "shards": shards}
+    if isinstance(spec, (ChunkShardingSpec, EnumerableShardingSpec)):
+        return encode_spec(spec)
     raise ArgumentError(
         f"{at!r} has a {type(spec).__name__}, which is code: a file cannot hold it."
     )
@@ -299,34 +292,28 @@ def _entry(spec: Any, at: str) -> dict[str, Any]:
 
 def _spec(entry: Any, at: str) -> ShardingSpec:
     style = entry.get("style") if isinstance(entry, Mapping) else entry
+    if not isinstance(entry, Mapping) or style not in list(SPEC_OPTIONS):  # it may have no hash
+        raise LayoutError(
+            f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
+            f"{', '.join(SPEC_OPTIONS)} or {_OUTPUT}. (Styles of tensor parallelism are for "
+            "shardwise.parallel.)"
+        )
+    _check_options(entry, SPEC_OPTIONS[style], at)
     try:
-        if style == "ChunkShardingSpec" and isinstance(entry, Mapping):
-            _check_options(entry, {"dim", "placements"}, at)
-            return ChunkShardingSpec(entry["dim"], entry["placements"])
-        if style == "EnumerableShardingSpec" and isinstance(entry, Mapping):
-            _check_options(entry, {"shards"}, at)
-            return EnumerableShardingSpec([_box(shard, at) for shard in entry["shards"]])
+        for shard in entry.get("shards", ()):
+            if not isinstance(shard, Mapping):
+                raise LayoutError(f"The plan's entry for {at!r} has the shard {str(shard)[:60]!r}.")
+            _check_options(shard, SHARD_OPTIONS, at)
+        return decode_spec(entry)
     except ShardwiseError:
         raise
     except KeyError as error:
         raise LayoutError(f"The plan's entry for {at!r} lacks {error}.") from error
     except (TypeError, ValueError) as error:
         raise LayoutError(f"The plan's entry for {at!r} is invalid: {str(error)[:200]}.") from error
-    raise LayoutError(
-        f"The plan says {style!r} for {at!r}; here an entry is a table whose style is "
-        f"ChunkShardingSpec, EnumerableShardingSpec or {_OUTPUT}. (Styles of tensor parallelism "
-        "are for shardwise.parallel.)"
-    )
 
 
-def _box(shard: Any, at: str) -> ShardMetadata:
-    if not isinstance(shard, Mapping):
-        raise LayoutError(f"The plan's entry for {at!r} has the shard {str(shard)[:60]!r}.")
-    _check_options(shard, {"offsets", "sizes", "placement"}, at)
-    return ShardMetadata(shard["offsets"], shard["sizes"], shard["placement"])
-
-
-def _check_options(entry: Mapping[str, Any], known: set[str], at: str) -> None:
-    unknown = sorted(set(entry) - known - {"style"})
+def _check_options(entry: Mapping[str, Any], known: Collection[str], at: str) -> None:
+    unknown = sorted(set(entry) - {*known, "style"})
     if unknown:
         raise LayoutError(f"The plan's entry for {at!r} has {unknown}; it takes {sorted(known)}.")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -311,25 +311,35 @@ hold 16 of the 20 values of shape (5, 4), and leave holes.
         return ShardedTensorMetadata(self.boxes(tensor_sizes), tensor_sizes, tensor_properties)
 
 
-def encode_spec(spec: ShardingSpec) -> Any:
-    """A spec as values that files and JSON can hold."""
+#: The options of an encoded spec, by its style, and those of a shard in it.
+SPEC_OPTIONS = {"ChunkShardingSpec": ("dim", "placements"), "EnumerableShardingSpec": ("shards",)}
+SHARD_OPTIONS = ("offsets", "sizes", "placement")
+
+
+def encode_spec(spec: ShardingSpec) -> dict[str, Any]:
+    """A spec as an entry of a plan file: values that files and JSON can hold."""
     if isinstance(spec, ChunkShardingSpec):
-        return "chunk", spec.dim, [str(place) for place in spec.placements]
+        places = [str(place) for place in spec.placements]
+        return {"style": "ChunkShardingSpec", "dim": spec.dim, "placements": places}
     if isinstance(spec, EnumerableShardingSpec):
-        return "enumerable", [(*shard.box, str(shard.placement)) for shard in spec.shards]
+        shards = [(*map(list, shard.box), str(shard.placement)) for shard in spec.shards]
+        named = [dict(zip(SHARD_OPTIONS, shard, strict=True)) for shard in shards]
+        return {"style": "EnumerableShardingSpec", "shards": named}
     raise ArgumentError(f"{spec!r} is a spec of your own class: a file cannot hold it.")
 
 
-def decode_spec(encoded: Any) -> ShardingSpec:
+def decode_spec(entry: Mapping[str, Any]) -> ShardingSpec:
     """The spec that `encode_spec` encoded.
 
     >>> spec = ChunkShardingSpec(0, ["rank:0/cpu", "rank:1/cpu"])
     >>> decode_spec(encode_spec(spec)) == spec
     True
     """
-    if encoded[0] == "chunk":
-        return ChunkShardingSpec(*encoded[1:])
-    return EnumerableShardingSpec([ShardMetadata(*shard) for shard in encoded[1]])
+    if entry["style"] == "ChunkShardingSpec":
+        return ChunkShardingSpec(entry["dim"], entry["placements"])
+    return EnumerableShardingSpec(
+        [ShardMetadata(*(shard[name] for name in SHARD_OPTIONS)) for shard in entry["shards"]]
+    )
 
 
 @dataclass(frozen=True, slots=True)

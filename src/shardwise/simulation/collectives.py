@@ -1,6 +1,11 @@
 """Collectives on LocalTensors, computed in one process.
 
 Sums are taken in the order of ranks. Ranks whose results are equal share one tensor.
+
+Note [How CommDebugMode sees them]
+The compiler traces through a LocalTensor into its parts, where a collective is only an addition or
+a concatenation. `mark` adds an op to the graph that names the collective, and CommDebugMode sees
+that op when compiled code runs. A process group calls `listeners`.
 """
 
 from __future__ import annotations
@@ -18,7 +23,6 @@ from shardwise.core.mesh import Grid
 from shardwise.core.sizes import lengths
 from shardwise.core.world import World, current_world
 from shardwise.errors import RankMismatchError, UnsupportedError, WorldError
-from shardwise.simulation.events import mark
 from shardwise.simulation.local_tensor import (
     LocalTensor,
     collective_handlers,
@@ -26,6 +30,28 @@ from shardwise.simulation.local_tensor import (
     shared_roster,
 )
 from shardwise.simulation.rank_int import rank_values_of
+
+#: Called for collectives that are not ops: `(c10d op, tensor, group name)`.
+listeners: list[Callable[[str, Any, str], None]] = []
+
+_library = torch.library.Library("shardwise", "DEF")
+_library.define("collective(Tensor[] sent, str kind, str group_name) -> Tensor[]")
+
+
+def _copied(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
+    return [x.clone() for x in sent]  # the result of an op may not share memory with its input
+
+
+_library.impl("collective", _copied, "CompositeExplicitAutograd")
+
+#: The op packet; its arguments are what a rank sends, the kind, and the name of the group.
+COLLECTIVE = torch.ops.shardwise.collective
+
+
+def mark(sent: Sequence[torch.Tensor], kind: str, group_name: str) -> list[torch.Tensor]:
+    """What one rank sends; use the returned tensors in its place."""
+    return COLLECTIVE(sent, kind, group_name)
+
 
 _ops = torch.ops._c10d_functional
 c10d: Any = distributed_c10d  # private names, unknown to its stubs
@@ -250,7 +276,7 @@ def _in_place(handler: Callable[..., LocalTensor]) -> Callable[..., torch.Tensor
 
 
 def _marked_in_graph(kind: str, handler: Callable[..., Any]) -> Callable[..., Any]:
-    """`handler`, which marks its collective in a traced graph; see simulation.events."""
+    """`handler`, which marks its collective in a traced graph."""
 
     def run(func: Any, args: Any, kwargs: Any) -> Any:
         several = isinstance(args[0], (list, tuple))

@@ -29,9 +29,17 @@ from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, simulated_world, world_caches
 from shardwise.errors import RankMismatchError
-from shardwise.simulation.one_value import agreed_value, mismatch, same_values, spans
 from shardwise.simulation.rank_int import RankIntNode, rank_int, rank_values_of
-from shardwise.simulation.roster import Roster, grouped, join, make_roster
+from shardwise.simulation.roster import (
+    Roster,
+    agreed_value,
+    grouped,
+    join,
+    make_roster,
+    mismatch,
+    same_values,
+    spans,
+)
 from shardwise.simulation.stand_in import differing, no_constants, stand_in, traced_stand_in
 
 #: op -> function(op, args, kwargs), for ops that do not run part by part; mostly filled by

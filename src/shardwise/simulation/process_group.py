@@ -15,8 +15,14 @@ import torch.distributed as dist
 
 from shardwise._torch.c10d import FakeWork
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.collectives import Exchange, as_local, reduce_parts, run_groups, write
-from shardwise.simulation.events import listeners
+from shardwise.simulation.collectives import (
+    Exchange,
+    as_local,
+    listeners,
+    reduce_parts,
+    run_groups,
+    write,
+)
 from shardwise.simulation.local_tensor import LocalTensor, from_ranks
 
 # torch's stubs declare all methods abstract, but a Python group need not have all of them.

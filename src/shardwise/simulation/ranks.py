@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from shardwise.core.mesh import Coordinate, Grid
+from shardwise.core.untraced import UntracedFunction
 from shardwise.core.world import current_world
 from shardwise.errors import ArgumentError, UnsupportedError, WorldError
 from shardwise.simulation.local_tensor import (
@@ -20,10 +21,9 @@ from shardwise.simulation.local_tensor import (
     shared_roster,
     wrap_results,
 )
-from shardwise.simulation.one_value import same_values
 from shardwise.simulation.parts import one_part, roster_of
 from shardwise.simulation.rank_int import rank_int
-from shardwise.simulation.roster import Roster, grouped, make_roster
+from shardwise.simulation.roster import Roster, grouped, make_roster, same_values
 
 __all__ = [
     "counts_per_rank",
@@ -288,3 +288,50 @@ def split_row(
 
     *views, rest = each_rank(grid, split, row, axes=())
     return views, rest
+
+
+# -- under autograd --------------------------------------------------------------------------
+
+
+def on_plain_ranks(
+    grid: Grid, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor
+) -> torch.Tensor:
+    """`fn(coordinate, *tensors)` on every rank present, each with plain tensors; differentiable.
+
+    `each_rank` works below autograd. A user's own code with data-dependent loops needs plain
+    tensors and autograd: a LocalTensor is unbound into those of its ranks, and joined again.
+    """
+    if not grid.world.simulated:
+        return fn(my_coordinate(grid), *tensors)
+    unbound = [_Unbind.apply(tensor, grid) for tensor in tensors]
+    found = []
+    for place, rank in enumerate(grid.ranks):
+        coordinate: Coordinate = grid.coordinates[rank]
+        found.append(fn(coordinate, *(parts[place] for parts in unbound)))
+    return _Join.apply(grid, False, *found)
+
+
+class _Unbind(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor, grid: Grid) -> tuple[torch.Tensor, ...]:
+        ctx.grid, ctx.plain = grid, not isinstance(tensor, LocalTensor)
+        local: Any = localize(grid, tensor)
+        return tuple(local.on_rank(rank).detach() for rank in grid.ranks)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return _Join.apply(ctx.grid, ctx.plain, *grads), None
+
+
+class _Join(UntracedFunction):
+    """With `plain`, one plain tensor if all ranks hold the same."""
+
+    @staticmethod
+    def forward(ctx: Any, grid: Grid, plain: bool, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.grid = grid
+        joined = one_tensor(grid, [part.detach() for part in parts])
+        return one_for_all(joined) if plain else joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, *_Unbind.apply(grad, ctx.grid)

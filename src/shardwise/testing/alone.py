@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -83,11 +82,6 @@ class Alone:
         self.read, self.state = run.read, run.state
         if self.without_values:
             self.result = [torch.zeros_like(x) for x in self.result]
-        again = self._run(sample, seed=1)
-        self.random = not self.without_values and not same(self.result, again.result)
-        #: What the in-place variant has written, and the state of the generator then.
-        self.written: torch.Tensor | None = None
-        self.written_state: torch.Tensor | None = None
         self._others: dict[tuple[bool, bool], CallResult] = {}
 
     def _run(self, sample: OpCall, seed: int, flat: bool = False) -> CallResult:
@@ -114,13 +108,6 @@ class Alone:
             self._others[double, flat] = self._run(sample, seed=0, flat=flat)
         return self._others[double, flat]
 
-    def without_gradients(self) -> Alone:
-        """The same for a sample without gradients."""
-        other = copy.copy(self)
-        nothing = (False,) * len(self.sample.wants_grad)
-        other.sample, other.grads = replace(self.sample, wants_grad=nothing), None
-        return other
-
     def read_as_it_is(self) -> bool:
         """Whether every result is differentiated as it is (a singular vector has no sign)."""
         return self.grads is not None and same(self.read, tensors_of(self.whole))
@@ -129,36 +116,6 @@ class Alone:
     def without_values(self) -> bool:
         """Whether the op promises a shape and a type, and no values."""
         return "empty" in self.entry.name
-
-    def takes_out(self) -> bool:
-        """Whether the variant with `out=` runs."""
-        args, kwargs, _ = placed(self.sample, copied)
-        try:
-            with torch.no_grad():
-                self.entry(*args, **kwargs, out=tree_map(torch.zeros_like, self.whole))
-        except Exception:
-            return False
-        return True
-
-    def can_write(self) -> bool:
-        """Whether the in-place variant runs; it sets `written`."""
-        if not isinstance(self.sample.args[0], torch.Tensor) or len(self.result) != 1:
-            return False
-        try:
-            self.written = self.write(self.sample)
-        except Exception:
-            return False
-        self.written_state = torch.default_generator.get_state()
-        return True
-
-    def write(self, sample: OpCall) -> torch.Tensor:
-        """What the in-place variant writes."""
-        args, kwargs, _ = placed(sample, copied)
-        with torch.no_grad():
-            torch.default_generator.manual_seed(0)
-            self.entry.get_inplace()(*args, **kwargs)
-        written: torch.Tensor = args[0]
-        return written
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.pytree import tree_map
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Placement
 from shardwise.dtensor.autograd import gradient_layout
@@ -37,11 +36,11 @@ from shardwise.testing.doors import (
     repeats_memory,
     written,
 )
-from shardwise.testing.ways import OperandLayouts, laid_out, random_of
+from shardwise.testing.layouts import OperandLayouts, laid_out, random_of
 
 
 class Cases:
-    """A sample in one layout: the op, its gradients, and the variants that write."""
+    """A sample in one layout: the op, its gradients, reads and writes."""
 
     def __init__(
         self,
@@ -76,15 +75,11 @@ class Cases:
                 yield "doors", functools.partial(self.doors, key)
             for key in keys:
                 yield "writes", functools.partial(self.writes, key)
-        if alone.entry.get_inplace() is not None and alone.can_write():
-            yield "inplace", self.inplace
-        if alone.entry.supports_out and not alone.random and alone.takes_out():
-            yield "out", self.out
 
     def forward(self) -> None:
         alone = self._alone
         self._result, self._leaves = self._run(alone.sample)
-        _compare_states(alone.state)
+        compare_states(alone.state)
         if alone.without_values:
             self._result = torch.zeros_like(self._result)
 
@@ -212,42 +207,6 @@ class Cases:
                 "gradient",
             )
 
-    def inplace(self) -> None:
-        alone = self._alone
-
-        def there(sample: OpCall) -> list[Any]:
-            """What the form in place returns, and what it has written to."""
-            with torch.no_grad():
-                args, kwargs, _ = self._spread(sample)
-                torch.default_generator.manual_seed(0)
-                result = self._through(alone.entry.get_inplace())(*args, **kwargs)
-            return [*gathered(result), *gathered(args[0])]
-
-        found = there(alone.sample)
-        _compare_states(alone.written_state)
-        self.found["inplace"] = found[:1]
-        double = doubled(alone.sample)
-        compare(found, [alone.written] * 2, lambda: (there(double), [alone.write(double)] * 2))
-
-    def out(self) -> None:
-        alone = self._alone
-
-        def there(sample: OpCall, result: Any) -> list[Any]:
-            """What is written to tensors like `result`."""
-            with torch.no_grad():
-                args, kwargs, _ = self._spread(sample)
-                targets = tree_map(_blank, result)
-                torch.default_generator.manual_seed(0)
-                self._through(alone.entry.op)(*args, **kwargs, out=targets)
-            return gathered(targets)
-
-        def in_double() -> tuple[list[Any], list[Any]]:
-            sample = doubled(alone.sample)
-            return there(sample, self._run(sample)[0]), alone.double().result
-
-        self.found["out"] = there(alone.sample, self._result)
-        compare(self.found["out"], alone.result, in_double)
-
     def _spread(self, sample: OpCall) -> tuple[Any, Any, list[torch.Tensor]]:
         placements = iter(self._way.placements)
         return placed(sample, lambda t: self._lay(t, next(placements)))
@@ -271,16 +230,7 @@ class Cases:
         return distribute_tensor(grad, layout.grid.mesh, where, src_data_rank=None)
 
 
-def _blank(leaf: Any) -> Any:
-    """A tensor for `out=`, laid out like the result, and replicated where that is Partial."""
-    if not isinstance(leaf, DTensor):
-        return leaf
-    layout = gradient_layout(leaf._layout)
-    blank = torch.zeros(leaf.shape, dtype=leaf.dtype)
-    return distribute_tensor(blank, layout.grid.mesh, layout.placements, src_data_rank=None)
-
-
-def _compare_states(expected: torch.Tensor | None) -> None:
+def compare_states(expected: torch.Tensor | None) -> None:
     assert expected is not None, "the state is known once one device has run"
     if not torch.equal(torch.default_generator.get_state(), expected):
         raise Different("the generator is left in another state")

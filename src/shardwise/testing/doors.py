@@ -25,7 +25,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import sized_copy
 from shardwise.testing.alone import OpCall, fixed_gradients, placed, tensors_of
 from shardwise.testing.compare import Different
-from shardwise.testing.ways import laid_out, random_of
+from shardwise.testing.layouts import laid_out, random_of
 
 #: How a tensor is read at the end: as it is placed, whole, or each rank's shard. With `terms`, the
 #: gradients that ranks give for a replica add up to the gradient.

@@ -29,6 +29,7 @@ from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.simulation.world import simulate
 from shardwise.testing.alone import Alone, OpCall, outcome_of
 from shardwise.testing.cases import Cases
+from shardwise.testing.layouts import OperandLayouts, random_of
 from shardwise.testing.sample import (
     Sample,
     SampleAlone,
@@ -39,7 +40,6 @@ from shardwise.testing.sample import (
     layout_of,
     rule_for,
 )
-from shardwise.testing.ways import OperandLayouts, random_of
 
 #: One axis, uneven and with empty shards, and two axes that may share a dim.
 MESHES: tuple[tuple[int, ...], ...] = ((2,), (3,), (2, 2))
@@ -231,7 +231,6 @@ class _Entry:
     op: OpOverload
     variant_test_name: str = ""
     supports_autograd: bool = True
-    supports_out: bool = False
 
     @property
     def name(self) -> str:
@@ -239,9 +238,6 @@ class _Entry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.op(*args, **kwargs)
-
-    def get_inplace(self) -> None:
-        return None
 
 
 def _on_one_device(sample: Sample) -> Alone:

@@ -30,8 +30,8 @@ from shardwise.dispatch.local_call import local_call
 from shardwise.dispatch.propagate import CallPlan, every_plan
 from shardwise.dispatch.rule import Call, Rule, TensorMeta
 from shardwise.dispatch.schema import Positional, plain_op
-from shardwise.ops.lookup.row_gradients import SparseRows
-from shardwise.testing.scatter import gather, scatter
+from shardwise.ops.lookup.embedding_rules import SparseRows
+from shardwise.testing.layouts import gather, scatter
 
 
 @dataclass(frozen=True)

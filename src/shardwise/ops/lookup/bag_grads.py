@@ -27,8 +27,7 @@ from shardwise.ops.lookup.bag_shape import (
     packed,
     unpacked,
 )
-from shardwise.ops.lookup.embedding_rules import grad_of_rows, picked_rows, times
-from shardwise.ops.lookup.row_gradients import SparseRows
+from shardwise.ops.lookup.embedding_rules import SparseRows, grad_of_rows, picked_rows, times
 from shardwise.simulation.ranks import each_rank
 
 # -- the table -------------------------------------------------------------------------------

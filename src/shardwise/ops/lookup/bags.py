@@ -14,8 +14,7 @@ import torch
 from shardwise.comm.cost import collective_s
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
-from shardwise.core.once import differentiated_once
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dtensor.autograd import direct_apply, gradient_layout
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import ArgumentError, MixedTensorsError

@@ -30,13 +30,15 @@ from shardwise.lookup.exchange import Routing, route
 from shardwise.lookup.ids import has_values, id_range, raise_out_of_range, sharded_axes, widened
 from shardwise.ops.lookup.bag_rules import with_placement
 from shardwise.ops.lookup.embedding_rules import (
+    SPARSE_GRAD,
+    SparseRows,
     lookup,
     lookup_choices,
     lookup_grad_choices,
+    sparse_grad,
     table_grad,
     table_stays,
 )
-from shardwise.ops.lookup.row_gradients import SPARSE_GRAD, SparseRows, sparse_grad
 from shardwise.ops.lookup.row_sparse import RowSparse
 from shardwise.ops.operands import all_distributed
 from shardwise.redistribute.execute import execute

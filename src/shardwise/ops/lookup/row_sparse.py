@@ -29,7 +29,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
 from shardwise.lookup.optimizers import add_distinct_rows
 from shardwise.lookup.order import distinct, segment_sums
-from shardwise.ops.lookup.row_gradients import SparseRows
+from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.ranks import each_rank
 from shardwise.simulation.roster import Roster
@@ -101,19 +101,19 @@ class RowSparse(DTensor):
         return self.dim() - 1
 
     @untraced
-    def _indices(self) -> Held:
-        return Held.of(self._rows.unsqueeze(0), self)
+    def _indices(self) -> HeldRows:
+        return HeldRows.of(self._rows.unsqueeze(0), self)
 
     @untraced
-    def _values(self) -> Held:
-        return Held.of(self._local, self)
+    def _values(self) -> HeldRows:
+        return HeldRows.of(self._local, self)
 
     indices, values = _indices, _values
 
     @untraced
     def new(self, *args: Any) -> RowSparse:  # type: ignore[override]
         """`new(indices, values, size)`: another one with the rows of `indices`."""
-        if len(args) != 3 or not all(isinstance(a, Held) for a in args[:2]):
+        if len(args) != 3 or not all(isinstance(a, HeldRows) for a in args[:2]):
             raise UnsupportedError(
                 "new() of a row-sparse DTensor takes the indices and values of one, and its size."
             )
@@ -286,7 +286,7 @@ def gather_rows(
 # -- the indices and values ------------------------------------------------------------------
 
 
-class Held(torch.Tensor):
+class HeldRows(torch.Tensor):
     """Indices or values of a RowSparse: each rank has its own number, and ops run on each.
 
     Its shape is that of one rank.
@@ -299,13 +299,13 @@ class Held(torch.Tensor):
 
     @staticmethod
     @untraced
-    def of(local: torch.Tensor, origin: RowSparse) -> Held:
-        out = make_wrapper(Held, local.shape, dtype=local.dtype, device=local.device)
+    def of(local: torch.Tensor, origin: RowSparse) -> HeldRows:
+        out = make_wrapper(HeldRows, local.shape, dtype=local.dtype, device=local.device)
         out.local, out.origin = local, origin
         return out
 
     @untraced
-    def together_with(self, indices: Held) -> RowSparse:
+    def together_with(self, indices: HeldRows) -> RowSparse:
         """These values at the rows of `indices`."""
         return make(self.origin._layout, indices.local[0], self.local, self.origin._coalesced)
 
@@ -314,7 +314,7 @@ class Held(torch.Tensor):
         return sum(part.numel() for part in parts_of(self.local))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Held({self.local!r})"
+        return f"HeldRows({self.local!r})"
 
     @classmethod
     @untraced
@@ -322,14 +322,14 @@ class Held(torch.Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in _MAKE_SPARSE:
-            indices, values = (a for a in args if isinstance(a, Held))
+            indices, values = (a for a in args if isinstance(a, HeldRows))
             return values.together_with(indices)
-        locals_ = [a.local if isinstance(a, Held) else a for a in args]
+        locals_ = [a.local if isinstance(a, HeldRows) else a for a in args]
         out = func(*locals_, **(kwargs or {}))
-        if isinstance(args[0], Held) and out is args[0].local:
+        if isinstance(args[0], HeldRows) and out is args[0].local:
             return args[0]
-        origin = next(a.origin for a in args if isinstance(a, Held))
-        return Held.of(out, origin) if isinstance(out, torch.Tensor) else out
+        origin = next(a.origin for a in args if isinstance(a, HeldRows))
+        return HeldRows.of(out, origin) if isinstance(out, torch.Tensor) else out
 
 
 #: The ops of `torch.sparse_coo_tensor(indices, values, size)`.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from shardwise.core.untraced import UntracedFunction
+from shardwise.dispatch.local_call import DIVISIONS
 from shardwise.dispatch.notation import Group, parse, pattern_choices
-from shardwise.dispatch.refused import DIVISIONS
 from shardwise.dispatch.rule import Call, Choice, Rule, Table, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import run
@@ -122,7 +122,7 @@ RULES: Table = table(
     ((aten.softshrink_backward.default, aten.hardshrink_backward.default), elementwise(FIRST)),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))

@@ -25,7 +25,7 @@ _PADDED_TO = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Kernel:
+class AttentionKernel:
     """One of torch's kernels that return log-sums, or "math"; and the scale of the scores."""
 
     name: str
@@ -109,7 +109,7 @@ def _later_keys(like: torch.Tensor) -> torch.Tensor:
 
 def choose_kernel(
     q: torch.Tensor, v: torch.Tensor, num_heads: int, masked: bool, scale: float | None
-) -> Kernel:
+) -> AttentionKernel:
     """The kernel that torch would take for tensors like these on one device."""
     chosen = 1 / q.shape[-1] ** 0.5 if scale is None else scale
     like = [
@@ -123,7 +123,7 @@ def choose_kernel(
         names = {_FLASH: "flash", _EFFICIENT: "efficient"}
     if q.device.type == "cpu":
         names = {_FLASH: "cpu"}
-    return Kernel(names.get(number, "math"), chosen)
+    return AttentionKernel(names.get(number, "math"), chosen)
 
 
 def repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from shardwise.core.autocast import without_autocast
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.untraced import UntracedFunction
 from shardwise.errors import LayoutError
-from shardwise.ops.nn.attention_tiles import Kernel, add_tile, repeated, summed
+from shardwise.ops.nn.attention_tiles import AttentionKernel, add_tile, repeated, summed
 from shardwise.ops.nn.context_schedule import (
     Range,
     RowBytes,
@@ -95,7 +95,7 @@ class _Attend:
 
     work: tuple[Range, ...]
     causal: bool
-    kernel: Kernel
+    kernel: AttentionKernel
 
     def _tiles(self, keys: Range, mask: Any) -> Any:
         """Slices of the local queries, of the keys at hand, of the mask; and whether causal."""
@@ -172,7 +172,7 @@ class Ring:
 
     line: Line
     schedule: Schedule
-    kernel: Kernel
+    kernel: AttentionKernel
 
     def _attend(self, me: int) -> _Attend:
         return _Attend(self.schedule.work[me], self.schedule.causal, self.kernel)
@@ -383,7 +383,7 @@ class Heads:
 
     line: Line
     schedule: Schedule
-    kernel: Kernel
+    kernel: AttentionKernel
 
     def _heads(self, rank: int, count: int) -> Range:
         """The heads of a rank out of `count`; ranks share a head where there are too few."""
@@ -526,7 +526,13 @@ def _padded(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def choose(
-    line: Line, schedule: Schedule, kernel: Kernel, q: Any, k: Any, v: Any, method: str | None
+    line: Line,
+    schedule: Schedule,
+    kernel: AttentionKernel,
+    q: Any,
+    k: Any,
+    v: Any,
+    method: str | None,
 ) -> Ring | Heads:
     """The way that sends less; `method` forces one."""
     held = list(zip(*(part_per_rank(line.grid, x) for x in (q, k, v)), strict=True))

@@ -321,7 +321,7 @@ RULES: Table = table(
 
 class_losses[nll] = "cross_entropy or nll_loss"
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = {
     aten.nll_loss_forward.default: slice(1, 2),
     nll: slice(1, 2),

@@ -157,11 +157,10 @@ def channel_shuffle_choices(call: Call) -> Iterator[Choice]:
 
 def _resizing(dims: int, *names: str) -> list[tuple[tuple[Any, ...], Rule]]:
     """Resizing to a given size, and its gradient."""
-    forward = [getattr(aten, name).default for name in names]
-    backward = [getattr(aten, f"{name}_backward").default for name in names]
+    backward = [f"{name}_backward" for name in names]
     return [
-        planes(*forward, dims=dims, linear=FIRST),
-        planes(*backward, dims=dims, linear=FIRST, shapes={"input_size": 0}),
+        planes(*_named(*names), dims=dims, linear=FIRST),
+        planes(*_named(*backward), dims=dims, linear=FIRST, shapes={"input_size": 0}),
     ]
 
 
@@ -181,17 +180,12 @@ def _affine_grid_choices(call: Call) -> Iterator[Choice]:
         yield Choice((Shard(0, sizes),), (Shard(0, sizes),), local)
 
 
-#: Padding that repeats or mirrors values, by the number of padded dims.
-_PADDINGS = {
-    1: (aten.reflection_pad1d.default, aten.replication_pad1d.default),
-    2: (aten.reflection_pad2d.default, aten.replication_pad2d.default),
-    3: (aten.reflection_pad3d.default, aten.replication_pad3d.default),
-}
-_PADDING_GRADS = {
-    1: (aten.reflection_pad1d_backward.default, aten.replication_pad1d_backward.default),
-    2: (aten.reflection_pad2d_backward.default, aten.replication_pad2d_backward.default),
-    3: (aten.reflection_pad3d_backward.default, aten.replication_pad3d_backward.default),
-}
+def _named(*names: str) -> list[Any]:
+    return [getattr(aten, name).default for name in names]
+
+
+def _padding(dims: int, which: str = "") -> list[Any]:
+    return _named(f"reflection_pad{dims}d{which}", f"replication_pad{dims}d{which}")
 
 
 RULES: Table = table(
@@ -199,46 +193,25 @@ RULES: Table = table(
         (aten.affine_grid_generator.default,),
         Rule(_affine_grid_choices, "n [a] [b] -> n [h] [w] [2]"),
     ),
-    planes(aten.avg_pool2d.default, aten._adaptive_avg_pool2d.default, dims=2, linear=FIRST),
-    planes(aten.avg_pool3d.default, aten._adaptive_avg_pool3d.default, dims=3, linear=FIRST),
-    planes(
-        aten.avg_pool2d_backward.default,
-        aten._adaptive_avg_pool2d_backward.default,
-        dims=2,
-        linear=FIRST,
+    *(
+        planes(
+            *_named(f"avg_pool{n}d", f"avg_pool{n}d_backward"),
+            *_named(f"_adaptive_avg_pool{n}d", f"_adaptive_avg_pool{n}d_backward"),
+            *_named(f"max_pool{n}d_with_indices_backward", f"adaptive_max_pool{n}d_backward"),
+            *_named(f"fractional_max_pool{n}d_backward", f"max_unpool{n}d"),
+            dims=n,
+            linear=FIRST,
+        )
+        for n in (2, 3)
     ),
-    planes(
-        aten.avg_pool3d_backward.default,
-        aten._adaptive_avg_pool3d_backward.default,
-        dims=3,
-        linear=FIRST,
-    ),
-    planes(
-        aten.max_pool2d_with_indices.default,
-        aten.adaptive_max_pool2d.default,
-        dims=2,
-    ),
-    planes(aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default, dims=3),
-    planes(
-        aten.max_pool2d_with_indices_backward.default,
-        aten.adaptive_max_pool2d_backward.default,
-        dims=2,
-        linear=FIRST,
-    ),
-    planes(
-        aten.max_pool3d_with_indices_backward.default,
-        aten.adaptive_max_pool3d_backward.default,
-        dims=3,
-        linear=FIRST,
+    *(
+        planes(*_named(f"max_pool{n}d_with_indices", f"adaptive_max_pool{n}d"), dims=n)
+        for n in (2, 3)
     ),
     (
         (aten.fractional_max_pool2d.default, aten.fractional_max_pool3d.default),
         Rule(fractional_pool_choices, "n c [p] [q], n c [2] -> n c [r] [s]"),
     ),
-    planes(aten.fractional_max_pool2d_backward.default, dims=2, linear=FIRST),
-    planes(aten.fractional_max_pool3d_backward.default, dims=3, linear=FIRST),
-    planes(aten.max_unpool2d.default, dims=2, linear=FIRST),
-    planes(aten.max_unpool3d.default, dims=3, linear=FIRST),
     *_resizing(1, "upsample_nearest1d", "_upsample_nearest_exact1d", "upsample_linear1d"),
     *_resizing(
         2,
@@ -270,17 +243,24 @@ RULES: Table = table(
         (aten.native_channel_shuffle.default,),
         Rule(channel_shuffle_choices, "n [c] ... -> n [c] ..."),
     ),
+    # Padding that repeats or mirrors values, and its gradient.
     *(
-        batched(*ops, inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
-        for n, ops in _PADDINGS.items()
+        batched(*_padding(n), inputs=(n,), outputs=(n,), linear=((0,),), fails_on_empty=True)
+        for n in (1, 2, 3)
     ),
     *(
-        batched(*ops, inputs=(n, n), outputs=(n,), linear=((0,),), fails_on_empty=True)
-        for n, ops in _PADDING_GRADS.items()
+        batched(
+            *_padding(n, "_backward"),
+            inputs=(n, n),
+            outputs=(n,),
+            linear=((0,),),
+            fails_on_empty=True,
+        )
+        for n in (1, 2, 3)
     ),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(
     (aten.max_unpool2d.default, aten.max_unpool3d.default), slice(1, 2)
 )

@@ -14,9 +14,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from shardwise.core.once import differentiated_once
 from shardwise.core.placements import REPLICATE, SUM, Partial, Placement, Shard
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, UnlessEmpty, table
 from shardwise.dtensor.autograd import direct_apply
 from shardwise.dtensor.tensor import DTensor, run

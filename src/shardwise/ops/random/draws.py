@@ -350,7 +350,7 @@ RULES: Table = table(
     ),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = dict.fromkeys(
     (aten.bernoulli.default, aten.bernoulli.Tensor), slice(-1, None)
 )

@@ -353,7 +353,7 @@ RULES: Table = table(
     ((aten.nonzero_static.default,), Rule(whole_choices, "[...] -> [...]")),
 )
 
-#: The inputs whose values the op may refuse; see `dispatch.refused`.
+#: The inputs whose values the op may refuse; see `dispatch.local_call`.
 REFUSED: dict[Any, slice] = {
     **dict.fromkeys(
         (

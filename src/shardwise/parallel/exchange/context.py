@@ -29,9 +29,9 @@ from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.ops.nn.context_attention import Line
 from shardwise.ops.nn.sequence_attention import POSITIONS, attend_locally
 from shardwise.parallel.style import prepend_input_hook
-from shardwise.plans.paths import all_paths, matching_modules, nearest
+from shardwise.plans.paths import matching_modules, no_match
 from shardwise.simulation.parts import one_part, sized
-from shardwise.simulation.plain_ranks import on_plain_ranks
+from shardwise.simulation.ranks import on_plain_ranks
 from shardwise.training.contract import DataAxes
 from shardwise.training.data_parallel import data_parallel
 from shardwise.training.mesh_axes import mesh_axes
@@ -130,11 +130,7 @@ def _attention_modules(module: nn.Module, attention: str | Sequence[str]) -> lis
     for pattern in [attention] if isinstance(attention, str) else attention:
         matches = matching_modules(module, pattern)
         if not matches:
-            near = nearest(pattern, list(all_paths(module)))
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
-            raise LayoutError(
-                f"context_parallel: no module of {type(module).__name__} matches {pattern!r}{hint}"
-            )
+            raise LayoutError(f"context_parallel: {no_match(module, pattern)}")
         for path, match in matches:
             if _DONE in match.__dict__ or "forward" in match.__dict__:
                 raise LayoutError(

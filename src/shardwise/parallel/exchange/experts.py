@@ -33,10 +33,9 @@ from shardwise.parallel.boundary import TENSOR_AXIS, ModuleBoundary, Scale
 from shardwise.parallel.exchange.context import declare_data_axis
 from shardwise.parallel.experts import ExpertParallel, Reached, check_inputs, holding
 from shardwise.parallel.style import owner_of
-from shardwise.plans.paths import all_paths, matching_modules, nearest
+from shardwise.plans.paths import matching_modules, no_match
 from shardwise.simulation.parts import one_part, sized
-from shardwise.simulation.plain_ranks import on_plain_ranks
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, on_plain_ranks
 
 
 def expert_parallel(
@@ -112,11 +111,7 @@ def _expert_modules(module: nn.Module, experts: str | Sequence[str]) -> list[tup
     for pattern in [experts] if isinstance(experts, str) else experts:
         matches = matching_modules(module, pattern)
         if not matches:
-            near = nearest(pattern, list(all_paths(module)))
-            hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
-            raise LayoutError(
-                f"expert_parallel: no module of {type(module).__name__} matches {pattern!r}{hint}"
-            )
+            raise LayoutError(f"expert_parallel: {no_match(module, pattern)}")
         for path, match in matches:
             style = ExpertParallel()
             style.path = path

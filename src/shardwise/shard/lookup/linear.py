@@ -19,9 +19,8 @@ from shardwise.comm import collectives
 from shardwise.comm.agreement import gather_numbers
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
-from shardwise.core.once import differentiated_once
 from shardwise.core.placements import Partial
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.lookup.ids import has_values
 from shardwise.shard.compile import LayerCall, declare, traced
 from shardwise.shard.lookup.lookup_args import split_of

@@ -1,18 +1,129 @@
-"""The arguments of a lookup: the table with its options, and the ranks' bags."""
+"""The arguments of a lookup: the table with its options, and the ranks' bags.
+
+Bags in any form of `embedding_bag` become flat ids and a length per bag.
+"""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F
 
 from shardwise.core.mesh import Grid
+from shardwise.core.untraced import UntracedFunction
 from shardwise.errors import UnsupportedError
-from shardwise.shard.lookup import bags
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import DimSplit
+
+
+def ids_fault(ids: torch.Tensor) -> str | None:
+    whole = ids.dtype in (torch.int32, torch.int64)
+    return None if whole else f"ids are int32 or int64, found {ids.dtype}."
+
+
+def range_of(ids: torch.Tensor, fault: str | None) -> tuple[int, int]:
+    """The lowest and the highest id of a batch without a fault."""
+    if fault is not None or not ids.numel():
+        return 0, -1
+    low, high = torch.stack(torch.aminmax(ids)).tolist()
+    return low, high
+
+
+def batch_fault(
+    ids: torch.Tensor,
+    offsets: torch.Tensor | None,
+    weights: torch.Tensor | None,
+    include_last_offset: bool,
+) -> str | None:
+    """What is wrong with a batch of bags, if anything."""
+    if (fault := ids_fault(ids)) is not None:
+        return fault
+    if weights is not None and weights.shape != ids.shape:
+        return f"per_sample_weights have shape {tuple(weights.shape)}, the ids {tuple(ids.shape)}."
+    if ids.dim() == 2:
+        return None if offsets is None else "ids of two dims are one bag per row: no offsets."
+    if ids.dim() != 1:
+        return f"ids have one dim, with offsets, or two; found shape {tuple(ids.shape)}."
+    if offsets is None or offsets.dim() != 1:
+        return "ids of one dim need offsets, of one dim too."
+    return _offsets_fault(offsets.tolist(), ids.numel(), include_last_offset)
+
+
+def _offsets_fault(offsets: list[int], num_ids: int, include_last_offset: bool) -> str | None:
+    if include_last_offset and not offsets:
+        return "with include_last_offset there is at least one offset."
+    if offsets and offsets[0] != 0:
+        return f"the first offset is 0, found {offsets[0]}."
+    if any(b < a for a, b in itertools.pairwise(offsets)):
+        return f"offsets do not decrease, found {offsets}."
+    if offsets and offsets[-1] > num_ids:
+        return f"the last offset is {offsets[-1]}, but there are {num_ids} ids."
+    if include_last_offset and offsets[-1] != num_ids:
+        return f"the last offset is the number of ids, {num_ids}; found {offsets[-1]}."
+    if not offsets and num_ids:
+        return f"there are {num_ids} ids but no bags."
+    return None
+
+
+def lengths_of(
+    ids: torch.Tensor, offsets: torch.Tensor | None, include_last_offset: bool
+) -> torch.Tensor:
+    """How many ids each bag has. The batch has no fault."""
+    if ids.dim() == 2:
+        return torch.full((ids.shape[0],), ids.shape[1], dtype=torch.int64, device=ids.device)
+    assert offsets is not None, "ids of one dim come with offsets"
+    ends = offsets.long()
+    if not include_last_offset:
+        ends = torch.cat([ends, ends.new_tensor([ids.numel()])])
+    return ends.diff()
+
+
+def pool(
+    rows: torch.Tensor,
+    ids: torch.Tensor,
+    lengths: torch.Tensor,
+    mode: str,
+    weights: torch.Tensor | None,
+    padding_idx: int | None,
+) -> torch.Tensor:
+    """The pooled bags out of one row per id; the padding id's rows do not count."""
+    starts = lengths.cumsum(0) - lengths
+    place = torch.arange(ids.numel(), device=ids.device)
+    padding = None
+    if padding_idx is not None:
+        # One more row stands for every padding id.
+        padding = ids.numel()
+        place = place.masked_fill(ids == padding_idx, padding)
+        rows = torch.cat([rows, rows.new_zeros(1, rows.shape[1])])
+    if not rows.numel():
+        return rows.new_zeros(lengths.numel(), rows.shape[1])
+    return F.embedding_bag(
+        place, rows, starts, mode=mode, per_sample_weights=weights, padding_idx=padding
+    )
+
+
+def scaled_by_frequency(rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """The rows; their gradient is divided by the id's frequency in this rank's batch."""
+    if not ids.numel():
+        return rows
+    _, which, counts = torch.unique(ids, return_inverse=True, return_counts=True)
+    return ScaleRows.apply(rows, 1 / counts[which].to(rows.dtype).unsqueeze(1))
+
+
+class ScaleRows(UntracedFunction):
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(factor)
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (factor,) = ctx.saved_tensors
+        return grad * factor, None
 
 
 def split_of(weight: ShardedTensor, what: str) -> DimSplit:
@@ -89,9 +200,9 @@ class BagBatch:
         ids = next(left)
         offsets = None if self.offsets is None else next(left)
         weights = None if self.weights is None else next(left)
-        fault = bags.batch_fault(ids, offsets, weights, self.include_last_offset)
+        fault = batch_fault(ids, offsets, weights, self.include_last_offset)
         if fault is not None:
             nothing = torch.empty(0, dtype=torch.int64, device=ids.device)
             return LocalBags(nothing, nothing, fault)
-        lengths = bags.lengths_of(ids, offsets, self.include_last_offset)
+        lengths = lengths_of(ids, offsets, self.include_last_offset)
         return LocalBags(ids.reshape(-1).long(), lengths, None)

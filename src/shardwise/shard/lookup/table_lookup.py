@@ -20,8 +20,7 @@ import torch
 
 from shardwise.comm.agreement import Fault
 from shardwise.comm.watch import because
-from shardwise.core.once import differentiated_once
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, differentiated_once
 from shardwise.core.world import world_caches
 from shardwise.lookup.backends.registry import make_backend
 from shardwise.lookup.bags import FeatureBags, bags_of_one
@@ -34,8 +33,15 @@ from shardwise.lookup.step import RankStep
 from shardwise.lookup.table import Table
 from shardwise.lookup.tiling import tiling_of_one
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.shard.lookup import bags
-from shardwise.shard.lookup.lookup_args import BagBatch, LocalBags, Lookup
+from shardwise.shard.lookup.lookup_args import (
+    BagBatch,
+    LocalBags,
+    Lookup,
+    ids_fault,
+    pool,
+    range_of,
+    scaled_by_frequency,
+)
 from shardwise.shard.lookup.stage import Stage
 from shardwise.shard.tensor import ShardedTensor
 from shardwise.shard.tiling import Tiling, local_of_shards, shards_of
@@ -94,7 +100,7 @@ class TableLookup:
 def embedding(lookup: Lookup, ids: torch.Tensor) -> torch.Tensor:
     """A row for each of a rank's ids."""
     per_rank = part_per_rank(lookup.grid, ids)
-    found = [_checked(lookup, n, mine, bags.ids_fault(mine)) for n, mine in enumerate(per_rank)]
+    found = [_checked(lookup, n, mine, ids_fault(mine)) for n, mine in enumerate(per_rank)]
     finish = [functools.partial(_shaped, lookup, mine) for mine in per_rank]
     return _run(lookup, None, found, finish)
 
@@ -139,7 +145,7 @@ def _checked(
     """One rank's batch, without lengths a row per id; or what is wrong with it."""
     if fault is not None:
         return Fault(fault)
-    low, high = bags.range_of(given, fault)
+    low, high = range_of(given, fault)
     if low < 0 or high >= lookup.num_rows:
         rank = lookup.grid.ranks[ranks_present(lookup.grid)[place]]
         return Fault(
@@ -175,7 +181,7 @@ def _run(
         steps = batch.arrive()
         if lookup.max_norm is not None:
             _shorten(call, steps, lookup.max_norm)
-        return _Lookup.apply(weight, call, samples)
+        return _TableLookup.apply(weight, call, samples)
 
 
 # -- on the requester ----------------------------------------------------------------------------
@@ -184,7 +190,7 @@ def _run(
 def _shaped(lookup: Lookup, ids: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """One row for each id of a batch of any shape."""
     if lookup.by_frequency:
-        rows = bags.scaled_by_frequency(rows, ids.reshape(-1))
+        rows = scaled_by_frequency(rows, ids.reshape(-1))
     return rows.view(*ids.shape, rows.shape[-1])
 
 
@@ -197,12 +203,12 @@ def _pooled(
 ) -> torch.Tensor:
     """Rows to bags."""
     if lookup.by_frequency:
-        rows = bags.scaled_by_frequency(rows, own.ids)
+        rows = scaled_by_frequency(rows, own.ids)
     flat = None if weights is None else weights.reshape(-1)
-    return bags.pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
+    return pool(rows, own.ids, own.lengths, mode, flat, lookup.padding_idx)
 
 
-class _Lookup(UntracedFunction):
+class _TableLookup(UntracedFunction):
     """`apply(weight, call, samples)`: the exchange of rows, and of gradients backward."""
 
     @staticmethod

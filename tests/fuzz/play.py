@@ -1,0 +1,270 @@
+"""One program on one device and sharded, and how the two differ."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shardwise.dtensor.tensor import DTensor
+from shardwise.errors import (
+    ArgumentError,
+    LayoutError,
+    LeafError,
+    MixedTensorsError,
+    UnsupportedError,
+)
+from shardwise.testing.compare import Different, brief, gathered
+from tests.fuzz.compare import difference, tolerance
+from tests.fuzz.program import Program, WorldState, run
+from tests.fuzz.undefined import (
+    ROUNDING,
+    SHARED_GRADIENT,
+    SharedGradients,
+    UndefinedMode,
+    grad_of,
+    hangs_on_rounding,
+    undefined_error,
+)
+from tests.fuzz.worlds import OneDevice, Sharded
+
+#: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
+#: an error that is no refusal, `refused` what shardwise does not support, `torch-refused` what
+#: raises on one device as well, `undefined` what one device does not define (`undefined.REASONS`).
+OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "undefined", "ok")
+FAILURES = OUTCOMES[:3]
+#: The errors with which shardwise refuses what it does not support.
+REFUSALS = (UnsupportedError, LayoutError, MixedTensorsError, LeafError, ArgumentError)
+
+
+@dataclass(frozen=True)
+class ProgramOutcome:
+    """How a program ended: `aspect` is what differs, in `slot`; `note` is for people."""
+
+    kind: str
+    aspect: str = ""
+    note: str = ""
+    slot: str = ""
+
+    @property
+    def failed(self) -> bool:
+        return self.kind in FAILURES
+
+
+@dataclass
+class Reference:
+    """The program on one device, with what each slot held after each step."""
+
+    program: Program
+    run: WorldState = field(init=False)
+    history: dict[str, list[Any]] = field(default_factory=dict)
+    #: Why there is nothing to compare with after `run.done` items, if so.
+    undefined: str | None = None
+
+    def __post_init__(self) -> None:
+        self.run = WorldState(OneDevice(), self.program.seed)
+        for item in self.program.items:
+            if not item.makes:  # it may write to what slots hold
+                self._note()
+            done = self.run.done
+            shared = SharedGradients(self.run.slots().values())
+            try:
+                with UndefinedMode() as watch:
+                    self.run.execute(item)
+            except Exception as error:
+                self.run.error = error
+            if self.run.error is None:
+                self.undefined = watch.found or (SHARED_GRADIENT if shared.changed else None)
+            else:
+                self.undefined = undefined_error(self.run.error, item.code)
+            if self.undefined is not None or self.run.error is not None:
+                self.run.done = done
+                break
+
+    def _note(self) -> None:
+        for name, value in self.run.slots().items():
+            if isinstance(value, torch.Tensor):
+                self.history.setdefault(name, []).append(value.detach().clone())
+
+
+def play(program: Program, world: Sharded) -> ProgramOutcome:
+    """Play in the current simulated world."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return _play(program, world)
+
+
+def _play(program: Program, world: Sharded) -> ProgramOutcome:
+    expected = Reference(program)
+    if expected.undefined is not None:
+        # What came before must still be right.
+        before = _play(program.upto(expected.run.done), world)
+        note = repr(program.items[expected.run.done].code)
+        return before if before.failed else ProgramOutcome("undefined", expected.undefined, note)
+    found = run(program, world)
+    if found.error is None or expected.run.error is None or found.done != expected.run.done:
+        if found.error is not None:
+            return _raised(program, world, found)
+        if expected.run.error is not None:
+            error = expected.run.error
+            code = program.items[expected.run.done].code
+            note = f"accepted {code!r}, where one device raises {type(error).__name__}: "
+            return ProgramOutcome("wrong", "accepted", note + brief(error))
+    outcome = _compare(expected, found)
+    if outcome is not None and _transposed_since(program, outcome):
+        return ProgramOutcome("ok")  # torch too leaves the gradient of a transposed leaf as it is
+    if outcome is not None and outcome.kind == "wrong" and _is_rounding(program, outcome, world):
+        return ProgramOutcome("undefined", ROUNDING, outcome.note)
+    if outcome is None and expected.run.error is not None:
+        return ProgramOutcome("torch-refused", note=brief(expected.run.error))
+    return outcome or ProgramOutcome("ok")
+
+
+def _is_rounding(program: Program, outcome: ProgramOutcome, world: Sharded) -> bool:
+    """Whether a number depends on rounding on one device, and agrees in float64."""
+    if outcome.aspect not in ("value", "gradient value"):
+        return False
+    if not hangs_on_rounding(program, outcome.slot):
+        return False
+    wide = program.in_double()
+    return wide == program or not _play(wide, world).failed
+
+
+def _transposed_since(program: Program, outcome: ProgramOutcome) -> bool:
+    """Whether a gradient is placed differently because its leaf was transposed after backward."""
+    if outcome.aspect != "gradient place":
+        return False
+    name = outcome.slot.removesuffix(".grad")
+    turn = re.compile(rf"\b{name}\.(t|transpose|swapaxes|swapdims|squeeze|unsqueeze)_\(")
+    for item in reversed(program.items):
+        if "backward(" in item.code:
+            return False
+        if turn.search(item.code):
+            return True
+    return False
+
+
+def _raised(program: Program, world: Sharded, found: WorldState) -> ProgramOutcome:
+    """Ours raises where one device does not; what came before must still be right."""
+    error = found.error
+    assert error is not None, "an error is told about"
+    before = play(program.upto(found.done), world)
+    if before.failed:
+        return before
+    note = f"{program.items[found.done].code!r}: {type(error).__name__}: {brief(error)}"
+    if isinstance(error, REFUSALS):
+        return ProgramOutcome("refused", _plain(error), note)
+    return ProgramOutcome("crash", f"{type(error).__name__} {_plain(error)}", note)
+
+
+def _plain(error: BaseException) -> str:
+    """The text of an error without shapes and layouts."""
+    return " ".join(word for word in str(error).split()[:14] if word.isalpha())
+
+
+def _compare(expected: Reference, found: WorldState) -> ProgramOutcome | None:
+    ours, theirs = found.slots(), expected.run.slots()
+    allowed = tolerance(theirs.values(), expected.run.casts)
+    for name, value in theirs.items():
+        try:
+            why = difference(whole(ours[name]), value, allowed)
+        except Different as error:
+            return ProgramOutcome("wrong", "parts", f"{name}: {error}", name)
+        except REFUSALS as error:
+            return ProgramOutcome("refused", _plain(error), f"reading {name}: {brief(error)}", name)
+        except Exception as error:
+            aspect = f"{type(error).__name__} {_plain(error)}"
+            return ProgramOutcome("crash", aspect, f"reading {name}: {brief(error)}", name)
+        before = expected.history.get(name, [])[-1:] if expected.run.error is not None else []
+        if why and not _held_before(whole(ours[name]), before, allowed):
+            # A kernel that raises may have written some entries; a check before it writes none.
+            if _held_before(whole(ours[name]), expected.history.get(name, []), allowed):
+                return ProgramOutcome(
+                    "stale", "value", f"{name} {why}, as it was before a write", name
+                )
+            return ProgramOutcome("wrong", _aspect(why), f"{name} {why}", name)
+    # Where both raised, backward may have stopped anywhere.
+    if expected.run.error is None:
+        # An op may return its operand: compare each tensor once.
+        distinct = {id(value): name for name, value in reversed(theirs.items())}
+        for name in reversed(distinct.values()):
+            if _tracked(ours[name]) != _tracked(theirs[name]):
+                note = (
+                    f"{name}.requires_grad is {_tracked(ours[name])}, not {_tracked(theirs[name])}"
+                )
+                try:
+                    ours[name].clone()
+                except REFUSALS as error:  # every use of it is refused
+                    return ProgramOutcome(
+                        "refused", _plain(error), f"using {name}: {brief(error)}", name
+                    )
+                return ProgramOutcome("wrong", "requires_grad", note, f"{name}.requires_grad")
+            try:
+                why = _grad_difference(ours[name], theirs[name], allowed)
+            except Exception as error:
+                aspect = f"{type(error).__name__} {_plain(error)}"
+                note = f"reading the gradient of {name}: {brief(error)}"
+                return ProgramOutcome("crash", aspect, note, f"{name}.grad")
+            if why:
+                aspect = f"gradient {_aspect(why)}"
+                return ProgramOutcome("wrong", aspect, f"gradient of {name} {why}", f"{name}.grad")
+        if not torch.equal(found.rng, expected.run.rng):
+            return ProgramOutcome("wrong", "generator", "the generator is left in another state")
+    return None
+
+
+def _tracked(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.requires_grad
+
+
+def _grad_difference(ours: Any, theirs: Any, allowed: float) -> str:
+    if not isinstance(theirs, torch.Tensor):
+        return ""
+    expected, found = grad_of(theirs), grad_of(ours)
+    if found is None and expected is not None and not expected.any():
+        return ""  # None stands for zeros
+    if found is None or expected is None:
+        return "" if found is expected else f"{_word(found)} instead of {_word(expected)}"
+    try:
+        # Read by an op, as an optimizer does.
+        return difference(whole(found.detach() * 1), expected, allowed) or misplaced(ours, found)
+    except Different as error:
+        return str(error)
+
+
+def _word(grad: Any) -> str:
+    return "nothing" if grad is None else "a gradient"
+
+
+def _held_before(found: Any, history: list[Any], allowed: float) -> bool:
+    return any(not difference(found, value, allowed) for value in history)
+
+
+def _aspect(why: str) -> str:
+    for word, aspect in (
+        ("instead of torch", "dtype"),
+        ("has shape", "shape"),
+        ("placed", "place"),
+    ):
+        if word in why:
+            return aspect
+    return "value" if "differs" in why or why.startswith("is [") else why.split()[0]
+
+
+def whole(value: Any) -> Any:
+    """A value as one device would hold it; raises `Different` where the ranks disagree."""
+    with torch.no_grad():
+        return gathered([value])[0]
+
+
+def misplaced(leaf: Any, grad: Any) -> str:
+    """How the placements of a leaf's gradient break the contract; empty where they do not."""
+    if not isinstance(leaf, DTensor) or not isinstance(grad, DTensor) or not leaf.is_leaf:
+        return ""
+    for axis, (here, there) in enumerate(zip(leaf.placements, grad.placements, strict=True)):
+        if here.is_shard() != there.is_shard() or (here.is_shard() and here != there):
+            return f"is placed as {there!r} along axis {axis} of a leaf that is {here!r}"
+    return ""

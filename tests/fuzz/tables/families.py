@@ -1,0 +1,30 @@
+"""The tables of what a program can do. A row makes the text of a step from the values at hand.
+
+To add an op, add a row to the table of its family; a row raises `NoFit` where no value fits.
+"""
+
+from __future__ import annotations
+
+from tests.fuzz.hand import Row
+from tests.fuzz.tables.autograd import AUTOGRAD, DOORS
+from tests.fuzz.tables.math import ORDERINGS, POINTWISE, PRODUCTS, REDUCTIONS
+from tests.fuzz.tables.nn import AUTOCAST, DRAWS, LAYERS
+from tests.fuzz.tables.shape import INDEXING, JOINS, VIEWS
+from tests.fuzz.tables.writes import WRITES
+
+#: Each family with its share of the steps.
+FAMILIES: dict[str, tuple[int, tuple[Row, ...]]] = {
+    "pointwise": (18, POINTWISE),
+    "reductions": (9, REDUCTIONS),
+    "orderings": (5, ORDERINGS),
+    "products": (9, PRODUCTS),
+    "layers": (8, LAYERS),
+    "views": (16, VIEWS),
+    "joins": (6, JOINS),
+    "indexing": (9, INDEXING),
+    "writes": (13, WRITES),
+    "doors": (9, DOORS),
+    "autograd": (8, AUTOGRAD),
+    "draws": (4, DRAWS),
+    "autocast": (3, AUTOCAST),
+}

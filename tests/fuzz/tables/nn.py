@@ -1,0 +1,179 @@
+"""Layers (norms, softmax, losses, lookups, pooling, padding), random ops, ops under autocast."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.fuzz.hand import FLOATS, Draft, Hand, NoFit, Row
+from tests.fuzz.tables.math import POINTWISE, PRODUCTS
+
+
+def _affine(h: Hand, x: str, shape: tuple[int, ...]) -> str:
+    """A weight and a bias, or one of them, or none."""
+    weight = h.new(shape, h[x].dtype) if h.chance(0.6) else "None"
+    bias = h.new(shape, h[x].dtype) if h.chance(0.5) else "None"
+    return f"weight={weight}, bias={bias}"
+
+
+def _layer_norm(h: Hand) -> str:
+    x = h.floats(1, nonempty=True)
+    shape = tuple(h[x].shape[h.between(0, h[x].dim() - 1) :])
+    return f"F.layer_norm({x}, {shape}, {_affine(h, x, shape)})"
+
+
+def _rms_norm(h: Hand) -> str:
+    x = h.floats(1, nonempty=True)
+    shape = tuple(h[x].shape[-1:])
+    weight = f", weight={h.new(shape, h[x].dtype)}" if h.flag() else ""
+    return f"F.rms_norm({x}, {shape}{weight})"
+
+
+def _group_norm(h: Hand) -> str:
+    x = h.floats(3, nonempty=True)
+    channels = h[x].shape[1]
+    groups = h.pick([g for g in (1, 2, channels) if channels % g == 0])
+    affine = _affine(h, x, (channels,))
+    if affine.startswith("weight=None"):
+        # No bias without a weight: backward fails on one device ("tensor does not have a device").
+        affine = "weight=None"
+    return f"F.group_norm({x}, {groups}, {affine})"
+
+
+def _batch_norm(h: Hand) -> str:
+    x = h.floats(2, nonempty=True)
+    affine = _affine(h, x, (h[x].shape[1],))
+    return f"F.batch_norm({x}, None, None, {affine}, training=True, eps=0.1)"
+
+
+def _classes(h: Hand, x: str) -> str:
+    """A class for each entry of `x` without its dim of classes."""
+    shape = h[x].shape
+    classes = shape[1] if len(shape) > 1 else shape[0]
+    if not classes:
+        return h.new((0,), grad=False)  # refused by both
+    rest = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
+    return h.new(rest, torch.int64, high=classes)
+
+
+def _reduction(h: Hand) -> str:
+    return f"reduction={h.pick(('mean', 'sum', 'none'))!r}"
+
+
+def _against(name: str) -> Row:
+    return lambda h: f"F.{name}({(x := h.floats())}, {h.like(x, exact=True)}, {_reduction(h)})"
+
+
+def _embedding(h: Hand) -> str:
+    table = h.tensor(FLOATS, (2, 2), nonempty=True)
+    ids = h.new(h.shape(1, 2), torch.int64, high=h[table].shape[0])
+    if h.chance(0.4) and h[ids].dim() == 2:
+        mode = h.pick(("sum", "mean", "max"))
+        return f"F.embedding_bag({ids}, {table}, mode={mode!r})"
+    return f"F.embedding({ids}, {table})"
+
+
+LAYERS: tuple[Row, ...] = (
+    lambda h: f"F.softmax({(x := h.floats(1))}, {h.dim(x)})",
+    lambda h: f"F.log_softmax({(x := h.floats(1))}, {h.dim(x)})",
+    lambda h: f"F.softmin({(x := h.floats(1))}, {h.dim(x)})",
+    lambda h: f"F.normalize({(x := h.floats(1))}, dim={h.dim(x)}, eps=0.5)",
+    _layer_norm,
+    _layer_norm,
+    _rms_norm,
+    _group_norm,
+    _batch_norm,
+    lambda h: f"F.instance_norm({h.floats(3, nonempty=True)}, eps=0.1)",
+    *map(_against, ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "soft_margin_loss")),
+    lambda h: (
+        f"F.kl_div({(x := h.floats())}, {h.like(x, exact=True)}, reduction='sum', log_target=True)"
+    ),
+    lambda h: (
+        f"F.binary_cross_entropy_with_logits({(x := h.floats())}, "
+        f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
+    ),
+    lambda h: (
+        f"F.binary_cross_entropy({(x := h.floats())}.sigmoid(), "
+        f"{h.like(x, exact=True)}.sigmoid(), {_reduction(h)})"
+    ),
+    lambda h: f"F.cross_entropy({(x := h.floats(1, 3))}, {_classes(h, x)}, {_reduction(h)})",
+    lambda h: f"F.cross_entropy({(x := h.floats(2, 2))}, {_classes(h, x)}, label_smoothing=0.1)",
+    lambda h: (
+        f"F.cross_entropy({(x := h.floats(2, 2))}, "
+        f"F.softmax({h.like(x, exact=True)}, 1), {_reduction(h)})"
+    ),
+    lambda h: f"F.nll_loss({(x := h.floats(1, 3))}, {_classes(h, x)}, {_reduction(h)})",
+    lambda h: (
+        f"F.nll_loss({(x := h.floats(2, 2))}, {_classes(h, x)}, ignore_index=0, {_reduction(h)})"
+    ),
+    lambda h: f"F.cosine_similarity({(x := h.floats(1))}, {h.like(x, exact=True)}, {h.dim(x)})",
+    lambda h: f"F.multilabel_soft_margin_loss({(x := h.floats(2, 2))}, {h.like(x, exact=True)})",
+    _embedding,
+    _embedding,
+    lambda h: f"F.one_hot({h.ints(0, 2)}.remainder(4), 4)",
+    lambda h: f"F.max_pool1d({h.floats(2, 3, nonempty=True)}, 2, 1, 1)",
+    lambda h: f"F.avg_pool1d({h.floats(2, 3, nonempty=True)}, 1, 2)",
+    lambda h: f"F.adaptive_avg_pool1d({h.floats(2, 3, nonempty=True)}, 2)",
+    lambda h: f"F.max_pool2d({h.floats(3, 4, nonempty=True)}, 1, 2)",
+    lambda h: f"F.interpolate({h.tensor(FLOATS[:2], (3, 3), True)}, scale_factor=2)",
+    lambda h: f"F.pad({h.inexact(1)}, ({h.between(0, 2)}, {h.between(0, 2)}), value={h.number()})",
+    lambda h: f"F.pad({h.floats(2, 3)}, (1, 0), mode={h.pick(('replicate', 'circular'))!r})",
+    lambda h: f"F.pixel_unshuffle({h.tensor(FLOATS, (3, 4), True)}, 1)",
+)
+
+
+# -- random numbers --------------------------------------------------------------------------
+
+_IN_PLACE = (
+    "normal_()",
+    "uniform_()",
+    "bernoulli_(0.3)",
+    "exponential_()",
+    "random_(5)",
+    "geometric_(0.4)",
+    "normal_(0.5, 0.25)",
+    "log_normal_(0, 0.25)",
+)
+_WIDE = FLOATS[:2]
+
+
+def _drawn(h: Hand) -> Draft:
+    x = h.writable(lambda t: t.dtype in _WIDE)
+    return h.write(x, f"{x}.{h.pick(_IN_PLACE)}")
+
+
+DRAWS: tuple[Row, ...] = (
+    lambda h: f"F.dropout({h.floats()}, 0.5)",
+    lambda h: f"F.dropout({h.floats()}, {h.pick((0.25, 0.75))})",
+    lambda h: f"F.alpha_dropout({h.floats()}, 0.5, training=True)",
+    lambda h: f"F.dropout1d({h.floats(2, 3)}, 0.5)",
+    lambda h: f"torch.rand_like({h.floats()})",
+    lambda h: f"torch.randn_like({h.tensor(_WIDE)})",
+    lambda h: f"torch.randint_like({h.any()}, 5)",
+    lambda h: f"torch.bernoulli({h.tensor(_WIDE)}.sigmoid())",
+    lambda h: f"torch.normal({h.tensor(_WIDE)}, 0.5)",
+    lambda h: f"torch.normal(0.0, {h.tensor(_WIDE)}.abs() + 0.1)",
+    lambda h: f"F.gumbel_softmax({(x := h.tensor(_WIDE, (1, 3)))}, dim={h.dim(x)})",
+    lambda h: f"torch.poisson({h.tensor(_WIDE)}.abs())",
+    lambda h: f"F.rrelu({h.tensor(_WIDE)}, training=True)",
+    lambda h: f"torch.multinomial(F.softmax({h.tensor(_WIDE, (1, 2), True)}, -1), 1)",
+    _drawn,
+    _drawn,
+    _drawn,
+)
+
+
+# -- autocast --------------------------------------------------------------------------------
+
+#: Products twice, since autocast mostly concerns them.
+_TABLES = (*PRODUCTS, *PRODUCTS, *LAYERS, *POINTWISE)
+
+
+def _cast(h: Hand) -> Draft:
+    row = h.pick(_TABLES)(h)
+    if isinstance(row, Draft):
+        raise NoFit
+    dtype = h.pick(("torch.bfloat16", "torch.bfloat16", "torch.float16"))
+    return Draft(row, before=f'with torch.autocast("cpu", {dtype}): ')
+
+
+AUTOCAST: tuple[Row, ...] = (_cast,)

@@ -1,0 +1,274 @@
+"""Cases: encoded as text and decoded, and their front doors called."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from shardwise.core.placements import Placement, Replicate, Shard
+from shardwise.dtensor.create import distribute_module, distribute_tensor
+from shardwise.errors import ArgumentError
+from shardwise.parallel import (
+    context_parallel,
+    data_parallel,
+    expert_parallel,
+    fully_shard,
+    parallelize_module,
+)
+from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
+from shardwise.testing.mesh import TENSOR_AXIS, Mesh
+from shardwise.testing.training import OPTIONS
+from tests.steps.models import ANY_OPTIMIZER, KINDS, Kind
+
+#: The front doors, by their names in a case.
+DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")
+_DOOR = re.compile(r"(\w+)(?:\(([\w*+]*)(?:,(\w+))?\))?(?:@([\w.*]+))?")
+
+
+@dataclass(frozen=True)
+class Door:
+    """One call of a front door.
+
+    | text | call |
+    |---|---|
+    | `tp` | `parallelize_module(model, mesh, plan)` |
+    | `tp(tp)` | `parallelize_module(model, mesh["tp"], plan)`, in processes |
+    | `replicate` | the same, with the style "replicate" for every layer |
+    | `dp(rep)` | `data_parallel(model, mesh["rep"])` |
+    | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |
+    | `dp(rep*shard)@body` | `data_parallel(model.body, mesh["rep", "shard"]._flatten("data"))` |
+    | `fs(shard)@*` | `fully_shard(child, mesh["shard"])` of every child |
+    | `cp(cp)` | `context_parallel(model, mesh, attention)`, which splits the batch's sequences |
+    | `ep(ep)` | `expert_parallel(model, mesh, experts)` |
+    | `sm(0)` | `shard_module`: the model's tables sharded along dim 0 over all ranks |
+    | `tables(dev,row_wise)` | `model.tables.shard(mesh["dev"], "row_wise")` |
+    | `dm` | `distribute_module(model, mesh, ...)`; the batch and the loss are DTensors |
+
+    >>> door = Door.parse("dp(rep*shard)@body")
+    >>> door.axes, door.flattened, door.path, str(door)
+    (('rep', 'shard'), True, 'body', 'dp(rep*shard)@body')
+    """
+
+    name: str
+    axes: tuple[str, ...] = ()
+    flattened: bool = False
+    detail: str = ""
+    path: str = ""
+
+    @staticmethod
+    def parse(text: str) -> Door:
+        found = _DOOR.fullmatch(text.strip())
+        if found is None or found[1] not in DOORS:
+            raise ArgumentError(
+                f"A door is one of {', '.join(DOORS)}, as dp(axis); found {text!r}."
+            )
+        name, given, detail, path = (part or "" for part in found.groups())
+        if name == "sm":
+            given, detail = "", given
+        axes = tuple(each for each in re.split(r"[*+]", given) if each)
+        return Door(name, axes, "*" in given, detail, path)
+
+    def __str__(self) -> str:
+        joined = ("*" if self.flattened else "+").join(self.axes)
+        inside = ",".join(each for each in (joined, self.detail) if each)
+        return f"{self.name}{f'({inside})' if inside else ''}{f'@{self.path}' if self.path else ''}"
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """A model, a mesh, front doors in an order, options and an optimizer.
+
+    >>> text = "norms | dp=2,tp=2 | tp; dp(dp) | clip, late | sgd | 0"
+    >>> case = StepCase.parse(text)
+    >>> case.data_axes, case.num_parts, str(case) == text
+    (('dp',), 2, True)
+    """
+
+    kind: str
+    mesh: Mesh
+    doors: tuple[Door, ...]
+    options: frozenset[str] = frozenset()
+    optimizer: str = "sgd"
+    seed: int = 0
+
+    @staticmethod
+    def parse(text: str) -> StepCase:
+        parts = [part.strip() for part in text.split("|")]
+        if len(parts) != 6 or not parts[5].isdigit():
+            raise ArgumentError(
+                "A case is written model | mesh | doors | options | optimizer | seed, such as "
+                f"norms | dp=2,tp=2 | tp; dp(dp) | clip, late | sgd | 0; found {text!r}."
+            )
+        kind, mesh, doors, options, optimizer, seed = parts
+        chosen = frozenset(word.strip() for word in options.split(",") if word.strip())
+        for found, known in (({kind}, KINDS), (chosen, OPTIONS), ({optimizer}, ANY_OPTIMIZER)):
+            if not found <= set(known):
+                raise ArgumentError(f"{sorted(found - set(known))}: known are {', '.join(known)}.")
+        made = tuple(Door.parse(door) for door in doors.split(";"))
+        return StepCase(kind, Mesh.parse(mesh), made, chosen, optimizer, int(seed))
+
+    def __str__(self) -> str:
+        axes = ",".join(f"{n}={s}" for n, s in zip(self.mesh.names, self.mesh.sizes, strict=True))
+        doors, options = "; ".join(map(str, self.doors)), ", ".join(sorted(self.options))
+        return f"{self.kind} | {axes} | {doors} | {options} | {self.optimizer} | {self.seed}"
+
+    @property
+    def has_global_batch(self) -> bool:
+        """Whether the batch is one DTensor, not each rank's own tensor."""
+        return any(door.name == "dm" for door in self.doors)
+
+    @property
+    def data_axes(self) -> tuple[str, ...]:
+        """The axes along which ranks have their own batches, by the doors of the case."""
+        names = self.mesh.names
+        tensor = TENSOR_AXIS if TENSOR_AXIS in names else names[-1]
+        declared: set[str] = set()
+        for door in self.doors:
+            if door.name == "tp" and door.axes:
+                continue  # a submesh without a data axis
+            if door.name in ("tp", "dm"):
+                declared.update(name for name in names if name != tensor)
+            if door.name == "dm" and TENSOR_AXIS not in names:
+                declared.add(tensor)
+            if door.name == "sm":
+                declared.update(names)
+            declared.update(door.axes)
+        # Along these, ranks have the same batch and take their positions of it.
+        declared.difference_update(*(door.axes for door in self.doors if door.name == "cp"))
+        return tuple(name for name in names if name in declared)
+
+    @property
+    def num_parts(self) -> int:
+        return self.mesh.num_parts(self.data_axes)
+
+
+# -- the front doors of a case ----------------------------------------------------------------
+
+
+def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module:
+    """Call the front doors of the case in order; returns the module."""
+    flattened: dict[tuple[str, ...], DeviceMesh] = {}
+
+    def axes_of(door: Door) -> DeviceMesh:
+        if mesh.ndim == 1:
+            return mesh
+        if len(door.axes) == 1:
+            return mesh[door.axes[0]]
+        if door.flattened:
+            if door.axes not in flattened:
+                flattened[door.axes] = mesh[door.axes]._flatten("data")
+            return flattened[door.axes]
+        return mesh[door.axes]
+
+    for door in case.doors:
+        axes = functools.partial(axes_of, door)
+        module = _CALLS[door.name](door, KINDS[case.kind], module, mesh, axes)
+    return module
+
+
+Axes = Callable[[], DeviceMesh]
+
+
+def _parallelize(
+    door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, axes: Axes
+) -> nn.Module:
+    part = axes() if door.axes else mesh
+    return parallelize_module(module, part, dict(kind.plan), strict=True)
+
+
+def _replicate(_: Door, __: Kind, module: nn.Module, mesh: DeviceMesh, ___: Axes) -> nn.Module:
+    layers = [
+        name
+        for name, layer in module.named_modules()
+        if name and not any(layer.children()) and any(True for _ in layer.parameters())
+    ]
+    return parallelize_module(module, mesh, dict.fromkeys(layers, "replicate"), strict=True)
+
+
+def _data_parallel(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
+    for target in _targets(door, module):
+        data_parallel(target, axes())
+    return module
+
+
+def _fully_shard(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
+    for target in _targets(door, module):
+        fully_shard(target, axes())
+    return module
+
+
+def _context(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
+    dims = {"ids": 1, "target": 1}
+    return context_parallel(module, mesh, kind.attention, axis=door.axes[0], sequence_dims=dims)
+
+
+def _experts(door: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, _: Axes) -> nn.Module:
+    return expert_parallel(module, mesh, kind.experts, axis=door.axes[0])
+
+
+def _shard_module(door: Door, kind: Kind, module: nn.Module, _: DeviceMesh, __: Axes) -> nn.Module:
+    ranks = [f"rank:{rank}/cpu" for rank in range(dist.get_world_size())]
+    spec = ChunkShardingSpec(dim=int(door.detail), placements=list(ranks))
+    return shard_module(module, ShardingPlan(dict.fromkeys(kind.sharded, spec)))
+
+
+def _tables(door: Door, _: Kind, module: nn.Module, __: DeviceMesh, axes: Axes) -> nn.Module:
+    collection: Any = module.tables
+    collection.shard(axes(), door.detail)
+    return module
+
+
+def _distribute(_: Door, kind: Kind, module: nn.Module, mesh: DeviceMesh, __: Axes) -> nn.Module:
+    return distribute_module(module, mesh, functools.partial(_by_plan, kind))
+
+
+def _by_plan(kind: Kind, name: str, layer: nn.Module, mesh: DeviceMesh) -> None:
+    """Shard what the plan splits along the tensor axis; `distribute_module` replicates the rest."""
+    names = mesh.mesh_dim_names or ()
+    dim = {"colwise": 0, "rowwise": 1}.get(kind.plan.get(name, ""))
+    if TENSOR_AXIS not in names or dim is None or not isinstance(layer, nn.Linear):
+        return
+    for key, parameter in list(layer.named_parameters(recurse=False)):
+        if parameter.dim() > dim:
+            placements: list[Placement] = [Replicate()] * mesh.ndim
+            placements[names.index(TENSOR_AXIS)] = Shard(dim)
+            made = distribute_tensor(parameter.detach(), mesh, placements)
+            layer._parameters[key] = nn.Parameter(made, parameter.requires_grad)
+
+
+def _targets(door: Door, module: nn.Module) -> Iterator[nn.Module]:
+    if door.path == "*":
+        yield from (child for child in module.children() if any(True for _ in child.parameters()))
+    else:
+        yield module.get_submodule(door.path)
+
+
+_CALLS: dict[str, Callable[[Door, Kind, nn.Module, DeviceMesh, Axes], nn.Module]] = {
+    "tp": _parallelize,
+    "replicate": _replicate,
+    "dp": _data_parallel,
+    "fs": _fully_shard,
+    "cp": _context,
+    "ep": _experts,
+    "sm": _shard_module,
+    "tables": _tables,
+    "dm": _distribute,
+}
+
+
+def global_batch(case: StepCase, batch: Any, mesh: DeviceMesh) -> Any:
+    """A batch as DTensors, sharded along dim 0 over the data axes."""
+    placements = [Shard(0) if name in case.data_axes else Replicate() for name in case.mesh.names]
+
+    return tuple(
+        distribute_tensor(value, mesh, placements) if isinstance(value, torch.Tensor) else value
+        for value in batch
+    )

@@ -1,0 +1,228 @@
+"""Random cases, the same for a seed, chosen to cover all pairs of choices soon."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Iterator, Mapping, Sequence
+
+from shardwise.testing.mesh import Mesh
+from shardwise.testing.training import OPTIONS, agree
+from tests.steps.case import Door, StepCase
+from tests.steps.models import KINDS, Kind
+
+TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
+
+#: By the names of a mesh's axes: sets of front doors, to be called in any order.
+DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
+    ("tp",): ("tp",),
+    ("dp",): (
+        "dp(dp)",
+        "fs(dp)",
+        "fs(dp); dp(dp)",
+        "replicate; fs(dp)",
+        "replicate; dp(dp)",
+        "dp(dp)@body; dp(dp)",
+        "fs(dp)@body; dp(dp)",
+        "dm",
+        "dm; dp(dp)",
+        "dm; fs(dp)",
+        "sm(0); dp(dp)",
+        "sm(1); dp(dp)",
+        "tables(dp,?); dp(dp)",
+        "tables(dp,?); fs(dp)",
+    ),
+    ("dp", "tp"): (
+        "tp; dp(dp)",
+        "tp; fs(dp)",
+        "tp; fs(dp); dp(dp)",
+        "tp; fs(dp)@body; dp(dp)",
+        "tp",
+        "dp(dp)",
+        "dp(dp+tp)",
+        "dp(dp*tp)",
+        "dm",
+        "dm; dp(dp)",
+        "dm; fs(dp)",
+        "sm(0); dp(dp*tp)",
+        "sm(0); dp(dp+tp)",
+        "tables(dp,?); tp; dp(dp)",
+        "tables(dp*tp,?); dp(dp*tp)",
+    ),
+    ("rep", "shard"): (
+        "fs(shard); dp(rep)",
+        "fs(shard); dp(rep*shard)",
+        "fs(shard); dp(rep+shard)",
+        "dp(rep)@body; dp(shard)",
+        "dp(rep)@*; dp(shard)",
+        "dp(rep); dp(shard)",
+        "dp(rep+shard)",
+        "dp(rep*shard)",
+        "fs(rep*shard)",
+        "fs(shard)",
+        "dm",
+        "dm; fs(shard); dp(rep)",
+        "sm(0); dp(rep*shard)",
+    ),
+    ("rep", "shard", "tp"): (
+        "tp; fs(shard); dp(rep)",
+        "tp; fs(shard); dp(rep*shard)",
+        "tp; fs(shard); dp(rep+shard)",
+        "tp; fs(shard)",
+        "tp; dp(rep+shard)",
+        "tp; dp(rep*shard)",
+        "tp; dp(rep); dp(shard)",
+        "tp; dp(rep)@*; dp(shard)",
+        "dm; fs(shard); dp(rep)",
+    ),
+    ("host", "dev"): (
+        "tables(dev,?); dp(host)@tables; dp(host*dev)",
+        "tables(dev,?); dp(host*dev)",
+        "tables(dev,?); dp(host+dev)",
+        "tables(host*dev,?); dp(host*dev)",
+        "tables(host*dev,?); dp(host+dev)",
+        "tables(dev,?); fs(dev)@body; dp(host*dev)",
+    ),
+    ("cp",): ("cp(cp)", "cp(cp); fs(cp)", "cp(cp); dp(cp)", "cp(cp); fs(cp)@*"),
+    ("dp", "cp"): (
+        "cp(cp); dp(dp)",
+        "cp(cp); fs(dp)",
+        "cp(cp); dp(dp+cp)",
+        "cp(cp); fs(dp*cp)",
+        "cp(cp); fs(cp); dp(dp)",
+    ),
+    ("dp", "cp", "tp"): (
+        "tp; cp(cp); dp(dp)",
+        "tp; cp(cp); fs(dp)",
+        "tp; cp(cp); fs(dp*cp)",
+        "tp; cp(cp); fs(cp); dp(dp)",
+    ),
+    ("ep",): ("ep(ep)", "ep(ep); fs(ep)", "ep(ep); dp(ep)"),
+    ("dp", "ep"): (
+        "ep(ep); dp(dp)",
+        "ep(ep); fs(dp)",
+        "ep(ep); dp(dp+ep)",
+        "ep(ep); fs(dp*ep)",
+        "ep(ep); fs(dp); dp(dp)",
+    ),
+    ("cp", "ep"): ("cp(cp); ep(ep)", "cp(cp); ep(ep); fs(cp)", "cp(cp); ep(ep); fs(ep)"),
+    ("dp", "ep", "tp"): ("tp; ep(ep); dp(dp)", "tp; ep(ep); fs(dp)", "tp; ep(ep); fs(dp*ep)"),
+}
+#: The same doors for axes in another order: torch wants them named in mesh order.
+DOORS["tp", "dp"] = tuple(
+    text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
+)
+
+#: Doors on one axis of a mesh, which know nothing of the others: only in processes, since a
+#: simulated world has all ranks.
+IN_PROCESSES = {
+    ("dp", "tp"): ("tp(tp); dp(dp)", "tp(tp); fs(dp)", "tp(tp); fs(dp); dp(dp)"),
+    ("rep", "shard", "tp"): ("tp(tp); dp(rep+shard)", "tp(tp); fs(shard); dp(rep)"),
+}
+
+MESHES = (
+    "tp=2",
+    "dp=2",
+    "dp=4",
+    "dp=3",
+    "dp=2,tp=2",
+    "dp=2,tp=1",
+    "dp=4,tp=2",
+    "tp=2,dp=2",
+    "rep=2,shard=2",
+    "rep=1,shard=2",
+    "rep=2,shard=2,tp=2",
+    "rep=2,shard=2,tp=1",
+    "host=2,dev=2",
+    "cp=2",
+    "cp=4",
+    "dp=2,cp=2",
+    "dp=2,cp=2,tp=2",
+    "ep=2",
+    "dp=2,ep=2",
+    "cp=2,ep=2",
+    "dp=2,ep=2,tp=2",
+)
+#: How many drawn cases compete to be the next one.
+NUM_CANDIDATES = 12
+
+
+def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list[StepCase]:
+    """Draw cases; of a few candidates, the one with the most new pairs of choices is taken."""
+    chance = random.Random(seed)
+    meshes = [Mesh.parse(text) for text in MESHES]
+    if in_processes:
+        # A process for each rank: more than four are slow on a small machine.
+        meshes = [mesh for mesh in meshes if mesh.num_ranks <= 4]
+    doors = {
+        names: (*sets, *(IN_PROCESSES.get(names, ()) if in_processes else ()))
+        for names, sets in DOORS.items()
+    }
+    tried: set[frozenset[str]] = set()
+    cases: list[StepCase] = []
+    while len(cases) < num_cases:
+        drawn = [_draw(chance, meshes, doors) for _ in range(NUM_CANDIDATES)]
+        best = max(drawn, key=lambda c: len(set(_pairs(c)) - tried))
+        tried.update(_pairs(best))
+        cases.append(best)
+    return cases
+
+
+def _draw(
+    chance: random.Random, meshes: list[Mesh], doors_of: Mapping[tuple[str, ...], Sequence[str]]
+) -> StepCase:
+    while True:
+        name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
+        kind = KINDS[name]
+        fitting = [text for text in doors_of[mesh.names] if _fits(kind, text)]
+        if not fitting:
+            continue
+        text = chance.choice(fitting).replace("?", chance.choice(TABLE_PLANS))
+        doors = [Door.parse(door) for door in text.split(";")]
+        if chance.random() < 0.5:
+            chance.shuffle(doors)
+        case = StepCase(name, mesh, tuple(doors))
+        options = _draw_options(chance, kind, case)
+        # Adam and Adagrad divide by small numbers, which amplifies rounding.
+        steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
+        optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
+        return StepCase(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
+
+
+def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozenset[str]:
+    allowed = [option for option in OPTIONS if option not in kind.without]
+    if not any(door.name == "dp" for door in case.doors):
+        allowed = [option for option in allowed if option != "no_sync"]
+    while True:
+        options = frozenset(chance.sample(allowed, chance.choice((0, 1, 1, 2, 2, 3))))
+        if agree(options):
+            return options
+
+
+def _fits(kind: Kind, text: str) -> bool:
+    if ("cp(" in text and not kind.attention) or ("ep(" in text and not kind.experts):
+        return False
+    if "tables" in text:
+        return kind.collection and ("tp;" not in text or bool(kind.plan))
+    if kind.collection:
+        return text in ("dp(dp)", "fs(dp)", "dp(rep*shard)", "tp; dp(dp)") and (
+            "tp" not in text or bool(kind.plan)
+        )
+    if text.startswith("sm"):
+        return bool(kind.sharded)
+    if text.startswith("dm"):
+        return kind.whole_module
+    return not text.startswith("tp") or bool(kind.plan)
+
+
+def _pairs(case: StepCase) -> Iterator[frozenset[str]]:
+    """The pairs of choices of a case; its doors count together and each for itself."""
+    choices = {
+        case.kind,
+        f"mesh {case.mesh}",
+        "; ".join(map(str, case.doors)),
+        f"with {case.optimizer}",
+        *(f"{door.name} {'flat' if door.flattened else len(door.axes)}" for door in case.doors),
+        *case.options,
+    }
+    yield from map(frozenset, itertools.combinations(sorted(choices), 2))
