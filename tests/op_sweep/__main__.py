@@ -20,11 +20,11 @@ from pathlib import Path
 import torch
 
 from shardwise.testing.alone import full_name
+from shardwise.testing.workers import answer, part_of_several
 from tests.op_sweep import report
 from tests.op_sweep.play import Compiler, play_compiled, play_operator
 from tests.op_sweep.report import KINDS, OpResult, names_of, sweep
 from tests.op_sweep.table import operators
-from tests.workers import answer, part_of_several
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -11,8 +11,8 @@ from typing import Any
 
 from shardwise._torch.compat import VERSION
 from shardwise.testing.alone import full_name
+from shardwise.testing.workers import Lost, serve_all
 from tests.op_sweep.table import operators
-from tests.workers import Lost, serve_all
 
 #: How a case can end, the worst first; an op has the worst of its cases. In compiled code, `torch`
 #: is what torch does not compile on one device, and `eager` what eager code does not run.

@@ -1,4 +1,4 @@
-"""Train a model of `tests.small_models` on one device and sharded: for both worlds.
+"""Train a model of `shardwise.testing.models` on one device and sharded: for both worlds.
 
 A run is ten steps of AdamW with clipping, a schedule, and two batches per step. It returns the
 loss and output of every step, and gradients, parameters, buffers and states at the end.
@@ -14,7 +14,7 @@ from torch import nn
 
 import shardwise
 from shardwise import Placement, Replicate, Shard
-from tests import small_models as models
+from shardwise.testing import models
 
 R, S0, S1 = Replicate(), Shard(0), Shard(1)
 NUM_STEPS = 10

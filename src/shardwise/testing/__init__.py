@@ -1,7 +1,6 @@
-"""What checks a user's rules and models against one device, and the faults of a simulated world.
+"""Checks for users and for this library: rules, random programs, training steps, faults.
 
-Random programs, drawn training runs and the sweep over torch's operators check this library: they
-are in `tests`.
+The sweep over torch's operators checks this library alone: it is in `tests`.
 """
 
 from shardwise.simulation.faults import Corrupt, Delay, Drop, FullDisk, Kill, draw_fault

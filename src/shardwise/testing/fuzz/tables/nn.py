@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.hand import FLOATS, Draft, Hand, NoFit, Row
-from tests.fuzz.tables.math import POINTWISE, PRODUCTS
+from shardwise.testing.fuzz.hand import FLOATS, Draft, Hand, NoFit, Row
+from shardwise.testing.fuzz.tables.math import POINTWISE, PRODUCTS
 
 
 def _affine(h: Hand, x: str, shape: tuple[int, ...]) -> str:

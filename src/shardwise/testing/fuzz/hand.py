@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from shardwise.core.placements import REDUCE_OPS, REPLICATE, Partial, Placement, Shard
-from tests.fuzz.program import Leaf, placed
+from shardwise.testing.fuzz.program import Leaf, placed
 
 T = TypeVar("T")
 #: Entries of a tensor at most.

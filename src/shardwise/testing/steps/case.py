@@ -25,8 +25,8 @@ from shardwise.parallel import (
 )
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
+from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, Kind
 from shardwise.testing.training import OPTIONS
-from tests.steps.models import ANY_OPTIMIZER, KINDS, Kind
 
 #: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")

@@ -14,10 +14,10 @@ import torch
 
 from shardwise._torch.dispatch import TorchDispatchMode
 from shardwise._torch.pytree import tree_leaves, tree_map
-from tests.fuzz.compare import difference, tolerance
-from tests.fuzz.hand import MOST
-from tests.fuzz.program import Item, Program, Statement, WorldState
-from tests.fuzz.worlds import OneDevice
+from shardwise.testing.fuzz.compare import difference, tolerance
+from shardwise.testing.fuzz.hand import MOST
+from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState
+from shardwise.testing.fuzz.worlds import OneDevice
 
 aten = torch.ops.aten
 

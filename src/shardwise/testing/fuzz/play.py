@@ -18,9 +18,9 @@ from shardwise.errors import (
     UnsupportedError,
 )
 from shardwise.testing.compare import Different, brief, gathered
-from tests.fuzz.compare import difference, tolerance
-from tests.fuzz.program import Program, WorldState, run
-from tests.fuzz.undefined import (
+from shardwise.testing.fuzz.compare import difference, tolerance
+from shardwise.testing.fuzz.program import Program, WorldState, run
+from shardwise.testing.fuzz.undefined import (
     ROUNDING,
     SHARED_GRADIENT,
     SharedGradients,
@@ -29,7 +29,7 @@ from tests.fuzz.undefined import (
     hangs_on_rounding,
     undefined_error,
 )
-from tests.fuzz.worlds import OneDevice, Sharded
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
 #: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
 #: an error that is no refusal, `refused` what shardwise does not support, `torch-refused` what

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from shardwise.embedding import SGD, Adagrad, EmbeddingBagCollection, Jagged, RowWiseAdagrad, Table
 from shardwise.lookup.optimizers import FusedOptimizer
-from tests import small_models as models
+from shardwise.testing import models
 
 VOCABULARY, WIDTH, HIDDEN = 11, 6, 10
 
@@ -267,7 +267,7 @@ class Statistics(Trained):
 
 
 class LossOf(Trained):
-    """One of `tests.small_models`, whose loss is a method."""
+    """One of `shardwise.testing.models`, whose loss is a method."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -355,7 +355,7 @@ FUSED = NO_PENALTY | {"no_sync", "zeros"}
 OWN_STATISTICS = frozenset({"save"})
 #: Rounding decides which experts are chosen.
 ROUTED = frozenset({"autocast"})
-#: The models of `small_models` have no such layers.
+#: The models of `testing.models` have no such layers.
 SPARE = frozenset({"unused", "sometimes", "recompute"})
 
 KINDS: dict[str, Kind] = {

@@ -16,10 +16,10 @@ import time
 import torch
 
 from shardwise.errors import ArgumentError
-from tests.steps.case import StepCase
-from tests.steps.draw import draw_cases
-from tests.steps.prove import StepVerdict, prove
-from tests.workers import part_of_several
+from shardwise.testing.steps.case import StepCase
+from shardwise.testing.steps.draw import draw_cases
+from shardwise.testing.steps.prove import StepVerdict, prove
+from shardwise.testing.workers import part_of_several
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -72,14 +72,14 @@ def _in_parts(options: argparse.Namespace) -> int:
         own = f"{part + num_parts * worker}/{num_parts * options.workers}"
         words = [f"--cases={options.cases}", f"--seed={options.seed}", f"--part={own}"]
         words += ["--processes"] * options.processes + ["--verbose"] * options.verbose
-        command = [sys.executable, "-m", "tests.steps", *words]
+        command = [sys.executable, "-m", "shardwise.testing.steps", *words]
         running.append(subprocess.Popen(command))
     return max(each.wait() for each in running)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.steps",
+        prog="python -m shardwise.testing.steps",
         description="Draws training runs (model, mesh, front doors, options), takes three steps "
         "on many ranks and on one device, and compares all parameters. Exits with 1 where any "
         "differs.",

@@ -14,10 +14,10 @@ import torch
 
 from shardwise.core.placements import REPLICATE, Partial, Placement, Replicate, Shard
 from shardwise.simulation.world import simulate
-from tests.fuzz.play import ProgramOutcome, play
-from tests.fuzz.program import Item, Leaf, Program, Statement, placed, run
-from tests.fuzz.undefined import steady
-from tests.fuzz.worlds import OneDevice, Sharded
+from shardwise.testing.fuzz.play import ProgramOutcome, play
+from shardwise.testing.fuzz.program import Item, Leaf, Program, Statement, placed, run
+from shardwise.testing.fuzz.undefined import steady
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
 #: Seconds after which shrinking ends.
 LIMIT_S = 20.0

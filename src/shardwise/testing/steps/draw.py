@@ -7,9 +7,9 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 
 from shardwise.testing.mesh import Mesh
+from shardwise.testing.steps.case import Door, StepCase
+from shardwise.testing.steps.models import KINDS, Kind
 from shardwise.testing.training import OPTIONS, agree
-from tests.steps.case import Door, StepCase
-from tests.steps.models import KINDS, Kind
 
 TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.fuzz.hand import COMPLEX, FLOATS, INTS, Hand, Row
+from shardwise.testing.fuzz.hand import COMPLEX, FLOATS, INTS, Hand, Row
 
 _UNARY = (
     "sin cos tanh sigmoid erf atan abs neg exp floor ceil round sign sgn trunc frac square "

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from shardwise.core.placements import Partial, Placement, Replicate, Shard
-from tests.fuzz.worlds import OneDevice
+from shardwise.testing.fuzz.worlds import OneDevice
 
 _DOUBLE = {
     torch.bfloat16: torch.float64,

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from tests.fuzz.hand import Draft, Hand, NoFit
-from tests.fuzz.program import Item, Program, Statement, WorldState, execute
-from tests.fuzz.tables.autograd import scalar
-from tests.fuzz.tables.families import FAMILIES
-from tests.fuzz.undefined import Kinks, alike, bounded, disturb
-from tests.fuzz.worlds import OneDevice
+from shardwise.testing.fuzz.hand import Draft, Hand, NoFit
+from shardwise.testing.fuzz.program import Item, Program, Statement, WorldState, execute
+from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.tables.autograd import scalar
+from shardwise.testing.fuzz.undefined import Kinks, alike, bounded, disturb
+from shardwise.testing.fuzz.worlds import OneDevice
 
 MESHES: tuple[tuple[int, ...], ...] = (
     (2,),

@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from tests.fuzz.hand import Hand, Row
+from shardwise.testing.fuzz.hand import Hand, Row
 
 
 def _factors(h: Hand, num: int) -> list[int]:

@@ -1,7 +1,7 @@
 """Random programs, sharded and on one device: the command line.
 
-    python -m tests.fuzz --programs 1000 --seed 0 --workers 8
-    python -m tests.fuzz --replay 17
+    python -m shardwise.testing.fuzz --programs 1000 --seed 0 --workers 8
+    python -m shardwise.testing.fuzz --replay 17
 
 A program is a list of statements over named slots (`program`). It grows from the rows of `tables`,
 each step tried on one device first (`generate`, `hand`); it runs in both worlds (`worlds`), and
@@ -18,8 +18,8 @@ from pathlib import Path
 
 import torch
 
-from tests.fuzz.generate import MESHES, generate, mesh_of
-from tests.fuzz.session import (
+from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
+from shardwise.testing.fuzz.session import (
     MOST_SHRUNK,
     Meshes,
     Result,
@@ -31,7 +31,7 @@ from tests.fuzz.session import (
     summary,
     told,
 )
-from tests.workers import Lost, answer, ask, part_of_several, serve_all
+from shardwise.testing.workers import Lost, answer, ask, part_of_several, serve_all
 
 #: Seeds of `--seed S` start at S times this, so that two runs share none.
 SEEDS = 1_000_000
@@ -78,7 +78,7 @@ def _work(options: argparse.Namespace, meshes: Meshes) -> int:
 
 
 def _in_processes(seeds: list[int], options: argparse.Namespace, meshes: Meshes) -> list[Result]:
-    command = [sys.executable, "-m", "tests.fuzz", "--worker"]
+    command = [sys.executable, "-m", "shardwise.testing.fuzz", "--worker"]
     command += [f"--shrink={options.shrink}"]
     command += [f"--mesh={'x'.join(map(str, mesh))}" for mesh in meshes if options.mesh]
     found: dict[str, Result] = {}
@@ -115,7 +115,7 @@ def _mesh(text: str) -> tuple[int, ...]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m tests.fuzz",
+        prog="python -m shardwise.testing.fuzz",
         description="Plays random programs on simulated ranks and on one device. Exits with 1 "
         "where they differ, and prints a script for each difference.",
     )

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from shardwise.testing.steps.case import StepCase, global_batch, open_doors
+from shardwise.testing.steps.models import KINDS, WIDTH, Trained
 from shardwise.testing.training import AUTOCAST_BOUND, BOUND, NUM_STEPS, Steps, Training
 from shardwise.testing.verdict import judge_in_processes, judge_simulated
-from tests.steps.case import StepCase, global_batch, open_doors
-from tests.steps.models import KINDS, WIDTH, Trained
 
 EXAMPLES_PER_PART = 4
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwise.simulation.world import simulate
-from tests.fuzz.generate import MESHES, generate, mesh_of
-from tests.fuzz.play import FAILURES, OUTCOMES, ProgramOutcome, play
-from tests.fuzz.program import Program
-from tests.fuzz.shrink import play_alone, play_forked, shrink
-from tests.fuzz.worlds import Sharded
+from shardwise.testing.fuzz.generate import MESHES, generate, mesh_of
+from shardwise.testing.fuzz.play import FAILURES, OUTCOMES, ProgramOutcome, play
+from shardwise.testing.fuzz.program import Program
+from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
+from shardwise.testing.fuzz.worlds import Sharded
 
 
 @dataclass
@@ -39,7 +39,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import Partial, Replicate, Shard
-from tests.fuzz.worlds import OneDevice, Sharded
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 """
 
 
@@ -151,7 +151,7 @@ def failures(results: Sequence[Result]) -> list[Result]:
 def told(result: Result) -> str:
     """A failure as text, with its script or the command that makes it."""
     head = f"=== seed {result.seed}, mesh {result.mesh}: {result.kind}: {result.note}"
-    again = f"    python -m tests.fuzz --replay {result.seed}"
+    again = f"    python -m shardwise.testing.fuzz --replay {result.seed}"
     return f"{head}\n{result.script or again}"
 
 

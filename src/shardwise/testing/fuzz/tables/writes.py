@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.hand import FLOATS, INTS, Draft, Hand, Row
-from tests.fuzz.tables.shape import ids, index_add_args, index_of
+from shardwise.testing.fuzz.hand import FLOATS, INTS, Draft, Hand, Row
+from shardwise.testing.fuzz.tables.shape import ids, index_add_args, index_of
 
 _UNARY = "sin_ cos_ tanh_ sigmoid_ neg_ abs_ relu_ zero_ square_ floor_"
 

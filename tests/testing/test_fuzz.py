@@ -15,12 +15,12 @@ import torch
 from shardwise import Partial, Replicate, Shard, UnsupportedError, simulate
 from shardwise.dispatch import catalog
 from shardwise.dispatch.rule import Choice, Rule
-from tests.fuzz.__main__ import main
-from tests.fuzz.generate import Growth, generate
-from tests.fuzz.hand import Draft, NoFit
-from tests.fuzz.play import Reference, play
-from tests.fuzz.program import _NAMES, Leaf, Program, Statement, run
-from tests.fuzz.session import (
+from shardwise.testing.fuzz.__main__ import main
+from shardwise.testing.fuzz.generate import Growth, generate
+from shardwise.testing.fuzz.hand import Draft, NoFit
+from shardwise.testing.fuzz.play import Reference, play
+from shardwise.testing.fuzz.program import _NAMES, Leaf, Program, Statement, run
+from shardwise.testing.fuzz.session import (
     Result,
     by_mesh,
     failures,
@@ -29,11 +29,11 @@ from tests.fuzz.session import (
     summary,
     told,
 )
-from tests.fuzz.shrink import play_alone, play_forked, shrink
-from tests.fuzz.tables.autograd import AUTOGRAD
-from tests.fuzz.tables.families import FAMILIES
-from tests.fuzz.tables.nn import LAYERS
-from tests.fuzz.undefined import (
+from shardwise.testing.fuzz.shrink import play_alone, play_forked, shrink
+from shardwise.testing.fuzz.tables import FAMILIES
+from shardwise.testing.fuzz.tables.autograd import AUTOGRAD
+from shardwise.testing.fuzz.tables.nn import LAYERS
+from shardwise.testing.fuzz.undefined import (
     BIAS_ALONE,
     MEDIAN,
     OVERLAP,
@@ -44,7 +44,7 @@ from tests.fuzz.undefined import (
     Kinks,
     steady,
 )
-from tests.fuzz.worlds import OneDevice, Sharded, values
+from shardwise.testing.fuzz.worlds import OneDevice, Sharded, values
 
 pytestmark = pytest.mark.slow
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tests.fuzz.hand import Draft, Hand, Row
+from shardwise.testing.fuzz.hand import Draft, Hand, Row
 
 
 def _tracked(t: torch.Tensor) -> bool:
