@@ -9,7 +9,7 @@ from shardwise import Replicate, Shard
 from shardwise.debug import CommDebugMode
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn import context_attention
-from shardwise.ops.nn.attention_tiles import Kernel
+from shardwise.ops.nn.attention_tiles import AttentionKernel
 from shardwise.ops.nn.context_attention import Line
 
 SEQUENCE = [Shard(2)]
@@ -171,8 +171,8 @@ def test_bytes_and_work_of_a_long_sequence(by_heads, monkeypatch):
 
     monkeypatch.setattr(context_attention.collectives, "start_all_to_all_uneven", counted)
     monkeypatch.setattr(Line, "map", noted)
-    monkeypatch.setattr(Kernel, "forward", attend)
-    monkeypatch.setattr(Kernel, "backward", attend_backward)
+    monkeypatch.setattr(AttentionKernel, "forward", attend)
+    monkeypatch.setattr(AttentionKernel, "backward", attend_backward)
     ring = 2 * heads * positions * width * (num - 1)  # elements that all ranks send
     with shardwise.simulate(num):
         mesh = shardwise.init_device_mesh("cpu", (num,))
