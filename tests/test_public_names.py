@@ -33,8 +33,8 @@ MODULES = (
     *(f"shardwise.{name}" for name in PACKAGES),
     "shardwise.interop.torchrec",
 )
-#: Public, but not for `import *`: torch's optimizers have these names.
-BY_NAME = {"shardwise.embedding": ["SGD", "Adagrad", "Adam"]}
+#: Public, but not for `import *`: torch's optimizers and the placement have these names.
+BY_NAME = {"shardwise.embedding": ["SGD", "Adagrad", "Adam"], "shardwise.shard": ["Shard"]}
 
 
 def parameters(value):

@@ -107,6 +107,7 @@ def test_check_says_what_trains_otherwise(run, monkeypatch):
         (("check", "report_models:failing"), "the weights are elsewhere"),
         (("check", "report_models:mlp", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
         (("explain", "report_models:mlp", "--mesh", "dp=x"), "A mesh is written dp=2,tp=4"),
+        (("check", "report_models:mlp", "--options", "clip"), "which --mesh asks for"),
         (("rules", "mn"), "Did you mean"),
         (("demo", "--plan", "gone.toml"), "no plan file 'gone.toml'"),
         (("demo", "--data", "gone.tsv"), "no file 'gone.tsv'"),
@@ -189,6 +190,16 @@ def test_narrow_terminals_get_no_longer_lines(run, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
     output = run("explain", "report_models:mlp", "--plan", "plan.toml").output
     assert max(map(len, output.splitlines())) <= int(columns)
+    if columns == "80":
+        assert "forward" in output
+        assert "all_reduce" in output  # words are not broken in two
+
+
+def test_an_error_names_the_line_of_the_model(run):
+    Path("plan.toml").write_text('format = "shardwise plan 1"\n[modules]\nup = "colwise"\n')
+    found = run("explain", "report_models:mlp", "--plan", "plan.toml")
+    assert found.exit_code == 2
+    assert "report_models.py:" in found.output
 
 
 def test_pipes_get_no_colours(run, monkeypatch):

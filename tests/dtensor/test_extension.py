@@ -85,6 +85,12 @@ def test_a_new_rule_forgets_the_plans_of_the_old_one(mesh):
 
 
 def test_bad_rules_say_what_is_wrong():
+    with pytest.raises(shardwise.LayoutError, match=r"twice: a comma is missing"):
+        register_rule(OP, "... [n] ... [n] -> ... [n]")
+    with pytest.raises(shardwise.LayoutError, match=r"has 2 tensor arguments, the line 1"):
+        register_rule(OP, "... [n] -> ... [n]")
+    with pytest.raises(shardwise.LayoutError, match=r"has 1 tensor results, the line 2"):
+        register_rule(OP, "... [n], [n] -> ... [n], [n]")
     with pytest.raises(shardwise.LayoutError, match=r"rows.*cannot be read.*'->'"):
         register_rule(OP, "m n")
     with pytest.raises(shardwise.ArgumentError, match="custom_op"):

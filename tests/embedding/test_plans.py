@@ -45,7 +45,7 @@ def test_a_plan_for_modules_is_no_plan_for_tables(tmp_path):
     [
         ({"user": "row_wise"}, "leaves out: item"),
         ({"*": "row_wise", "users": "row_wise"}, "entries for no table: users"),
-        ({"user": "row_wise", "x": "grid_wise"}, "'grid_wise' is no kind of sharding"),
+        ({"user": "row_wise", "x": "grid_wise"}, "'grid_wise' is not a kind of sharding"),
         ({"*": {"rows": 3}}, "neither a kind nor a table"),
         ({"*": {"kind": "row_wise", "ranks": [0]}}, "row_wise takes no options, found ranks"),
         ({"*": "grid"}, "grid needs ranks"),

@@ -35,6 +35,8 @@ def run_check(
     """0 when everything agrees, 1 when something differs, 2 when something was refused."""
     case = Case(target, plan, seed, data, groups=fully_shard)
     chosen = [word.strip() for word in options.split(",") if word.strip()]
+    if chosen and not mesh:
+        raise ArgumentError("--options are those of training steps, which --mesh asks for.")
     compare = check_in_processes if processes else check_simulated
     out = console()
     kinds = set()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import sys
+import sysconfig
 import traceback
 from collections.abc import Iterable
+from pathlib import Path
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
@@ -39,6 +41,13 @@ def console() -> Console:
     return _Escaping(width=PIPE_WIDTH if piped else None, highlight=False)
 
 
+#: Files that are not the user's.
+_LIBRARIES = (
+    sysconfig.get_path("stdlib"),
+    sysconfig.get_path("purelib"),
+    str(Path(__file__).parents[1]),
+)
+
 #: Exit statuses: the request is wrong; something broke while it ran.
 MISTAKE, BROKE = 2, 3
 
@@ -58,7 +67,8 @@ def _message(error: Exception) -> str:
     notes = " ".join(getattr(error, "__notes__", ()))
     if isinstance(error, (ShardwiseError, OSError)):
         return f"{error} {notes}".rstrip()
-    frame = traceback.extract_tb(error.__traceback__)[-1] if error.__traceback__ else None
-    where = f" ({frame.filename}:{frame.lineno})" if frame is not None else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [each for each in frames if not each.filename.startswith(_LIBRARIES)]
+    where = "".join(f" ({each.filename}:{each.lineno})" for each in (own or frames)[-1:])
     text = f"{type(error).__name__}: {error}{where} {notes}".rstrip()
     return f"{text}\nshardwise --debug shows the traceback."

@@ -253,8 +253,10 @@ def normalize(
     given = tuple(placements)
     for placement in given:
         if not isinstance(placement, Placement):
+            kind = type(placement)
             raise ArgumentError(
-                f"Placements are Shard, Replicate or Partial, found {placement!r} in {given!r}."
+                f"Placements are shardwise's Shard, Replicate or Partial, found {placement!r} of "
+                f"{kind.__module__}.{kind.__qualname__}."
             )
     if len(given) != grid.num_axes:
         raise LayoutError(

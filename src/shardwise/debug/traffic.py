@@ -114,19 +114,34 @@ class Traffic:
         return "   ".join(texts)
 
     def __rich__(self) -> Table:
+        from rich.box import SIMPLE_HEAD
         from rich.table import Table
         from rich.text import Text  # a name in brackets would be taken for markup
 
         table = Table(title="Communication, per rank", title_justify="left", show_footer=True)
-        for name in self.COLUMNS:
-            table.add_column(name, "all" if name == "module" else "", overflow="fold")
+        table.box = SIMPLE_HEAD  # with the line below its op, 80 columns are enough
+        for name in self.COLUMNS[:-1]:
+            whole = name in ("phase", "collective", "axis")
+            footer = "all" if name == "module" else ""
+            table.add_column(name, footer, overflow="fold", no_wrap=whole)
         table.add_column("calls", f"{len(self.events):,}", justify="right")
         table.add_column("bytes", f"{self.num_bytes:,}", justify="right")
         for row in self.rows():
             style = "yellow" if row.implicit else None
             figures = f"{row.num_calls:,}", f"{row.num_bytes:,}"
-            table.add_row(*map(Text, row.cells), *figures, style=style)
+            *cells, cause, line = row.cells
+            cells[2] = _short(cells[2])
+            cause = f"{cause}\n{line}" if line else cause
+            table.add_row(*map(Text, (*cells, cause)), *figures, style=style)
         return table
+
+
+def _short(kind: str) -> str:
+    """
+    >>> _short("all_gather_into_tensor"), _short("reduce_scatter_tensor"), _short("all_reduce")
+    ('all_gather', 'reduce_scatter', 'all_reduce')
+    """
+    return kind.removesuffix("_single").removesuffix("_tensor").removesuffix("_into")
 
 
 def ancestry(path: str) -> Iterator[str]:

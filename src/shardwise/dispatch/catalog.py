@@ -139,6 +139,7 @@ def register_rule(
             _, made = notation.rule(
                 found, like=rule, linear=linear, added=added, reduce_op=reduce_op, **bound
             )
+            _check_counts(found, notation.parse(rule))
         except ValueError as error:
             raise LayoutError(f"The rule of {found} cannot be read: {error}.") from error
         _check_names(found, bound)
@@ -164,6 +165,19 @@ def _check_names(op: Any, bound: dict[str, str]) -> None:
             raise LayoutError(
                 f"{letter}={name!r} names no argument of {op}, which takes {', '.join(names)}."
             )
+
+
+def _check_counts(op: Any, pattern: notation.Pattern) -> None:
+    """Optional tensors may be left out of the line; lists of tensors have any length."""
+    schema = op._schema
+    for what, values, found in (
+        ("tensor arguments", schema.arguments, len(pattern.inputs)),
+        ("tensor results", schema.returns, len(pattern.outputs)),
+    ):
+        types = [str(value.type) for value in values if "Tensor" in str(value.type)]
+        required = types.count("Tensor")
+        if not any("List" in text for text in types) and not required <= found <= len(types):
+            raise ValueError(f"the op has {len(types)} {what}, the line {found}")
 
 
 def overload(op: Any) -> OpOverload:

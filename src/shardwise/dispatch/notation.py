@@ -57,6 +57,8 @@ def _operands(side: str, text: str) -> tuple[tuple[str, ...], ...]:
     for part in side.split(","):
         if _TOKEN.sub("", part).strip():
             raise ValueError(f"{part.strip()!r} in {text!r} is not in the notation")
+        if part.count(_BATCH) > 1:
+            raise ValueError(f"{part.strip()!r} in {text!r} has {_BATCH} twice: a comma is missing")
         result.append(tuple(t.strip("[]") for t in _TOKEN.findall(part)))
     return tuple(result)
 

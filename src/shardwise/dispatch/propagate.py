@@ -213,8 +213,8 @@ def unsupported(op: Any, layouts: Sequence[Layout], fixed: Sequence[int] = ()) -
         )
     return (
         f"{name} does not have a sharding strategy registered. Found {found}. Either gather the "
-        "operands first (x.redistribute(placements=[Replicate()])) or run the op on local tensors "
-        "(x.to_local(), then DTensor.from_local)."
+        "operands first (x.redistribute(placements=[Replicate()])), run the op on local tensors "
+        "(shardwise.local_map), or give it a rule (shardwise.register_rule)."
     )
 
 

@@ -259,8 +259,8 @@ class _Collection(nn.Module):
         grid = grid_of(mesh)
         if grid.num_axes != 1:
             raise LayoutError(
-                f"A collection is sharded over a mesh with one axis, found {grid!r}. Take a "
-                "sub-mesh (mesh['axis']) or flatten it."
+                f"A collection is sharded over a mesh with one axis, found {grid!r}. Make "
+                "one of all its ranks (mesh._flatten()), or take one axis (mesh['axis'])."
             )
         num_ranks = len(grid.ranks)
         chosen, tiling, sent = self._agreed(grid, plan, grad_reduction, exchange_dtype)

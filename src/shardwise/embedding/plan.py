@@ -233,13 +233,20 @@ class Plan:
         if unknown or left_out:
             said = []
             if unknown:
-                said.append(f"it has entries for no table: {', '.join(unknown)}")
+                said.append(f"it has entries for no table: {_some(unknown)}")
             if left_out:
-                said.append(f"it leaves out: {', '.join(left_out)}")
-            raise LayoutError(
-                f"The plan does not fit the tables ({', '.join(names)}): {'; '.join(said)}."
-            )
+                said.append(f"it leaves out: {_some(left_out)}")
+            raise LayoutError(f"The plan does not fit the tables: {'; '.join(said)}.")
         return chosen
+
+
+def _some(names: list[str]) -> str:
+    """
+    >>> _some([f"t{i}" for i in range(40)])
+    't0, t1, t2, t3, t4, t5, t6, t7 and 32 more'
+    """
+    more = f" and {len(names) - 8} more" if len(names) > 8 else ""
+    return ", ".join(names[:8]) + more
 
 
 def _checked_entry(name: str, entry: Any) -> None:
@@ -252,7 +259,7 @@ def _checked_entry(name: str, entry: Any) -> None:
     kind = options["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise LayoutError(
-            f"Plan entry {name!r}: {kind!r} is no kind of sharding; use one of {', '.join(KINDS)}."
+            f"Plan entry {name!r}: {kind!r} is not a kind of sharding; use one of {', '.join(KINDS)}."
         )
     others = sorted(set(options) - {"kind", *KINDS[kind]})
     if others:

@@ -24,6 +24,7 @@ from shardwise.parallel.styles import (
     SequenceParallel,
 )
 from shardwise.plans.files import Entry
+from shardwise.plans.paths import nearest
 
 #: The style of each word: those of `tp_plan` that mean the same here, and "experts", our own. See
 #: `hugging_face` for the others.
@@ -70,9 +71,14 @@ def style_of(entry: Any, pattern: str) -> ParallelStyle:
         return _named(entry, pattern)()
     if isinstance(entry, Mapping):
         return _with_options(dict(entry), pattern)
+    if isinstance(entry, type) and issubclass(entry, ParallelStyle):
+        raise ArgumentError(
+            f"The plan gives {pattern!r} the class {entry.__name__}; give an instance, "
+            f"{entry.__name__}()."
+        )
     raise ArgumentError(
         f"The plan gives {pattern!r} a {type(entry).__name__}; it takes a ParallelStyle, a table "
-        f"with a style, or one of the words {', '.join(WORDS)}."
+        f"with a style, or one of the names {', '.join(WORDS)}."
     )
 
 
@@ -84,9 +90,11 @@ def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
             f"counterpart here. {WITHOUT_COUNTERPART[name]}"
         )
     if make is None:
+        near = nearest(str(name), [*WORDS, *STYLES])
+        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
         raise ArgumentError(
-            f"The plan says {name!r} for {pattern!r}, which is no word for a style here. The "
-            f"words are {', '.join(WORDS)}; the styles {', '.join(STYLES)}."
+            f"The plan says {name!r} for {pattern!r}, which is not the name of a style{hint} The "
+            f"names are {', '.join(WORDS)}; the classes {', '.join(STYLES)}."
         )
     return make
 

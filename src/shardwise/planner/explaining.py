@@ -17,7 +17,7 @@ from shardwise.planner.workload import Workload
 
 #: How many tables the next best option is searched for.
 MOST_EXPLAINED = 200
-BAR_WIDTH = 28
+BAR_WIDTH = 15
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +231,7 @@ def bars(priced: Price, memory: float, most: int = 16) -> str:
 def _bar(share: float) -> str:
     """
     >>> _bar(0.5)
-    '█████████████'
+    '██████'
     """
     return "█" * round(min(max(share, 0.0), 1.0) * (BAR_WIDTH - 2))
 

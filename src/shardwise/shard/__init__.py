@@ -21,12 +21,12 @@ from shardwise.shard.optimizer import (
 from shardwise.shard.pickling import load_with_process_group
 from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan
 from shardwise.shard.plan import ShardingPlanReport as PlanReport
+from shardwise.shard.spec import Shard as Shard  # not in __all__: it would hide shardwise.Shard
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
     EnumerableShardingSpec,
     PlacementSpec,
-    Shard,
     ShardedTensorMetadata,
     ShardingSpec,
     ShardMetadata,
@@ -40,7 +40,6 @@ __all__ = [
     "EnumerableShardingSpec",
     "PlacementSpec",
     "PlanReport",
-    "Shard",
     "ShardMetadata",
     "ShardedOptimizer",
     "ShardedTensor",

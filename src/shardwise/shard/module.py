@@ -146,9 +146,10 @@ def _check(module: nn.Module, plan: ShardingPlan, src_rank: int | None, process_
             find_module(module, path)
             continue
         if not isinstance(entry, ShardingSpec):
+            given = f"the class {entry.__name__}" if isinstance(entry, type) else f"{entry!r}"
             raise ArgumentError(
                 f"Only `ShardingSpec` and `Sharder` are supported to shard {path!r}: the plan "
-                f"gives it a {type(entry).__name__}."
+                f"gives it {given}, not an instance of one."
             )
         _, _, tensor = find_tensor(module, path)
         check_shardable(tensor, repr(path), entry, src_rank, process_group)

@@ -71,6 +71,10 @@ class Report:
     def ok(self) -> bool:
         return self.num_played > 0 and not self.mistakes
 
+    def __str__(self) -> str:
+        found = f"{self.num_played} choices played, {len(self.mistakes)} wrong"
+        return "\n".join([found, *map(str, self.mistakes)])
+
 
 def check_rule(
     sample: Sample, rule: Rule | None = None, meshes: Sequence[tuple[int, ...]] = MESHES

@@ -59,7 +59,8 @@ class MeshAxes:
             raise LayoutError(
                 f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh "
                 f"that one rank sees. This process stands for ranks {sorted(here)}: give "
-                "parallelize_module the whole mesh."
+                "parallelize_module the whole mesh. (A collection over one of several axes trains "
+                "in processes only.)"
             )
         if grid is self.grid:
             return list(self.axes), []
