@@ -259,7 +259,8 @@ def _checked_entry(name: str, entry: Any) -> None:
     kind = options["kind"]
     if not isinstance(kind, str) or kind not in KINDS:
         raise LayoutError(
-            f"Plan entry {name!r}: {kind!r} is not a kind of sharding; use one of {', '.join(KINDS)}."
+            f"Plan entry {name!r}: {kind!r} is not a kind of sharding; use one of "
+            f"{', '.join(KINDS)}."
         )
     others = sorted(set(options) - {"kind", *KINDS[kind]})
     if others:

@@ -21,7 +21,6 @@ from shardwise.shard.optimizer import (
 from shardwise.shard.pickling import load_with_process_group
 from shardwise.shard.plan import Sharder, ShardingPlan, ShardingPlanner, load_plan, save_plan
 from shardwise.shard.plan import ShardingPlanReport as PlanReport
-from shardwise.shard.spec import Shard as Shard  # not in __all__: it would hide shardwise.Shard
 from shardwise.shard.spec import (
     ChunkShardingSpec,
     DevicePlacementSpec,
@@ -32,6 +31,7 @@ from shardwise.shard.spec import (
     ShardMetadata,
     TensorProperties,
 )
+from shardwise.shard.spec import Shard as Shard  # not in __all__: it would hide shardwise.Shard
 from shardwise.shard.tensor import ShardedTensor
 
 __all__ = [
