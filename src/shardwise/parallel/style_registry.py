@@ -24,7 +24,7 @@ from shardwise.parallel.styles import (
     SequenceParallel,
 )
 from shardwise.plans.files import Entry
-from shardwise.plans.paths import nearest
+from shardwise.plans.paths import did_you_mean
 
 #: The style of each word: those of `tp_plan` that mean the same here, and "experts", our own. See
 #: `hugging_face` for the others.
@@ -90,8 +90,7 @@ def _named(name: Any, pattern: str) -> Callable[..., ParallelStyle]:
             f"counterpart here. {WITHOUT_COUNTERPART[name]}"
         )
     if make is None:
-        near = nearest(str(name), [*WORDS, *STYLES])
-        hint = f"; did you mean {', '.join(map(repr, near))}?" if near else "."
+        hint = did_you_mean(str(name), [*WORDS, *STYLES])
         raise ArgumentError(
             f"The plan says {name!r} for {pattern!r}, which is not the name of a style{hint} The "
             f"names are {', '.join(WORDS)}; the classes {', '.join(STYLES)}."

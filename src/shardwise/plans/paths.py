@@ -42,11 +42,11 @@ def all_paths(root: nn.Module, path: str = "") -> Iterator[str]:
 
 def no_match(root: nn.Module, pattern: str) -> str:
     """A sentence for an error: nothing matches, and what is similar."""
-    hint = _did_you_mean(pattern, list(all_paths(root)))
+    hint = did_you_mean(pattern, list(all_paths(root)))
     return f"no module of {type(root).__name__} matches {pattern!r}{hint}"
 
 
-def _did_you_mean(path: str, known: Sequence[str]) -> str:
+def did_you_mean(path: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(path, known, n=3, cutoff=0.4)
     return f"; did you mean {', '.join(map(repr, near))}?" if near else "."
 
@@ -82,7 +82,7 @@ def _tensor_paths(root: nn.Module) -> list[str]:
 
 
 def _no_such(what: str, root: nn.Module, path: str, known: Sequence[str]) -> str:
-    hint = _did_you_mean(path, known)
+    hint = did_you_mean(path, known)
     return f"The plan names {path!r}, but {type(root).__name__} has no such {what}{hint}"
 
 
