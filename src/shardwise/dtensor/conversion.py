@@ -26,7 +26,7 @@ from shardwise.dispatch.strict import forbid_move
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.snapshots import current
-from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
+from shardwise.errors import ArgumentError, LayoutError, RankMismatchError, UnsupportedError
 from shardwise.redistribute.search import find_steps
 from shardwise.simulation.parts import is_per_rank, one_part
 from shardwise.simulation.ranks import my_coordinate, one_for_all, rank_values
@@ -90,10 +90,15 @@ def _local_layout(
         whole: Shape = tuple(shape)
         normal = normalize(placements, whole, grid)
     else:
-        # `shape` of an uneven LocalTensor raises and names the ranks. With explicit sizes any
-        # shard will do: all are checked against the sizes later.
+        # With explicit sizes any shard will do: all are checked against the sizes later.
         first = one_part(local) if gives_sizes(placements) else local
-        local_shape = tuple(first.shape)
+        try:
+            local_shape = tuple(first.shape)
+        except RankMismatchError as error:
+            raise RankMismatchError(
+                f"{error} For shards of different sizes, give from_local() the sizes, "
+                "Shard(dim, sizes=(...)), or shape= and stride= of the whole tensor."
+            ) from None
         # Checks the number of placements and the dims; sizes are checked with the global shape.
         given = normalize(_without_sizes(placements), local_shape, grid)
         explicit = _explicit_sizes(placements, given)
