@@ -11,7 +11,7 @@ from torch import nn
 import shardwise
 from shardwise import Partial, Replicate, Shard, parallel
 from shardwise._torch.c10d import group_timeout
-from shardwise.checkpoint import Checkpoints, load, save
+from shardwise.checkpoint import Checkpoints, load, save, save_async
 from shardwise.checkpoint.crew import current_crew
 from shardwise.core import code_version
 from shardwise.core.mesh import grid_of
@@ -142,6 +142,26 @@ def fail_on_one_rank(folder):
     for error in ERRORS[:2]:
         heard.append(error_of(load, {"part": Failing(error)}, f"{folder}/whole"))
     return heard
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise ValueError("no text")
+
+
+def ask_wrongly_on_one_rank(folder):
+    """What every rank hears when one of them gives a path, a step or a number that is none."""
+    wrong, series, state = dist.get_rank() == 1, Checkpoints(f"{folder}/series"), {"x": 1}
+    series.save(3, state)
+    return [
+        error_of(save, state, None if wrong else f"{folder}/a"),
+        error_of(load, state, None if wrong else series.path(3)),
+        error_of(series.save, -1 if wrong else 4, state),
+        error_of(series.save_async, "4" if wrong else 4, state),
+        error_of(series.load, state, -1 if wrong else 3),
+        error_of(lambda: save_async(state, f"{folder}/b", copy_bytes=-1 if wrong else 5)),
+        error_of(save, {"part": Failing(Mute())}, f"{folder}/c"),
+    ]
 
 
 def plan_with_an_error_of_its_own():

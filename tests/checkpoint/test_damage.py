@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import resource
 import struct
 import time
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 import shardwise
 from shardwise import CheckpointError, Shard
-from shardwise.checkpoint import load, save, verify
+from shardwise.checkpoint import inspect, load, save, verify
 from shardwise.checkpoint.index import INDEX_NAME
 
 WHOLES = {"a": torch.arange(24.0).view(6, 4), "b": torch.arange(10)}
@@ -197,6 +198,8 @@ def test_only_regular_files_are_read(tmp_path, saved, kind, place):
     start = time.monotonic()
     assert name in refused(folder)
     assert name in verify(folder).faults[0]
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        inspect(folder)
     if kind != "folder":
         assert "no regular file" in refused(folder / name)
     assert time.monotonic() - start < 5

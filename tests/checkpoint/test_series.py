@@ -77,6 +77,12 @@ def test_steps_that_are_none(tmp_path, step):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("keep", [0, -1, 1.5, "2", True])
+def test_numbers_to_keep_that_are_none(tmp_path, keep):
+    with pytest.raises(CheckpointError, match="At least one checkpoint is kept, found keep="):
+        Checkpoints(tmp_path, keep=keep)
+
+
 def test_what_dead_jobs_left_is_removed_and_what_lives_is_not(run, tmp_path):
     series = Checkpoints(tmp_path)
     for name in (".step-00000001.half", ".step-00000002.half-abc", ".step-00000003.half-def"):

@@ -201,6 +201,7 @@ def test_schedulers_and_lists_of_modules(tmp_path):
         (lambda: {"x": torch.zeros(3)}, r"x has shape \(4,\), asked for \(3,\)"),
         (lambda: {"x": torch.zeros(4, dtype=torch.int64)}, "x is torch.float32, asked for"),
         (lambda: {"y": torch.zeros(4)}, "y was not saved"),
+        (lambda: {"x": torch.zeros(1).expand(4)}, "x cannot be written to: its elements share"),
         (lambda: {"step": torch.zeros(4)}, "step is a tensor here"),
         (lambda: {"x": {"a": 1}}, "x is a table here"),
         (lambda: {"x": nn.Linear(1, 1)}, "x is a module here"),

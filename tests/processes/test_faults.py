@@ -104,6 +104,14 @@ def test_an_error_of_any_kind_on_one_rank_is_that_of_all(processes, tmp_path):
     assert "fails, so no rank goes on. On rank 1: KeyError: 'missing'" in plan
 
 
+def test_a_wrong_argument_on_one_rank_is_an_error_of_all(processes, tmp_path):
+    heard = processes(programs.ask_wrongly_on_one_rank, str(tmp_path))
+    assert all(each == heard[0] for each in heard)
+    words = ["TypeError: ", "TypeError: ", "A step is", "A step is", "A step is", "copy_bytes is"]
+    for text, word in zip(heard[0], [*words, "Mute: (its text raises ValueError)"], strict=True):
+        assert text.startswith(f"CheckpointError: On rank 1: {word}")
+
+
 # -- ranks that do different things ----------------------------------------------------------
 
 

@@ -114,16 +114,21 @@ _DOING = {
 def _words(step: Callable[..., Any]) -> str:
     """What a rank does in a step: the function that it calls, in words."""
     module = step.__module__.rpartition(".")[2]
-    return f"it {_DOING.get(module, module)} ({step.__qualname__})"
+    return f"it {_DOING.get(module, module)} ({step.__name__.strip('_').replace('_', ' ')})"
 
 
 def _text(error: Exception) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
-    if (isinstance(error, ShardwiseError) or type(error) is RuntimeError) and str(error):
-        return str(error)
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    kind = type(error).__name__
+    try:
+        said = str(error)
+    except Exception as worse:  # an exception of somebody else, whose text fails
+        said = f"(its text raises {type(worse).__name__})"
+    if (isinstance(error, ShardwiseError) or type(error) is RuntimeError) and said:
+        return said
+    return f"{kind}: {said}" if said else kind
 
 
 def current_crew() -> Crew:

@@ -10,6 +10,7 @@ rank finds wrong, all raise.
 
 from __future__ import annotations
 
+import functools
 import os
 import warnings
 from collections.abc import Callable, Sequence
@@ -36,11 +37,11 @@ def load(state: Any, path: str | os.PathLike[str], *, strict: bool = True) -> An
     is False. The state of an optimizer goes by the names of its parameters in the modules of
     `state`. Hugging Face's folders and single safetensors files are read too.
     """
-    wait_for_saves()
     crew = current_crew()
     matching = Matching(strict)
 
     def look_up() -> list[_Found]:
+        wait_for_saves()
         matching.index = read_index(Path(path).absolute())
         matching.match_all(state)
         matching.raise_faults()
@@ -68,6 +69,7 @@ def _fill(matching: Matching, reader: Reader, crew: Crew) -> None:
     last: list[ReadRequest] = []
 
     def step(run: Callable[[], None]) -> Callable[[], list[None]]:
+        @functools.wraps(run)
         def on_this_rank() -> list[None]:
             with torch.no_grad():
                 run()

@@ -132,6 +132,11 @@ class Matching:
                 if piece.rank not in crew.present or not memory.numel() or key in seen:
                     continue
                 seen.add(key)
+                if not _is_writable(memory):
+                    raise CheckpointError(
+                        f"{name} cannot be written to: its elements share memory, as expand() "
+                        "makes them, or it is a conjugate or negative view. Clone it first."
+                    )
                 requests.append(ReadRequest(name, saved, piece.box, memory))
         return requests
 
@@ -406,3 +411,10 @@ def tensor_like(parameter: torch.Tensor | None, saved: SavedTensor) -> torch.Ten
         return DTensor._wrap(new_parts(layout, torch.device(grid.device_type)), layout)
     device = parameter.device if parameter is not None and saved.shape else torch.device("cpu")
     return torch.empty(saved.shape, dtype=saved.dtype, device=device)
+
+
+def _is_writable(memory: torch.Tensor) -> bool:
+    """Whether bytes can be copied to a tensor, each to an element of its own."""
+    pairs = zip(memory.shape, memory.stride(), strict=True)
+    shared = any(size > 1 and not stride for size, stride in pairs)
+    return not (shared or memory.is_conj() or memory.is_neg())

@@ -12,7 +12,7 @@ import torch
 from shardwise.checkpoint.crew import Crew
 from shardwise.checkpoint.index import Index, SavedTensor, read_index
 from shardwise.checkpoint.read import Reader, ReadRequest
-from shardwise.checkpoint.safetensors import unreadable
+from shardwise.checkpoint.safetensors import open_regular
 from shardwise.checkpoint.tree import decode
 from shardwise.errors import CheckpointError
 
@@ -76,10 +76,11 @@ def inspect(path: str | os.PathLike[str]) -> CheckpointReport:
 
 
 def _size(index: Index, name: str) -> int:
+    number = open_regular(index.folder / name)
     try:
-        return (index.folder / name).stat().st_size
-    except (OSError, ValueError) as error:
-        raise unreadable(index.folder / name, error) from error
+        return os.fstat(number).st_size
+    finally:
+        os.close(number)
 
 
 def _report(name: str, tensor: SavedTensor) -> TensorReport:
@@ -96,10 +97,10 @@ def verify(path: str | os.PathLike[str]) -> Verdict:
 def verify_together(path: Path, crew: Crew) -> tuple[str, ...]:
     """What is damaged, on every rank; each rank reads its share of the chunks."""
 
-    def mine() -> list[tuple[str, ...]]:
+    def read_share() -> list[tuple[str, ...]]:
         return [_verdict(path, rank, crew.size).faults for rank in crew.present]
 
-    return tuple(dict.fromkeys(fault for faults in crew.together(mine) for fault in faults))
+    return tuple(dict.fromkeys(fault for faults in crew.together(read_share) for fault in faults))
 
 
 def _verdict(path: Path, place: int, num_shares: int) -> Verdict:

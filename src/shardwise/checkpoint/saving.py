@@ -174,10 +174,7 @@ def save_async(state: Any, path: str | os.PathLike[str], *, copy_bytes: int = CO
     One save runs at a time: the next save or load waits for it. So does the end of the program,
     for ten minutes at most; an error that nobody has read then ends it with exit status 1.
     """
-    if copy_bytes < 0:
-        raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
-    job = _Job(state, path)
-    return Saving(job, copy_bytes)
+    return Saving(_Job(state, path), copy_bytes)
 
 
 class Saving:
@@ -261,13 +258,18 @@ class _Job:
     """One save of the ranks of this process."""
 
     def __init__(self, state: Any, path: str | os.PathLike[str]) -> None:
-        wait_for_saves()
-        # The background thread must not depend on the current folder.
-        self.path = Path(path).absolute()
         self.crew: Crew = current_crew()
+        self.path = Path()
         self._claim: Claim | None = None
         self._values: dict[tuple[int, str, Box], torch.Tensor] = {}
-        states = self.crew.together(lambda: self._rank_states(state, os.fspath(path)))
+
+        def describe() -> list[_RankState]:
+            wait_for_saves()
+            # The background thread must not depend on the current folder.
+            self.path = Path(path).absolute()
+            return self._rank_states(state, os.fspath(path))
+
+        states = self.crew.together(describe)
         for rank, one in enumerate(states):
             if one.path != states[0].path:
                 raise CheckpointError(
@@ -329,6 +331,8 @@ class _Job:
         self._begun: list[_RankFile | None] = []
 
         def begin() -> list[None]:
+            if copy_bytes < 0:
+                raise CheckpointError(f"copy_bytes is a number of bytes, found {copy_bytes}.")
             left = copy_bytes
             for rank in self.crew.present:
                 begun = _RankFile(self, rank)
@@ -347,9 +351,15 @@ class _Job:
         self._finish(self._begun)
 
     def _finish(self, begun: Sequence[_RankFile | None]) -> None:
+        def write() -> list[_Written]:
+            return self._write(begun)
+
+        def publish() -> None:
+            self._publish(written)
+
         try:
-            written = self.crew.together(lambda: self._write(begun))
-            self.crew.once(lambda: self._publish(written))
+            written = self.crew.together(write)
+            self.crew.once(publish)
         except BaseException:
             self._drop()
             raise

@@ -41,8 +41,8 @@ class Checkpoints:
         The ones that were completed first are removed first, whatever their steps, but never the
         one that was just saved, nor the one that was loaded before it.
         """
-        if keep is not None and keep < 1:
-            raise CheckpointError(f"At least one checkpoint is kept, found keep={keep}.")
+        if keep is not None and (type(keep) is not int or keep < 1):
+            raise CheckpointError(f"At least one checkpoint is kept, found keep={keep!r}.")
         self.folder = Path(folder)
         self.keep = keep
         self._saved: int | None = None
@@ -73,20 +73,33 @@ class Checkpoints:
 
     def _agreed_steps(self) -> list[int]:
         """`steps()` as rank 0 sees them."""
-        wait_for_saves()
         crew = current_crew()
-        return crew.together(lambda: [self.steps() if crew.leads else []] * len(crew.present))[0]
+
+        def list_steps() -> list[list[int]]:
+            wait_for_saves()
+            return [self.steps() if crew.leads else []] * len(crew.present)
+
+        return crew.together(list_steps)[0]
+
+    def _agreed_path(self, step: int) -> Path:
+        """`path(step)`; a step that is none on one rank is everyone's error."""
+        crew = current_crew()
+
+        def name_step() -> list[Path]:
+            wait_for_saves()
+            return [self.path(step)] * len(crew.present)
+
+        return crew.together(name_step)[crew.present[0]]
 
     def save(self, step: int, state: Any) -> None:
         """Save a step, then remove what is beyond `keep`."""
-        save(state, self.path(step))
+        save(state, self._agreed_path(step))
         self._note_saved(step)
         self._tidy()
 
     def save_async(self, step: int, state: Any, *, copy_bytes: int = COPY_BYTES) -> Saving:
         """Save a step in the background; the next save removes what is beyond `keep`."""
-        path = self.path(step)
-        wait_for_saves()
+        path = self._agreed_path(step)
         self._tidy()
         saving = save_async(state, path, copy_bytes=copy_bytes)
         self._note_saved(step)
@@ -102,7 +115,7 @@ class Checkpoints:
         chosen = self.latest() if step is None else step
         if chosen is None:
             raise CheckpointError(f"There is no checkpoint in {self.folder}.")
-        found = load(state, self.path(chosen), strict=strict)
+        found = load(state, self._agreed_path(chosen), strict=strict)
         self._loaded, self._saved = chosen, None
         return found
 
