@@ -8,9 +8,9 @@ Collectives that the layouts of a recorded call imply have none, unless each is 
 `detach`, whose result is the same tensor. Equal records are one object, made at the first such call
 with the line of the program that led to it, so a call costs one lookup.
 
-Ranks compare a digest of all codes so far; where digests differ they exchange the codes since the
-last comparison, and the first that differs is the mistake. They do so also when a collective fails
-or an error ends the mode: ranks whose collectives no longer meet come to no comparison.
+Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
+codes since the last verdict, and the first that differs is the mistake. They do so also when a
+collective fails or an error ends the mode: ranks whose collectives no longer meet come to none.
 
 Note [Which tensor]
 Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong
@@ -23,8 +23,10 @@ The mode replaces functions while it is on; when it is off, nothing looks whethe
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
+import struct
 import zlib
 from array import array
 from collections.abc import Callable, Sequence
@@ -43,6 +45,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
 from shardwise.debug.first_difference import Account, exchange_accounts, first_difference
+from shardwise.debug.verdict import Verdict
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
@@ -65,7 +68,7 @@ _active: list[agree] = []
 #: Equal on all ranks, which enter the mode together.
 _sessions = itertools.count(1)
 _NAMES = 1 << 24
-_INTS = {int}
+_INTS = {int, bool}
 
 
 class Noted(NamedTuple):
@@ -93,7 +96,8 @@ class agree:
     then a mistake is found before it can mix up messages. The error is a `RankMismatchError`. It
     names the ranks, the first call that differs, its layouts and its line in the program.
 
-    A comparison after a step does not wait: it is read at the next one, and when the mode ends.
+    A comparison after a step does not wait: its messages are read at the next steps, and when the
+    mode ends. So two ranks hear of a difference one step later, more within 2 log2(ranks) steps.
     Ops on plain tensors are not seen. With `rng=False` generators are not compared, for programs
     that draw other numbers on each rank on purpose.
 
@@ -122,10 +126,6 @@ class agree:
         if _active:
             raise ShardwiseError("agree() is active already, and compares everything as it is.")
         self._world: World = current_world()
-        self._group: Any = None
-        if len(self._world.present) < self._world.size:
-            timeout = group_timeout(dist.GroupMember.WORLD)
-            self._group = dist.new_group(backend="gloo", timeout=timeout)
         #: The records since the last comparison, and those that are being compared.
         self._journal: list[Noted] = []
         self._sent: _Sent | None = None
@@ -143,12 +143,23 @@ class agree:
         self.num_steps = self.num_comparisons = 0
         #: The first number of this session. The first `_NAMES` are of tensors that no call made.
         self._base = next(_sessions) << 40
+        self._topic = f"journal/{self._base}"
+        self._verdict = self._make_verdict()
         #: The numbers of the next such tensor, of the next call, and of the first of this step.
         self._next_name = self._base
         self._number = self._begin = self._base + _NAMES
         self._swap_in()
         _active.append(self)
         return self
+
+    def _make_verdict(self) -> Verdict | None:
+        """None where this process holds all ranks, which cannot differ."""
+        world = self._world
+        if len(world.present) == world.size:
+            return None
+        timeout = group_timeout(dist.GroupMember.WORLD)
+        self._wait_s = timeout.total_seconds() if timeout is not None else 0.0
+        return Verdict(f"{self._topic}/verdict", world.rank, world.size, self._wait_s)
 
     @property
     def num_calls(self) -> int:
@@ -168,13 +179,10 @@ class agree:
                     raise found from error
         finally:
             self._swap_out()
-            if self._group is not None:
-                dist.destroy_process_group(self._group)
 
     def _swap_in(self) -> None:
         self._dispatch = DTensor.__dict__["__torch_dispatch__"]
         self._move, self._starts = autograd.move, {n: getattr(collectives, n) for n in _STARTS}
-        self._gather = self._starts["_all_gather_into_tensor"]
         DTensor.__torch_dispatch__ = classmethod(  # type: ignore[method-assign, assignment]
             self._recording(DTensor.__torch_dispatch__)
         )
@@ -256,17 +264,17 @@ class agree:
                 if not args or out is not args[0]:
                     out._born = number
             elif type(out) is tuple or type(out) is list:
-                self._number_all(out)
+                number = self._number
+                for each in out:
+                    if type(each) is DTensor:
+                        held = each.__dict__  # quicker than to look up what it has not
+                        if held.get("_born", 0) < base:
+                            held["_born"] = number
+                            number += 1
+                self._number = number
             return out
 
         return record_and_run
-
-    def _number_all(self, made: Sequence[Any]) -> None:
-        """Number the results of a call that has several."""
-        for each in made:
-            if type(each) is DTensor and getattr(each, "_born", 0) < self._base:
-                each._born = self._number
-                self._number += 1
 
     def _named(self, tensor: Any) -> int:
         """A number for a tensor that no call of this session made: the next one, as it is met."""
@@ -398,22 +406,25 @@ class agree:
     # -- comparing ---------------------------------------------------------------------------
 
     def _compare(self, at: str, *, wait: bool) -> None:
-        """Send the digest of what this rank has run, once the last one was found the same."""
-        self._read()
+        """Compare what this rank has run, once the comparison under way has its verdict."""
+        while not self._read() and wait:
+            pass
+        if self._sent is not None:
+            return
         journal, self._journal = self._journal, []
         self._num_compared += len(journal)
         self.num_comparisons += 1
         codes = array("q", [record.code for record in journal])
         self._digest = hashlib.blake2b(self._digest + codes.tobytes(), digest_size=8).digest()
-        if self._group is None:
+        if self._verdict is None:
             self._last = journal[-1] if journal else self._last
             return
-        digest, state = int.from_bytes(self._digest, "little", signed=True), self._generators()
-        row = torch.tensor([[digest, self._num_compared, _code(at), state]])
-        started = self._gather(row, self._world.size, self._group.group_name)
-        self._sent = _Sent(journal, at, self.num_comparisons, state, started)
-        if wait:
-            self._read()
+        state = self._generators()
+        told = struct.pack("<8s3q", self._digest, self._num_compared, _code(at), state)
+        self._sent = _Sent(journal, at, self.num_comparisons, state)
+        self._verdict.begin(hashlib.blake2b(told, digest_size=16).digest())
+        while wait and not self._read():
+            pass
 
     def _generators(self) -> int:
         if not self._rng:
@@ -424,22 +435,24 @@ class agree:
             state += generator_digest(torch.device("cuda"), None) >> 2
         return state
 
-    def _read(self) -> None:
-        """Wait for the comparison that was started; raise if some rank differs."""
+    def _read(self) -> bool:
+        """Whether no comparison is under way any more; raise if some rank differs."""
         sent = self._sent
-        if sent is None:
-            return
+        if sent is None or self._verdict is None:
+            return True
         try:
-            rows = collectives.finished(sent.started)
+            same = self._verdict.advance()
         except RuntimeError as error:
             raise lost(error, f"the comparison of agree() before {sent.at}") from error
+        if same is None:
+            return False
         self._sent = None
-        if rows.tolist() != [rows[0].tolist()] * len(rows):
-            timeout = group_timeout(self._group)
-            found = self._difference(sent, GRACE_S + (timeout.total_seconds() if timeout else 0))
+        if not same:
+            found = self._difference(sent, GRACE_S + self._wait_s)
             raise found or RankMismatchError(f"The ranks do not run the same program at {sent.at}.")
         if sent.journal:
             self._last = sent.journal[-1]
+        return True
 
     def _judge(self) -> None:
         """A collective has failed: raise if that is because ranks run something else."""
@@ -449,9 +462,11 @@ class agree:
 
     def _difference(self, sent: _Sent | None, wait_s: float) -> RankMismatchError | None:
         """The first call in which ranks differ, among those that tell what they did in time."""
-        if self._group is None or self._asked:
+        if self._verdict is None or self._asked:
             return None
         self._asked = True
+        with contextlib.suppress(RuntimeError):  # the store may be gone
+            self._verdict.alarm()
         journal = [*(sent.journal if sent is not None else ()), *self._journal]
         kinds = {record: place for place, record in enumerate(dict.fromkeys(journal))}
         mine = Account(
@@ -462,9 +477,7 @@ class agree:
             end=self._end,
             sent=(sent.number, sent.at, sent.generators) if sent is not None else None,
         )
-        return first_difference(
-            exchange_accounts(mine, f"journal/{self._base}", self._world.size, wait_s)
-        )
+        return first_difference(exchange_accounts(mine, self._topic, self._world.size, wait_s))
 
 
 class _Sent(NamedTuple):
@@ -474,7 +487,6 @@ class _Sent(NamedTuple):
     at: str
     number: int
     generators: int
-    started: torch.Tensor
 
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
