@@ -157,6 +157,18 @@ def test_without_locks_one_of_two_jobs_wins_and_none_is_spoiled(tmp_path, monkey
     assert [p.name for p in tmp_path.iterdir() if p.name[0] == "."] == [".saved.half-other"]
 
 
+def test_a_claim_that_cannot_be_signed_is_given_up(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(CheckpointError, match="No space left"):
+            save({"x": 1}, tmp_path / "a")
+    assert not list(tmp_path.iterdir())
+    save({"x": 1}, tmp_path / "a")
+
+
 def test_a_lock_that_is_a_link_is_not_followed(tmp_path):
     (tmp_path / "mine").write_text("precious")
     (tmp_path / ".saved.lock").symlink_to(tmp_path / "mine")

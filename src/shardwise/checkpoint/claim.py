@@ -58,10 +58,17 @@ class Claim:
                 if self._number < 0:
                     os.close(number)
         if self._has_lock:
-            now = time.strftime("%Y-%m-%d %H:%M:%S")
-            owner = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+            self._sign()
+
+    def _sign(self) -> None:
+        now = time.strftime("%Y-%m-%d %H:%M:%S")
+        owner = f"process {os.getpid()} on {socket.gethostname()}, since {now}"
+        try:
             os.ftruncate(self._number, 0)
             os.pwrite(self._number, owner.encode(), 0)
+        except OSError:  # no space: this process must not keep the name claimed
+            self.release()
+            raise
 
     def _lock(self, number: int) -> bool:
         try:
