@@ -4,10 +4,11 @@
 
 Gloo processes on this machine, one thread each, train a small tensor-parallel model of DTensors;
 with the mode and without it, in turn, each the first in every other turn. The mode is entered once
-and swapped in and out. The first row counts the CPU time of a rank, its communication threads
-included: another process on the machine does not change it much. The second adds the rank's share
-of the launcher, in which the store answers. What the mode adds is the median of the turns' ratios,
-and the range in which that median lies with 95% certainty.
+and swapped in and out. What it adds is the median of the turns' differences, and the range in which
+that median lies with 95% certainty, in percent of a step: of the CPU time of a rank, its
+communication threads included, or in the last row of wall time. All that the mode does in a rank is
+done by its main thread, so the second row has it without the noise of the other threads; in the
+third row is the rank's share of the launcher, in which the store answers.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from shardwise.launch import launch
 WIDTH, ROWS, LAYERS = 128, 32, 4
 #: Per turn the seconds of a step, by the clocks of `now`.
 Times = list[list[float]]
-CLOCKS = ("CPU of a rank", "and its share of the store", "wall")
+CLOCKS = ("CPU of a rank", "its main thread", "its share of the store", "wall")
 
 
 class Layer(nn.Module):
@@ -68,8 +69,8 @@ def make_step() -> Callable[[], None]:
 
 def now(store_pid: int) -> list[float]:
     store_s = time.clock_gettime((~store_pid << 3) | 2)  # Linux's clock of another process
-    cpu_s = time.process_time()
-    return [cpu_s, cpu_s + store_s / dist.get_world_size(), time.perf_counter()]
+    share_s = store_s / dist.get_world_size()
+    return [time.process_time(), time.thread_time(), share_s, time.perf_counter()]
 
 
 def take_turns(num_turns: int, num_steps: int, store_pid: int) -> tuple[Times, Times, int]:
@@ -98,13 +99,13 @@ def take_turns(num_turns: int, num_steps: int, store_pid: int) -> tuple[Times, T
     return *times, num_calls
 
 
-def added(off: Sequence[float], on: Sequence[float]) -> str:
-    """The median of the ratios, and the order statistics that bound it."""
-    ratios = sorted(100 * (b / a - 1) for a, b in zip(off, on, strict=True))
-    away = math.ceil(0.98 * math.sqrt(len(ratios)))  # 1.96 standard deviations of a fair coin
-    middle = len(ratios) // 2
-    low, high = ratios[max(middle - away, 0)], ratios[min(middle + away, len(ratios) - 1)]
-    return f"{statistics.median(ratios):+.1f}% ({low:+.1f} to {high:+.1f})"
+def added(off: Sequence[float], on: Sequence[float], step: Sequence[float]) -> str:
+    """The median of the differences in percent, and the order statistics that bound it."""
+    parts = sorted(100 * (b - a) / s for a, b, s in zip(off, on, step, strict=True))
+    away = math.ceil(0.98 * math.sqrt(len(parts)))  # 1.96 standard deviations of a fair coin
+    middle = len(parts) // 2
+    low, high = parts[max(middle - away, 0)], parts[min(middle + away, len(parts) - 1)]
+    return f"{statistics.median(parts):+.1f}% ({low:+.1f} to {high:+.1f})"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -117,13 +118,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     lines = Lines(box=box.SIMPLE, title=f"{found[0][2]} recorded calls a step")
     for name in ("clock", "without, ms", "with, ms", "added"):
         lines.add_column(name, justify="right")
-    for clock, name in enumerate(CLOCKS):
-        off, on = (
+    means = [
+        [
             [statistics.mean(rank[mode][t][clock] for rank in found) for t in range(options.turns)]
-            for mode in (0, 1)
-        )
+            for clock in range(len(CLOCKS))
+        ]
+        for mode in (0, 1)
+    ]
+    for name, off, on in zip(CLOCKS, *means, strict=True):
+        step = means[0][-1] if name == "wall" else means[0][0]
         medians = (1e3 * statistics.median(off), 1e3 * statistics.median(on))
-        lines.add_row(name, *(f"{m:.2f}" for m in medians), added(off, on))
+        lines.add_row(name, *(f"{m:.2f}" for m in medians), added(off, on, step))
     Console().print(lines)
 
 

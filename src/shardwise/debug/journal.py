@@ -420,9 +420,9 @@ class agree:
             self._last = journal[-1] if journal else self._last
             return
         state = self._generators()
-        told = struct.pack("<8s3q", self._digest, self._num_compared, _code(at), state)
         self._sent = _Sent(journal, at, self.num_comparisons, state)
-        self._verdict.begin(hashlib.blake2b(told, digest_size=16).digest())
+        told = struct.pack("<8s2q", self._digest, self._num_compared, state)
+        self._verdict.begin(told + at.encode())
         while wait and not self._read():
             pass
 
