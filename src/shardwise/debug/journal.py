@@ -266,11 +266,9 @@ class agree:
             elif type(out) is tuple or type(out) is list:
                 number = self._number
                 for each in out:
-                    if type(each) is DTensor:
-                        held = each.__dict__  # quicker than to look up what it has not
-                        if held.get("_born", 0) < base:
-                            held["_born"] = number
-                            number += 1
+                    if type(each) is DTensor and getattr(each, "_born", 0) < base:
+                        each._born = number
+                        number += 1
                 self._number = number
             return out
 
