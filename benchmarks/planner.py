@@ -109,7 +109,7 @@ def compare(folder: Path, options: argparse.Namespace) -> None:
             continue
         start = time.process_time()
         problem = peer_problem(peer)
-        seconds = options.seconds or 0.085 * peer["cpu_s"]
+        seconds = options.seconds or max(LEAST_S, 0.085 * peer["cpu_s"])
         found = solve(problem, gap=GAP, seconds=seconds)
         cpu_s = time.process_time() - start
         assert found.assignment.fits(), "a plan within memory"

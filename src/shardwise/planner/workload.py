@@ -21,6 +21,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +128,34 @@ class TableUse:
     def different(self, parts: int) -> float:
         """Different ids of each part of a step, summed over so many parts.
 
-        Without a sample, the occurrences of an id are as many as of any other, and fall on parts at
-        random.
+        Without a sample: as if ids were drawn at random from as many rows as make this share of
+        repeats.
 
         >>> use = TableUse(Table("a", 100, 4), 1.0, 0.5, 8)
-        >>> use.different(1), use.different(2), round(use.different(1000), 2)
-        (4.0, 6.0, 8.0)
+        >>> use.different(1), round(use.different(2), 2), round(use.different(1000), 2)
+        (4.0, 5.51, 7.99)
         """
         if self.sampled is not None and self.sampled[0] == parts:
             return self.ids * self.sampled[1]
         if parts == 1 or not self.unique:
             return self.unique
-        missed = math.exp(math.log1p(-1 / parts) * self.ids / self.unique)
-        return self.unique * parts * (1 - missed)
+        times = _draws_per_row(self.ids / self.unique)
+        return self.ids * -math.expm1(-times / parts) * parts / times if times else self.ids
+
+
+@cache
+def _draws_per_row(uses: float) -> float:
+    """How often a row is drawn, if those that are drawn at all are drawn `uses` times on average.
+
+    That is the x with x / (1 - exp(-x)) = uses, by Newton's method.
+    """
+    if uses <= 1 + 1e-9:
+        return 0.0
+    x = uses if uses > 1.5 else 2 * (uses - 1)
+    for _ in range(8):
+        hit = -math.expm1(-x)
+        x -= (x / hit - uses) * hit * hit / (hit - x * math.exp(-x))
+    return x
 
 
 @dataclass(frozen=True, slots=True)
