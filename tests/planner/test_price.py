@@ -1,5 +1,6 @@
 """Predicted bytes are those that a simulated step counts."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_sample_says_which_rows_are_busy(entry, pooled, sizes):
     setting = Setting(4, 4, Constants.of("cpu"), "sgd", pooled=pooled)
     prices = {}
     for name, batch in (("busy", busy), ("even", even)):
-        work = with_sample(workload([table], pooled=pooled), [batch])
+        work = with_sample(workload([table], pooled=pooled), [batch], num_ranks=4)
         prices[name] = price(plan, work, setting)
     first, *others = holders
     assert prices["busy"].seconds[first] > prices["even"].seconds[first]
@@ -205,3 +206,65 @@ def test_plans_of_a_sample_have_a_bound_that_holds():
     for kind in ("row_wise", "table_wise", "column_wise"):
         other = price(Plan({"*": kind}), found.work, found.setting)
         assert found.bound_s <= other.step_s * (1 + 1e-9)
+
+
+def repeating(num_ranks, ids_per_bag, tables):
+    """Ids of which some are frequent, so that many repeat."""
+    draw = torch.Generator().manual_seed(num_ranks * 10 + max(ids_per_bag))
+    values, lengths = [], []
+    for table, mean in zip(tables, ids_per_bag, strict=True):
+        for _ in table.features:
+            num = num_ranks * BAGS * mean
+            values.append((torch.rand(num, generator=draw) ** 6 * table.num_embeddings).long())
+            lengths.append(torch.full((num_ranks * BAGS,), mean))
+    features = [f for t in tables for f in t.features]
+    parts = [[v.view(num_ranks, -1)[rank] for v in values] for rank in range(num_ranks)]
+    whole = Jagged(features, torch.cat(values), lengths=torch.cat(lengths))
+    return whole, parts, torch.cat([each[:BAGS] for each in lengths])
+
+
+# Tables of one width: those whose rows are split over the same ranks decide together.
+ALIKE = [Table("user", 3090, 8), Table("item", 1920, 8, features=("seen", "bought"))]
+
+
+@pytest.mark.parametrize(
+    ("name", "num_ranks", "ids_per_bag"),
+    [
+        *itertools.product(["row_wise", "mixed"], [2, 8], [(1, 2), (2, 7), (12, 12)]),
+        ("table_wise", 4, (1, 2)),
+        ("mixed", 64, (12, 12)),
+    ],
+)
+@pytest.mark.parametrize("pooled", [True, False])
+def test_predicted_bytes_of_a_sample_with_repeated_ids(name, num_ranks, ids_per_bag, pooled, sizes):
+    plan = Plan.of(
+        PLANS[name] if name != "mixed" else {"user": "data_parallel", "item": "row_wise"}
+    )
+    whole, parts, lengths = repeating(num_ranks, ids_per_bag, ALIKE)
+    make = EmbeddingBagCollection if pooled else EmbeddingCollection
+    with shardwise.simulate(num_ranks):
+        mesh = shardwise.init_device_mesh("cpu", (num_ranks,))
+        tables = make(ALIKE, optimizer=SGD(0.1)).shard(mesh, plan)
+        ids = LocalTensor.per_rank(lambda rank: torch.cat(parts[rank]))
+        sizes.clear()
+        with CommDebugMode():
+            found = tables(Jagged(whole.features, ids, lengths=lengths)).values()
+            sum((rows if pooled else rows.values).sum() for rows in found).backward()
+    work = with_sample(workload(ALIKE, pooled=pooled), [whole], num_ranks=num_ranks)
+    setting = Setting(num_ranks, num_ranks, Constants.of("cpu"), "sgd", pooled=pooled)
+    assert price(plan, work, setting).sent.sum() == pytest.approx(sum(sizes), rel=1e-9)
+    # The share of repeats alone does not tell which ids are frequent: they repeat more on a rank.
+    alone = tuple(dataclasses.replace(use, sampled=None) for use in work.uses)
+    without = price(plan, dataclasses.replace(work, uses=alone), setting)
+    assert without.sent.sum() >= 0.98 * sum(sizes)
+
+
+@pytest.mark.parametrize("parts", [2, 8, 64])
+def test_repeats_of_parts_are_estimated_from_those_of_all(parts):
+    """Of ids that are equally frequent, each part has as many different ones as estimated."""
+    ids = torch.randint(3000, (64 * 200,), generator=torch.Generator().manual_seed(1))
+    work = workload(
+        [Table("user", 3000, 8)], batch=64, ids_per_bag=200, repeated=1 - len(ids.unique()) / 12800
+    )
+    found = sum(len(part.unique()) for part in ids.view(parts, -1))
+    assert work.uses[0].different(parts) == pytest.approx(found, rel=0.03)

@@ -84,7 +84,7 @@ def run_plan(
     for path in (output, html):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ArgumentError(f"There is no folder for {path!r}; make it first.")
-    work = read_workload(source, batch, sample)
+    work = read_workload(source, batch, sample, ranks)
     if find_highs() is None and not no_solver:
         print(
             "highspy is not installed: only the built-in search and bound. For HiGHS: "
@@ -129,7 +129,9 @@ def _tell(progress: Progress) -> None:
         print(text, end=end, file=sys.stderr, flush=True)
 
 
-def read_workload(source: str, batch: int | None, sample: str | None) -> Workload:
+def read_workload(
+    source: str, batch: int | None, sample: str | None = None, ranks: int = 1
+) -> Workload:
     """The tables of a file, or of the collections of a model."""
     if source.endswith((".toml", ".json")):
         if not Path(source).is_file():
@@ -138,7 +140,7 @@ def read_workload(source: str, batch: int | None, sample: str | None) -> Workloa
     else:
         work = _workload_of_model(source, batch)
     if sample is not None:
-        work = with_sample(work, _batches(sample), batch=batch)
+        work = with_sample(work, _batches(sample), batch=batch, num_ranks=ranks)
     return work
 
 
@@ -212,7 +214,7 @@ def run_price(
     """Price a step of a plan of tables without running it."""
     if plan_file is None:
         raise ArgumentError("--ranks prices a plan of tables: give it with --plan.")
-    work = read_workload(target, batch, None)
+    work = read_workload(target, batch)
     setting = make_setting(ranks, hosts, constants, optimizer, pooled=work.pooled)
     priced = price(Plan.load(plan_file), work, setting)
     out = console()

@@ -52,7 +52,7 @@ def bags_of_one(
 
 
 #: The largest share of different ids with which it pays to leave out those that repeat.
-_MOST_DIFFERENT = 0.9
+MOST_DIFFERENT = 0.9
 
 
 class Repeats:
@@ -106,7 +106,7 @@ def without_repeats(
     small = torch.int32 if first[-1] < 2**31 else torch.int64
     shifts = spread(torch.from_numpy(first[:-1]), counts, ids.shape[0], ids.device)
     found, order, starts = distinct((ids + shifts).to(small))
-    if found.shape[0] > _MOST_DIFFERENT * ids.shape[0]:
+    if found.shape[0] > MOST_DIFFERENT * ids.shape[0]:
         return bags, None
     bounds = torch.from_numpy(first).to(found.device, small)
     edges = torch.searchsorted(found, bounds).cpu().numpy()

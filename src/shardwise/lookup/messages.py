@@ -21,7 +21,7 @@ Note [Repeated ids]
 Where rows come back instead of sums, one is enough for all ids of a rank that ask for it: the rank
 sends each of them once, uses the row wherever it occurs, and sends back the sum of its gradients.
 Owners need not know. With sums, a rank looks for repeated ids only if its bags are short enough
-that rows may be fewer (`_SHORT`); the number that is left takes part in the decision. Unpooled
+that rows may be fewer (`SHORT_BAGS`); the number that is left takes part in the decision. Unpooled
 lookups leave repeated ids out of the batch itself, where at least a tenth of them repeat.
 """
 
@@ -47,7 +47,7 @@ from shardwise.lookup.order import (
 from shardwise.lookup.routing import LegBlock, Route, RowGroup, rows_are_fewer
 
 #: Ids per bag and owner, up to which a rank looks for those that repeat.
-_SHORT = 2
+SHORT_BAGS = 2
 
 
 class SplitIds:
@@ -85,7 +85,7 @@ class SplitIds:
             self.weights = self.bag_weights.index_select(0, self.order)
         #: The ids without those that repeat; see Note [Repeated ids].
         self.once: OnceIds | None = None
-        if route.pooled and num < _SHORT * num_owners * bag_lengths.shape[0]:
+        if route.pooled and num < SHORT_BAGS * num_owners * bag_lengths.shape[0]:
             self.once = OnceIds(self)
 
     def num_sent(self, by_id: bool) -> list[int]:

@@ -13,11 +13,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
-from shardwise.planner.problem import Array, Ints, Problem
-
-Mask = npt.NDArray[np.bool_]
+from shardwise.planner.problem import Array, Ints, Mask, Problem
 
 
 @dataclass(frozen=True, slots=True, eq=False)

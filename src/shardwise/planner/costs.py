@@ -13,6 +13,7 @@ plan is priced with each rank's own part, and the bound is that of even parts.
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -23,10 +24,11 @@ import torch
 
 from shardwise.core.sizes import lengths
 from shardwise.errors import ArgumentError
+from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.planner.constants import Constants
-from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Option
-from shardwise.planner.workload import TableUse
+from shardwise.planner.problem import ANY, Array, FlatOptions, Ints, Mask, Option
+from shardwise.planner.workload import TableUse, Workload
 
 OPTIMIZERS: dict[str, type[FusedOptimizer]] = {
     "sgd": SGD,
@@ -110,39 +112,63 @@ class Setting:
 class Loads:
     """The loads of many tables at once: a row for each table, seconds and bytes in columns."""
 
-    def __init__(self, setting: Setting, uses: Sequence[TableUse]) -> None:
+    def __init__(
+        self, setting: Setting, work: Workload, tables: Sequence[int] | None = None
+    ) -> None:
+        places = range(len(work.uses)) if tables is None else tables
+        uses = [work.uses[place] for place in places]
         self.setting, self.uses = setting, uses
         self.rows = np.array([use.table.num_embeddings for use in uses], float)
         self.dim = np.array([use.table.embedding_dim for use in uses], float)
-        self.ids = np.array([use.ids for use in uses])
+        #: Ids that outputs have rows or sums for.
+        self.all_ids = np.array([use.ids for use in uses])
+        different = np.array(work.different(setting.num_ranks))[list(places)]
+        once = work.leaves_out_repeats(setting.num_ranks)
+        #: Ids of the lookups; see Note [Repeated ids] in `lookup.messages`.
+        self.ids = different if once else self.all_ids
+        #: Ids of a rank's batch, each once, where rows come back instead of sums.
+        self.different = different if setting.pooled else self.ids
         self.unique = np.array([use.unique for use in uses])
         self.bags = np.array([use.bags for use in uses])
         self.features = np.array([len(use.table.features) for use in uses], float)
 
     def only(self, place: int) -> Loads:
-        return Loads(self.setting, [self.uses[place]])
+        found = copy.copy(self)
+        found.uses = [self.uses[place]]
+        for name, value in vars(self).items():
+            if isinstance(value, np.ndarray):
+                setattr(found, name, value[place : place + 1])
+        return found
+
+    def rows_are_fewer(self, holders: float) -> Mask:
+        """Per table, whether rows are exchanged if it decides alone.
+
+        See Note [Rows instead of sums] in `lookup.messages`.
+        """
+        sums = self.bags * holders
+        found = (self.different < sums) & (self.ids < SHORT_BAGS * sums)
+        return np.asarray(found & (self.setting.pooled and holders > 1))
 
     def busiest(self, holders: int) -> Array:
         """Per table, the fraction of ids of the busiest of so many parts of its rows."""
         even = 1.0 / holders
         return np.array([use.shares(holders).max() if use.below else even for use in self.uses])
 
-    def held(self, share: Array | float, width: Array, busy: Array | None = None) -> Array:
+    def held(
+        self, share: Array | float, width: Array, by_id: Mask, busy: Array | None = None
+    ) -> Array:
         """The load on a rank that holds `share` of the rows, `width` columns wide.
 
-        It gets the fraction `busy` of the ids, `share` by default.
+        It gets the fraction `busy` of the ids, `share` by default; with `by_id` it returns rows.
         """
         s, c = self.setting, self.setting.constants
         row_bytes = width * s.number_bytes
         busy = np.asarray(share) if busy is None else busy
         rows = np.ceil(self.rows * share - 1e-6)
-        ids, unique = self.ids * busy, np.minimum(self.unique * busy, rows)
-        answers = self.bags if s.pooled else ids
-        lengths = self.bags if s.pooled else np.zeros_like(self.bags)
-        if s.pooled:  # see Note [Rows instead of sums] in `lookup.messages`
-            rows_are_fewer = (np.asarray(share) < 1) & (self.ids * share < self.bags)
-            answers = np.where(rows_are_fewer, ids, self.bags)
-            lengths = np.where(rows_are_fewer, 0.0, self.bags)
+        ids = np.where(by_id, self.different, self.ids) * busy
+        unique = np.minimum(self.unique * busy, rows)
+        rows_come = by_id | (not s.pooled)
+        answers, lengths = np.where(rows_come, ids, self.bags), np.where(rows_come, 0.0, self.bags)
         touched = unique * row_bytes
         seconds = c.lookup.seconds(ids, answers, row_bytes, touched)
         seconds += c.update.seconds(ids, answers, row_bytes, touched)
@@ -153,32 +179,36 @@ class Loads:
         buffers = message + numbers * (s.number_bytes + s.rounded_bytes)
         return np.stack([seconds, held + buffers], 1)
 
-    def requested(self, holders: float, width: Array, *, by_rows: bool) -> Array:
+    def requested(
+        self, holders: Array | float, width: Array, by_id: Mask, by_rows: Mask | bool
+    ) -> Array:
         """The load on every rank to request rows of a table with so many holders."""
         s, c = self.setting, self.setting.constants
         ids, bags = self.ids / s.num_ranks, self.bags / s.num_ranks
-        copies = 1.0 if by_rows else holders
-        lengths = bags * holders if s.pooled else 0.0
-        numbers = (bags * holders if s.pooled else ids * copies) * width
-        if s.pooled and by_rows and holders > 1:
-            numbers = np.minimum(numbers, ids * width)
-            lengths = np.where(ids < bags * holders, 0.0, lengths)
-        message = (ids * copies + lengths) * ID_BYTES
+        sent = np.where(by_id, self.different / s.num_ranks, ids * np.where(by_rows, 1, holders))
+        rows_come = by_id | (not s.pooled)
+        lengths = np.where(rows_come, 0.0, bags * holders)
+        numbers = np.where(rows_come, sent, bags * holders) * width
+        message = (sent + lengths) * ID_BYTES
         number_s = s.number_bytes * c.asker_byte_s + s.round_number_s
-        seconds = ids * copies * c.send_id_s + 2 * numbers * number_s
+        seconds = sent * c.send_id_s + 2 * numbers * number_s
         seconds = seconds + self.features * holders * c.leg_s
-        if by_rows and holders > 1:
-            seconds = seconds + ids * c.split_id_s
-        answers = bags if s.pooled else ids
+        split = np.asarray(holders) > 1
+        seconds = seconds + np.where(by_rows & split, ids * c.split_id_s, 0.0)
+        answers = bags if s.pooled else self.all_ids / s.num_ranks
         # The ids, the received rows, and the output with its gradient.
         held = message + (numbers + 2 * answers * self.dim) * s.number_bytes
         held = held + numbers * s.rounded_bytes
-        if not by_rows and holders > 1 and OPTIMIZERS[s.optimizer] is RowWiseAdagrad:
-            # Squares of rows are all-reduced: those of every row if some rank holds nothing.
-            squares = self.rows if holders < s.num_ranks else self.unique
-            seconds = seconds + squares * s.number_bytes * self._all_reduce_byte_s()
-            held = held + squares * s.number_bytes
+        squares = self.squares(holders) * np.where(by_rows | ~split, 0, s.number_bytes)
+        seconds, held = seconds + squares * self._all_reduce_byte_s(), held + squares
         return np.stack([seconds, held], 1)
+
+    def squares(self, holders: Array | float) -> Array:
+        """How many sums of squares are all-reduced of a table that is split by columns."""
+        if OPTIMIZERS[self.setting.optimizer] is not RowWiseAdagrad:
+            return np.zeros_like(self.rows)
+        # Those of every row if some rank holds nothing.
+        return np.where(np.asarray(holders) < self.setting.num_ranks, self.rows, self.unique)
 
     def copied(self) -> Array:
         """The load on every rank of a replicated table."""
@@ -194,7 +224,8 @@ class Loads:
         seconds += self.features * c.leg_s
         seconds += dense * self._all_reduce_byte_s()
         held = self.rows * row_bytes + s.state_bytes(self.rows, self.dim)
-        held = held + 2 * dense + 2 * answers * row_bytes + (ids + bags) * ID_BYTES
+        outputs = bags if s.pooled else self.all_ids / s.num_ranks
+        held = held + 2 * dense + 2 * outputs * row_bytes + (ids + bags) * ID_BYTES
         return np.stack([seconds, held], 1)
 
     def _all_reduce_byte_s(self) -> float:
@@ -277,9 +308,9 @@ class TableOptions:
     common: Array
 
 
-def table_options(setting: Setting, uses: Sequence[TableUse]) -> TableOptions:
+def table_options(setting: Setting, work: Workload) -> TableOptions:
     """All options of all tables; computed kind by kind, as there may be many tables."""
-    loads = Loads(setting, uses)
+    loads, uses = Loads(setting, work), work.uses
     per_table = [split_kinds(setting, use) for use in uses]
     counts = [len(each) for each in per_table]
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
@@ -322,8 +353,9 @@ def kind_loads(loads: Loads, way: SplitKind) -> tuple[Array, Array | None]:
     share = 1.0 / way.holders if by_rows else 1.0
     width = loads.dim if by_rows else loads.dim / way.holders
     busy = loads.busiest(way.holders) if by_rows else None
-    shard = loads.held(share, width, busy)
-    everywhere = loads.requested(way.holders, width, by_rows=by_rows)
+    by_id = loads.rows_are_fewer(way.holders if by_rows else 1)
+    shard = loads.held(share, width, by_id, busy)
+    everywhere = loads.requested(way.holders, width, by_id, by_rows)
     if way.holders == num and num > 1:
         return everywhere + shard, None
     return everywhere, shard

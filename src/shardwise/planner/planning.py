@@ -101,9 +101,10 @@ def plan(
         if number is not None and not number >= 0:
             raise ArgumentError(f"{name} is a number from 0 on, found {number!r}.")
     work = as_workload(tables, batch=batch, ids_per_bag=ids_per_bag, repeated=repeated)
-    if sample is not None:
-        work = with_sample(work, sample, batch=batch if isinstance(batch, int) else None)
     num_ranks = _num_ranks(mesh)
+    if sample is not None:
+        whole = batch if isinstance(batch, int) else None
+        work = with_sample(work, sample, batch=whole, num_ranks=num_ranks)
     setting = make_setting(num_ranks, hosts, constants, optimizer, dtype, work.pooled)
     check_exchange_dtype(exchange_dtype, dtype)
     settings = [setting]
@@ -269,7 +270,7 @@ def _checked_memory(memory: float | None) -> float:
 
 def make_problem(work: Workload, setting: Setting, memory: float) -> Problem:
     """The options of all tables, and what is left of each rank's memory for them."""
-    made = table_options(setting, work.uses)
+    made = table_options(setting, work)
     common = made.common
     left = memory - common[1]
     if left <= 0:
@@ -340,7 +341,7 @@ def what_would_fit(work: Workload, setting: Setting, memory: float) -> str:
 
 def least_on_average(work: Workload, setting: Setting) -> float:
     """A lower bound on the memory per rank: from means, and from each table's smallest shard."""
-    made = table_options(setting, work.uses)
+    made = table_options(setting, work)
     flat = made.flat
     means = np.minimum.reduceat(flat.mean[:, 1], flat.first[:-1])
     peaks = np.minimum.reduceat(flat.peak[:, 1], flat.first[:-1])

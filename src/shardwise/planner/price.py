@@ -9,11 +9,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from shardwise.embedding.plan import Plan
-from shardwise.lookup.optimizers import RowWiseAdagrad
-from shardwise.lookup.routing import rows_are_fewer
+from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.table import Table
-from shardwise.planner.costs import ID_BYTES, OPTIMIZERS, Loads, Setting, shard_sizes
-from shardwise.planner.problem import Array, Ints
+from shardwise.planner.costs import ID_BYTES, Loads, Setting, shard_sizes
+from shardwise.planner.problem import Array, Ints, Mask
 from shardwise.planner.workload import TableUse, Workload
 
 
@@ -111,32 +110,28 @@ def shard_groups(plan: Plan, tables: Sequence[Table], num_ranks: int) -> Iterato
 def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     """What a step of a plan takes, holds and sends, in the dtype that the plan names."""
     setting = replace(setting, exchange_dtype=plan.exchange_dtype)
-    tables, num = work.tables, setting.num_ranks
-    groups = list(shard_groups(plan, tables, num))
-    loads = Loads(setting, [work.uses[group.table] for group in groups])
+    num = setting.num_ranks
+    groups = list(shard_groups(plan, work.tables, num))
+    loads = Loads(setting, work, [group.table for group in groups])
     by_columns = np.array([group.kind == "column_wise" for group in groups])
     sizes = np.array([group.size for group in groups], float)
     fraction = np.where(by_columns, 1.0, sizes / loads.rows)
     width = np.where(by_columns, sizes, loads.dim)
-    held = loads.held(fraction, width)
+    by_id = _by_id(groups, loads)
+    held = loads.held(fraction, width, by_id)
     copied = loads.copied()
     rows = np.where(by_columns, loads.rows, sizes)
     params = rows * width * setting.number_bytes
     state = setting.state_bytes(rows, width)
-    sums_bags = np.array([work.pooled and not _by_id(g, i, loads) for i, g in enumerate(groups)])
-    answers = np.where(sums_bags, loads.bags, loads.ids * fraction)
-    message = (loads.ids * fraction + np.where(sums_bags, loads.bags, 0.0)) * ID_BYTES
+    message, answers = _messages(loads, fraction, by_id)
     sent = answers * width * setting.sent_bytes
     exchange = (message + 2 * sent) * setting.owner_byte_s
     sums = np.zeros((6, num))
-    asking, buffers = _asking(groups, loads, setting)
-    copies = 0.0
     for i, group in enumerate(groups):
         here = group.ranks
         if group.kind == "data_parallel":
             buffer = copied[i, 1] - params[i] - state[i]
             found = (copied[i, 0], 0.0, params[i], state[i], buffer, 0.0)
-            copies += float(rows[i] * (width[i] + 1) * setting.number_bytes)
         else:
             buffer = held[i, 1] - params[i] - state[i]
             found = (held[i, 0] - exchange[i], exchange[i], params[i], state[i], buffer, sent[i])
@@ -144,36 +139,52 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
         if work.uses[group.table].below and _is_split(group):
             # A sample says how many ids each part of the rows gets.
             busy = _own_shares(groups, i, work.uses[group.table], num)
-            more = loads.only(i).held(fraction[i], width[i : i + 1], busy) - held[i]
-            sums[0, here] += more[:, 0]
-            sums[4, here] += more[:, 1]
-            if not sums_bags[i]:
-                sums[5, here] += loads.ids[i] * (busy - fraction[i]) * width[i] * setting.sent_bytes
-    traffic = _traffic(groups, loads, setting, width)
+            own = loads.only(i).held(fraction[i], width[i : i + 1], by_id[i : i + 1], busy)
+            sums[0, here] += own[:, 0] - held[i, 0]
+            sums[4, here] += own[:, 1] - held[i, 1]
+            if by_id[i] or not work.pooled:
+                sums[5, here] += sent[i] * (busy / fraction[i] - 1)
+    asking = _asking(groups, loads, by_id)
+    alone = 0 if num == 1 else 1
+    counts = np.array([_count(group, num) for group in groups])
+    travels = np.array([group.kind != "data_parallel" for group in groups])
+    ids_sent, gradients_sent = ((counts * travels) @ np.stack([message, sent], 1)) / num * alone
+    holders = np.array([group.holders for group in groups])
+    cut = _firsts(groups) & by_columns & (holders > 1)
+    copies = (loads.rows * (loads.dim + 1))[~travels].sum() * setting.number_bytes
     stacks = _num_stacks(groups, num, width)
     calls = setting.constants.lookup.call_s + setting.constants.update.call_s
     return Price(
         setting,
         sums[0],
         sums[1],
-        asking,
+        float(asking[0]),
         np.maximum(stacks - 1, 0) * calls,
         sums[2],
         sums[3],
-        sums[4] + buffers,
-        _counts_bytes(groups, work, num, width) if num > 1 else 0,
-        traffic[0] if num > 1 else 0.0,
-        sums[5] if num > 1 else sums[5] * 0,
-        traffic[1] if num > 1 else 0.0,
-        copies if num > 1 else 0.0,
-        traffic[2] if num > 1 else 0.0,
+        sums[4] + asking[1],
+        _counts_bytes(groups, work, num, width) * alone,
+        float(ids_sent),
+        sums[5] * alone,
+        float(gradients_sent),
+        float(copies) * alone,
+        float(loads.squares(holders)[cut].sum()) * setting.number_bytes * alone,
     )
+
+
+def _messages(loads: Loads, fraction: Array, by_id: Mask) -> tuple[Array, Array]:
+    """Per group of shards: the bytes of ids that one of them gets, and the rows it returns."""
+    ids = np.where(by_id, loads.different, loads.ids) * fraction
+    sums = loads.setting.pooled & ~by_id
+    return (ids + np.where(sums, loads.bags, 0.0)) * ID_BYTES, np.where(sums, loads.bags, ids)
 
 
 def _own_shares(groups: Sequence[ShardGroup], place: int, use: TableUse, num_ranks: int) -> Array:
     """Of each rank of a group: the fraction of the table's ids that go to its rows."""
-    group = groups[place]
-    before = sum(_count(each, num_ranks) for each in groups[_first(groups, place) : place])
+    group, first = groups[place], place
+    while first and groups[first - 1].table == group.table:
+        first -= 1
+    before = sum(_count(each, num_ranks) for each in groups[first:place])
     # Parts without rows have no ids either, and come last.
     return use.shares(group.holders)[before : before + _count(group, num_ranks)]
 
@@ -184,50 +195,20 @@ def _count(group: ShardGroup, num_ranks: int) -> int:
     return len(range(*ranks.indices(num_ranks))) if isinstance(ranks, slice) else len(ranks)
 
 
-def _asking(groups: Sequence[ShardGroup], loads: Loads, setting: Setting) -> tuple[float, float]:
+def _firsts(groups: Sequence[ShardGroup]) -> Mask:
+    """Which groups are the first of their table."""
+    tables = [-1, *(group.table for group in groups)]
+    return np.diff(tables) != 0
+
+
+def _asking(groups: Sequence[ShardGroup], loads: Loads, by_id: Mask) -> Array:
     """Seconds and bytes of every rank to request rows, of all tables together."""
-    seconds = bytes_held = 0.0
-    done: set[int] = set()
-    for i, group in enumerate(groups):
-        if group.kind == "data_parallel" or group.table in done:
-            continue
-        done.add(group.table)
-        one = loads.only(i)
-        by_rows = group.kind != "column_wise"
-        width = one.dim if by_rows else one.dim / group.holders
-        found = one.requested(group.holders, width, by_rows=by_rows)[0]
-        seconds, bytes_held = seconds + float(found[0]), bytes_held + float(found[1])
-    return seconds, bytes_held
-
-
-def _traffic(
-    groups: Sequence[ShardGroup], loads: Loads, setting: Setting, width: Array
-) -> tuple[float, float, float]:
-    """Bytes of ids, gradients and squares that every rank sends."""
-    ids = gradients = squares = 0.0
-    num = setting.num_ranks
-    summed = OPTIMIZERS[setting.optimizer] is RowWiseAdagrad
-    for i, group in enumerate(groups):
-        if group.kind == "data_parallel":
-            continue
-        count = _count(group, num)
-        own_ids, own_bags = loads.ids[i] / num, loads.bags[i] / num
-        part = 1.0 if group.kind == "column_wise" else group.size / loads.rows[i]
-        sums_bags = setting.pooled and not _by_id(group, i, loads)
-        sent = count * (own_ids * part + (own_bags if sums_bags else 0.0))
-        ids += sent * ID_BYTES
-        numbers = own_bags if sums_bags else own_ids * part
-        gradients += count * numbers * width[i] * setting.sent_bytes
-        if summed and group.kind == "column_wise" and group.holders > 1 and i == _first(groups, i):
-            rows = loads.rows[i] if group.holders < num else loads.unique[i]
-            squares += rows * setting.number_bytes
-    return ids, gradients, squares
-
-
-def _first(groups: Sequence[ShardGroup], place: int) -> int:
-    while place and groups[place - 1].table == groups[place].table:
-        place -= 1
-    return place
+    by_rows = np.array([group.kind != "column_wise" for group in groups])
+    holders = np.array([group.holders for group in groups], float)
+    width = np.where(by_rows, loads.dim, loads.dim / holders)
+    found = loads.requested(holders, width, by_id, by_rows)
+    asked = np.array([group.kind != "data_parallel" for group in groups])
+    return np.asarray(found[asked & _firsts(groups)].sum(0))
 
 
 def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> Array:
@@ -239,9 +220,37 @@ def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> A
     return sum(stacks.values(), np.zeros(num_ranks))
 
 
-def _by_id(group: ShardGroup, place: int, loads: Loads) -> bool:
-    """Whether ids and rows are exchanged; see Note [Rows instead of sums] of `embedding`."""
-    return _is_split(group) and rows_are_fewer(loads.ids[place], loads.bags[place], group.holders)
+def _by_id(groups: Sequence[ShardGroup], loads: Loads) -> Mask:
+    """Which tables exchange ids and rows instead of sums.
+
+    Tables of one width whose rows are split over the same ranks decide together; see Note [Rows
+    instead of sums] in `lookup.messages`.
+    """
+    found, first = np.zeros(len(groups), bool), _firsts(groups)
+    together: dict[tuple[float, tuple[int, ...]], list[int]] = {}
+    for i, owners in enumerate(_owners(groups)):
+        if owners and loads.setting.pooled:
+            together.setdefault((loads.dim[i], owners), []).append(i)
+    for places in together.values():
+        once = [i for i in places if first[i]]
+        sums = loads.bags[once].sum() * groups[places[0]].holders
+        different, ids = loads.different[once].sum(), loads.ids[once].sum()
+        found[places] = different < sums and ids < SHORT_BAGS * sums
+    return found
+
+
+def _owners(groups: Sequence[ShardGroup]) -> list[tuple[int, ...]]:
+    """Per group, the ranks that hold rows of its table; () if its rows are not split."""
+    found: dict[int, tuple[int, ...]] = {}
+    for group in groups:
+        if _is_split(group):
+            before = found.get(group.table, ())
+            if isinstance(group.ranks, slice):
+                first = before[0] if before else group.ranks.start
+                found[group.table] = (first, group.ranks.stop)
+            else:
+                found[group.table] = (*before, *group.ranks.tolist())
+    return [found.get(group.table, ()) for group in groups]
 
 
 def _is_split(group: ShardGroup) -> bool:
@@ -252,19 +261,11 @@ def _counts_bytes(
     groups: Sequence[ShardGroup], work: Workload, num_ranks: int, width: Array
 ) -> int:
     """Bytes of the exchange of counts; see `lookup.messages`."""
-    holders: dict[int, tuple[int, ...]] = {}
-    for group in groups:
-        if _is_split(group):
-            before = holders.get(group.table, ())
-            if isinstance(group.ranks, slice):
-                first = before[0] if before else group.ranks.start
-                holders[group.table] = (first, group.ranks.stop)
-            else:
-                holders[group.table] = (*before, *group.ranks.tolist())
+    owners = _owners(groups)
     blocks: dict[tuple[int, tuple[int, ...]], Array] = {}
     for i, group in enumerate(groups):
         if group.kind != "data_parallel":
-            key = (int(width[i]), holders.get(group.table, ()))
+            key = (int(width[i]), owners[i])
             blocks.setdefault(key, np.zeros(num_ranks))[group.ranks] = 1.0
     most = int(sum(blocks.values(), np.zeros(num_ranks)).max())
     num_groups = sum(1 for _, where in blocks if where)

@@ -23,6 +23,7 @@ from shardwise.errors import ArgumentError
 
 Array = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
 
 #: Where shards may be: on any ranks; on ranks of one host; one on each rank of some hosts.
 ANY, HOST, BLOCK = "any", "host", "block"

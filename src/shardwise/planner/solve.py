@@ -7,9 +7,10 @@ limit of seconds ends the search.
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +27,8 @@ _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
 #: Kicks of the local search at most, and per table.
 _KICKS, _TABLE_KICKS = 1_000, 50
 _KICK_TABLES = 20_000
+#: Packings before the solver is asked, which is quick for small problems.
+_FIRST = 4
 #: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
 
@@ -141,20 +144,20 @@ def solve(
     run.bound_s = bound.seconds
     for given in starts:
         run.offer(given, "given")
-    packings = _first_packings(run, bound, gap)
+    more = _first_packings(run, bound, gap)
+    packings = list(itertools.islice(more, _FIRST))
     if run.best is None:
         raise NoPlanFits(
             "On average the tables fit, but no plan was found that keeps every rank within its "
             "memory."
         )
     solver = "own search"
-    # Within one host the solver is quick; with several, kicks are.
-    _kick(run, packings, gap, rounds=_KICKS // 10 if problem.num_hosts > 1 else _KICKS // 100)
-    highs = find_highs() if exact else None
+    highs = find_highs() if exact and not run.close(gap) else None
     for by_host in (True, False):
         wanted = highs is not None and not run.close(gap) and not run.late()
         if wanted and _exact(run, gap, highs, packings, by_host):
             solver = "HiGHS and own search"
+    packings += more
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
     run.note("done")
@@ -170,11 +173,10 @@ def allowed_lists(problem: Problem, mask: np.ndarray) -> list[list[int]]:
     ]
 
 
-def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
+def _first_packings(run: _Run, bound: Bound, gap: float) -> Iterator[Packing]:
     """Largest shards first, with the options that bounds at several levels choose."""
     problem, base = run.problem, run.problem.base_s
     first = problem.flat.first[:-1]
-    found: list[Packing] = []
     level = max(bound.seconds - base, 1e-30)
     tried: set[tuple[int, ...]] = set()
     allowed = allowed_lists(problem, run.bounds.possible)
@@ -189,7 +191,7 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
         tried.add(choices)
         for memory_first, balance in ((False, False), (True, True), (True, False)):
             if run.late() or run.close(gap):
-                return found
+                return
             packing = packed(problem, choices, level, memory_first=memory_first, balance=balance)
             if packing is None:
                 continue
@@ -197,11 +199,10 @@ def _first_packings(run: _Run, bound: Bound, gap: float) -> list[Packing]:
             run.offer(packing.assignment(), "largest first")
             search = Search(packing, allowed)
             search.run((level + base) * (1 + gap) - base, run.late, max_steps=_steps(problem))
-            found.append(packing)
             run.offer(packing.assignment(), "moves and swaps")
+            yield packing
         if factor > 1.1 and run.best is not None:
             break
-    return found
 
 
 def _steps(problem: Problem) -> int:
@@ -274,7 +275,7 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
                 return True
     left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
     several = problem.num_hosts > 1
-    left *= 0.5 if by_host else 0.7 if several else 0.95
+    left *= 0.8 if several else 0.95
     model = ExactProblem(problem, allowed, run.bound_s, run.cost, by_host=by_host)
     answer = model.solve(highs, seconds=left, gap=gap, start=start)
     if answer.bound_s > run.bound_s:

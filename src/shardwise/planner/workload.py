@@ -17,9 +17,11 @@ Missing figures have defaults; the report says which were used.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ import numpy.typing as npt
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.plan import KINDS
 from shardwise.errors import ArgumentError, LayoutError
+from shardwise.lookup.bags import MOST_DIFFERENT
 from shardwise.lookup.table import Table, checked_tables
 from shardwise.plans.files import LARGEST, read_content
 
@@ -64,6 +67,9 @@ class TableUse:
     #: The fraction of ids below each of equally spaced rows, the last being 1; () if ids are
     #: spread evenly over the rows.
     below: tuple[float, ...] = ()
+    #: The number of parts that a sample's batches were split into, and the share of ids that are
+    #: left without those that repeat in their part; see `different`.
+    sampled: tuple[int, float] | None = None
 
     def __post_init__(self) -> None:
         name = self.table.name
@@ -119,6 +125,38 @@ class TableUse:
         """Different ids of a step."""
         return min(float(self.table.num_embeddings), self.ids * (1 - self.repeated))
 
+    def different(self, parts: int) -> float:
+        """Different ids of each part of a step, summed over so many parts.
+
+        Without a sample: as if ids were drawn at random from as many rows as make this share of
+        repeats.
+
+        >>> use = TableUse(Table("a", 100, 4), 1.0, 0.5, 8)
+        >>> use.different(1), round(use.different(2), 2), round(use.different(1000), 2)
+        (4.0, 5.51, 7.99)
+        """
+        if self.sampled is not None and self.sampled[0] == parts:
+            return self.ids * self.sampled[1]
+        if parts == 1 or not self.unique:
+            return self.unique
+        times = _draws_per_row(self.ids / self.unique)
+        return self.ids * -math.expm1(-times / parts) * parts / times if times else self.ids
+
+
+@cache
+def _draws_per_row(uses: float) -> float:
+    """How often a row is drawn, if those that are drawn at all are drawn `uses` times on average.
+
+    That is the x with x / (1 - exp(-x)) = uses, by Newton's method.
+    """
+    if uses <= 1 + 1e-9:
+        return 0.0
+    x = uses if uses > 1.5 else 2 * (uses - 1)
+    for _ in range(8):
+        hit = -math.expm1(-x)
+        x -= (x / hit - uses) * hit * hit / (hit - x * math.exp(-x))
+    return x
+
 
 @dataclass(frozen=True, slots=True)
 class Workload:
@@ -127,6 +165,21 @@ class Workload:
     uses: tuple[TableUse, ...]
     #: Whether bags are pooled; otherwise each id gets a row.
     pooled: bool = True
+
+    def different(self, num_ranks: int) -> list[float]:
+        """Per table, ids of a step without those that repeat where the engine looks for repeats.
+
+        That is in the ids of a rank, of one feature if lookups are not pooled.
+        """
+        return [use.different(self.num_parts(use.table, num_ranks)) for use in self.uses]
+
+    def num_parts(self, table: Table, num_ranks: int) -> int:
+        return num_ranks if self.pooled else num_ranks * len(table.features)
+
+    def leaves_out_repeats(self, num_ranks: int) -> bool:
+        """Whether unpooled lookups send each id of a feature once; see `without_repeats`."""
+        most = MOST_DIFFERENT * sum(use.ids for use in self.uses)
+        return not self.pooled and num_ranks > 1 and sum(self.different(num_ranks)) <= most
 
     @property
     def tables(self) -> tuple[Table, ...]:
@@ -253,77 +306,85 @@ def _use(file: Path, name: str, entry: Any, whole: Any, forced: int | None) -> T
     )
 
 
-def with_sample(work: Workload, batches: Iterable[Any], *, batch: int | None = None) -> Workload:
+def with_sample(
+    work: Workload, batches: Iterable[Any], *, batch: int | None = None, num_ranks: int = 1
+) -> Workload:
     """Figures measured from a sample of batches: ids per bag, repeated ids, bags per step, and
     how ids are spread over the rows.
 
     A batch is what the collection takes: a `Jagged`, or what becomes one. Each is taken as the step
-    of all ranks; with `batch`, only its ids per bag and its repeats are used.
+    of all ranks, of which each has as many bags; with `batch`, only its ids per bag and its repeats
+    are used.
     """
-    bags: dict[str, int] = {}
-    ids: dict[str, int] = {}
-    different: dict[str, int] = {}
-    where: dict[str, np.ndarray] = {}
+    seen = [_Seen(use.table) for use in work.uses]
     num_batches = 0
     for each in batches:
         jagged = Jagged.of(each)
         num_batches += 1
-        for use in work.uses:
-            _count(use.table, jagged, bags, ids, different, where)
+        for one in seen:
+            one.count(jagged, num_ranks, work.pooled)
     if not num_batches:
         raise ArgumentError("The sample holds no batch.")
     uses = []
-    for use in work.uses:
-        name = use.table.name
-        if name not in bags or not bags[name]:
+    for use, one in zip(work.uses, seen, strict=True):
+        if not one.bags:
             uses.append(use)
             continue
-        seen = ids[name]
-        repeats = 1 - different[name] / seen if seen else 0.0
-        per_step = bags[name] / num_batches if batch is None else use.bags
-        assumed = tuple(n for n in use.assumed if n == "batch" and batch is not None)
+        per_step = one.bags / num_batches if batch is None else use.bags
+        num = max(one.ids, 1)
         uses.append(
             replace(
                 use,
-                ids_per_bag=seen / bags[name],
-                repeated=min(repeats, 1 - 1e-9),
+                ids_per_bag=one.ids / one.bags,
+                repeated=min(1 - one.different / num, 1 - 1e-9) if one.ids else 0.0,
                 bags=float(max(1.0, per_step)),
-                assumed=assumed,
-                below=tuple((np.cumsum(where[name]) / seen).tolist()) if seen else (),
+                assumed=tuple(n for n in use.assumed if n == "batch" and batch is not None),
+                below=tuple((np.cumsum(one.where) / num).tolist()) if one.ids else (),
+                sampled=(work.num_parts(use.table, num_ranks), one.different_in_parts / num),
             )
         )
     return replace(work, uses=tuple(uses))
 
 
-def _count(
-    table: Table,
-    jagged: Jagged,
-    bags: dict[str, int],
-    ids: dict[str, int],
-    different: dict[str, int],
-    where: dict[str, np.ndarray],
-) -> None:
-    found = []
-    for feature in table.features:
-        if feature not in jagged.features:
+class _Seen:
+    """What a sample says about one table."""
+
+    def __init__(self, table: Table) -> None:
+        self.table = table
+        self.bags = self.ids = self.different = self.different_in_parts = 0
+        self.where = np.zeros(_PARTS, np.int64)
+
+    def count(self, jagged: Jagged, num_ranks: int, pooled: bool) -> None:
+        table, found = self.table, []
+        for feature in table.features:
+            if feature not in jagged.features:
+                raise LayoutError(
+                    f"The sample has no feature {feature!r} of table {table.name!r}; it has "
+                    f"{', '.join(jagged.features[:8])}."
+                )
+            values, lengths = _of_feature(jagged, feature)
+            self.bags += len(lengths)
+            bags = np.arange(num_ranks + 1) * -(-len(lengths) // num_ranks)
+            ends = np.concatenate([[0], np.cumsum(lengths)])
+            edges = ends[np.minimum(bags, len(lengths))]
+            found.append(np.split(values, edges[1:-1]))
+        whole = np.concatenate([part for each in found for part in each] or [np.zeros(0, int)])
+        wrong = whole[(whole < 0) | (whole >= table.num_embeddings)]
+        if len(wrong):
             raise LayoutError(
-                f"The sample has no feature {feature!r} of table {table.name!r}; it has "
-                f"{', '.join(jagged.features[:8])}."
+                f"The sample has id {int(wrong[0])} for table {table.name!r}, which has rows 0 to "
+                f"{table.num_embeddings - 1}."
             )
-        values, lengths = _of_feature(jagged, feature)
-        found.append(values)
-        bags[table.name] = bags.get(table.name, 0) + len(lengths)
-    whole = np.concatenate(found) if found else np.zeros(0, np.int64)
-    wrong = whole[(whole < 0) | (whole >= table.num_embeddings)]
-    if len(wrong):
-        raise LayoutError(
-            f"The sample has id {int(wrong[0])} for table {table.name!r}, which has rows 0 to "
-            f"{table.num_embeddings - 1}."
+        # Pooled lookups look for repeats among all features of a table.
+        parts = (
+            [np.concatenate(each) for each in zip(*found, strict=True)]
+            if pooled
+            else [part for each in found for part in each]
         )
-    ids[table.name] = ids.get(table.name, 0) + len(whole)
-    different[table.name] = different.get(table.name, 0) + len(np.unique(whole))
-    found_at = np.bincount(whole * _PARTS // table.num_embeddings, minlength=_PARTS)
-    where[table.name] = where.get(table.name, 0) + found_at
+        self.ids += len(whole)
+        self.different += len(np.unique(whole))
+        self.different_in_parts += sum(len(np.unique(part)) for part in parts)
+        self.where += np.bincount(whole * _PARTS // table.num_embeddings, minlength=_PARTS)
 
 
 def _of_feature(jagged: Jagged, feature: str) -> tuple[Any, Any]:
