@@ -27,8 +27,9 @@ _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
 #: Kicks of the local search at most, and per table.
 _KICKS, _TABLE_KICKS = 1_000, 50
 _KICK_TABLES = 20_000
-#: Packings before the solver is asked, which is quick for small problems.
-_FIRST = 4
+#: Within one host, and for few tables and ranks, the solver is quick: it is asked after so many
+#: packings. For others kicks come first.
+_FIRST, _QUICK_PAIRS = 4, 500
 #: Plans that are kicked in turn, and how often without success.
 _POOL, _FAILED = 4, 30
 
@@ -144,14 +145,17 @@ def solve(
     run.bound_s = bound.seconds
     for given in starts:
         run.offer(given, "given")
+    quick = problem.num_hosts == 1 or len(problem.options) * problem.num_ranks <= _QUICK_PAIRS
     more = _first_packings(run, bound, gap)
-    packings = list(itertools.islice(more, _FIRST))
+    packings = list(itertools.islice(more, _FIRST if quick else None))
     if run.best is None:
         raise NoPlanFits(
             "On average the tables fit, but no plan was found that keeps every rank within its "
             "memory."
         )
     solver = "own search"
+    if not quick:
+        _kick(run, packings, gap, rounds=_KICKS // 10)
     highs = find_highs() if exact and not run.close(gap) else None
     for by_host in (True, False):
         wanted = highs is not None and not run.close(gap) and not run.late()
@@ -275,7 +279,7 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
                 return True
     left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
     several = problem.num_hosts > 1
-    left *= 0.8 if several else 0.95
+    left *= 0.95 if not several else 0.5 if by_host else 0.7
     model = ExactProblem(problem, allowed, run.bound_s, run.cost, by_host=by_host)
     answer = model.solve(highs, seconds=left, gap=gap, start=start)
     if answer.bound_s > run.bound_s:
