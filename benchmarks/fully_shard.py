@@ -198,7 +198,7 @@ def measure(side: str, num_ranks: int, repeats: int, port: int) -> list[dict[str
 
 
 class Copied(TorchDispatchMode):
-    """Counts bytes that ops write which only move values, outside of the model's own ops."""
+    """Counts bytes that ops write which move values, or scale them into a buffer."""
 
     NAMES = (
         "copy_",
@@ -217,7 +217,8 @@ class Copied(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        if func._overloadpacket.__name__ in self.NAMES:
+        name = func._overloadpacket.__name__
+        if name in self.NAMES or (name == "mul" and "out" in kwargs):
             written = kwargs.get("out", result if result is not None else args[0])
             for tensor in written if isinstance(written, (list, tuple)) else [written]:
                 self.num_bytes += tensor.numel() * tensor.element_size()
@@ -235,7 +236,10 @@ def copies(num_ranks: int = 4) -> dict[str, int]:
             model(ids).backward()
         return copied.num_bytes
 
-    alone = count(Model())
+    model = Model()
+    with Copied() as copied:  # without accumulation, which copies gradients of whole parameters
+        torch.autograd.grad(model(ids), list(model.parameters()))
+    alone = copied.num_bytes
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=num_ranks)
     try:
         mesh = init_device_mesh("cpu", (num_ranks,))

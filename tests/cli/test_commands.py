@@ -61,6 +61,13 @@ def test_fully_sharded_modules(run):
     assert text.exit_code == 0, text.output
 
 
+def test_check_with_split_sequences(run):
+    asked = ("report_models:layers", "--mesh", "fsdp=2,cp=2", "--context", "layers.*")
+    text = run("check", *asked, "--recompute", "layers.0", "--options", "clip")
+    assert text.exit_code == 0, text.output
+    assert "agrees with one device; compared 4 outputs" in text.output
+
+
 def test_check_says_what_differs_by_its_exit_status(run):
     good = run("check", "report_models:mlp", "--plan", "plan.toml", "--ranks", "1,2")
     assert good.exit_code == 0, good.output

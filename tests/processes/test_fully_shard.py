@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from fully_sharded import IDS, Layer, Model, mesh_of, train, trained
+from fully_sharded import IDS, Layer, Model, loss_of, mesh_of, own, train, trained, whole
 from launcher import Failure
 
 import shardwise
+from shardwise import DTensor
+from shardwise.debug import CommDebugMode
 from shardwise.errors import LayoutError
 from shardwise.parallel import fully_shard
 
@@ -57,9 +59,25 @@ def overlapping():
 
 
 def test_the_next_group_is_gathered_meanwhile_and_freed(processes):
-    for states, whole in processes(overlapping):
+    for states, sizes in processes(overlapping):
         assert states == ["sharded", "started"]
-        assert whole == [0]
+        assert sizes == [0]
+
+
+def gradients():
+    model = fully_shard(Model(), mesh_of(dp=4))
+    with CommDebugMode() as comm:
+        loss_of(model, own(IDS[0], 4)).backward()
+    found = {name: whole(p.grad) for name, p in model.named_parameters() if isinstance(p, DTensor)}
+    return found, sorted({event.kind for event in comm.events})
+
+
+def test_gradients_are_those_of_the_simulated_world_bit_for_bit(processes):
+    with shardwise.simulate(4):
+        expected, kinds = gradients()
+    for found, sent in processes(gradients):
+        assert sent == kinds
+        assert all(torch.equal(found[name], grad) for name, grad in expected.items())
 
 
 def with_other_options():

@@ -38,6 +38,10 @@ def dropping():
     return MLP(0.5), (torch.randn(8, 6), torch.randn(8, 6))
 
 
+def wide_layers():
+    return nn.Sequential(*(nn.Linear(64, 64) for _ in range(8))), torch.randn(4, 64)
+
+
 class Layer(nn.Module):
     def __init__(self):
         super().__init__()

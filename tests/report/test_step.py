@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 import report_models
@@ -99,9 +100,23 @@ def test_split_sequences_and_recomputed_layers():
     assert again.num_bytes > plain.num_bytes
 
 
+def test_peak_of_a_step():
+    layer = 4 * (64 * 64 + 64)  # bytes of one of eight layers
+    # Parameters, gradients and two moments; a bucket of all gradients, and its sum.
+    for memory in step_of("dp=4", "wide_layers").memory:
+        assert 48 * layer <= memory.peak < 49 * layer
+    # A quarter of them; two layers are whole, and there are a few rows of gradients.
+    for memory in step_of("fsdp=4", "wide_layers", groups="*").memory:
+        assert (8 + 2) * layer <= memory.peak < (8 + 6) * layer
+        # Gathered parameters that were freed are no activations; those of the last layer are kept.
+        assert memory.activations < 2 * layer
+
+
 def test_activations_of_a_model_without_values():
-    real, meta = (step_of("dp=2", target) for target in ("mlp", "mlp_on_meta"))
-    assert meta.memory == real.memory
+    real, meta = (step_of("dp=2", target).memory for target in ("mlp", "mlp_on_meta"))
+    for one, other in zip(real, meta, strict=True):
+        assert replace(one, peak=0) == replace(other, peak=0)
+        assert other.peak == pytest.approx(one.peak, rel=0.05)  # kernels may use a little more
 
 
 def test_patterns_that_match_nothing():

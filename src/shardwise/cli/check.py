@@ -31,9 +31,12 @@ def run_check(
     seed: int,
     as_json: bool,
     fully_shard: tuple[str, ...],
+    context: tuple[str, ...],
+    recompute: tuple[str, ...],
 ) -> int:
     """0 when everything agrees, 1 when something differs, 2 when something was refused."""
-    case = Case(target, plan, seed, data, groups=fully_shard)
+    patterns = {"groups": fully_shard, "context": context, "recompute": recompute}
+    case = Case(target, plan, seed, data, **patterns)
     chosen = [word.strip() for word in options.split(",") if word.strip()]
     if chosen and not mesh:
         raise ArgumentError("--options are those of training steps, which --mesh asks for.")

@@ -13,7 +13,8 @@ from rich.table import Table
 from shardwise.cli.console import console
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
-from shardwise.report.step import Collective, optimizer_tensors
+from shardwise.report.memory import optimizer_tensors
+from shardwise.report.step import Collective
 from shardwise.report.tables import memory_table, outputs_table, parameters_table
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch

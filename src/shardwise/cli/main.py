@@ -62,6 +62,19 @@ _groups_option = click.option(
     "sharded along the axis fsdp, or else the last data axis.",
 )
 
+_context_option = click.option(
+    "--context",
+    metavar="PATTERN",
+    multiple=True,
+    help="Modules whose attention is split along the axis cp, as layers.*.self_attn.",
+)
+_recompute_option = click.option(
+    "--recompute",
+    metavar="PATTERN",
+    multiple=True,
+    help="Modules that backward computes again (activation checkpointing).",
+)
+
 
 def _plan_option(command: Any) -> Any:
     text = "A plan of modules or of tables, TOML or JSON."
@@ -112,18 +125,8 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @_plan_option
 @click.option("--mesh", default="tp=4", show_default=True, help="Axes and their sizes.")
 @_groups_option
-@click.option(
-    "--context",
-    metavar="PATTERN",
-    multiple=True,
-    help="Modules whose attention is split along the axis cp, as layers.*.self_attn.",
-)
-@click.option(
-    "--recompute",
-    metavar="PATTERN",
-    multiple=True,
-    help="Modules that backward computes again (activation checkpointing).",
-)
+@_context_option
+@_recompute_option
 @click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adagrad"]), default="adamw")
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -176,6 +179,8 @@ Examples:
 )
 @click.option("--mesh", help="A mesh (or several) for training steps, with the options below.")
 @_groups_option
+@_context_option
+@_recompute_option
 @click.option(
     "--data",
     type=click.Choice(["data_parallel", "fully_shard"]),

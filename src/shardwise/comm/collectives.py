@@ -166,6 +166,34 @@ def start_reduce_scatter(x: torch.Tensor, reduce_op: str, grid: Grid, axis: int)
     return _reduce_scatter_tensor(x.contiguous(), reduce_op, grid.shape[axis], name)
 
 
+def start_scattered_sum(
+    x: torch.Tensor, grid: Grid, axis: int, unused: Callable[[torch.Tensor], None]
+) -> Callable[[], torch.Tensor]:
+    """Start `reduce_scatter` of a sum over dim 0's entries; call what is returned for the result.
+
+    `unused` is called with a tensor on the CPU that has been sent and may be written to.
+
+    gloo reduces everything on all ranks and keeps a chunk of it. Sending each rank the terms of its
+    chunk takes half the bytes and CPU, and adds them in the order of the simulated world.
+    """
+    sent_as_it_is = x.is_cpu and not is_per_rank(x) and x.dtype not in _MOVED_AS_BYTES
+    if not sent_as_it_is or grid.shape[axis] == 1:
+        started = start_reduce_scatter(x, "sum", grid, axis)
+        return lambda: in_dtype(awaited(started), x.dtype)
+    with watch.told("reduce_scatter_tensor", x, group_name(grid, axis)):
+        started = start_all_to_all(x, grid, axis)
+
+    def add() -> torch.Tensor:
+        first, second, *others = awaited(started).unbind()
+        total = first + second
+        for term in others:
+            total += term
+        unused(x)
+        return total
+
+    return add
+
+
 def start_all_to_all(x: torch.Tensor, grid: Grid, axis: int) -> torch.Tensor:
     if x.dtype in _MOVED_AS_BYTES:
         x = as_bytes(x)

@@ -15,7 +15,8 @@ from pathlib import Path
 from shardwise.debug.traffic import Traffic, ancestry
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.plans.files import write_text
-from shardwise.report.step import ParameterReport, RankMemory, StepReport
+from shardwise.report.memory import RankMemory
+from shardwise.report.step import ParameterReport, StepReport
 
 
 @dataclass(frozen=True)
@@ -190,7 +191,11 @@ def _memory_bar(rank: int, memory: RankMemory, most: int) -> str:
         )
     total = f"{memory.total:,} B" if memory.total < 10_000 else f"{memory.total / 1e6:.2f} MB"
     bar = f'<div class="bar">{"".join(parts)}</div>'
-    return f'<div class="rank"><span>rank {rank}</span>{bar}<span>{total}</span></div>'
+    peak = (
+        f'data-rank="{rank}" data-kind="peak" data-bytes="{memory.peak}" '
+        f'title="at most {memory.peak:,} bytes at once in a step"'
+    )
+    return f'<div class="rank"><span>rank {rank}</span>{bar}<span {peak}>{total}</span></div>'
 
 
 def _card(parameter: ParameterReport) -> str:

@@ -29,7 +29,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.launch import launch
-from shardwise.report.case import Case
+from shardwise.report.case import CONTEXT_AXIS, Case
 from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
@@ -108,10 +108,24 @@ def _compare(
     case: Case, mesh: Mesh, many: StepResult, parts: tuple[int, ...], tolerance: float
 ) -> Parity:
     one = play_alone(case, parts)
+    if case.context:
+        _keep_own_positions(mesh, one.outputs, many.outputs)
     found: list[Difference] = []
     for what in ("outputs", "gradients", "parameters", "random"):
         found += differences(what, getattr(one, what), getattr(many, what))
     return Parity(mesh, tuple(found), tolerance)
+
+
+def _keep_own_positions(mesh: Mesh, one: Values, many: Values) -> None:
+    """Where ranks hold positions of a sequence, one device's outputs are cut to theirs."""
+    for rank in range(mesh.num_ranks):
+        number = mesh.part_of(rank, (CONTEXT_AXIS,))
+        for name in [n for n in one if n == _label(rank) or n.startswith(f"{_label(rank)},")]:
+            whole, part = one[name], many.get(name, one[name])
+            dims = [d for d, size in enumerate(part.shape) if whole.shape[d : d + 1] != (size,)]
+            if whole.dim() == part.dim() and len(dims) == 1:
+                chunks = whole.chunk(mesh.num_parts((CONTEXT_AXIS,)), dims[0])
+                one[name] = chunks[number] if number < len(chunks) else whole
 
 
 # -- both sides ------------------------------------------------------------------------------
@@ -168,9 +182,13 @@ _NOTHING = torch.zeros(1, requires_grad=True)
 # -- plain tensors ---------------------------------------------------------------------------
 
 
+def _label(rank: int) -> str:
+    return f"on rank {rank}"
+
+
 def _named(output: Any, rank: int) -> Values:
     leaves = tensors_of(output)
-    label = f"on rank {rank}"
+    label = _label(rank)
     return {
         f"{label}, tensor {number}" if len(leaves) > 1 else label: leaf.detach()
         for number, leaf in enumerate(leaves)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -24,92 +23,8 @@ from shardwise.debug.traffic import Traffic
 from shardwise.debug.visualize import HeldBox, holder_map
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
-from shardwise.simulation.parts import on_rank, parts_of
-
-
-@dataclass
-class RankMemory:
-    """Bytes on one rank. `activations` are what forward saves for backward."""
-
-    parameters: int = 0
-    gradients: int = 0
-    optimizer: int = 0
-    activations: int = 0
-
-    @property
-    def total(self) -> int:
-        return self.parameters + self.gradients + self.optimizer + self.activations
-
-
-def bytes_on(tensor: torch.Tensor, rank: int) -> int:
-    """The bytes of a tensor on a rank; a plain one is whole on each."""
-    if isinstance(tensor, DTensor):
-        layout = tensor._layout
-        coordinate = layout.grid.coordinates.get(rank)
-        if coordinate is None:
-            return 0
-        return layout.box(coordinate).volume * layout.dtype.itemsize
-    part = on_rank(tensor, rank)
-    if part.layout is not torch.strided:
-        return sum(bytes_on(inner, rank) for inner in _inside(part))
-    return part.numel() * part.element_size()
-
-
-def _inside(tensor: Any) -> list[torch.Tensor]:
-    """The plain tensors of a sparse or jagged one."""
-    if tensor.layout is torch.sparse_coo:
-        return [tensor._indices(), tensor._values()]
-    if tensor.layout is torch.jagged:
-        return [tensor.values(), tensor.offsets()]
-    return []
-
-
-def sum_on(tensors: Iterable[torch.Tensor], rank: int) -> int:
-    return sum(bytes_on(tensor, rank) for tensor in tensors)
-
-
-class SavedTensors:
-    """Adds up the bytes that autograd saves, each tensor once, without parameters."""
-
-    def __init__(self, parameters: Iterable[torch.Tensor], num_ranks: int) -> None:
-        self.bytes = [0] * num_ranks
-        self._known = {place for p in parameters for place in _places(p)}
-
-    @contextlib.contextmanager
-    def listen(self) -> Iterator[None]:
-        with torch.autograd.graph.saved_tensors_hooks(self._saved, lambda x: x):
-            yield
-
-    def _saved(self, tensor: Any) -> Any:
-        places = _places(tensor)
-        if places and not self._known.issuperset(places):
-            self._known.update(places)
-            for rank in range(len(self.bytes)):
-                self.bytes[rank] += bytes_on(tensor, rank)
-        return tensor
-
-
-def _places(tensor: torch.Tensor) -> list[int]:
-    """The addresses of a tensor, on each rank that this process plays.
-
-    A tensor on the meta device has none: it counts by its storage.
-    """
-    local = tensor._local if isinstance(tensor, DTensor) else tensor
-    return [
-        part.untyped_storage()._cdata if part.is_meta else part.untyped_storage().data_ptr()
-        for part in parts_of(local)
-        if part.layout is torch.strided and part.numel()
-    ]
-
-
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The state that an optimizer keeps."""
-    return [
-        value
-        for state in optimizer.state.values()
-        for value in state.values()
-        if isinstance(value, torch.Tensor) and value.dim()
-    ]
+from shardwise.report.memory import LiveMemory, RankMemory, SavedTensors, bytes_on, sum_on
+from shardwise.simulation.parts import parts_of
 
 
 @dataclass(frozen=True)
@@ -324,10 +239,13 @@ def report_step(
     ranks = tuple(sorted(grid.coordinates))
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     saved = SavedTensors(module.parameters(), len(ranks))
-    with Timeline() as timeline, Outputs(module) as outputs:
+    alone = len(grid.world.present) == 1
+    live = LiveMemory(ranks, [*module.parameters(), *module.buffers()], alone=alone)
+    with Timeline() as timeline, Outputs(module) as outputs, live:
         with saved.listen():
             loss = forward()
         _total(loss).backward()
+        before_update = live.peak
         gradients = [p.grad for p in module.parameters() if p.grad is not None]
         gradient_bytes = [sum_on(gradients, rank) for rank in ranks]
         update()
@@ -346,6 +264,7 @@ def report_step(
     for rank in ranks:
         parameters = sum_on(module.parameters(), rank)
         memory = RankMemory(parameters, gradient_bytes[rank], sum_on(kept, rank), saved.bytes[rank])
+        memory.peak = max(before_update[rank] + memory.optimizer, live.peak[rank])
         report.memory.append(memory)
     return report
 

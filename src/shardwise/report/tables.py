@@ -68,11 +68,11 @@ def training_table(runs: Sequence[TrainingParity]) -> Table:
 
 
 def memory_table(report: StepReport) -> Table:
-    columns = ("rank", "parameters", "gradients", "optimizer", "activations", "all")
+    columns = ("rank", "parameters", "gradients", "optimizer", "activations", "all", "peak")
     table = _table("Memory per rank, bytes", numbers=columns)
     for rank, memory in zip(report.ranks, report.memory, strict=True):
         figures = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
-        table.add_row(str(rank), *(f"{f:,}" for f in (*figures, memory.total)))
+        table.add_row(str(rank), *(f"{f:,}" for f in (*figures, memory.total, memory.peak)))
     return table
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -352,7 +352,11 @@ class FlatBuffer:
         return found
 
     def gradient_row(
-        self, grads: dict[int, torch.Tensor | None], scales: Sequence[float], dtype: torch.dtype
+        self,
+        grads: dict[int, torch.Tensor | None],
+        scales: Sequence[float],
+        dtype: torch.dtype,
+        new_row: Callable[[tuple[int, int], torch.dtype, torch.device], torch.Tensor],
     ) -> torch.Tensor:
         """The gradients of members, by number, times their scales, laid out for a reduce-scatter.
 
@@ -367,7 +371,7 @@ class FlatBuffer:
             given = dict(zip(held, here, strict=True))
             pieces, length = self.gradient_pieces(place, numbers)
             device = here[0].device
-            row = torch.empty(self.parts, length + len(flags), dtype=dtype, device=device)
+            row = new_row((self.parts, length + len(flags)), dtype, device)
             for piece in pieces:
                 target = _view(row[piece.chunk], piece)
                 if piece.number in given:

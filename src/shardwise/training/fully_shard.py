@@ -63,8 +63,9 @@ def fully_shard(
     their gradients are reduced as `data_parallel` does. Start values are those of the first rank.
 
     `reshard_after_forward`: whether to free the gathered parameters between forward and backward; a
-    number keeps a copy on each set of so many neighbouring ranks. By default all but the outermost
-    module do. While a group computes, the next `prefetch` groups are gathered.
+    number keeps a copy on each set of so many neighbouring ranks. By default all do but what
+    backward needs first: the outermost module, and the one that ran last in the step before. While
+    a group computes, the next `prefetch` groups are gathered.
 
     The module gets methods: `set_requires_gradient_sync(False)` accumulates unreduced gradients
     until a backward pass with True; `unshard()` gathers the group until `reshard()`.

@@ -8,8 +8,9 @@ next one waits for the oldest, which frees its row.
 
 from __future__ import annotations
 
+import functools
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -61,15 +62,17 @@ class Reducing:
     #: The gradients themselves, where nothing is sent.
     grads: dict[int, torch.Tensor | None] | None = None
     finished: bool = False
+    #: The collective that runs: waits for it, and returns the next row.
+    wait: Callable[[], torch.Tensor] | None = None
 
     def advance(self) -> None:
         """Wait for the collective that runs, and start the next one."""
-        row = collectives.finished(self.row)
+        row = self.row if self.wait is None else self.wait()
         if self.left:
-            row = collectives.start_all_reduce(row, "sum", self.buffer.grid, self.left.pop(0))
+            started = collectives.start_all_reduce(row, "sum", self.buffer.grid, self.left.pop(0))
+            self.row, self.wait = None, functools.partial(collectives.awaited, started)
         else:
-            self.finished = True
-        self.row = row
+            self.row, self.wait, self.finished = row, None, True
 
 
 class Hub:
@@ -80,6 +83,8 @@ class Hub:
         self.last_order: list[ParameterGroup] = []
         self.calls: list[ModuleCall] = []
         self.reducing: deque[Reducing] = deque()
+        #: Rows that were sent in this pass. New memory costs a page fault for every 4 KiB of it.
+        self.unused_rows: list[torch.Tensor] = []
         self.ends_backward = False
         #: Whether the backward pass makes a graph, in which tensors are saved again.
         self.keeps_whole = False
@@ -117,6 +122,11 @@ class Hub:
             if group.state == STARTED and group.depth == 0:
                 group.reshard()
 
+    def is_last(self, group: ParameterGroup) -> bool:
+        """Whether the call that runs was the last one of the step before, and of this group."""
+        order = self.last_order
+        return len(self.calls) == len(order) and order[-1] is self.calls[-1].group is group
+
     def prefetch(self, groups: Iterator[ParameterGroup], most: int) -> None:
         for group in groups:
             if most <= 0:
@@ -131,6 +141,15 @@ class Hub:
         while sum(not each.finished for each in self.reducing) > max(1, most):
             next(each for each in self.reducing if not each.finished).advance()
 
+    def new_row(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for gradients: that of a row that was sent, if one fits."""
+        for number, row in enumerate(self.unused_rows):
+            if (row.shape, row.dtype, row.device) == (shape, dtype, device):
+                return self.unused_rows.pop(number)
+        return torch.empty(shape, dtype=dtype, device=device)
+
     def attend_end(self) -> None:
         """Have `finish` run when the backward pass that runs now ends."""
         self.keeps_whole |= torch.is_grad_enabled()
@@ -141,6 +160,7 @@ class Hub:
     @untraced
     def finish(self) -> None:
         self.ends_backward = False
+        self.unused_rows.clear()
         keeps, self.keeps_whole = self.keeps_whole, False
         for group in self.groups:
             if group.sync and group.unsynced:
@@ -153,9 +173,10 @@ class Hub:
         """Drop the state of a step that raised."""
         self.ends_backward = self.keeps_whole = False
         for reducing in self.reducing:
-            if not reducing.finished:
-                collectives.finished(reducing.row)
+            if reducing.wait is not None:
+                reducing.wait()
         self.reducing.clear()
+        self.unused_rows.clear()
         for group in self.groups:
             group.running.clear()
             group.reshard()

@@ -352,8 +352,8 @@ class ParameterGroup:
 
     def _reshards(self) -> bool:
         asked = self.reshard_after_forward
-        if asked is None:  # the outermost module is the first that backward needs
-            return bool(_forwards)
+        if asked is None:  # backward needs the outermost module first, then the one that ran last
+            return bool(_forwards) and not (torch.is_grad_enabled() and self.hub.is_last(self))
         return bool(asked) or not torch.is_grad_enabled()
 
     def _lends(self, output: Any) -> bool:
@@ -424,7 +424,7 @@ class ParameterGroup:
             self.hub.reducing.append(Reducing(buffer, kept, None, True, grads=grads))
             return
         scales = [self._share(buffer.members[n], axes) for n, axes in kept.items()]
-        row = buffer.gradient_row(grads, scales, dtype)
+        row = buffer.gradient_row(grads, scales, dtype, self.hub.new_row)
         made = Reducing(buffer, kept, row, len(given) == len(grads), left)
         key = (id(buffer), tuple(kept.items()))
         before = self.unsynced.pop(key, None)
@@ -440,9 +440,10 @@ class ParameterGroup:
         buffer = made.buffer
         with because("fully_shard", implicit=False):
             if buffer.parts > 1:
-                made.row = collectives.start_reduce_scatter(
-                    made.row, "sum", buffer.grid, buffer.axis
+                made.wait = collectives.start_scattered_sum(
+                    made.row, buffer.grid, buffer.axis, self.hub.unused_rows.append
                 )
+                made.row = None
             self.hub.started(made, self.prefetch)
 
     def _local_gradient(
