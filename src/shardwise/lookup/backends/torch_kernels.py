@@ -11,8 +11,10 @@ Where a row changes by a factor times its gradient (SGD, row-wise Adagrad) and t
 fair part of the rows, walking over all of them is faster than collecting and returning those that
 were looked up. With SGD the update is `weight += S @ grad`: the sparse matrix S has a row for each
 row of the stack, with an entry at each bag that looked it up; MKL multiplies it, and no row
-gradient is materialised. Row-wise Adagrad needs the squares of row gradients first: the sums, with
-zeros for rows that were not looked up, are squared and applied while they are in the cache.
+gradient is materialised. Row-wise Adagrad needs the squares of row gradients first. So those are
+summed some thousand at a time for their squares alone, and summed again in the product, with a
+factor for each row in S. Where most rows were looked up, the first sums, with zeros for the others,
+are applied while they are in the cache.
 """
 
 from __future__ import annotations
@@ -21,16 +23,12 @@ import math
 import warnings
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 
 from shardwise.lookup.backends.backend import Query
 from shardwise.lookup.backends.by_row import ByRow, in_parts
-from shardwise.lookup.optimizers import (
-    FusedOptimizer,
-    RowUpdate,
-    add_distinct_rows,
-    mean_squares,
-)
+from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, mean_squares, row_factors_of
 from shardwise.lookup.order import segment_sums
 from shardwise.lookup.scratch import Lent
 
@@ -84,7 +82,8 @@ class TorchBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> ScaledRows | None:
         """For updates that add a factor times its gradient to each row; None if not faster."""
-        return ScaledRows(weight, query, grad) if weight.device.type == "cpu" else None
+        dense = _is_dense_enough(weight, query.ids.shape[0], _ROWS_PER_ID)
+        return ScaledRows(weight, query, grad) if dense and _HAS_MKL else None
 
     def update(
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor, rule: RowUpdate
@@ -114,10 +113,7 @@ class ScaledRows:
         """Add to each row its factor times its gradient."""
         sizes = [found.rows.shape[0] for _, found in self._found]
         for (part, found), mine in zip(self._found, factors.split(sizes), strict=True):
-            rows = weight[part.first_row : part.last_row]
-            for some, sums in _chunks(self._grad, found.bags, found.weights, found.starts):
-                sums.mul_(mine[some].unsqueeze(1))
-                add_distinct_rows(rows, found.rows[some], sums, 1)
+            _add_scaled(weight[part.first_row : part.last_row], found, self._grad, mine)
 
 
 def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
@@ -127,6 +123,14 @@ def _squares(grad: torch.Tensor, looked_up: ByRow) -> torch.Tensor:
     for some, sums in chunks:
         torch.linalg.vector_norm(sums, dim=1, out=squares[some])
     return squares.square_()
+
+
+def _add_scaled(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, factors: torch.Tensor
+) -> None:
+    """Add to each row its factor times its gradient."""
+    per_id = np.repeat(factors.numpy(), looked_up.starts.diff().numpy())
+    _multiply_and_add(weight, looked_up, grad, torch.from_numpy(per_id), 1)
 
 
 def _is_dense_enough(weight: torch.Tensor, num_ids: int, most: int) -> bool:
@@ -142,11 +146,11 @@ def _updater(
     num_ids = looked_up.ids.shape[0]
     if not optimizer.scales_rows or optimizer.weight_decay:
         return _add_rows
-    if optimizer.needs_squares:
-        dense = _is_dense_enough(weight, num_ids, _ROWS_PER_ID_SQUARED)
-        return _scale_rows if dense else _add_rows
-    dense = _HAS_MKL and _is_dense_enough(weight, num_ids, _ROWS_PER_ID)
-    return _add_product if dense else _add_rows
+    if optimizer.needs_squares and _is_dense_enough(weight, num_ids, _ROWS_PER_ID_SQUARED):
+        return _scale_rows
+    if not _HAS_MKL or not _is_dense_enough(weight, num_ids, _ROWS_PER_ID):
+        return _add_rows
+    return _scale_product if optimizer.needs_squares else _add_product
 
 
 def _add_rows(weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate) -> None:
@@ -165,14 +169,29 @@ def _scale_rows(
         weight[some].addcmul_(sums, factors.unsqueeze(1))
 
 
+def _scale_product(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
+) -> None:
+    squares = _squares(grad, looked_up).div_(grad.shape[1])
+    factors = row_factors_of(rule.optimizer, looked_up.rows, squares, rule.state)
+    _add_scaled(weight, looked_up, grad, factors)
+
+
 def _add_product(
     weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, rule: RowUpdate
 ) -> None:
     factor = rule.optimizer.row_factors(None, rule.state)
     assert isinstance(factor, float), "one factor for all rows"
     values = weight.new_ones(()).expand(looked_up.ids.shape[0])
+    _multiply_and_add(weight, looked_up, grad, values, factor)
+
+
+def _multiply_and_add(
+    weight: torch.Tensor, looked_up: ByRow, grad: torch.Tensor, values: torch.Tensor, factor: float
+) -> None:
+    """Add to each row its bags' gradients, times the values of its ids and a factor."""
     if looked_up.weights is not None:
-        values = looked_up.weights.to(weight.dtype)
+        values = values * looked_up.weights.to(weight.dtype)
     edges = _edges(torch.bincount(looked_up.ids, minlength=weight.shape[0]))
     shape = (weight.shape[0], grad.shape[0])
     matrix = _compressed(edges, looked_up.bags, values.contiguous(), shape)
