@@ -197,11 +197,11 @@ def broken_on_one_rank(plan):
     collection(mine)
 
 
-def bad_on_one_rank(plan, others):
+def bad_on_one_rank(plan, others, check):
     """In four gloo processes: what each rank is told when rank 2 alone has a batch that does not
-    fit, one kind after another; then what a batch that fits gives."""
+    fit, one kind after another; then the tables after a batch that fits."""
     mesh = shardwise.init_device_mesh("cpu", (4,))
-    collection = make(optimizer=SGD(0.1)).shard(mesh, plan)
+    collection = make(optimizer=SGD(0.1), check=check).shard(mesh, plan)
     good, told = batch(5), {}
     ids, lengths = good.values, good.lengths
     more = torch.cat([lengths[:-1], lengths[-1:] + 1])
@@ -230,6 +230,11 @@ def bad_on_one_rank(plan, others):
     }
     for name, wrong in bad.items():
         told[name] = _told(collection, wrong if dist.get_rank() == 2 else good)
+    for position in range(len(ids)):  # one rank after another
+        values = ids.clone()
+        values[position] = -1 - position
+        wrong = Jagged(good.features, values, lengths=lengths)
+        told[position] = _told(collection, wrong if dist.get_rank() == position % 4 else good)
     told["uneven"] = _uneven_on_one_rank(mesh, plan)
     collection.optimizer.lr = 0
     ahead = collection.prefetch(bad["id out of range"] if dist.get_rank() == 2 else good)
@@ -241,7 +246,9 @@ def bad_on_one_rank(plan, others):
     )
     missing = Path("/nowhere/plan.toml") if dist.get_rank() == 2 else plan
     told["plan file"] = _told(lambda it: make().shard(mesh, it), missing)
-    return told, collection(good)["user"].detach()
+    collection.optimizer.lr = 0.1
+    loss_of(collection(good)).backward()
+    return told, {name: p.full_tensor() for name, p in collection.named_parameters()}
 
 
 def _told(call, given):

@@ -4,9 +4,16 @@ import embedding_cases as cases
 import pytest
 import torch
 
-from shardwise import LocalTensor
+from shardwise import DTensor, LocalTensor
 from shardwise.debug import CommDebugMode
-from shardwise.embedding import SGD, EmbeddingBagCollection, Jagged, Plan, Table
+from shardwise.embedding import (
+    SGD,
+    EmbeddingBagCollection,
+    Jagged,
+    Plan,
+    RowWiseAdagrad,
+    Table,
+)
 from shardwise.errors import ArgumentError, BatchError, IdRangeError, LayoutError, ShardwiseError
 
 TABLES = [Table("user", 5, 4), Table("item", 6, 4, features=("seen", "bought"))]
@@ -108,10 +115,40 @@ def test_alone(make, kind, says):
         EmbeddingBagCollection(TABLES)(make())
 
 
+PLANS = ["row_wise", "column_wise", "table_wise", "data_parallel"]
+
+
+def pair(mesh, plan, **options):
+    """Two collections with the same values, after a step."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(0)
+        bags = EmbeddingBagCollection(TABLES, optimizer=RowWiseAdagrad(0.1), **options)
+        found.append(bags if mesh is None else bags.shard(mesh, plan))
+    good_step(*found)
+    return found
+
+
+def good_step(*collections):
+    for bags in collections:
+        cases.loss_of(bags(Jagged.from_lists(GOOD))).backward()
+
+
+def values_of(bags):
+    return [whole(parameter) for parameter in bags.parameters()]
+
+
+def whole(parameter):
+    found = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return found.agreed().clone() if isinstance(found, LocalTensor) else found.detach().clone()
+
+
 @every_bad
-@pytest.mark.parametrize("plan", ["row_wise", "column_wise", "table_wise", "data_parallel"])
-def test_on_one_rank_of_four(mesh, make, kind, says, plan):
-    bags = EmbeddingBagCollection(TABLES, optimizer=SGD(0.1)).shard(mesh, plan)
+@pytest.mark.parametrize("check", ["auto", "now"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_on_one_rank_of_four(mesh, make, kind, says, plan, check):
+    bags, twin = pair(mesh, plan, check=check)
+    before = values_of(bags)
     bad = make()
     if bad.features != ("user", "seen", "bought"):
         given = bad  # names are the same on every rank of a simulated world: none is named
@@ -142,6 +179,64 @@ def test_on_one_rank_of_four(mesh, make, kind, says, plan):
     # The counts, in which the complaint is announced, and its text; no ids.
     ops = {event.op for event in comm.events}
     assert ops == {"counts of a batch", "what is wrong with a batch"}
+    assert all(map(torch.equal, values_of(bags), before))
+    good_step(bags, twin)
+    assert all(map(torch.equal, values_of(bags), values_of(twin)))
+
+
+def wrong_at(position):
+    """Batches whose ids, offsets or lengths are wrong from one position on."""
+    good = Jagged.from_lists(GOOD)
+    for wrong in (-1, 6, 2**40):
+        values = good.values.clone()
+        values[position] = wrong
+        yield batch(values=values), IdRangeError, f"id {wrong} "
+    offsets = torch.cat([ints(0), good.lengths.cumsum(0)])
+    for change, says in ((-7, "offsets decrease"), (9, "offsets decrease|sum to")):
+        moved = offsets.clone()
+        moved[position + 1] += change
+        yield batch(offsets=moved), BatchError, says
+    lengths = good.lengths.clone()
+    lengths[position] += 1
+    yield batch(lengths=lengths), BatchError, "sum to 7"
+
+
+@pytest.mark.parametrize("check", ["auto", "now"])
+@pytest.mark.parametrize("plan", [None, *PLANS])
+def test_wrong_at_every_position(mesh, plan, check):
+    bags, twin = pair(None if plan is None else mesh, plan, check=check)
+    before = values_of(bags)
+    for position in range(6):
+        for bad, kind, says in wrong_at(position):
+            with pytest.raises(kind, match=says):
+                cases.loss_of(bags(bad)).backward()
+    assert all(map(torch.equal, values_of(bags), before))
+    good_step(bags, twin)
+    assert all(map(torch.equal, values_of(bags), values_of(twin)))
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_a_rank_without_bags(mesh, plan):
+    """Its batch is empty, which is no error; nor is it if all are."""
+    bags, twin = pair(mesh, plan)
+    good = Jagged.from_lists(GOOD)
+    nothing = ints()[:0].long()
+
+    def given(is_empty):
+        parts = (
+            LocalTensor.per_rank(lambda r, x=x: nothing if is_empty(r) else x)
+            for x in (good.values, good.lengths)
+        )
+        values, lengths = parts
+        return Jagged(good.features, values, lengths=lengths)
+
+    out = bags(given(lambda r: r == 2))
+    assert [out["user"].on_rank(r).shape[0] for r in range(4)] == [2, 2, 0, 2]
+    cases.loss_of(out).backward()
+    before = values_of(bags)
+    assert not all(map(torch.equal, before, values_of(twin)))
+    cases.loss_of(bags(given(lambda r: True))).backward()
+    assert all(map(torch.equal, values_of(bags), before))
 
 
 def test_an_error_is_an_ordinary_one():

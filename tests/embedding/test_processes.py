@@ -75,14 +75,20 @@ def test_an_id_out_of_range_on_one_rank(processes, plan):
         assert "rank 2: feature 'user' of table 'user': id 99" in failure.message
 
 
-def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes):
+@pytest.mark.parametrize("check", ["auto", "now"])
+def test_whatever_is_wrong_on_one_rank_is_said_on_all(processes, check):
     """Names of features that differ between ranks too, which a simulated world cannot have."""
     left_out = dict.fromkeys(("user", "item", "place", "word"), "row_wise")
-    found = processes(cases.bad_on_one_rank, cases.PLANS["mixed"], left_out)
+    found = processes(cases.bad_on_one_rank, cases.PLANS["mixed"], left_out, check)
+    good = cases.batch(5)
+    expected = cases.train_alone(cases.make(optimizer=SGD(0.1)), [[good] * 4])
     told = found[0][0]
-    for other, rows in found:
+    for other, tables in found:
         assert other == told
-        assert_close(rows, cases.make()(cases.batch(5))["user"].detach())
+        close(tables, expected)
+    for position in range(len(good.values)):
+        text = told.pop(position)
+        assert re.search(rf"IdRange.*On rank {position % 4}: .*: id {-1 - position} ", text), text
     says = {
         "unknown feature": "Batch.*On rank 2: feature 'sold' belongs to no table; of the tables, ",
         "missing feature": "Batch.*On rank 2: feature 'day' of table 'day' is missing",

@@ -1,10 +1,14 @@
 """Memory that is kept between steps is never shared with somebody who still reads it."""
 
+import copy
+import io
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from shardwise.embedding import EmbeddingBagCollection, Jagged, Table
 from shardwise.lookup.optimizers import add_distinct_rows
-from shardwise.lookup.scratch import Lent
+from shardwise.lookup.scratch import Lent, table_memory
 
 
 def test_memory_is_lent_again_when_nobody_holds_it():
@@ -37,3 +41,23 @@ def test_distinct_rows_are_added_whatever_the_target_looks_like():
     for target in (torch.zeros(6, 3), torch.zeros(3, 6).t()):
         expected = target.clone().index_add_(0, rows, values, alpha=-0.5)
         assert torch.equal(add_distinct_rows(target, rows, values, -0.5), expected)
+
+
+def test_large_tables_are_ordinary_tensors():
+    """They lie in memory of their own, in huge pages where there are any."""
+    shape, cpu = (40_000, 64), torch.device("cpu")
+    zeros = table_memory(shape, torch.float32, cpu, zeros=True)
+    assert zeros.shape == shape
+    assert zeros.is_contiguous()
+    assert not zeros.any()
+    table = torch.nn.Parameter(table_memory(shape, torch.float32, cpu).fill_(2.0))
+    del zeros
+    copied, buffer = copy.deepcopy(table), io.BytesIO()
+    torch.save(table, buffer)
+    buffer.seek(0)
+    table.data[3] = 0
+    for other in (copied, torch.load(buffer)):
+        assert torch.equal(other.detach(), torch.full(shape, 2.0))
+    with FakeTensorMode():
+        assert isinstance(table_memory(shape, torch.float32, cpu), FakeTensor)
+    assert table_memory(shape, torch.float32, torch.device("meta")).is_meta

@@ -203,6 +203,7 @@ def counted(num_tables: int, monkeypatch) -> tuple[int, int]:
 
 
 def test_a_step_makes_as_many_calls_for_many_tables_as_for_few(monkeypatch):
-    few = counted(20, monkeypatch)
+    few = counted(26, monkeypatch)
     assert few[0] <= 5
     assert counted(100, monkeypatch) == few
+    assert counted(1000, monkeypatch) == few

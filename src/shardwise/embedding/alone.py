@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from shardwise.comm.agreement import Fault, joint_error
-from shardwise.embedding.batch import bags_of, bags_per_feature, owner_per_feature, unfit
+from shardwise.embedding.batch import bags_of, bags_per_feature, unfit
 from shardwise.embedding.in_backward import InBackward
 from shardwise.embedding.jagged import Jagged
 from shardwise.embedding.stacks import Stacks
@@ -99,8 +99,7 @@ class OneRank:
         key = (batch.features, batch.sizes, batch.num_bags, joined)
         form = self._forms.get(key)
         if form is None:
-            tables = self.route.tiling.tables
-            sizes = bags_per_feature(tables, batch, side_by_side=joined)
+            sizes = bags_per_feature(self.route.features, batch, side_by_side=joined)
             if isinstance(sizes, Fault):
                 return sizes
             form = self._forms[key] = self._make_form(batch.features, sizes, joined)
@@ -109,7 +108,7 @@ class OneRank:
     def _make_form(self, features: Sequence[str], sizes: Sequence[int], joined: bool) -> _Form:
         stacks, tables = self.stacks, self.route.tiling.tables
         numbers = {table.name: number for number, table in enumerate(tables)}
-        owners = owner_per_feature(tables)
+        owners = self.route.features.owners
         shards = [self.route.tiling.shards[number][0] for number in range(len(tables))]
         states = []
         if self.optimizer is not None:
@@ -267,7 +266,7 @@ class OneRankBatch(PrefetchedBatch):
 
     def _explain(self) -> Fault | None:
         found = bags_of(
-            self.route.tiling.tables,
+            self.route.features,
             self.batch,
             weights_train=self.weights_train,
             side_by_side=self.joined,
@@ -300,7 +299,7 @@ class OneRankBatch(PrefetchedBatch):
         if self._general is None:
             weights = None if self.weights is None else self.weights.detach()
             found = bags_of(
-                self.route.tiling.tables,
+                self.route.features,
                 self.batch.with_weights(weights),
                 weights_train=self.weights_train,
                 side_by_side=self.joined,

@@ -6,11 +6,11 @@ counts and raised on every rank; see Note [Agreement].
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from shardwise.comm.agreement import Fault
@@ -21,7 +21,7 @@ from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.exchange import ranks_present
 from shardwise.lookup.prefetch import OutsideBatch, PrefetchedBatch
 from shardwise.lookup.routing import Route
-from shardwise.lookup.table import Table
+from shardwise.lookup.table import Features
 from shardwise.simulation.parts import is_per_rank, parts_of
 from shardwise.simulation.ranks import part_per_rank
 
@@ -35,91 +35,72 @@ def unfit(text: str) -> Fault:
 
 
 def bags_of(
-    tables: Sequence[Table], batch: Jagged, *, weights_train: bool, side_by_side: bool
+    features: Features, batch: Jagged, *, weights_train: bool, side_by_side: bool
 ) -> FeatureBags | Fault:
     """The bags of one rank, in the order in which the tables declare their features.
 
     With `side_by_side`, all features need the same number of bags.
     """
-    features, lengths = batch.features, batch.lengths
-    owners = owner_per_feature(tables)
-    sizes = bags_per_feature(tables, batch, side_by_side=side_by_side)
+    sizes = bags_per_feature(features, batch, side_by_side=side_by_side)
     if isinstance(sizes, Fault):
         return sizes
-    bag_starts = list(itertools.accumulate(sizes, initial=0))
-    counts = _counts_if_valid(batch, owners, sizes, bag_starts)
+    places, lengths = features.places(batch.features), batch.lengths
+    assert isinstance(places, np.ndarray), "the names fit"
+    bag_edges = _edges(sizes)
+    counts = _counts_if_valid(batch, features, places, bag_edges)
     is_valid = counts is not None
     if counts is None:
-        fault = _lengths_fault(batch, owners, sizes)
+        fault = _lengths_fault(batch, features, bag_edges)
         if fault is not None:
             return fault
-        counts = _ids_per_feature(lengths, sizes, bag_starts).tolist()
-    id_starts = list(itertools.accumulate(counts, initial=0))
-    place_of = {feature: place for place, feature in enumerate(features)}
-    places = [place_of[feature] for feature in owners]
+        counts = _ids_per_feature(lengths, bag_edges).tolist()
+    id_edges = _edges(counts)
+    num_ids = int(id_edges[-1])
     bags = FeatureBags(
-        values=batch.values[: id_starts[-1]],
+        values=batch.values[:num_ids],
         lengths=lengths,
-        weights=None if batch.weights is None else batch.weights[: id_starts[-1]],
-        ids_from=tuple(id_starts[place] for place in places),
-        ids_to=tuple(id_starts[place + 1] for place in places),
-        bags_from=tuple(bag_starts[place] for place in places),
-        num_bags=tuple(sizes[place] for place in places),
+        weights=None if batch.weights is None else batch.weights[:num_ids],
+        ids_from=id_edges[places],
+        ids_to=id_edges[places + 1],
+        bags_from=bag_edges[places],
+        num_bags=bag_edges[places + 1] - bag_edges[places],
         weights_train=weights_train,
         num_given=batch.values.shape[0],
     )
-    if is_valid:
-        return bags
-    return _ids_fault(bags, list(owners), owners) or bags
+    return bags if is_valid else _ids_fault(bags, features) or bags
 
 
-def owner_per_feature(tables: Sequence[Table]) -> dict[str, Table]:
-    """The table of each feature, in the declared order."""
-    return {feature: table for table in tables for feature in table.features}
+def _edges(counts: Sequence[int]) -> np.ndarray:
+    """Where each of the counted begins, and where the last one ends."""
+    return np.cumsum([0, *counts])
 
 
-def bags_per_feature(
-    tables: Sequence[Table], batch: Jagged, *, side_by_side: bool
-) -> list[int] | Fault:
+def bags_per_feature(features: Features, batch: Jagged, *, side_by_side: bool) -> list[int] | Fault:
     """How many bags each feature of the batch has; reads no value on the device."""
-    owners = owner_per_feature(tables)
-    fault = _names_fault(tables, owners, batch.features)
-    if fault is not None:
-        return fault
-    sizes = _sizes(owners, batch)
-    if isinstance(sizes, Fault) or not side_by_side:
+    places = features.places(batch.features)
+    if isinstance(places, str):
+        return unfit(places)
+    sizes = _sizes(features, batch)
+    if isinstance(sizes, Fault) or not side_by_side or min(sizes) == max(sizes):
         return sizes
-    return _uneven_fault(batch.features, owners, sizes) or sizes
+    first = batch.features[0]
+    other, size = next(e for e in zip(batch.features, sizes, strict=True) if e[1] != sizes[0])
+    return unfit(
+        f"{features.called(first)} has {sizes[0]} bags, {features.called(other)} {size}; "
+        "output='tensor' needs equally many, output='dict' does not"
+    )
 
 
-def _names_fault(
-    tables: Sequence[Table], owners: dict[str, Table], given: Sequence[str]
-) -> Fault | None:
-    counts = Counter(given)
-    unknown = [name for name in counts if name not in owners]
-    if unknown:
-        known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in tables)
-        return unfit(f"feature {unknown[0]!r} belongs to no table; of the tables, {known}")
-    twice = sorted(name for name, count in counts.items() if count > 1)
-    if twice:
-        return unfit(f"{_called(twice[0], owners)} is there more than once")
-    missing = [name for name in owners if name not in counts]
-    return unfit(f"{_called(missing[0], owners)} is missing") if missing else None
-
-
-def _called(feature: str, owners: dict[str, Table]) -> str:
-    return f"feature {feature!r} of table {owners[feature].name!r}"
-
-
-def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Fault:
+def _sizes(features: Features, batch: Jagged) -> list[int] | Fault:
     """How many bags each feature has."""
+    names = functools.partial(map, features.called, batch.features)
     if batch.problem is not None:
-        return unfit(f"{batch.problem} ({_all_called(batch, owners)})")
+        return unfit(f"{batch.problem} ({', '.join(names())})")
     num, total = len(batch.features), batch.num_bags
     if batch.batch_sizes is None:
         if total % num:
             return unfit(
-                f"{total} bags do not divide among {num} features ({_all_called(batch, owners)}); "
+                f"{total} bags do not divide among {num} features ({', '.join(names())}); "
                 "batch_sizes= says how many each has"
             )
         return [total // num] * num
@@ -127,42 +108,24 @@ def _sizes(owners: dict[str, Table], batch: Jagged) -> list[int] | Fault:
     if len(sizes) != num or min(sizes) < 0 or sum(sizes) != total:
         return unfit(
             f"batch_sizes {sizes} do not fit {num} features with {total} bags "
-            f"({_all_called(batch, owners)})"
+            f"({', '.join(names())})"
         )
     return sizes
 
 
-def _all_called(batch: Jagged, owners: dict[str, Table]) -> str:
-    return ", ".join(_called(feature, owners) for feature in batch.features)
-
-
-def _uneven_fault(
-    features: Sequence[str], owners: dict[str, Table], sizes: Sequence[int]
-) -> Fault | None:
-    for feature, size in zip(features, sizes, strict=True):
-        if size != sizes[0]:
-            return unfit(
-                f"{_called(features[0], owners)} has {sizes[0]} bags, {_called(feature, owners)} "
-                f"{size}; output='tensor' needs equally many, output='dict' does not"
-            )
-    return None
-
-
-def _lengths_fault(batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]) -> Fault | None:
-    features, values, lengths = batch.features, batch.values, batch.lengths
-    weights, first = batch.weights, batch.first
+def _lengths_fault(batch: Jagged, features: Features, bag_edges: np.ndarray) -> Fault | None:
+    values, lengths, weights, first = batch.values, batch.lengths, batch.weights, batch.first
     if first is not None and (first.numel() == 0 or int(first) != 0):
-        who = _called(features[0], owners)
+        who = features.called(batch.features[0])
         return unfit(f"{who}: offsets must begin with 0; found {first.tolist()}")
     if lengths.numel() and int(lengths.min()) < 0:
         bag = int(lengths.argmin())
-        starts = list(itertools.accumulate(sizes, initial=0))
-        place = next(i for i in range(len(features)) if bag < starts[i + 1])
+        place = int(np.searchsorted(bag_edges, bag, side="right")) - 1
         return unfit(
-            f"{_called(features[place], owners)}: offsets decrease, bag {bag - starts[place]} has "
-            f"length {int(lengths[bag])}"
+            f"{features.called(batch.features[place])}: offsets decrease, bag "
+            f"{bag - bag_edges[place]} has length {int(lengths[bag])}"
         )
-    total, last = int(lengths.sum()), _called(features[-1], owners)
+    total, last = int(lengths.sum()), features.called(batch.features[-1])
     if total > values.shape[0] or (total < values.shape[0] and not batch.padded):
         return unfit(
             f"the lengths of all bags sum to {total}, up to {last}, but there are "
@@ -176,18 +139,17 @@ def _lengths_fault(batch: Jagged, owners: dict[str, Table], sizes: Sequence[int]
     return None
 
 
-def _ids_per_feature(
-    lengths: torch.Tensor, sizes: Sequence[int], bag_starts: Sequence[int]
-) -> torch.Tensor:
-    if sizes and min(sizes) == max(sizes) and sizes[0]:
-        return lengths.view(len(sizes), -1).sum(1)
+def _ids_per_feature(lengths: torch.Tensor, bag_edges: np.ndarray) -> torch.Tensor:
+    num = np.diff(bag_edges)
+    if num[0] and (num == num[0]).all():
+        return lengths.view(len(num), -1).sum(1)
     ends = lengths.new_zeros(lengths.shape[0] + 1, dtype=torch.int64)
     torch.cumsum(lengths, 0, out=ends[1:])
-    return ends[torch.tensor(bag_starts, device=ends.device)].diff()
+    return ends[torch.from_numpy(bag_edges).to(ends.device)].diff()
 
 
 def _counts_if_valid(
-    batch: Jagged, owners: dict[str, Table], sizes: Sequence[int], bag_starts: Sequence[int]
+    batch: Jagged, features: Features, places: np.ndarray, bag_edges: np.ndarray
 ) -> list[int] | None:
     """The ids of each feature, if all is valid; None where `bags_of` has to look closer.
 
@@ -199,12 +161,12 @@ def _counts_if_valid(
     if batch.weights is not None and batch.weights.shape != values.shape:
         return None
     device = values.device
-    counts = _ids_per_feature(lengths, sizes, bag_starts)
-    limits = torch.tensor([owners[feature].num_embeddings for feature in batch.features])
+    counts = _ids_per_feature(lengths, bag_edges)
+    limits = torch.from_numpy(features.num_rows[np.argsort(places)])
     # By search: the counts may be wrong.
     numbers = torch.searchsorted(
         counts.cumsum(0), torch.arange(values.shape[0], device=device), right=True
-    ).clamp_(max=len(sizes) - 1)
+    ).clamp_(max=len(places) - 1)
     wrong = ((values < 0) | (values >= limits.to(device)[numbers])).any()
     first = lengths.new_zeros(1) if batch.first is None else batch.first
     read = torch.cat([first.view(-1), lengths.min().view(1), wrong.view(1), counts]).tolist()
@@ -214,28 +176,29 @@ def _counts_if_valid(
     return found if start == 0 and shortest >= 0 and not is_wrong and fits else None
 
 
-def _ids_fault(
-    bags: FeatureBags, features: Sequence[str], owners: dict[str, Table]
-) -> Fault | None:
+def _ids_fault(bags: FeatureBags, features: Features) -> Fault | None:
     if not bags.values.numel():
         return None
     low, high = torch.stack(torch.aminmax(bags.values)).tolist()
-    if low >= 0 and high < min(table.num_embeddings for table in owners.values()):
+    if low >= 0 and high < features.fewest_rows:
         return None  # without a look at each feature
-    numbers = [n for n in range(len(features)) if bags.num_ids(n)]
-    # Read all at once: on a GPU each read of a value synchronizes.
-    extremes = torch.stack([bound for n in numbers for bound in torch.aminmax(bags.ids_of(n))])
-    for number, (low, high) in zip(numbers, extremes.view(-1, 2).tolist(), strict=True):
-        table = owners[features[number]]
-        if low < 0 or high >= table.num_embeddings:
-            wrong = low if low < 0 else high
-            where = int((bags.ids_of(number) == wrong).nonzero()[0])
-            return Fault(
-                f"{_called(features[number], owners)}: id {wrong} (number {where} of the feature) "
-                f"is out of range, the table has rows 0 to {table.num_embeddings - 1}.",
-                IdRangeError,
-            )
-    return None
+    ids = bags.values.cpu().numpy()
+    # The features that have ids, in the order of the batch: each ends where the next begins.
+    numbers = np.argsort(bags.ids_from, kind="stable")
+    numbers = numbers[bags.ids_to[numbers] > bags.ids_from[numbers]]
+    lows, highs = (f.reduceat(ids, bags.ids_from[numbers]) for f in (np.minimum, np.maximum))
+    wrong = numbers[(lows < 0) | (highs >= features.num_rows[numbers])]
+    if not wrong.size:
+        return None
+    number = wrong.min()
+    mine, num_rows = ids[bags.ids_from[number] : bags.ids_to[number]], features.num_rows[number]
+    value = mine.min() if mine.min() < 0 else mine.max()
+    return Fault(
+        f"{features.called(list(features.owners)[number])}: id {value} (number "
+        f"{int((mine == value).argmax())} of the feature) is out of range, the table has rows 0 to "
+        f"{num_rows - 1}.",
+        IdRangeError,
+    )
 
 
 # -- prefetching ---------------------------------------------------------------------------------
@@ -271,13 +234,12 @@ def prefetch_batch(
         if checked is not None:
             return checked
     if grid is not None and grid.outside:
-        tables = route.tiling.tables
         one = jagged.with_weights(None if weights is None else weights.detach())
         return OutsideBatch(
-            route, bags_of(tables, one, weights_train=train, side_by_side=side_by_side)
+            route, bags_of(route.features, one, weights_train=train, side_by_side=side_by_side)
         )
     found = [
-        bags_of(route.tiling.tables, each, weights_train=train, side_by_side=side_by_side)
+        bags_of(route.features, each, weights_train=train, side_by_side=side_by_side)
         for each in _jagged_per_rank(grid, jagged)
     ]
     return PrefetchedBatch(route, grid, found, weights)

@@ -12,11 +12,7 @@ import torch
 
 from shardwise.dtensor.create import distribute_tensor
 from shardwise.dtensor.tensor import DTensor
-from shardwise.embedding.shared_squares import (
-    has_split_columns,
-    stacks_of_columns,
-    update_together,
-)
+from shardwise.embedding.shared_squares import SharedColumns, update_together
 from shardwise.embedding.stacks import Stacks, states_like, whole_of
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, update_stacks
@@ -54,6 +50,7 @@ class InBackward:
         self.stacks = stacks
         self._backend = backend
         self._states = states_like(stacks, optimizer.states)
+        self._columns = SharedColumns(stacks)
         self._holding = False
         self._held: list[tuple[list[Lookups], list[dict[int, Rows]]]] = []
         #: Updates so far.
@@ -142,14 +139,15 @@ class InBackward:
         places = range(len(self.stacks.ranks))
         if not self.settings.needs_whole_rows:
             return [[] for _ in places]
-        joint = [stacks_of_columns(self.stacks, place) for place in places]
-        columns = [
+        joint = self._columns.stacks
+        lookups_of = [
             {k: _joined([each[place][k] for each in lookups]) for k in joint[place]}
             for place in places
         ]
-        # Decided by the tiling alone: all ranks have to take part in the all-reduce.
-        if has_split_columns(self.stacks):
-            update_together(self.stacks, self._backend, self.settings, self._states, columns)
+        if self._columns.are_there:
+            update_together(
+                self.stacks, self._columns, self._backend, self.settings, self._states, lookups_of
+            )
         return joint
 
     def _apply_copies(self, copies: list[list[dict[int, Rows]]]) -> None:

@@ -10,8 +10,9 @@ cannot know those rows, do all send a number for each row of the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
+import numpy as np
 import torch
 
 from shardwise.comm.watch import because
@@ -42,23 +43,87 @@ class GradientRows:
         add_distinct_rows(weight, self.rows, self._values.mul_(factors.unsqueeze(1)), 1)
 
 
-def stacks_of_columns(stacks: Stacks, place: int) -> list[int]:
-    """The stacks of a rank that hold some but not all columns of a table."""
-    tiling = stacks.tiling
-    return [
-        k
-        for k, stack in enumerate(tiling.stacks[stacks.ranks[place]])
-        if any(stacks.tiling.splits_columns(table) for table, _ in stack.shards)
-    ]
+class SharedColumns:
+    """Which tables have their columns on several ranks; laid down once."""
+
+    def __init__(self, stacks: Stacks) -> None:
+        tiling, self._stacks = stacks.tiling, stacks
+        numbers = range(len(tiling.tables))
+        split = np.array([tiling.splits_columns(table) for table in numbers])
+        everywhere = np.array([len(shards) == tiling.num_ranks for shards in tiling.shards])
+        mine = [tiling.stacks[rank] for rank in stacks.ranks]
+        #: Per rank present, the stacks that hold some but not all columns of a table.
+        self.stacks = [
+            [k for k, stack in enumerate(each) if any(split[t] for t, _ in stack.shards)]
+            for each in mine
+        ]
+        #: Whether there are any. The tiling decides: all ranks have to take part.
+        self.are_there = bool(split.any())
+        self._tables = [[np.array([t for t, _ in s.shards]) for s in each] for each in mine]
+        self._bases = [[np.array([s.base for _, s in one.shards]) for one in each] for each in mine]
+        self._dims = np.array([table.embedding_dim for table in tiling.tables])
+        heights = np.array([table.num_embeddings for table in tiling.tables])
+        #: Tables of which a number is sent for each row that was looked up, or for each row; and
+        #: where those of the latter begin.
+        self._known, self._dense = split & everywhere, split & ~everywhere
+        self._first = np.cumsum([0, *(heights * self._dense)])
+
+    def mean_squares(self, found: Sequence[dict[int, Scaled]]) -> list[dict[int, torch.Tensor]]:
+        """Per rank present and stack, the mean squares of whole rows."""
+        assert self._stacks.grid is not None, "columns are split over a mesh"
+        parts = [self._in_tables(place, each) for place, each in enumerate(found)]
+        with because("squares of rows split by columns", implicit=False):
+            totals = combined(self._stacks.grid, [part.sent for part in parts])
+        means = []
+        for part, total, each in zip(parts, totals, found, strict=True):
+            part.squares[part.known] = total[: part.known.shape[0]]
+            part.squares[part.dense] = total[part.known.shape[0] :].index_select(0, part.at)
+            sizes = [scaled.rows.shape[0] for scaled in each.values()]
+            squares = part.squares.div_(part.dims).split(sizes)
+            means.append(dict(zip(each, squares, strict=True)))
+        return means
+
+    def _in_tables(self, place: int, found: dict[int, Scaled]) -> _RankSquares:
+        """What a rank sends: in the order of tables, which all ranks have."""
+        stacks, device = self._stacks, self._stacks.device
+        nothing = torch.empty(0, dtype=torch.int64, device=device)
+        tables, rows = [nothing], [nothing]
+        for k, scaled in found.items():
+            bases = torch.from_numpy(self._bases[place][k]).to(device)
+            at = torch.searchsorted(bases, scaled.rows, right=True) - 1
+            tables.append(torch.from_numpy(self._tables[place][k]).to(device)[at])
+            rows.append(scaled.rows - bases[at])
+        table, row = torch.cat(tables), torch.cat(rows)
+        squares = [torch.empty(0, dtype=stacks.dtype, device=device)]
+        given = torch.cat([*squares, *(scaled.squares for scaled in found.values())])
+        order = torch.sort(table, stable=True).indices
+        is_known, is_dense, first, dims = (
+            torch.from_numpy(numbers).to(device)
+            for numbers in (self._known, self._dense, self._first, self._dims)
+        )
+        known = order[is_known[table[order]]]
+        dense = is_dense[table].nonzero().view(-1)
+        at = first[table[dense]] + row[dense]
+        whole = given.new_zeros(int(self._first[-1])).index_copy_(0, at, given[dense])
+        return _RankSquares(given, torch.cat([given[known], whole]), known, dense, at, dims[table])
 
 
-def has_split_columns(stacks: Stacks) -> bool:
-    """Whether some table's columns are on several ranks."""
-    return any(stacks.tiling.splits_columns(table) for table in range(len(stacks.tiling.tables)))
+class _RankSquares(NamedTuple):
+    """The squares of a rank's rows, what it sends of them, and where that is among them."""
+
+    squares: torch.Tensor
+    sent: torch.Tensor
+    #: Rows that all ranks know, in the order in which they are sent.
+    known: torch.Tensor
+    #: Rows of tables that are sent whole, and their places there.
+    dense: torch.Tensor
+    at: torch.Tensor
+    dims: torch.Tensor
 
 
 def update_together(
     stacks: Stacks,
+    columns: SharedColumns,
     backend: Backend,
     optimizer: FusedOptimizer,
     states: Sequence[Sequence[State]],
@@ -69,7 +134,7 @@ def update_together(
         {k: _scaled(stacks.weights[n][k], backend, optimizer, *each) for k, each in queries.items()}
         for n, queries in enumerate(lookups)
     ]
-    for place, squares in enumerate(_mean_squares(stacks, found)):
+    for place, squares in enumerate(columns.mean_squares(found)):
         for k, scaled in found[place].items():
             weight, state = stacks.weights[place][k], states[place][k]
             scaled.add(weight, row_factors_of(optimizer, scaled.rows, squares[k], state))
@@ -90,62 +155,3 @@ def _scaled(
     rows, values = backend.row_gradient(weight, query, grad)
     optimizer.decay(weight, rows, values)
     return GradientRows(rows, values)
-
-
-def _mean_squares(
-    stacks: Stacks, found: Sequence[dict[int, Scaled]]
-) -> list[dict[int, torch.Tensor]]:
-    """Per rank present and stack, the mean squares of whole rows, from those of their shards."""
-    assert stacks.grid is not None, "columns are split over a mesh"
-    tiling = stacks.tiling
-    tables = [t for t in range(len(tiling.tables)) if tiling.splits_columns(t)]
-    known = {t for t in tables if len(tiling.shards[t]) == tiling.num_ranks}
-    parts = [_per_table(stacks, n, each) for n, each in enumerate(found)]
-    sent, sizes = [], []
-    for part in parts:
-        pieces = [part[t][1] if t in known else _dense(stacks, t, part.get(t)) for t in tables]
-        sizes.append([piece.shape[0] for piece in pieces])
-        sent.append(torch.cat(pieces))
-    with because("squares of rows split by columns", implicit=False):
-        totals = combined(stacks.grid, sent)
-    means = []
-    for place, (part, total) in enumerate(zip(parts, totals, strict=True)):
-        whole = dict(zip(tables, total.split(sizes[place]), strict=True))
-        per_stack = {}
-        for k in found[place]:
-            shards = tiling.stacks[stacks.ranks[place]][k].shards
-            squares = [
-                (whole[t] if t in known else whole[t].index_select(0, part[t][0]))
-                / tiling.tables[t].embedding_dim
-                if t in whole
-                else part[t][1] / tiling.tables[t].embedding_dim
-                for t, _ in shards
-            ]
-            per_stack[k] = torch.cat(squares)
-        means.append(per_stack)
-    return means
-
-
-def _per_table(
-    stacks: Stacks, place: int, found: dict[int, Scaled]
-) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Per table of a rank: its rows that have a gradient, and their squares."""
-    per_table = {}
-    for k, scaled in found.items():
-        stack = stacks.tiling.stacks[stacks.ranks[place]][k]
-        bases = [shard.base for _, shard in stack.shards]
-        edges = torch.tensor([*bases, stack.num_rows], device=scaled.rows.device)
-        sizes = torch.searchsorted(scaled.rows, edges).diff().tolist()
-        both = scaled.rows.split(sizes), scaled.squares.split(sizes)
-        for (table, shard), rows, squares in zip(stack.shards, *both, strict=True):
-            per_table[table] = (rows - shard.base, squares)
-    return per_table
-
-
-def _dense(
-    stacks: Stacks, table: int, part: tuple[torch.Tensor, torch.Tensor] | None
-) -> torch.Tensor:
-    """A number for each row of a table, of which some ranks do not know which were looked up."""
-    num = stacks.tiling.tables[table].num_embeddings
-    dense = torch.zeros(num, dtype=stacks.dtype, device=stacks.device)
-    return dense if part is None else dense.index_copy_(0, *part)

@@ -11,6 +11,7 @@ from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
 from shardwise.lookup.exchange import ranks_present
+from shardwise.lookup.scratch import table_memory
 from shardwise.lookup.tiling import TableShard, TableTiling
 from shardwise.simulation.parts import agreed
 from shardwise.simulation.ranks import no_values, one_tensor, part_per_rank
@@ -29,7 +30,7 @@ class Stacks:
         self.ranks = [0] if grid is None else ranks_present(grid)
         self.weights = [
             [
-                torch.empty(stack.num_rows, stack.width, dtype=dtype, device=device)
+                table_memory((stack.num_rows, stack.width), dtype, device)
                 for stack in tiling.stacks[rank]
             ]
             for rank in self.ranks
@@ -171,7 +172,7 @@ def states_like(stacks: Stacks, names: Mapping[str, bool]) -> list[list[dict[str
                 key = (weight.data_ptr(), name)
                 if key not in made:
                     shape = weight.shape[:1] if per_row else weight.shape
-                    made[key] = weight.new_zeros(shape)
+                    made[key] = table_memory(shape, weight.dtype, weight.device, zeros=True)
                 state[name] = made[key]
             per_stack.append(state)
         found.append(per_stack)

@@ -19,10 +19,10 @@ class FeatureBags:
     lengths: torch.Tensor
     weights: torch.Tensor | None
     #: Feature i has ids ids_from[i] to ids_to[i], and num_bags[i] bags from bags_from[i] on.
-    ids_from: tuple[int, ...]
-    ids_to: tuple[int, ...]
-    bags_from: tuple[int, ...]
-    num_bags: tuple[int, ...]
+    ids_from: np.ndarray
+    ids_to: np.ndarray
+    bags_from: np.ndarray
+    num_bags: np.ndarray
     #: Whether the weights require grad.
     weights_train: bool = False
     #: Ids that were given, those of a padded batch that are in no bag included.
@@ -35,20 +35,14 @@ class FeatureBags:
         start = self.bags_from[feature]
         return self.lengths[start : start + self.num_bags[feature]]
 
-    def weights_of(self, feature: int) -> torch.Tensor:
-        assert self.weights is not None, "a batch without weights"
-        return self.weights[self.ids_from[feature] : self.ids_to[feature]]
-
-    def num_ids(self, feature: int) -> int:
-        return self.ids_to[feature] - self.ids_from[feature]
-
 
 def bags_of_one(
     ids: torch.Tensor, lengths: torch.Tensor, weights: torch.Tensor | None, *, train: bool
 ) -> FeatureBags:
     """The bags of a single feature."""
-    num = ids.shape[0]
-    return FeatureBags(ids, lengths, weights, (0,), (num,), (0,), (lengths.shape[0],), train, num)
+    num, zero = ids.shape[0], np.array([0])
+    ends, bags = np.array([num]), np.array([lengths.shape[0]])
+    return FeatureBags(ids, lengths, weights, zero, ends, zero, bags, train, num)
 
 
 #: The largest share of different ids with which it pays to leave out those that repeat.
@@ -91,16 +85,14 @@ class Repeats:
         ]
 
 
-def without_repeats(
-    bags: FeatureBags, num_rows: Sequence[int]
-) -> tuple[FeatureBags, Repeats | None]:
+def without_repeats(bags: FeatureBags, num_rows: np.ndarray) -> tuple[FeatureBags, Repeats | None]:
     """An unpooled batch with each id of a feature once, where that pays.
 
     `num_rows` are the rows of each feature's table.
     """
     if bags.weights is not None or not bags.values.shape[0]:
         return bags, None
-    counts = np.array(bags.ids_to) - np.array(bags.ids_from)
+    counts = bags.ids_to - bags.ids_from
     ids = torch.cat([bags.ids_of(feature) for feature in range(len(num_rows))])
     first = np.cumsum([0, *num_rows])
     small = torch.int32 if first[-1] < 2**31 else torch.int64
@@ -112,15 +104,14 @@ def without_repeats(
     edges = torch.searchsorted(found, bounds).cpu().numpy()
     num_found = np.diff(edges)
     shifts = spread(torch.from_numpy(first[:-1]), num_found, found.shape[0], found.device)
-    starts_of, ends_of = tuple(edges[:-1].tolist()), tuple(edges[1:].tolist())
     left = replace(
         bags,
         values=found.to(bags.values.dtype) - shifts.to(bags.values.dtype),
         lengths=bags.lengths.new_ones(found.shape[0]),
-        ids_from=starts_of,
-        ids_to=ends_of,
-        bags_from=starts_of,
-        num_bags=tuple(num_found.tolist()),
+        ids_from=edges[:-1],
+        ids_to=edges[1:],
+        bags_from=edges[:-1],
+        num_bags=num_found,
         num_given=found.shape[0],
     )
     return left, Repeats(order, starts, edges)

@@ -133,11 +133,11 @@ class _Parts:
     """The ids, lengths and weights of each feature, as views."""
 
     def __init__(self, bags: FeatureBags) -> None:
-        self.num_ids = np.array(bags.ids_to) - np.array(bags.ids_from)
-        self.num_bags = np.array(bags.num_bags)
-        self._id_order = _order(np.array(bags.ids_from), self.num_ids)
+        self.num_ids = bags.ids_to - bags.ids_from
+        self.num_bags = bags.num_bags
+        self._id_order = _order(bags.ids_from, self.num_ids)
         self.ids = self.of_ids(bags.values)
-        order = _order(np.array(bags.bags_from), self.num_bags)
+        order = _order(bags.bags_from, self.num_bags)
         self.lengths = _views(bags.lengths, self.num_bags, order)
         self.weights = None if bags.weights is None else self.of_ids(bags.weights)
 
@@ -255,7 +255,7 @@ class _Outgoing:
                 values += added.to(values.dtype)
             self._ids = parts.of_ids(values)
             if route.pooled:
-                order = _order(np.array(bags.bags_from), parts.num_bags)
+                order = _order(bags.bags_from, parts.num_bags)
                 self._lengths = _views(bags.lengths.to(self._dtype), parts.num_bags, order)
             if bags.weights is not None:
                 self._weights = parts.of_ids(self._bits(bags.weights), route.weight_ints)

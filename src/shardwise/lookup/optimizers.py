@@ -19,6 +19,8 @@ import torch
 from shardwise.errors import ArgumentError
 
 State = Mapping[str, torch.Tensor]
+#: Elements of rows that are multiplied at a time: 1 MB.
+_CHUNK_NUMBERS = 1 << 18
 
 
 @dataclass
@@ -201,13 +203,13 @@ def add_distinct_rows(
     target: torch.Tensor, rows: torch.Tensor, values: torch.Tensor, factor: float
 ) -> torch.Tensor:
     """`target[rows] += factor * values`, for distinct rows in order."""
-    if target.device.type != "cpu" or not target.is_contiguous():
+    if factor == 1 or target.device.type != "cpu":
         return target.index_add_(0, rows, values, alpha=factor)
-    # On the CPU, adding a coalesced sparse tensor costs two thirds of index_add_.
-    sparse = torch.sparse_coo_tensor(
-        rows.unsqueeze(0), values, target.shape, check_invariants=False, is_coalesced=True
-    )
-    return target.add_(sparse, alpha=factor)
+    # On the CPU torch adds multiples at half the speed. Small products stay in the cache.
+    step = max(1, _CHUNK_NUMBERS // max(1, math.prod(values.shape[1:])))
+    for some, more in zip(rows.split(step), values.split(step), strict=True):
+        target.index_add_(0, some, more * factor)
+    return target
 
 
 def optimizer_settings(optimizer: FusedOptimizer) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _row_counts(route: Route, step: RankStep) -> np.ndarray:
 
 def _assemble_strips(route: Route, step: RankStep, flat: torch.Tensor) -> torch.Tensor:
     """All features side by side, a block at a time."""
-    whole = flat.new_empty(step.bags.num_bags[0], sum(route.dims))
+    whole = flat.new_empty(int(step.bags.num_bags[0]), sum(route.dims))
     of_groups: list[list[torch.Tensor]] = [[] for _ in route.groups]
     for block, rows in block_views(route, step, flat):
         if block.group < 0:

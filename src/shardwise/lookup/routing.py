@@ -21,6 +21,7 @@ import torch
 from shardwise.core.sizes import chunk_length
 from shardwise.lookup.bags import FeatureBags, Repeats, without_repeats
 from shardwise.lookup.order import spread
+from shardwise.lookup.table import Features
 from shardwise.lookup.tiling import TableShard, TableTiling, row_groups
 
 
@@ -159,6 +160,7 @@ class Route:
         self.num_ranks = tiling.num_ranks
         feature_tables = [t for t, table in enumerate(tiling.tables) for _ in table.features]
         self.num_features = len(feature_tables)
+        self.features = Features(tiling.tables)
         groups = row_groups(tiling.tables, tiling.splits)
         legs: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
         local: list[list[FeatureRoute]] = [[] for _ in range(self.num_ranks)]
@@ -206,8 +208,7 @@ class Route:
         """A batch with each id once, where rows that come back are sent."""
         if self.pooled or not self.travels:
             return bags, None
-        num_rows = [self.tiling.tables[table].num_embeddings for table in self.feature_tables]
-        return without_repeats(bags, num_rows)
+        return without_repeats(bags, self.features.num_rows)
 
     @property
     def chooses(self) -> bool:

@@ -6,9 +6,13 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from shardwise.errors import ArgumentError, LayoutError
 
 POOLINGS = ("sum", "mean")
+#: Orders of features that are remembered.
+_KNOWN = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,3 +76,43 @@ def checked_tables(tables: Sequence[Table]) -> tuple[Table, ...]:
                 f"{', '.join(twice)}."
             )
     return found
+
+
+class Features:
+    """The features of tables, in the declared order."""
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.tables = tables
+        self.owners = {feature: table for table in tables for feature in table.features}
+        #: The rows of each feature's table.
+        self.num_rows = np.array([table.num_embeddings for table in self.owners.values()])
+        self.fewest_rows = int(self.num_rows.min())
+        self._places: dict[tuple[str, ...], np.ndarray | str] = {}
+
+    def called(self, feature: str) -> str:
+        """A feature, as errors name it."""
+        return f"feature {feature!r} of table {self.owners[feature].name!r}"
+
+    def places(self, given: tuple[str, ...]) -> np.ndarray | str:
+        """Where each feature is among those of a batch; or what is wrong with those."""
+        if given not in self._places:
+            if len(self._places) > _KNOWN:
+                self._places.clear()
+            found: np.ndarray | str | None = self._wrong_names(given)
+            if found is None:
+                place_of = {feature: place for place, feature in enumerate(given)}
+                found = np.array([place_of[feature] for feature in self.owners])
+            self._places[given] = found
+        return self._places[given]
+
+    def _wrong_names(self, given: Sequence[str]) -> str | None:
+        counts = Counter(given)
+        unknown = [name for name in counts if name not in self.owners]
+        if unknown:
+            known = "; ".join(f"{t.name!r} has {', '.join(t.features)}" for t in self.tables)
+            return f"feature {unknown[0]!r} belongs to no table; of the tables, {known}"
+        twice = sorted(name for name, count in counts.items() if count > 1)
+        if twice:
+            return f"{self.called(twice[0])} is there more than once"
+        missing = [name for name in self.owners if name not in counts]
+        return f"{self.called(missing[0])} is missing" if missing else None

@@ -49,7 +49,7 @@ class FbgemmBackend(TorchBackend):
             query.ids.long(),
             _offsets(query),
             _SUM,
-            _weights(weight, query),
+            _weights(query),
             _FLOAT,
         )
 
@@ -85,7 +85,7 @@ class FbgemmBackend(TorchBackend):
             query.ids.long(),
             _offsets(query),
             _SUM,
-            _weights(weight, query),
+            _weights(query),
             False,
         )
         rate = torch.tensor(optimizer.lr, dtype=torch.float32)
@@ -112,6 +112,6 @@ def _offsets(query: Query) -> torch.Tensor:
     return offsets
 
 
-def _weights(weight: torch.Tensor, query: Query) -> torch.Tensor:
-    # Without weights its kernels need an undefined tensor, which Python cannot make.
-    return weight.new_ones(query.ids.shape[0]) if query.weights is None else query.weights.float()
+def _weights(query: Query) -> torch.Tensor | None:
+    # None arrives as an undefined tensor: its kernels then multiply nothing.
+    return None if query.weights is None else query.weights.float()

@@ -19,7 +19,7 @@ import torch
 
 from shardwise.core.layout import Layout
 from shardwise.core.mesh import Coordinate
-from shardwise.core.placements import REPLICATE, SUM, Shard
+from shardwise.core.placements import SUM, Shard
 from shardwise.core.sizes import shard_range
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.rule import Call, Choice, CollectiveCost, LocalCall, Rule, Table, table
@@ -28,7 +28,7 @@ from shardwise.dtensor.tensor import DTensor, run
 from shardwise.errors import UnsupportedError
 from shardwise.lookup.exchange import Routing, route
 from shardwise.lookup.ids import has_values, id_range, raise_out_of_range, sharded_axes, widened
-from shardwise.ops.lookup.bag_rules import with_placement
+from shardwise.ops.lookup.bag_rules import everywhere, shared_axes, with_placement
 from shardwise.ops.lookup.embedding_rules import (
     SPARSE_GRAD,
     SparseRows,
@@ -139,12 +139,10 @@ def _gathered(
     layouts: Sequence[Layout], weight: torch.Tensor, ids: torch.Tensor, static: bool
 ) -> tuple[torch.Tensor, None]:
     table, ids_layout, out = layouts
-    met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
-    everywhere = with_placement(ids_layout, met, REPLICATE)
-    terms = with_placement(out, met, SUM)
-    all_ids = execute(ids, find_steps(ids_layout, everywhere))
-    rows = lookup((table, everywhere), weight, all_ids)
-    return execute(rows, find_steps(terms, out)), None
+    met = shared_axes(table, ids_layout)
+    all_ids, there = everywhere(ids, ids_layout, met)
+    rows = lookup((table, there), weight, all_ids)
+    return execute(rows, find_steps(with_placement(out, met, SUM), out)), None
 
 
 EXCHANGED = LocalCall(_exchanged, collective=True)
@@ -261,12 +259,11 @@ def _gathered_grad(
     sparse: bool,
 ) -> Any:
     grad_layout, ids_layout, table = layouts
-    met = [a for a in table.axes_of(0) if ids_layout.placements[a].is_shard()]
-    there = [with_placement(layout, met, REPLICATE) for layout in (grad_layout, ids_layout)]
-    grad = execute(grad, find_steps(grad_layout, there[0]))
-    ids = execute(ids, find_steps(ids_layout, there[1]))
+    met = shared_axes(table, ids_layout)
+    grad, grad_there = everywhere(grad, grad_layout, met)
+    ids, ids_there = everywhere(ids, ids_layout, met)
     fn = SPARSE_GRAD.fn if sparse else table_grad
-    return fn((*there, table), grad, ids, num_rows, padding_idx, False)
+    return fn((grad_there, ids_there, table), grad, ids, num_rows, padding_idx, False)
 
 
 RETURNED = LocalCall(_returned, collective=True)
