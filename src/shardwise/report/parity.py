@@ -255,7 +255,7 @@ def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
     if _sparse(module):
         left_out |= {"clip", "clamp", "zeros"}
     if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
-        left_out.add("save")  # ranks have different statistics: no common value to save
+        left_out |= {"save", "reload"}  # ranks have different statistics: no common value
     if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]
