@@ -352,7 +352,7 @@ NO_PENALTY = frozenset({"penalty"})
 SPARSE = NO_PENALTY | {"clip", "clamp", "zeros"}
 #: An update in backward leaves no gradient to accumulate, to scale or to set to zero.
 FUSED = NO_PENALTY | {"no_sync", "zeros", "scale", "losses", "pair", "sum", "inputs"}
-#: Buffers that differ between ranks have no common value to save, nor one device one to set back to.
+#: Buffers that differ between ranks have no common value to save or to set back to.
 OWN_STATISTICS = frozenset({"save", "reload"})
 #: Rounding decides which experts are chosen.
 ROUTED = frozenset({"autocast"})
