@@ -807,3 +807,19 @@ def bits():
     weight.requires_grad_()
     F.linear(x, weight).sum().abs().backward()
     return {"conjugate": x + x, "zeros": leaf.grad + 1, "weight": weight.grad.full_tensor()}
+
+
+def scaled_step():
+    """An infinity in the shard of one rank: all ranks skip the step."""
+    mesh, values = line(), torch.arange(8.0)
+    parameters = [shardwise.distribute_tensor(values, mesh, [p]).requires_grad_() for p in (S0, R)]
+    optimizer = torch.optim.SGD(parameters, lr=0.5)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for last in (1.0, float("inf"), 2.0):
+        factors = shardwise.distribute_tensor(torch.tensor([1.0] * 7 + [last]), mesh, [S0])
+        optimizer.zero_grad()
+        loss = (parameters[0] * factors).sum() + parameters[1].sum()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return {"sharded": parameters[0], "whole": parameters[1], "scale": scaler._scale}

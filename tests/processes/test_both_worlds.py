@@ -84,6 +84,10 @@ def test_optimizers(processes, optimizer):
     assert_close(*both(processes, programs.block_steps, R, optimizer))
 
 
+def test_an_infinity_on_one_rank_skips_a_scaled_step(processes):
+    assert_close(*both(processes, programs.scaled_step))
+
+
 def test_compiled_steps(two_processes):
     """Every rank compiles for itself; none waits for a graph that another does not have."""
     answers = two_processes(programs.compiled_steps, timeout_s=120)

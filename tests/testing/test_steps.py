@@ -9,12 +9,13 @@ import torch
 from shardwise import simulate
 from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
+from shardwise.testing.loop import OPTIONS
 from shardwise.testing.steps.__main__ import main
 from shardwise.testing.steps.case import Door, StepCase
 from shardwise.testing.steps.draw import MESHES, draw_cases
 from shardwise.testing.steps.models import KINDS
 from shardwise.testing.steps.prove import prove, training_of
-from shardwise.testing.training import OPTIONS, TrainingOutcome, play, play_alone
+from shardwise.testing.training import TrainingOutcome, play, play_alone
 from shardwise.testing.verdict import judge
 
 pytestmark = pytest.mark.slow
@@ -77,6 +78,12 @@ FOUND = {
     "double backward, own batches": "norms | dp=2,tp=2 | tp; dp(dp) | penalty | sgd | 0",
     "a tied bias": "bert | tp=2 | tp | save | sgd | 0",
     "a tied bias whose layer is named": "bert_decoder | tp=2 | tp | save | sgd | 0",
+    "hooks of unused parameters": "norms | dp=2 | fs(dp) | hooks, unused | sgd | 0",
+    "a checkpoint in a second backward": "norms | dp=2 | fs(dp) | losses, recompute | sgd | 0",
+    "and for some parameters": "norms | dp=2,tp=1 | tp; fs(dp) | inputs, recompute | sgd | 0",
+    "a GradScaler and rows of tables": (
+        "sparse_tables | dp=2 | tables(dp,row_wise); dp(dp) | scale | sgd | 0"
+    ),
 }
 
 
@@ -242,6 +249,7 @@ def test_one_device_trains_otherwise_with_most_options():
     """Those that change what one device computes do, so that none is played in vain."""
     plain = _alone("norms | dp=2 | dp(dp) |  | momentum | 0")
     same = {"copy", "pickle", "recompute", "unused", "save", "zeros"}
+    same |= {"average", "evaluate", "scale", "inputs"}
     for option in OPTIONS:
         found = _alone(f"norms | dp=2 | dp(dp) | {option} | momentum | 0")
         assert torch.equal(found.double(), plain) == (option in same), option

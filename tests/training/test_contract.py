@@ -294,3 +294,74 @@ def test_reduced_gradients_have_no_history():
         model = data_parallel(Net(), mesh_of(dp=2))
         with pytest.raises(UnsupportedError, match="create_graph=True"):
             model(per_rank(X, lambda rank: rank)).sum().backward(create_graph=True)
+
+
+# -- hooks and values that a user puts around a step -----------------------------------------
+
+
+DOORS_THAT_REPLACE = {
+    "fully_shard": lambda model, mesh: fully_shard(model, mesh["dp"]),
+    "parallelize_module": lambda model, mesh: parallelize_module(model, mesh, PLAN),
+    "distribute_module": lambda model, mesh: shardwise.distribute_module(model, mesh),
+}
+
+
+@pytest.mark.parametrize("door", DOORS_THAT_REPLACE.values(), ids=DOORS_THAT_REPLACE)
+@pytest.mark.parametrize("kind", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hooks_that_would_be_lost_are_refused(door, kind):
+    with shardwise.simulate(4):
+        model = Net()
+        handle = getattr(model.up.weight, kind)(lambda _: None)
+        with pytest.raises(UnsupportedError, match="hooks"):
+            door(model, mesh_of(dp=2, tp=2))
+        handle.remove()
+        door(model, mesh_of(dp=2, tp=2))
+
+
+@pytest.mark.parametrize("first", [data_parallel, fully_shard])
+def test_own_hooks_of_another_front_door_are_no_hooks_of_a_user(first):
+    with shardwise.simulate(4):
+        mesh = mesh_of(dp=2, tp=2)
+        model = first(Net(), mesh["dp"])
+        parallelize_module(model, mesh, PLAN)
+        assert_alike(model, torch.randn(8, 4), lambda rank: rank // 2)
+
+
+def test_a_hook_that_would_see_a_gradient_before_its_reduction_is_refused():
+    with shardwise.simulate(2):
+        model = data_parallel(Net(), mesh_of(dp=2))
+        model.up.weight.register_post_accumulate_grad_hook(lambda _: None)
+        with pytest.raises(UnsupportedError, match="before it is reduced"):
+            gradients(model, per_rank(torch.randn(4, 4), lambda rank: rank))
+
+
+@pytest.mark.parametrize("door", [data_parallel, fully_shard])
+def test_parameters_with_a_history_are_refused(door):
+    with shardwise.simulate(2):
+        model = door(Net(), mesh_of(dp=2))
+        other = {name: 2 * p for name, p in model.named_parameters()}
+        with pytest.raises((UnsupportedError, LayoutError), match=r"functional_call|not the one"):
+            torch.func.functional_call(model, other, (torch.randn(4, 4),))
+
+
+@pytest.mark.parametrize("door", [data_parallel, fully_shard])
+def test_a_penalty_on_parameters_beside_a_rank_own_loss(door):
+    def penalized(model, x):
+        penalty = sum(p.pow(2).sum() for p in model.parameters())
+        (model(x).pow(2).mean() + 0.1 * penalty).backward()
+        return {name: whole(p.grad) for name, p in model.named_parameters()}
+
+    x = torch.randn(4, 4)
+    expected = penalized(Net(), x)
+    with shardwise.simulate(2):
+        found = penalized(door(Net(), mesh_of(dp=2)), per_rank(x, lambda rank: rank))
+    for name, grad in expected.items():
+        torch.testing.assert_close(found[name], grad)
+
+
+def test_a_parameter_that_its_module_computes_is_named():
+    with shardwise.simulate(2):
+        model = Net()
+        nn.utils.parametrizations.weight_norm(model.up)
+        with pytest.raises(LayoutError, match="which the module computes"):
+            parallelize_module(model, mesh_of(tp=2), PLAN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -34,6 +34,12 @@ _engine: Any = _names.find(
 swap_tensors: Callable[[torch.Tensor, torch.Tensor], None] = _names.find(
     "torch._C._swap_tensor_impl", "t_() and its kin fail on DTensors"
 )
+#: Counts a write to each of a tuple of plain tensors.
+count_versions: Callable[[Any], None] = _names.find(
+    "torch._C._increment_version",
+    "writes to memory that to_local() lent take longer",
+    instead=torch.autograd.graph.increment_version,
+)
 _NO_TRANSFORMS = "tensors of torch.func are not recognised"
 #: Whether a tensor is batched by the older vmap that autograd uses.
 is_legacy_batch: Callable[[Any], bool] = _names.find(
@@ -57,6 +63,25 @@ def in_backward() -> bool:
 def after_backward(fn: Callable[[], None]) -> None:
     """Run `fn` when the backward pass that runs now has ended."""
     _engine.queue_callback(fn)
+
+
+_Hook = TypeVar("_Hook", bound=Callable[..., Any])
+
+
+def own_hook(fn: _Hook) -> _Hook:
+    """Mark a function as one that this package registers as a hook."""
+    fn.__dict__["_own_hook"] = True
+    return fn
+
+
+def users_hooks(tensor: torch.Tensor) -> tuple[list[Any], list[Any]]:
+    """The hooks that a user registered: of the gradient, and for after its accumulation."""
+
+    def of_users(name: str) -> list[Any]:
+        found = (getattr(tensor, name, None) or {}).values()
+        return [hook for hook in found if not hasattr(getattr(hook, "func", hook), "_own_hook")]
+
+    return of_users("_backward_hooks"), of_users("_post_accumulate_grad_hooks")
 
 
 def probe() -> Probe:

@@ -105,11 +105,6 @@ _seen: dict[int, tuple[weakref.ref[DeviceMesh], Grid]] = {}
 
 def grid_of(mesh: DeviceMesh) -> Grid:
     """The grid of `mesh` in the current world."""
-    if not isinstance(mesh, DeviceMesh):
-        raise ArgumentError(
-            f"A DeviceMesh is needed, found {type(mesh).__name__}: make one with "
-            "init_device_mesh('cpu', (4,))."
-        )
     seen = _seen.get(id(mesh))
     if seen is not None and seen[0]() is mesh:
         if not seen[1].world.alive:
@@ -119,6 +114,11 @@ def grid_of(mesh: DeviceMesh) -> Grid:
                 "Make the mesh again after torch.distributed is initialised."
             )
         return seen[1]
+    if not isinstance(mesh, DeviceMesh):
+        raise ArgumentError(
+            f"A DeviceMesh is needed, found {type(mesh).__name__}: make one with "
+            "init_device_mesh('cpu', (4,))."
+        )
     world = current_world()
     shape, ranks = _shape_and_ranks(mesh)
     if max(ranks) >= world.size:

@@ -23,6 +23,8 @@ FUSED_STEPS = frozenset(
     for packet in (aten._fused_adam_, aten._fused_adamw_, aten._fused_sgd_, aten._fused_adagrad_)
     for overload in packet.overloads()
 )
+#: The op of a GradScaler: what is found in one rank's shards counts for all ranks.
+UNSCALE = aten._amp_foreach_non_finite_check_and_unscale_.default
 #: The foreach ops that are not elementwise.
 _REDUCTIONS = ("norm", "max", "powsum")
 
@@ -57,14 +59,12 @@ def foreach_entry(op: Any, args: Sequence[Any]) -> Entry | None:
 
 def is_foreach(op: Any) -> bool:
     """Whether the op applies a single-tensor op to each of a list."""
-    return isinstance(op, OpOverload) and op._schema.name.startswith(
-        ("aten::_foreach_", "aten::_amp_foreach_")
-    )
+    return isinstance(op, OpOverload) and op._schema.name.startswith("aten::_foreach_")
 
 
 def takes_lists(op: Any) -> bool:
     """Whether the op takes lists whose tensors meet only those at the same index."""
-    return is_foreach(op) or op in FUSED_STEPS
+    return is_foreach(op) or op in FUSED_STEPS or op is UNSCALE
 
 
 def _all_layouts(items: Sequence[Any]) -> bool:
@@ -90,8 +90,9 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
     """Count a write to each: torch does so only for the plain tensors that a foreach op reaches."""
     for tensor in tensors:
         if isinstance(tensor, Wrapped):
-            tensor._layout.grid.num_writes += 1
-            if tensor._layout.grid.lends:
+            grid = tensor._layout.grid
+            grid.num_writes += 1
+            if grid.lends:
                 count_on_lent(tensor)
     if not torch.is_inference_mode_enabled():
         torch.autograd.graph.increment_version(tensors)

@@ -346,12 +346,16 @@ def _written_back(call: Callable[..., Any], position: int) -> Callable[..., Any]
 def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable[..., Any]:
     """A `finish` that counts the write and, if the op `returns`, returns what was written to."""
 
+    first, *others = written
+
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
         grid.num_writes += 1
+        tensor = args[first]
         if grid.lends:
-            for position in written:
+            count_on_lent(tensor)
+            for position in others:
                 count_on_lent(args[position])
-        return args[written[0]] if returns else None
+        return tensor if returns else None
 
     return finish
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.graph import increment_version
 
+from shardwise._torch.autograd import count_versions
 from shardwise.core.layout import Layout
 from shardwise.core.placements import REPLICATE, Partial
 from shardwise.redistribute.moves import Run
@@ -100,37 +100,43 @@ def remember(tensor: Any, reduced: torch.Tensor, layout: Layout, *, writing: boo
 
 def lend(tensor: Any) -> torch.Tensor:
     """An alias of the local tensor, for use outside the DTensor."""
-    local, base = tensor._local, tensor._base
-    own = base is None or getattr(base, "_local", None) is local
-    if own and type(local) is torch.Tensor:  # nearly always
-        if LENT not in local.__dict__:
-            begin_lending(tensor)
-        return local.detach()
+    local = tensor._local
+    if type(local) is torch.Tensor and (LENT in local.__dict__ or begin_lending(tensor)):
+        return local.detach()  # nearly always
+    base = tensor._base
     tensor._layout.grid.lends = True
     return lent(local, base._local if isinstance(base, Wrapped) else local)
 
 
-def begin_lending(tensor: Any) -> None:
-    """Have writes to `tensor` count on the local tensor, whose aliases share its counter."""
+def begin_lending(tensor: Any) -> bool:
+    """Have writes to `tensor` count on the local tensor, whose aliases share its counter.
+
+    False for a view whose base holds another local tensor: writes count on that one.
+    """
+    local, base = tensor._local, tensor._base
+    if base is not None and getattr(base, "_local", None) is not local:
+        return False
     tensor._layout.grid.lends = True
-    tensor._local.__dict__.setdefault(LENT, ())
+    local.__dict__[LENT] = ()
+    return True
 
 
 def count_on_lent(tensor: Any) -> None:
     """Count a write to `tensor` on what was lent of its memory."""
-    base = tensor._base
-    if base is None or not isinstance(base, Wrapped):
-        base = tensor
-    local = getattr(base, "_local", None)
-    if type(local) is torch.Tensor:  # nearly always
-        lent_of = local.__dict__.get(LENT)
-        if lent_of is None:
+    local = getattr(tensor, "_local", tensor)  # some ops write to plain tensors too
+    aliases = local.__dict__.get(LENT)
+    if aliases is None:
+        base = tensor._base
+        if base is None or not isinstance(base, Wrapped):
             return
-        if not lent_of and not local.is_inference():
-            increment_version(local)
+        local = base._local
+        aliases = local.__dict__.get(LENT)
+        if aliases is None:
             return
-    if isinstance(base, Wrapped) and LENT in getattr(local, "__dict__", ()):
-        count_write(base._local)
+    if not aliases and type(local) is torch.Tensor and not local.is_inference():
+        count_versions((local,))  # nearly always
+    else:
+        count_write(local)
 
 
 def _versions(tensor: Any) -> list[int]:

@@ -29,6 +29,7 @@ from shardwise._torch.autograd import (
     current_transform,
     is_legacy_batch,
     is_transformed,
+    own_hook,
 )
 from shardwise.comm.pending import Pending, finished_like, later
 from shardwise.comm.watch import because, watch
@@ -230,6 +231,7 @@ def refuse_transformed(x: torch.Tensor, where: str) -> None:
         )
 
 
+@own_hook
 @untraced
 def lies_like(cls: Any, layout: Layout, grad: Any) -> Any:
     """A hook that moves a gradient to the layout of its leaf; None if nothing changes.
@@ -282,10 +284,9 @@ class ToLocal(UntracedFunction):
         if async_op or not x.is_leaf:
             return _handed_out(x, async_op, plain)
         # A view: autograd then refuses in-place writes to it, as to a view of a leaf.
-        if type(x._local) is torch.Tensor:
-            if LENT not in x._local.__dict__:
-                begin_lending(x)
-            return x._local[...]
+        local = x._local
+        if type(local) is torch.Tensor and (LENT in local.__dict__ or begin_lending(x)):
+            return local[...]
         local = _handed_out(x, False, plain)
         return local.view_as(local)
 

@@ -26,6 +26,7 @@ from shardwise.dtensor.compile import (
     traced_distribute,
 )
 from shardwise.dtensor.conversion import check_plain_part, stride_like
+from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, LeafError, UnsupportedError
 from shardwise.random.draws import draw_of, draw_parts, new_parts
@@ -208,6 +209,7 @@ def _replicate_rest(
     for name, parameter in module._parameters.items():
         if parameter is not None and not isinstance(parameter, DTensor):
             if parameter not in made:
+                refuse_hooks(parameter, f"Parameter {name!r}")
                 placed = distribute_tensor(parameter.data, mesh, whole)
                 made[parameter] = nn.Parameter(placed, requires_grad=parameter.requires_grad)
             module._parameters[name] = made[parameter]  # type: ignore[assignment]

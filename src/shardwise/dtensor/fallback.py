@@ -22,7 +22,7 @@ from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE
 from shardwise.dispatch.catalog import find_rule, has_unknown_shape, rule_caches, written_inputs
-from shardwise.dispatch.foreach import FUSED_STEPS, count_writes, is_foreach
+from shardwise.dispatch.foreach import FUSED_STEPS, UNSCALE, count_writes, is_foreach
 from shardwise.dispatch.plan import at_path, mover, on_one_mesh, tensor_paths
 from shardwise.dispatch.plan_cache import Entry
 from shardwise.dispatch.propagate import CallPlan
@@ -132,7 +132,7 @@ def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.T
 
 DECOMPOSITIONS.update(
     {
-        aten._amp_foreach_non_finite_check_and_unscale_.default: _unscale,
+        UNSCALE: _unscale,
         aten._is_any_true.default: aten.any.default,
         aten._is_all_true.default: aten.all.default,
         aten.is_same_size.default: lambda x, other: x.shape == other.shape,

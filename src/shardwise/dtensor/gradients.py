@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import users_hooks
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
 from shardwise.core.autocast import without_autocast
@@ -17,10 +18,20 @@ from shardwise.core.layout import Layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Partial, Placement
 from shardwise.dispatch.wrapped import recall, reduced_layout
+from shardwise.errors import UnsupportedError
 from shardwise.simulation.ranks import each_rank, split_row
 
 #: Bytes per collective. Larger saves latency, smaller saves memory.
 BUCKET_BYTES = 25 * 1024 * 1024
+
+
+def refuse_hooks(parameter: torch.Tensor, named: str) -> None:
+    """Raise if a parameter that will be replaced has hooks of a user: they would be lost."""
+    if any(users_hooks(parameter)):
+        raise UnsupportedError(
+            f"{named} has hooks, and will be replaced by a sharded one, whose gradients they would "
+            "not see. Register hooks on the new parameter, after the module was parallelized."
+        )
 
 
 def reduce_gradients(

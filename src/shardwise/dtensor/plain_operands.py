@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._torch.autograd import current_node
+from shardwise._torch.autograd import current_node, own_hook
 from shardwise._torch.frames import maker
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
@@ -35,6 +35,7 @@ from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.errors import MixedTensorsError
 from shardwise.random.draws import compare_generators_once
+from shardwise.simulation.parts import is_per_rank
 from shardwise.simulation.ranks import one_for_all
 
 aten = torch.ops.aten
@@ -249,22 +250,33 @@ _hooked: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDicti
 def keep_plain(tensor: torch.Tensor) -> None:
     """Convert the gradient of `tensor`, which meets a DTensor, to a plain tensor.
 
-    Traced tensors and LocalTensors are left alone.
+    Traced tensors are left alone.
     """
     if not torch.is_grad_enabled() or _hooked.get(id(tensor)) is tensor:
         return
-    if type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
+    if is_per_rank(tensor):
+        tensor.register_hook(_as_local)
+    elif type(tensor) is torch.Tensor or type(tensor) is nn.Parameter:
         tensor.register_hook(_as_plain)
-        _hooked[id(tensor)] = tensor
+    else:
+        return
+    _hooked[id(tensor)] = tensor
 
 
+@own_hook
 @untraced
 def _as_plain(grad: Any) -> Any:
+    return _as_local(grad, plain=True)
+
+
+@own_hook
+@untraced
+def _as_local(grad: Any, plain: bool = False) -> Any:
     if not isinstance(grad, Wrapped):
         return None
     with because("the gradient of a plain tensor", implicit=False):
         whole = autograd.redistribute(grad, autograd.whole_layout(grad._layout))
-    return autograd.to_local(whole, autograd.own_entries(whole._layout), False, True)
+    return autograd.to_local(whole, autograd.own_entries(whole._layout), False, plain)
 
 
 def wrap_skipped(kind: Any, op: Any, layouts: Sequence[Any], entry: Entry) -> None:

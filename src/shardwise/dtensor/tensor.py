@@ -223,8 +223,12 @@ class DTensor(Wrapped):
         if mode and "_hooked" not in self.__dict__:
             layout = autograd.gradient_layout(self._layout)
             hook = functools.partial(autograd.lies_like, DTensor, layout)
-            self.__dict__["_hooked"] = self.register_hook(hook)
+            self.__dict__["_hooked"] = super().register_hook(hook)
         return self
+
+    def register_hook(self, hook: Any) -> Any:
+        """As for any tensor; not called where backward finds no gradient."""
+        return super().register_hook(functools.partial(_call_with_gradient, hook))
 
     @untraced
     def _get_data(self) -> Any:
@@ -592,6 +596,13 @@ class DTensor(Wrapped):
 
 
 install(DTensor.from_local, DTensor.redistribute, DTensor.to_local)
+
+
+@untraced
+def _call_with_gradient(hook: Any, grad: Any) -> Any:
+    """A function with several inputs gives None to those that nothing used, and torch passes it
+    on to hooks; on one device they would not be called."""
+    return None if grad is None else hook(grad)
 
 
 def _lasting(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -40,22 +40,16 @@ def fake(x: Any) -> Any:
     return None if x is None else torch.empty(x.shape, dtype=x.dtype, device="meta")
 
 
-def merged(x: Any, num: int) -> Any:
-    """`x` as torch saves it for backward when it merges the first `num` dims.
-
-    That is a copy where they cannot be merged in memory, so `x` may be written to later.
-    """
-    layout = x._layout
-    return x if layout.symbolic or _are_mergeable(layout, num) else x.contiguous()
-
-
 @functools.lru_cache(maxsize=4096)
-def _are_mergeable(layout: Layout, num: int) -> bool:
-    """Whether the first `num` dims can be one dim of the same memory."""
+def is_mergeable(layout: Layout) -> bool:
+    """Whether all dims but the last can be one dim of the same memory.
+
+    Torch saves a copy for backward where it cannot merge them, so `x` may be written to later.
+    """
     if 0 in layout.shape:
         return True
     expected: Any = None
-    for stride, size in zip(layout.stride[:num][::-1], layout.shape[:num][::-1], strict=True):
+    for stride, size in zip(layout.stride[-2::-1], layout.shape[-2::-1], strict=True):
         if size == 1:
             continue
         if expected is not None and stride != expected:
@@ -64,7 +58,7 @@ def _are_mergeable(layout: Layout, num: int) -> bool:
     return True
 
 
-world_caches.append(_are_mergeable.cache_clear)
+world_caches.append(is_mergeable.cache_clear)
 
 
 class Constant(UntracedFunction):

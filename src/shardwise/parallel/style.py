@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardwise.core.mesh import grid_of
 from shardwise.core.placements import Placement, short
 from shardwise.dtensor.create import distribute_tensor
+from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, ShardwiseError
 from shardwise.parallel.boundary import ModuleBoundary, tensor_axis
@@ -96,7 +97,15 @@ class ParallelStyle(abc.ABC):
         boundary = self.boundary(device_mesh)
         for name, placement in self.parameter_placements(module).items():
             owner, key = owner_of(module, name)
-            parameter = owner._parameters.get(key)
+            if key not in owner._parameters:
+                raise LayoutError(
+                    f"{self.where}: {type(self).__name__} places parameter {name!r}, which the "
+                    "module computes, as a parametrization or weight norm does. Parallelize it "
+                    "first, or leave the module out of the plan."
+                )
+            parameter = owner._parameters[key]
+            if parameter is not None:
+                refuse_hooks(parameter, f"{self.where}: parameter {name!r}")
             if isinstance(parameter, DTensor):
                 self._tied(name, parameter, boundary.parameter_placements(placement))
 

@@ -34,18 +34,9 @@ from shardwise.simulation.parts import agreed, on_rank
 from shardwise.simulation.world import simulate
 from shardwise.testing.batches import call, loss_of, per_rank, split_batch, tensors_of
 from shardwise.testing.compare import Difference, Values, differences
+from shardwise.testing.loop import OPTIONS, Loss, agree, plain_loss, updates_together
 from shardwise.testing.mesh import Mesh
-from shardwise.testing.training import (
-    AUTOCAST_BOUND,
-    NUM_STEPS,
-    OPTIONS,
-    Loss,
-    Steps,
-    Training,
-    agree,
-    plain_loss,
-    updates_together,
-)
+from shardwise.testing.training import AUTOCAST_BOUND, NUM_STEPS, Steps, Training
 from shardwise.testing.verdict import judge_in_processes, judge_simulated
 
 RATE = 0.1
@@ -211,7 +202,9 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 #: Options that need a model made for them.
-OF_OWN_MODELS = ("unused", "sometimes", "penalty")
+OF_OWN_MODELS = ("unused", "sometimes", "penalty", "added")
+#: Options for gradients that are not taken by an update in backward.
+NOT_UPDATING = ("no_sync", "zeros", "scale", "losses", "pair", "sum", "inputs")
 #: Options for any model.
 APPLY = tuple(option for option in OPTIONS if option not in OF_OWN_MODELS)
 #: The default: bfloat16 can only be compared roughly, and a model of an interactive session cannot
@@ -276,11 +269,11 @@ def _applying(case: Case, mesh: Mesh) -> list[frozenset[str]]:
     """The options that apply to this model, each by itself."""
     module, _ = case.build()
     updating = any(getattr(inner, "optimizer", None) is not None for inner in _collections(module))
-    left_out = {"no_sync", "zeros"} if updating else set()
+    left_out = set(NOT_UPDATING) if updating else set()
     if _sparse(module):
-        left_out |= {"clip", "zeros"}
+        left_out |= {"clip", "clamp", "zeros"}
     if any(isinstance(inner, BatchStatistics) for inner in module.modules()):
-        left_out.add("save")  # ranks have different statistics: no common value to save
+        left_out |= {"save", "reload"}  # ranks have different statistics: no common value
     if not case.data_axes(mesh):
         left_out.add("no_sync")
     return [frozenset([option]) for option in DEFAULT if option not in left_out]

@@ -12,6 +12,7 @@ from torch import nn
 
 from shardwise.comm.agreement import agree, is_agreed
 from shardwise.core.mesh import Grid
+from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.errors import (
     ArgumentError,
     PathError,
@@ -224,6 +225,7 @@ def _apply(
         if isinstance(entry, ShardingSpec):
             _, _, tensor = find_tensor(module, path)
             if id(tensor) not in made:
+                refuse_hooks(tensor, f"Parameter {path!r}")
                 new = place_tensor(tensor, entry, src_rank, process_group, grad_reduction)
                 is_parameter, grad = isinstance(tensor, nn.Parameter), tensor.requires_grad
                 made[id(tensor)] = (tensor, nn.Parameter(new, grad) if is_parameter else new)

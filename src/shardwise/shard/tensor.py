@@ -14,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from shardwise._torch.autograd import own_hook
 from shardwise._torch.dispatch import (
     ABOVE_AUTOGRAD,
     NO_KEYS,
@@ -161,7 +162,8 @@ class ShardedTensor(DTensor):
             return super().requires_grad_(mode)  # type: ignore[return-value]
         torch.Tensor.requires_grad_(self, mode)
         if mode and "_hooked" not in self.__dict__:
-            self.__dict__["_hooked"] = self.register_hook(functools.partial(_lies_in, self._tiling))
+            hook = functools.partial(_lies_in, self._tiling)
+            self.__dict__["_hooked"] = torch.Tensor.register_hook(self, hook)
         return self
 
     # -- torch.compile -----------------------------------------------------------------------
@@ -418,6 +420,7 @@ class ShardedTensor(DTensor):
         return _unpickle, (state, marks, _lasting(self.__dict__))
 
 
+@own_hook
 def _lies_in(tiling: Tiling, grad: Any) -> Any:
     """A gradient in this tiling; None where it is already, as torch's hooks want it."""
     if grad is None or (isinstance(grad, ShardedTensor) and grad._tiling is tiling):

@@ -8,7 +8,8 @@ training run of it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,10 +23,10 @@ from shardwise.errors import ShardwiseError
 from shardwise.launch import launch
 from shardwise.simulation.world import simulate
 from shardwise.testing.compare import Difference, Values, differences
+from shardwise.testing.loop import plain_loss
 from shardwise.testing.training import (
     Training,
     TrainingOutcome,
-    plain_loss,
     play,
     play_alone,
 )
@@ -44,10 +45,9 @@ def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> 
     """Compare the outcomes of all ranks, and what they saved in the folder, with one device."""
     if any(outcome.failed for outcome in outcomes):
         return Judgement("wrong", _first(outcomes, "failed"))
-    refusals = {outcome.refused for outcome in outcomes}
-    if refusals != {""}:
+    if any(outcome.refused for outcome in outcomes):
         text = _first(outcomes, "refused")
-        if len(refusals) > 1:
+        if not _agree(outcome.refused for outcome in outcomes):
             return Judgement("wrong", f"refused on some ranks, or for other reasons: {text}")
         return Judgement("refused", text)
     alone = play_alone(training)
@@ -69,6 +69,11 @@ def judge(training: Training, outcomes: list[TrainingOutcome], folder: Path) -> 
     faults = [f"{where}{_said(each)}" for where, each in found if not each.within(training.bound)]
     compared = tuple(each for _, each in found)
     return Judgement("wrong" if faults else "ok", "; ".join(faults[:4]), compared)
+
+
+def _agree(refusals: Iterable[str]) -> bool:
+    """Whether all ranks refuse for one reason; each names the ranks of its own part of a mesh."""
+    return len({re.sub(r"\[[\d, ]+\]", "[...]", text) for text in refusals}) == 1
 
 
 def _rounding(training: Training, alone: TrainingOutcome) -> dict[str, float]:
@@ -179,7 +184,7 @@ def _judge_some(
                 break
             ordered = [outcomes[rank] for rank in range(num_ranks)]
             judgements.append(judge(make(subject), ordered, Path(folder, str(number))))
-            if any(outcome.failed for outcome in ordered):
+            if any(o.failed for o in ordered) or not _agree(o.refused for o in ordered):
                 break
         return judgements
 
@@ -196,5 +201,5 @@ def _play_all(
         note((number, outcome))
         states: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(states, (outcome.refused, bool(outcome.failed)), group=meeting)
-        if len({refused for refused, _ in states}) > 1 or any(failed for _, failed in states):
+        if any(failed for _, failed in states) or not _agree(refused for refused, _ in states):
             return

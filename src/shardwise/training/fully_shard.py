@@ -17,6 +17,7 @@ from shardwise.comm.agreement import agree
 from shardwise.core.layout import contiguous_stride, make_layout, shard_with
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, WorldError
 from shardwise.simulation.ranks import present
@@ -102,6 +103,8 @@ def fully_shard(
         forbid_both([axes], tensor_axes(module), "fully_shard")
         _check_free(module)
         found = _members(module, place, ignored)
+        for member in found:
+            refuse_hooks(member.parameter, f"fully_shard: parameter {member.name!r}")
     except (ShardwiseError, RuntimeError) as error:
         problem = error
     request = "\n".join(f"{m.name}: {m.layout.shape} {m.layout.dtype}" for m in found)

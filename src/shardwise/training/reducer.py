@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwise._torch.autograd import after_backward, in_backward
+from shardwise._torch.autograd import after_backward, in_backward, own_hook, users_hooks
 from shardwise.comm import collectives
 from shardwise.comm.watch import because, watch
 from shardwise.core.mesh import Grid
@@ -260,6 +260,12 @@ class Reducer:
                         self._hook(parameter)
 
     def _hook(self, parameter: nn.Parameter) -> None:
+        if not parameter.is_leaf:
+            raise UnsupportedError(
+                f"A data-parallel module holds a tensor of shape {tuple(parameter.shape)} with a "
+                "history in place of a parameter, as in torch.func.functional_call: its gradient "
+                "does not end there. Write the new values into the parameters, or pass leaves."
+            )
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
         if type(parameter.data) is torch.Tensor and _is_plain(parameter):
             self.handles.append(parameter.register_hook(_room_per_rank(parameter)))
@@ -289,9 +295,17 @@ class Reducer:
         if self.queued and not in_backward():
             self._forget()
 
+    @own_hook
     @untraced
     def _arrived(self, parameter: torch.Tensor) -> None:
         grad = parameter.grad
+        if id(parameter) in self.reductions and users_hooks(parameter)[1]:
+            raise UnsupportedError(
+                f"A hook for after accumulation, on a parameter of shape {tuple(parameter.shape)} "
+                "of a data-parallel module, would see the gradient of this rank's batch, before it "
+                "is reduced. Do that after backward(), or use fully_shard(), whose hooks see "
+                "reduced gradients."
+            )
         if grad is not None and grad.requires_grad and id(parameter) in self.reductions:
             raise UnsupportedError(
                 "backward(create_graph=True) of a data-parallel module: gradients that are reduced "
@@ -425,6 +439,7 @@ def _trained(parameter: nn.Parameter) -> Iterator[bool]:
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
     """A hook for simulated ranks: their gradients cannot be added to one plain tensor."""
 
+    @own_hook
     @untraced
     def spread(grad: torch.Tensor) -> None:
         held = parameter.grad

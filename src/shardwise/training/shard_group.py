@@ -194,6 +194,8 @@ class ParameterGroup:
         held: list[Any] = [owner._parameters.get(name) for owner, name in member.owners]
         if not all(isinstance(x, DTensor) and x._layout is member.layout for x in held):
             return False
+        if not all(x.is_leaf for x in held):  # torch.func.functional_call: not to stay
+            return False
         if not all(x is found or torch.equal(x, found) for x in held):
             return False
         member.parameter = found
@@ -380,12 +382,23 @@ class ParameterGroup:
                 "backward, for example by an optimizer's step. Backward needs the values of "
                 "forward: call backward() first."
             )
-        if call.tensors and self.depth == 0:
-            self._put(call.tensors)
+        if self.depth == 0:
+            self._put_again(call)
         calls = self.hub.calls
         if calls[call.index : call.index + 1] == [call]:
             earlier = (c.group for c in reversed(calls[: call.index]))
             self.hub.prefetch(earlier, self.prefetch)
+
+    def _put_again(self, call: ModuleCall) -> None:
+        """For checkpoints inside the module, which compute its forward again."""
+        if call.tensors:
+            self._put(call.tensors)
+            return
+        # Another backward pass of a graph that was retained: the tensors of forward are gone.
+        token, self.token = self.token, None
+        with torch.enable_grad():
+            self._show()
+        self.token = token
 
     def done(self, call: ModuleCall | None) -> None:
         """Backward has used the parameters of a call."""

@@ -19,11 +19,12 @@ import torch
 from shardwise._torch.dispatch import make_wrapper
 from shardwise.comm import collectives
 from shardwise.comm.watch import because
-from shardwise.core.layout import Layout
+from shardwise.core.layout import Layout, make_layout
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.core.placements import REPLICATE, SUM, Partial
 from shardwise.core.sizes import unrecorded
 from shardwise.core.untraced import UntracedFunction, untraced
+from shardwise.dispatch.foreach import UNSCALE
 from shardwise.dtensor.compile import FlatContext, context_of, part_names
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError, UnsupportedError
@@ -31,7 +32,7 @@ from shardwise.lookup.optimizers import add_distinct_rows
 from shardwise.lookup.order import distinct, segment_sums
 from shardwise.ops.lookup.embedding_rules import SparseRows
 from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
-from shardwise.simulation.ranks import each_rank
+from shardwise.simulation.ranks import each_rank, one_for_all
 from shardwise.simulation.roster import Roster
 
 # -- flattening for torch.compile ------------------------------------------------------------
@@ -313,6 +314,17 @@ class HeldRows(torch.Tensor):
         """The number on all ranks present: torch's optimizers skip a gradient without values."""
         return sum(part.numel() for part in parts_of(self.local))
 
+    def note_infinities(self, found_inf: torch.Tensor) -> None:
+        """Set `found_inf` to 1 on all ranks of the mesh if a value of any is not finite."""
+        grid = self.origin._layout.grid
+
+        def count(_: Coordinate, values: torch.Tensor) -> torch.Tensor:
+            return (~torch.isfinite(values)).sum()
+
+        terms = make_layout(grid, (SUM,) * grid.num_axes, (), (), torch.int64)
+        found = DTensor._wrap(each_rank(grid, count, self.local), terms).full_tensor()
+        found_inf.masked_fill_(one_for_all(found) > 0, 1.0)
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"HeldRows({self.local!r})"
 
@@ -324,6 +336,8 @@ class HeldRows(torch.Tensor):
         if func in _MAKE_SPARSE:
             indices, values = (a for a in args if isinstance(a, HeldRows))
             return values.together_with(indices)
+        if func is UNSCALE:
+            return _unscale(*args)
         locals_ = [a.local if isinstance(a, HeldRows) else a for a in args]
         out = func(*locals_, **(kwargs or {}))
         if isinstance(args[0], HeldRows) and out is args[0].local:
@@ -338,6 +352,17 @@ _MAKE_SPARSE = {
     aten._sparse_coo_tensor_with_dims_and_tensors.default,
     aten.sparse_coo_tensor.indices_size,
 }
+
+
+def _unscale(tensors: Sequence[Any], found_inf: torch.Tensor, inv_scale: torch.Tensor) -> None:
+    """The op of a GradScaler: what one rank finds in its rows, all ranks have to know."""
+    for held in tensors:
+        if isinstance(held, HeldRows):
+            held.note_infinities(found_inf)
+            held.local.mul_(inv_scale)
+    others = [tensor for tensor in tensors if not isinstance(tensor, HeldRows)]
+    if others:
+        UNSCALE(others, found_inf, inv_scale)
 
 
 # -- ops on a sparse gradient ----------------------------------------------------------------

@@ -31,7 +31,7 @@ from shardwise.dtensor.autograd import bare_apply, direct_apply, gradient_layout
 from shardwise.dtensor.snapshots import current
 from shardwise.dtensor.tensor import DTensor, run
 from shardwise.ops.math.einsum import Like, matmul_letters, product, spread
-from shardwise.ops.operands import all_distributed, are_distributed, merged
+from shardwise.ops.operands import all_distributed, are_distributed, is_mergeable
 
 aten = torch.ops.aten
 
@@ -153,8 +153,9 @@ def matmul(left: Any, right: Any) -> Any:
     if not batched or left.dtype.is_complex:
         return _broadcast_matmul(left, right)
     if torch.is_grad_enabled() and (left.requires_grad or right.requires_grad):
+        layout = left._layout
         if right.requires_grad and right.dim() == 2:
-            left = merged(left, left.dim() - 1)
+            left = left if layout.symbolic or is_mergeable(layout) else left.contiguous()
         return _apply_batched(left, right)
     return run(_matmul, left, right)
 
@@ -292,19 +293,21 @@ def linear(x: Any, weight: Any, bias: Any = None) -> Any:
         # The ordinary path raises for wrong shapes.
         return DTensor.__torch_dispatch__(aten.linear.default, None, operands)
     layout, of_weight = x._layout, weight._layout
+    of_bias = of_weight if bias is None else bias._layout
     shape = of_weight.shape
-    if len(shape) != 2 or (bias is not None and bias._layout.shape != shape[:1]):
+    if len(shape) != 2 or (bias is not None and of_bias.shape != (shape[0],)):
         # A vector, or a broadcast bias: torch's decomposition, which also raises for wrong shapes.
         return aten.linear.default.decompose(x, weight, bias)
     if torch.is_grad_enabled() and (
         x.requires_grad or weight.requires_grad or (bias is not None and bias.requires_grad)
     ):
-        if layout.snapshot or of_weight.snapshot or (bias is not None and bias._layout.snapshot):
+        if layout.snapshot or of_weight.snapshot or of_bias.snapshot:
             for operand in (x, weight, bias):
                 if operand is not None:
                     current(operand)
-        if weight.requires_grad and len(layout.shape) > 2:
-            x = merged(x, len(layout.shape) - 1)
+        splits = len(layout.shape) > 2 and not (layout.symbolic or is_mergeable(layout))
+        if splits and weight.requires_grad:
+            x = x.contiguous()
         return _apply_linear(x, weight, bias)
     return _linear(x, weight, bias)
 

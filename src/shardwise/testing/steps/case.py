@@ -24,9 +24,9 @@ from shardwise.parallel import (
     parallelize_module,
 )
 from shardwise.shard import ChunkShardingSpec, ShardingPlan, shard_module
+from shardwise.testing.loop import OPTIONS
 from shardwise.testing.mesh import TENSOR_AXIS, Mesh
 from shardwise.testing.steps.models import ANY_OPTIMIZER, KINDS, Kind
-from shardwise.testing.training import OPTIONS
 
 #: The front doors, by their names in a case.
 DOORS = ("tp", "replicate", "dp", "fs", "cp", "ep", "sm", "tables", "dm")

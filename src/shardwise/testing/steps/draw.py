@@ -6,10 +6,10 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 
+from shardwise.testing.loop import OPTIONS, agree
 from shardwise.testing.mesh import Mesh
 from shardwise.testing.steps.case import Door, StepCase
 from shardwise.testing.steps.models import KINDS, Kind
-from shardwise.testing.training import OPTIONS, agree
 
 TABLE_PLANS = ("row_wise", "column_wise", "table_wise", "data_parallel")
 
@@ -24,6 +24,8 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "replicate; dp(dp)",
         "dp(dp)@body; dp(dp)",
         "fs(dp)@body; dp(dp)",
+        "fs(dp)@*; fs(dp)",
+        "fs(dp)@*; dp(dp)",
         "dm",
         "dm; dp(dp)",
         "dm; fs(dp)",
@@ -37,6 +39,7 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; fs(dp)",
         "tp; fs(dp); dp(dp)",
         "tp; fs(dp)@body; dp(dp)",
+        "tp; fs(dp)@*; fs(dp)",
         "tp",
         "dp(dp)",
         "dp(dp+tp)",
@@ -59,6 +62,8 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "dp(rep+shard)",
         "dp(rep*shard)",
         "fs(rep*shard)",
+        "fs(rep+shard)",
+        "fs(rep+shard)@*; fs(rep+shard)",
         "fs(shard)",
         "dm",
         "dm; fs(shard); dp(rep)",
@@ -69,6 +74,7 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; fs(shard); dp(rep*shard)",
         "tp; fs(shard); dp(rep+shard)",
         "tp; fs(shard)",
+        "tp; fs(rep+shard)@*; fs(rep+shard)",
         "tp; dp(rep+shard)",
         "tp; dp(rep*shard)",
         "tp; dp(rep); dp(shard)",
@@ -193,6 +199,9 @@ def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozense
     allowed = [option for option in OPTIONS if option not in kind.without]
     if not any(door.name == "dp" for door in case.doors):
         allowed = [option for option in allowed if option != "no_sync"]
+    if case.has_global_batch:
+        # A plain layer does not take DTensors: a user would distribute it.
+        allowed = [option for option in allowed if option != "added"]
     while True:
         options = frozenset(chance.sample(allowed, chance.choice((0, 1, 1, 2, 2, 3))))
         if agree(options):

@@ -32,6 +32,7 @@ class Trained(nn.Module):
         #: Whether `spare` is used; changed between steps.
         self.reaches_spare = False
         self.spare: nn.Module | None = None
+        self.spare_width = WIDTH
 
     def through(self, body: nn.Module, *inputs: Tensor) -> Any:
         if self.recompute:
@@ -288,7 +289,7 @@ class SmallRecommender(LossOf):
 
 
 Batch = tuple[object, ...]
-ANY_OPTIMIZER = ("sgd", "momentum", "adamw", "adagrad")
+ANY_OPTIMIZER = ("sgd", "momentum", "adamw", "adagrad", "foreach", "fused")
 MLP_PLAN = {"body.up": "colwise", "body.down": "rowwise"}
 
 
@@ -348,15 +349,15 @@ def _own(module: nn.Module, size: int) -> Batch:
 #: A penalty needs a gradient of the inputs.
 NO_PENALTY = frozenset({"penalty"})
 #: Torch cannot clip sparse gradients or set them to zero.
-SPARSE = NO_PENALTY | {"clip", "zeros"}
-#: An update in backward leaves no gradient to accumulate or to set to zero.
-FUSED = NO_PENALTY | {"no_sync", "zeros"}
-#: Buffers that differ between ranks have no common value to save.
-OWN_STATISTICS = frozenset({"save"})
+SPARSE = NO_PENALTY | {"clip", "clamp", "zeros"}
+#: An update in backward leaves no gradient to accumulate, to scale or to set to zero.
+FUSED = NO_PENALTY | {"no_sync", "zeros", "scale", "losses", "pair", "sum", "inputs"}
+#: Buffers that differ between ranks have no common value to save or to set back to.
+OWN_STATISTICS = frozenset({"save", "reload"})
 #: Rounding decides which experts are chosen.
 ROUTED = frozenset({"autocast"})
 #: The models of `testing.models` have no such layers.
-SPARE = frozenset({"unused", "sometimes", "recompute"})
+SPARE = frozenset({"unused", "sometimes", "recompute", "added"})
 
 KINDS: dict[str, Kind] = {
     "norms": Kind(Norms, _numbers, MLP_PLAN),
