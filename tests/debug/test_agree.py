@@ -8,9 +8,10 @@ import torch
 import shardwise
 from shardwise import ArgumentError, Shard, ShardwiseError
 from shardwise.comm.watch import watch
-from shardwise.debug import agree
+from shardwise.debug import CommDebugMode, agree
 from shardwise.debug.first_difference import Account, first_difference
 from shardwise.dtensor.tensor import DTensor
+from shardwise.parallel import fully_shard
 
 
 @pytest.mark.parametrize("every", [0, -1, True, 1.5, "steps", None])
@@ -55,6 +56,17 @@ def test_steady_steps_make_no_new_records():
                 if step == 2:
                     known = len(mode._known)
             assert len(mode._known) == known
+
+
+def test_every_gather_of_a_sharded_group_is_recorded():
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        layer = fully_shard(torch.nn.Linear(4, 4), mesh, reshard_after_forward=True)
+        with agree() as mode, CommDebugMode() as comm:
+            layer(torch.ones(2, 4)).sum().backward()
+        kinds = {key[0] for key in mode._known if isinstance(key[0], str)}
+    assert [event.kind for event in comm.events].count("all_gather_into_tensor") == 2
+    assert {"all_gather_into_tensor", "all_gather_into_tensor_out"} <= kinds
 
 
 def account(text, start=0, **options):

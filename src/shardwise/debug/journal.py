@@ -57,6 +57,7 @@ from shardwise.simulation.parts import one_part
 _STARTS = (
     "_all_reduce",
     "_all_gather_into_tensor",
+    "_all_gather_into_tensor_out",
     "_reduce_scatter_tensor",
     "_all_to_all_single",
     "_broadcast",
@@ -334,9 +335,9 @@ class agree:
 
         known = self._known
 
-        def record_and_start(x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        def record_and_start(x: torch.Tensor, *rest: Any, **out: Any) -> torch.Tensor:
             if self._within:
-                return start(x, *rest)
+                return start(x, *rest, **out)
             part, cause = (x if type(x) is torch.Tensor else one_part(x)), watch.cause
             why = None if cause is None else cause.op
             if lengths_differ:
@@ -348,7 +349,7 @@ class agree:
             )
             if not self._every:
                 self._compare("a collective", wait=True)
-            return start(x, *rest)
+            return start(x, *rest, **out)
 
         return record_and_start
 
