@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import sys
 
 import embedding_cases as cases
@@ -750,11 +751,14 @@ def _calls_of_a_step(num_tables, optimizer, kind, mesh):
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
+    gc.collect()
+    gc.disable()  # what it frees calls back
     sys.setprofile(count)
     try:
         step()
     finally:
         sys.setprofile(before)
+        gc.enable()
     with CountedOps() as ops:
         step()
     return calls, ops.num

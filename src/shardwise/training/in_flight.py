@@ -34,7 +34,7 @@ def group_of(module: nn.Module) -> ParameterGroup | None:
     return module.__dict__.get(GROUP)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class ModuleCall:
     """One forward of a group: its place in the order of the step, and what it read."""
 

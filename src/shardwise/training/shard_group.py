@@ -14,6 +14,7 @@ after everything else, and reductions overlap with the rest of backward.
 from __future__ import annotations
 
 import functools
+import weakref
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,6 +102,9 @@ class ParameterGroup:
         self.depth = 0
         #: Calls of which backward has begun and whose parameters may still be read.
         self.running: list[ModuleCall] = []
+        #: Calls that were differentiated with a graph, as long as it lives: the derivative of that
+        #: reads parameters before any gradient of an output arrives.
+        self.twice: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
         #: Rows that wait for a backward pass that reduces, by what they hold.
         self.unsynced: dict[Any, Reducing] = {}
         self.token: torch.Tensor | None = None
@@ -111,7 +115,8 @@ class ParameterGroup:
         self.pinned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = ("state", "depth", "running", "unsynced", "token", "call", "pinned", "seen")
+        left_out = {"state", "depth", "running", "twice", "unsynced", "token", "call"}
+        left_out |= {"pinned", "seen"}
         return {k: v for k, v in self.__dict__.items() if k not in left_out}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -154,7 +159,8 @@ class ParameterGroup:
 
         With `num_ranks`, that many ranks together keep a copy, from which backward gathers.
         """
-        if self.state == SHARDED or self.depth or self.running or self.pinned:
+        is_read = self.depth or self.running or self.pinned or self.twice
+        if self.state == SHARDED or is_read:
             return
         self.gather()  # a collective that runs still writes
         self._hide()
@@ -165,7 +171,9 @@ class ParameterGroup:
     def drop_old(self) -> None:
         """Free what an earlier step gathered: parameters may have changed since."""
         pinned = self.pinned
-        self.pinned = pinned and self.seen == self.version()
+        if self.seen != self.version():
+            self.pinned = False
+            self.twice.clear()
         self.reshard()
         self.pinned = pinned
         for buffer in self.buffers:
@@ -320,7 +328,16 @@ class ParameterGroup:
         """Without trained parameters, the group is free when its inputs have their gradients."""
         found = [x for x in tensors_in(inputs) if x.requires_grad]
         if found and torch.is_grad_enabled():
-            torch.autograd.graph.register_multi_grad_hook(found, lambda _: self.done(call))
+            waiting = set(range(len(found)))
+
+            def arrived(number: int, _: torch.Tensor) -> None:
+                waiting.discard(number)
+                if not waiting:
+                    waiting.update(range(len(found)))
+                    self.done(call)
+
+            for number, x in enumerate(found):
+                x.register_hook(functools.partial(arrived, number))
 
     @untraced
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
@@ -371,6 +388,8 @@ class ParameterGroup:
     @untraced
     def _before_backward(self, call: ModuleCall, grad: torch.Tensor) -> None:
         self.hub.attend_end()
+        if torch.is_grad_enabled():
+            self.twice.add(call)
         if call in self.running:
             return
         self.running.append(call)
