@@ -159,11 +159,12 @@ class ParameterGroup:
 
         With `num_ranks`, that many ranks together keep a copy, from which backward gathers.
         """
-        is_read = self.depth or self.running or self.pinned or self.twice
-        if self.state == SHARDED or is_read:
+        if self.state == SHARDED or self.depth or self.running or self.pinned:
+            return
+        self._hide()
+        if self.twice:
             return
         self.gather()  # a collective that runs still writes
-        self._hide()
         for buffer in self.buffers:
             buffer.release(num_ranks)
         self.state = SHARDED
