@@ -45,7 +45,7 @@ from shardwise.core.layout import Layout
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
 from shardwise.debug.first_difference import Account, exchange_accounts, first_difference
-from shardwise.debug.verdict import Verdict
+from shardwise.debug.verdict import DigestComparison
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
@@ -153,14 +153,14 @@ class agree:
         _active.append(self)
         return self
 
-    def _make_verdict(self) -> Verdict | None:
+    def _make_verdict(self) -> DigestComparison | None:
         """None where this process holds all ranks, which cannot differ."""
         world = self._world
         if len(world.present) == world.size:
             return None
         timeout = group_timeout(dist.GroupMember.WORLD)
         self._wait_s = timeout.total_seconds() if timeout is not None else 0.0
-        return Verdict(f"{self._topic}/verdict", world.rank, world.size, self._wait_s)
+        return DigestComparison(f"{self._topic}/verdict", world.rank, world.size, self._wait_s)
 
     @property
     def num_calls(self) -> int:

@@ -22,7 +22,7 @@ _NOTHING = "-"
 _EVERY_S = 0.0005
 
 
-class Verdict:
+class DigestComparison:
     """Compares digests of the ranks, one after the other; see Note [Rounds]."""
 
     def __init__(self, topic: str, rank: int, num_ranks: int, wait_s: float) -> None:
