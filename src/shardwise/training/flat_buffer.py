@@ -256,10 +256,11 @@ class FlatBuffer:
             return
         dtype = dtype if dtype is not None and self.dtype.is_floating_point else None
         with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
-            sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
             if self.parts == 1:
-                self._hold(sent)
-            elif self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
+                self._hold(shard, dtype, device)
+                return
+            sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
+            if self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
                 self.whole = collectives.start_all_gather(sent.detach(), self.grid, self.axis)
                 if one_part(self.whole).dtype != one_part(sent).dtype:
                     self.whole = collectives.viewed(self.whole, one_part(sent).dtype)
@@ -272,14 +273,18 @@ class FlatBuffer:
             _fill(whole)
             collectives.start_all_gather_into(whole, sent.detach(), grid, axis)
 
-    def _hold(self, sent: torch.Tensor) -> None:
+    def _hold(
+        self, shard: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
         """On an axis of one rank nothing is sent: the shard is the whole, or a converted copy."""
-        if sent is self.shard or self.whole is None:
-            self.whole = sent
-            return
-        _fill(self.whole)
-        for part, value in zip(parts_of(self.whole), parts_of(sent), strict=True):
-            part.copy_(value)
+        if not (device or dtype):
+            self.whole = shard
+        elif self.whole is None or self.whole is shard:
+            self.whole = shard.to(device=device, dtype=dtype)
+        else:
+            _fill(self.whole)
+            for part, value in zip(parts_of(self.whole), parts_of(shard), strict=True):
+                part.copy_(value)
 
     def finish_gather(self) -> None:
         assert self.whole is not None, "start_gather() comes first"
