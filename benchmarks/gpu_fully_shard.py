@@ -146,6 +146,7 @@ def kernel_times(side: Side, ids: torch.Tensor) -> dict[str, tuple[float, int]]:
         event.key: (event.self_device_time_total / 1000, event.count)
         for event in found.key_averages()
         if event.device_type == torch.autograd.DeviceType.CUDA
+        and not event.key.startswith("FSDP::")
     }
 
 
@@ -215,6 +216,8 @@ def main(argv: list[str] | None = None) -> int:
     if options.device == "cuda" and not torch.cuda.is_available():
         print("needs a GPU; --device cpu --tiny tests the script without one")
         return 1
+    if options.device == "cuda":
+        torch.cuda.set_device(0)
     backend = "nccl" if options.device == "cuda" else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     found = {}

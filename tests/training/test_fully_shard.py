@@ -33,7 +33,7 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.training.flat_packing import pack, rows_per_chunk
+from shardwise.training.fully_sharded.packing import pack, rows_per_chunk
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 

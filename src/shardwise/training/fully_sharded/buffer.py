@@ -1,14 +1,13 @@
 """FlatBuffer: parameters of one dtype in one buffer: cut to shards, gathered, reduced.
 
-Each rank has one chunk of the buffer, `shard`; the local tensors of the sharded parameters are
-views of it. The gathered buffer, `whole`, keeps its storage object for life: between uses the
-storage is empty, and tensors that autograd saved are valid again when it has been gathered anew.
+See Note [Words of fully sharded modules]. The gathered buffer, `whole`, keeps its storage object
+for life: between uses the storage is empty, and tensors that autograd saved are valid again when it
+has been gathered anew.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,30 +24,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
-
-#: Parameters that fully_shard has replaced, and the names under which it found them.
-_replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-
-
-@dataclass(slots=True)
-class Member:
-    """A parameter of a group: who holds it, and how it is laid out while sharded and gathered."""
-
-    name: str
-    owners: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
-    #: The layout of the sharded parameter.
-    layout: Layout
-    #: The layout while it is gathered; None for a plain tensor.
-    whole: Layout | None
-    #: Whether its gradient is that of this rank's own loss; else it is global.
-    own: bool
-
-    def whole_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds while it is gathered."""
-        if self.whole is None:
-            return self.layout.shape
-        return self.whole.local_shape(self.whole.grid.coordinates[rank])
+from shardwise.training.fully_sharded.members import Member
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,31 +41,6 @@ class FlatPiece:
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
-
-
-def note_replaced(old: torch.Tensor, name: str) -> None:
-    """Remember a parameter that a sharded one replaced, wherever else it may be held."""
-    number = id(old)
-    _replaced[number] = weakref.ref(old, lambda _: _replaced.pop(number, None)), name
-
-
-def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """The name under which fully_shard has replaced this parameter, if it has."""
-    known = _replaced.get(id(parameter))
-    return known[1] if known is not None and known[0]() is parameter else None
-
-
-def check_ties(module: nn.Module) -> None:
-    """Raise where a module still holds a parameter that was replaced elsewhere."""
-    for path, parameter in module.named_parameters():
-        name = name_of_replaced(parameter)
-        if name is not None:
-            raise LayoutError(
-                f"Parameter {path!r} is shared with a module that is fully sharded without it "
-                f"(there it is {name!r}), and would not be tied to it any more. A parameter "
-                "belongs to one group: call fully_shard on a module that has all its users, and "
-                "not on those."
-            )
 
 
 def rows_of(shape: Sequence[int]) -> tuple[int, int]:
