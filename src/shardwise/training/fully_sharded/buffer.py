@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from shardwise.training.fully_sharded.members import Member
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Rows of a parameter in a chunk: `at` is their offset in the chunk, in elements."""
+    """Rows along `dim` of a parameter; `at` is their offset in the chunk, in elements."""
 
     number: int
     chunk: int
@@ -37,15 +37,20 @@ class FlatPiece:
     num_rows: int
     at: int
     shape: tuple[int, ...]
+    dim: int
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The number of rows along dim 0, and the length of one."""
-    return shape[0], math.prod(shape[1:])
+def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
+    """The number of rows along a dim, and the length of one."""
+    return shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :]))
+
+
+def _with_rows(shape: tuple[int, ...], dim: int, num_rows: int) -> tuple[int, ...]:
+    return (*shape[:dim], num_rows, *shape[dim + 1 :])
 
 
 class FlatBuffer:
@@ -88,7 +93,7 @@ class FlatBuffer:
     def length(self, place: Coordinate) -> int:
         if self._length is not None:
             return self._length
-        num_rows, row = rows_of(self.shapes(place)[0])
+        num_rows, row = rows_of(self.shapes(place)[0], self.members[0].dim)
         return max(1, -(-num_rows // self.parts) * row)
 
     def pieces(self, place: Coordinate) -> list[FlatPiece]:
@@ -101,14 +106,16 @@ class FlatBuffer:
     def _all_pieces(self, place: Coordinate) -> list[FlatPiece]:
         found, length = [], self.length(place)
         for number, shape in enumerate(self.shapes(place)):
-            num_rows, row = rows_of(shape)
+            dim = self.members[number].dim
+            num_rows, row = rows_of(shape, dim)
             start, first = self.offsets[number], 0
             for chunk in range(self.parts):
                 low, high = max(start, chunk * length), (chunk + 1) * length
                 held = max(0, min(start + num_rows * row, high) - low) // row
                 if held:
                     at = low - chunk * length
-                    found.append(FlatPiece(number, chunk, first, held, at, (held, *shape[1:])))
+                    here = _with_rows(shape, dim, held)
+                    found.append(FlatPiece(number, chunk, first, held, at, here, dim))
                     first += held
         return found
 
@@ -140,14 +147,21 @@ class FlatBuffer:
         """Each member's view of the shard."""
 
         def views(place: Coordinate, shard: torch.Tensor) -> list[torch.Tensor]:
-            held = zip(self.mine(place), self.shapes(place), strict=True)
             return [
-                shard[:0].view(0, *shape[1:]) if piece is None else _view(shard, piece)
-                for piece, shape in held
+                self._view(shard, place, number, piece)
+                for number, piece in enumerate(self.mine(place))
             ]
 
         shard: Any = self.shard
         return list(each_rank(self.grid, views, shard, axes=()))
+
+    def _view(
+        self, flat: torch.Tensor, place: Coordinate, number: int, piece: FlatPiece | None
+    ) -> torch.Tensor:
+        """What a chunk holds of a member: the piece, or nothing."""
+        if piece is not None:
+            return _view(flat, piece)
+        return flat[:0].view(_with_rows(self.shapes(place)[number], self.members[number].dim, 0))
 
     def _set_shard(self, shard: torch.Tensor) -> None:
         self.shard, self.whole = shard, None
@@ -280,8 +294,10 @@ class FlatBuffer:
             # Not views: each has its own version counter, and the buffer's is of no interest.
             storage = whole.untyped_storage()
             return [
-                whole.new_empty(0).set_(storage, offset, shape, contiguous_stride(shape))
-                for offset, shape in zip(self.offsets, self.shapes(place), strict=True)
+                whole.new_empty(0).set_(storage, offset, shape, _stride(shape, member.dim))
+                for member, offset, shape in zip(
+                    self.members, self.offsets, self.shapes(place), strict=True
+                )
             ]
 
         whole: Any = self.whole
@@ -302,8 +318,7 @@ class FlatBuffer:
             for piece in self.pieces(place):
                 if piece.number in numbers:
                     at, ends[piece.chunk] = ends[piece.chunk], ends[piece.chunk] + piece.numel
-                    close = (piece.number, piece.chunk, piece.first, piece.num_rows, at)
-                    pieces.append(FlatPiece(*close, piece.shape))
+                    pieces.append(replace(piece, at=at))
             found = self._pieces[key] = pieces, max(ends)  # type: ignore[assignment]
         return found
 
@@ -367,12 +382,7 @@ class FlatBuffer:
             here = here.to(device=device, dtype=self.dtype)
             pieces, _ = self.gradient_pieces(place, numbers)
             mine = {piece.number: piece for piece in pieces if piece.chunk == place[self.axis]}
-            found = []
-            for number in numbers:
-                shape = self.shapes(place)[number]
-                piece = mine.get(number)
-                found.append(_view(here, piece) if piece else here[:0].view(0, *shape[1:]))
-            return [*found, flags]
+            return [*(self._view(here, place, n, mine.get(n)) for n in numbers), flags]
 
         *found, flags = each_rank(self.grid, split, row, axes=())
         return found, one_for_all(flags)
@@ -385,7 +395,16 @@ def _fill(whole: torch.Tensor) -> None:
 
 
 def _view(flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
-    return flat[piece.at : piece.at + piece.numel].view(piece.shape)
+    here = flat[piece.at : piece.at + piece.numel]
+    if piece.dim == 0:
+        return here.view(piece.shape)
+    return here.as_strided(piece.shape, _stride(piece.shape, piece.dim))
+
+
+def _stride(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """The strides of contiguous memory of which `dim` is the outermost."""
+    row, *rest = contiguous_stride((shape[dim], *shape[:dim], *shape[dim + 1 :]))
+    return (*rest[:dim], row, *rest[dim:])
 
 
 def _copy_scaled(target: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
@@ -398,7 +417,7 @@ def _copy_scaled(target: torch.Tensor, rows: torch.Tensor, scale: float) -> None
 
 
 def _rows(tensor: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
-    return tensor[piece.first : piece.first + piece.num_rows]
+    return tensor.narrow(piece.dim, piece.first, piece.num_rows)
 
 
 def _outside(member: Member, local: torch.Tensor) -> torch.Tensor:

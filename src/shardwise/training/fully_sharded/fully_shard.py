@@ -47,7 +47,7 @@ def fully_shard(
     module that no inner call has taken form a group: it is gathered with one all-gather before the
     module's forward and again before its backward, and reduced with one reduce-scatter. So call it
     on each layer first, then on the model. Outside of forward, parameters are DTensors with rows of
-    dim 0 on each rank.
+    one dim on each rank.
 
     `mesh` has one axis, or several: then the last shards and the others hold replicas. Each rank
     has its own batch along all of them. Parameters that are DTensors already are sharded further;

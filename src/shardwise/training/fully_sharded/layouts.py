@@ -16,7 +16,7 @@ from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import present
 from shardwise.training.fully_sharded.buffer import FlatBuffer, rows_of
 from shardwise.training.fully_sharded.members import Member, Place
-from shardwise.training.fully_sharded.packing import pack, rows_per_chunk
+from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
 from shardwise.training.mesh_axes import MeshAxes, ranks_along
 
 
@@ -74,6 +74,7 @@ def make_buffers(found: list[Member], place: Place) -> list[FlatBuffer]:
     for member in found:
         ranks = member.whole.grid.ranks if member.whole is not None else present(place.grid)
         shapes = {member.whole_shape(rank) for rank in ranks}
+        member.dim = split_dim(max(shapes, key=math.prod), place.parts)
         if len(shapes) == 1:
             kind = (member.layout.dtype, member.parameter.device)
             alike.setdefault(kind, []).append(member)
@@ -82,7 +83,7 @@ def make_buffers(found: list[Member], place: Place) -> list[FlatBuffer]:
             made.append(FlatBuffer(place.grid, place.axis, [member], [0], None))
     for members in alike.values():
         rank = present(place.grid)[0]
-        items = [rows_of(member.whole_shape(rank)) for member in members]
+        items = [rows_of(member.whole_shape(rank), member.dim) for member in members]
         for packing in pack(items, place.parts):
             for number, offset in packing.offsets.items():
                 num_rows, row = items[number]
@@ -108,12 +109,11 @@ def _sharded(member: Member, sizes: tuple[int, ...] | None, place: Place) -> Any
             for k, placement in enumerate(whole.placements):
                 if k not in along and whole.grid.shape[k] > 1:
                     placements[_axis_like(whole.grid, k, grid)] = placement
-    num_rows = shape[0]
     if sizes is None:
-        placements[axis] = Shard(0)
+        placements[axis] = Shard(member.dim)
     else:
-        placements[axis] = shard_with(0, sizes, sum(sizes), place.parts)
-    assert sizes is None or num_rows % sum(sizes) == 0, "other axes split dim 0 evenly"
+        placements[axis] = shard_with(member.dim, sizes, sum(sizes), place.parts)
+        assert shape[member.dim] % sum(sizes) == 0, "other axes split the dim evenly"
     order = (*(a for a in range(grid.num_axes) if a != axis), axis)
     if whole is not None and grid is whole.grid:
         order = (*(a for a in whole.order if a != axis), axis)

@@ -42,6 +42,8 @@ class Member:
     whole: Layout | None
     #: Whether its gradient is that of this rank's own loss; else it is global.
     own: bool
+    #: The dim whose rows are shared out; in the buffer it is the outermost.
+    dim: int = 0
 
     def whole_shape(self, rank: int) -> tuple[int, ...]:
         """The shape of what `rank` holds while it is gathered."""
