@@ -252,6 +252,9 @@ class _Collection(nn.Module):
         A collection on the `meta` device gets memory here, for each rank's shards alone, and
         initial values: those that one device would draw with the generator of the first rank.
 
+        Of a mesh with several axes give one, `mesh["dev"]`: tables are sharded along it, and there
+        is a replica for each coordinate of the others, which `data_parallel` keeps equal.
+
         A rank outside the mesh calls this too. It holds no rows, and looks up zeros.
         """
         if self._engine.grid is not None:

@@ -56,10 +56,9 @@ class MeshAxes:
         here = set(self.grid.ranks).intersection(grid.world.present)
         if not here <= set(grid.ranks):
             raise LayoutError(
-                f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh "
-                f"that one rank sees. This process stands for ranks {sorted(here)}: give "
-                "parallelize_module the whole mesh. (A collection over one of several axes trains "
-                "in processes only.)"
+                f"A parameter is on {grid!r} of ranks {list(grid.ranks)}, which lacks some of "
+                f"ranks {sorted(here)} of {self.grid!r}. Take both from one mesh, the first one "
+                'as mesh["axis"].'
             )
         if grid is self.grid:
             return list(self.axes), []
