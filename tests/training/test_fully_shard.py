@@ -58,7 +58,7 @@ def expected():
 # -- parity ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ALL_MESHES if n != "a part of the mesh"])
+@pytest.mark.parametrize("name", ALL_MESHES)
 def test_trains_as_one_device(name, expected):
     with shardwise.simulate(NUM_RANKS.get(name, 4)):
         found = trained(name)

@@ -20,7 +20,7 @@ from shardwise.core.placements import Replicate, short
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
 from shardwise.simulation.parts import agreed, on_rank, roster_of
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import present, rank_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,14 +89,8 @@ def _of_dtensor(value: DTensor, name: str) -> Pieces:
     whole: Any = value.detach()
     local = whole.to_local()
     found = []
-    for coordinate, part in rank_values(layout.grid, local):
-        rank = _rank_at(layout.grid, coordinate)
+    for rank, (coordinate, part) in zip(
+        present(layout.grid), rank_values(layout.grid, local), strict=True
+    ):
         found.append(Piece(rank, layout.box(coordinate)[0], part))
     return Pieces(layout.shape, layout.dtype, found)
-
-
-def _rank_at(grid: Any, coordinate: tuple[int, ...]) -> int:
-    number = 0
-    for place, size in zip(coordinate, grid.shape, strict=True):
-        number = number * size + place
-    return grid.ranks[number]

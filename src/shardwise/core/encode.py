@@ -142,7 +142,7 @@ def decode_mesh(text: str) -> DeviceMesh:
 
 def encode_grid(grid: Grid) -> Any:
     """A grid as JSON."""
-    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
+    return grid.identity
 
 
 def decode_grid(encoded: Any) -> Grid:

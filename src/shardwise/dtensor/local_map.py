@@ -147,7 +147,7 @@ def _entry(given: Any, number: int) -> Any:
 def _is_even(layout: Layout) -> bool:
     """Whether all ranks' shards have one shape."""
     # Compared, not put in a set: hashing would specialise symbols.
-    first, *others = (layout.local_shape(c) for c in layout.grid.coordinates.values())
+    first, *others = (layout.local_shape(c) for c in layout.grid.places)
     return all(shape == first for shape in others)
 
 
@@ -201,7 +201,7 @@ def _from_shapes(
     rows: Sequence[Sequence[Size]],
 ) -> DTensor:
     grid = grid_of(mesh)
-    shapes = dict(zip(grid.coordinates.values(), rows, strict=True))
+    shapes = dict(zip(grid.places, rows, strict=True))
     whole = list(rows[0])
     found: list[Placement] = list(placements)
     for axis, placement in enumerate(placements):

@@ -257,6 +257,9 @@ class _Collection(nn.Module):
         A collection on the `meta` device gets memory here, for each rank's shards alone, and
         initial values: those that one device would draw with the generator of the first rank.
 
+        Of a mesh with several axes give one, `mesh["dev"]`: tables are sharded along it, and there
+        is a replica for each coordinate of the others, which `data_parallel` keeps equal.
+
         A rank outside the mesh calls this too. It holds no rows, and looks up zeros.
         """
         if self._engine.grid is not None:
@@ -267,7 +270,6 @@ class _Collection(nn.Module):
                 f"A collection is sharded over a mesh with one axis, found {grid!r}. Make "
                 "one of all its ranks (mesh._flatten()), or take one axis (mesh['axis'])."
             )
-        num_ranks = len(grid.ranks)
         chosen, tiling, sent = self._agreed(grid, plan, grad_reduction, exchange_dtype)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
@@ -279,7 +281,7 @@ class _Collection(nn.Module):
             self._send_weights(grid, stacks)
         self.plan = chosen
         self._replace_parameters(stacks)
-        scale = 1.0 / num_ranks if grad_reduction == "mean" else 1.0
+        scale = 1.0 / grid.num_ranks if grad_reduction == "mean" else 1.0
         self._settle(stacks, scale, sent)
         return self
 
@@ -321,7 +323,7 @@ class _Collection(nn.Module):
             chosen = Plan.of(plan)
             sent = exchange_dtype or chosen.exchange_dtype
             check_exchange_dtype(sent, old.dtype)
-            tiling = chosen.tiling(self.tables, len(grid.ranks))
+            tiling = chosen.tiling(self.tables, grid.num_ranks)
             lines.append(f"exchange_dtype={sent}")
             lines += [
                 f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {split.kind} "

@@ -162,7 +162,7 @@ def _num_ranks(mesh: DeviceMesh | int) -> int:
     grid = grid_of(mesh)  # type: ignore[arg-type]
     if grid.num_axes != 1:
         raise LayoutError(f"A plan is for a mesh with one axis, found {grid!r}.")
-    return len(grid.ranks)
+    return grid.num_ranks
 
 
 def _real_group(mesh: DeviceMesh | int) -> Any | None:

@@ -40,7 +40,7 @@ class Door:
     | text | call |
     |---|---|
     | `tp` | `parallelize_module(model, mesh, plan)` |
-    | `tp(tp)` | `parallelize_module(model, mesh["tp"], plan)`, in processes |
+    | `tp(tp)` | `parallelize_module(model, mesh["tp"], plan)` |
     | `replicate` | the same, with the style "replicate" for every layer |
     | `dp(rep)` | `data_parallel(model, mesh["rep"])` |
     | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |

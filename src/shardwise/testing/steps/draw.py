@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 from shardwise.testing.loop import OPTIONS, agree
 from shardwise.testing.mesh import Mesh
@@ -41,6 +41,9 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; fs(dp)@body; dp(dp)",
         "tp; fs(dp)@*; fs(dp)",
         "tp",
+        "tp(tp); dp(dp)",
+        "tp(tp); fs(dp)",
+        "tp(tp); fs(dp); dp(dp)",
         "dp(dp)",
         "dp(dp+tp)",
         "dp(dp*tp)",
@@ -79,6 +82,8 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; dp(rep*shard)",
         "tp; dp(rep); dp(shard)",
         "tp; dp(rep)@*; dp(shard)",
+        "tp(tp); dp(rep+shard)",
+        "tp(tp); fs(shard); dp(rep)",
         "dm; fs(shard); dp(rep)",
     ),
     ("host", "dev"): (
@@ -119,13 +124,6 @@ DOORS["tp", "dp"] = tuple(
     text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
 )
 
-#: Doors on one axis of a mesh, which know nothing of the others: only in processes, since a
-#: simulated world has all ranks.
-IN_PROCESSES = {
-    ("dp", "tp"): ("tp(tp); dp(dp)", "tp(tp); fs(dp)", "tp(tp); fs(dp); dp(dp)"),
-    ("rep", "shard", "tp"): ("tp(tp); dp(rep+shard)", "tp(tp); fs(shard); dp(rep)"),
-}
-
 MESHES = (
     "tp=2",
     "dp=2",
@@ -160,27 +158,21 @@ def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list
     if in_processes:
         # A process for each rank: more than four are slow on a small machine.
         meshes = [mesh for mesh in meshes if mesh.num_ranks <= 4]
-    doors = {
-        names: (*sets, *(IN_PROCESSES.get(names, ()) if in_processes else ()))
-        for names, sets in DOORS.items()
-    }
     tried: set[frozenset[str]] = set()
     cases: list[StepCase] = []
     while len(cases) < num_cases:
-        drawn = [_draw(chance, meshes, doors) for _ in range(NUM_CANDIDATES)]
+        drawn = [_draw(chance, meshes) for _ in range(NUM_CANDIDATES)]
         best = max(drawn, key=lambda c: len(set(_pairs(c)) - tried))
         tried.update(_pairs(best))
         cases.append(best)
     return cases
 
 
-def _draw(
-    chance: random.Random, meshes: list[Mesh], doors_of: Mapping[tuple[str, ...], Sequence[str]]
-) -> StepCase:
+def _draw(chance: random.Random, meshes: list[Mesh]) -> StepCase:
     while True:
         name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
         kind = KINDS[name]
-        fitting = [text for text in doors_of[mesh.names] if _fits(kind, text)]
+        fitting = [text for text in DOORS[mesh.names] if _fits(kind, text)]
         if not fitting:
             continue
         text = chance.choice(fitting).replace("?", chance.choice(TABLE_PLANS))

@@ -23,7 +23,8 @@ from shardwise.training.mesh_axes import MeshAxes, ranks_along
 def find_place(module: nn.Module, axes: MeshAxes) -> Place:
     """Where the parameters go: to the mesh of the module's DTensors, or else to the given one.
 
-    A simulated world sees rank 0's part of a mesh only, so there it is the whole mesh.
+    What ranks hold may differ between parallel submeshes (a shard of a plan). So with several of
+    them it is the whole mesh, in which every rank has a coordinate of its own.
     """
     if axes.given.num_axes == 1 and len(axes.axes) > 1:  # a flattened axis
         ((grid, axis),) = axes.collectives()
