@@ -161,12 +161,12 @@ def test_bytes_and_work_of_a_long_sequence(by_heads, monkeypatch):
             sent[rank] += flat.on_rank(rank).numel() - kept
         return start(flat, num_sent, *args)
 
-    def noted(self, fn, *tensors):
+    def noted(self, fn, *tensors, **options):
         def on_rank(me, *parts):
             here[0] = me
             return fn(me, *parts)
 
-        return mapped(self, on_rank, *tensors)
+        return mapped(self, on_rank, *tensors, **options)
 
     def attend(self, q, k, v, mask, causal):
         pairs = q.shape[1] * q.shape[2] * k.shape[2]
