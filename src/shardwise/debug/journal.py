@@ -44,8 +44,12 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
-from shardwise.debug.first_difference import Account, exchange_accounts, first_difference
-from shardwise.debug.verdict import DigestComparison
+from shardwise.debug.first_difference import (
+    Account,
+    DigestComparison,
+    exchange_accounts,
+    first_difference,
+)
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor

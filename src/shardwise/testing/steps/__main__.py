@@ -16,9 +16,8 @@ import time
 import torch
 
 from shardwise.errors import ArgumentError
-from shardwise.testing.steps.case import StepCase
+from shardwise.testing.steps.case import StepCase, StepVerdict, prove
 from shardwise.testing.steps.draw import draw_cases
-from shardwise.testing.steps.prove import StepVerdict, prove
 from shardwise.testing.workers import part_of_several
 
 
