@@ -4,13 +4,13 @@ Note [Journals]
 Inside the mode each rank keeps a journal: one record per op on DTensors, redistribution,
 collective and optimizer step. A record names the op, its arguments (layouts, numbers, and which
 tensors they are) and has a code, a hash of that text, which is the same in every process.
-Collectives that the layouts of a recorded call imply have none, unless each is compared; nor has
-`detach`, whose result is the same tensor. Equal records are one object, made at the first such call
+Collectives that follow from a recorded call's layouts have no record, unless each is compared; nor
+has `detach`, whose result is the same tensor. Equal records are one object, made at the first such call
 with the line of the program that led to it, so a call costs one lookup.
 
 Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
 codes since the last verdict, and the first that differs is the mistake. They do so also when a
-collective fails or an error ends the mode: ranks whose collectives no longer meet come to none.
+collective fails or an error ends the mode, since ranks out of step reach no other comparison.
 
 Note [Which tensor]
 Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong

@@ -1,8 +1,4 @@
-"""Whether ranks train a model as one device does: draw cases, play them, print what is wrong.
-
-A case is a model, a mesh, front doors in some order, and options. It takes three steps, and all
-parameters are compared.
-"""
+"""Whether ranks train a model as one device does: draws cases, plays them, prints what is wrong."""
 
 from __future__ import annotations
 
