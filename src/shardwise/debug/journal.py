@@ -5,8 +5,8 @@ Inside the mode each rank keeps a journal: one record per op on DTensors, redist
 collective and optimizer step. A record names the op, its arguments (layouts, numbers, and which
 tensors they are) and has a code, a hash of that text, which is the same in every process.
 Collectives that follow from a recorded call's layouts have no record, unless each is compared; nor
-has `detach`, whose result is the same tensor. Equal records are one object, made at the first such call
-with the line of the program that led to it, so a call costs one lookup.
+has `detach`, whose result is the same tensor. Equal records are one object, made at the first such
+call with the line of the program that led to it, so a call costs one lookup.
 
 Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
 codes since the last verdict, and the first that differs is the mistake. They do so also when a

@@ -1,1 +1,1 @@
-"""context_parallel and expert_parallel: ranks exchange keys of a sequence, or tokens for experts."""
+"""context_parallel and expert_parallel: ranks exchange keys of a sequence, or tokens."""

@@ -1,7 +1,9 @@
 """Random programs, sharded and on one device: the command line.
 
-python -m shardwise.testing.fuzz --programs 1000 --seed 0 --workers 8
-python -m shardwise.testing.fuzz --replay 17
+    python -m shardwise.testing.fuzz --programs 1000 --seed 0 --workers 8
+    python -m shardwise.testing.fuzz --replay 17
+
+The package's docstring says what a program is, and which file does what.
 """
 
 from __future__ import annotations
