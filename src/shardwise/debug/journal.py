@@ -313,7 +313,7 @@ class agree:
         return made
 
     def _note(self, text: str) -> None:
-        """Record something that is no op: `text` is the same on ranks that do the same."""
+        """Record something that is not an op: `text` is the same on ranks that do the same."""
         self._journal.append(self._known.get((text,)) or self._new((text,), lambda: text))
 
     def _recording_move(self, move: Callable[..., Any]) -> Callable[..., Any]:

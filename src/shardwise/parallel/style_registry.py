@@ -43,7 +43,7 @@ _INSTEAD = (
     "rank then has some of the experts."
 )
 
-#: Words that are no styles here, and what to do about it.
+#: Words without a style here, and what to write instead.
 WITHOUT_COUNTERPART = {
     "packed_colwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",
     "packed_rowwise": f"It splits the halves of a packed parameter one by one. {_INSTEAD}",

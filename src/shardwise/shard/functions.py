@@ -104,7 +104,7 @@ def _row(padding_idx: int | None, weight: ShardedTensor, what: str) -> int | Non
         return None
     if not -num_rows <= padding_idx < num_rows:
         raise ArgumentError(
-            f"{what}: padding_idx={padding_idx} is no row of a table of {num_rows} rows."
+            f"{what}: padding_idx={padding_idx} is not a row of a table of {num_rows} rows."
         )
     return padding_idx % num_rows
 
