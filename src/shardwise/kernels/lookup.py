@@ -160,7 +160,8 @@ def _short_shape(num_ids: int, num_bags: int, dim: int) -> tuple[int, int]:
     usual = 1 << (max(1, num_ids // num_bags) - 1).bit_length()
     if dim <= NARROW:
         return 8, min(4, usual)
-    return max(1, 512 // dim), min(4, 1024 // dim, usual)
+    # In turn, bags of one or two ids hide each other's latency; long ones of wide rows need not.
+    return 4 if usual <= 4 or dim <= 2 * NARROW else 1, min(4, 1024 // dim, usual)
 
 
 def _parts(tables: TableSet, num_chunks: int, mode: str) -> Sequence[torch.Tensor | None]:
