@@ -261,3 +261,17 @@ def test_the_gradient_of_a_number_that_fills_rows(mesh):
     filling = distribute_tensor(number, mesh, [Replicate()]).requires_grad_()
     x.index_fill(0, rows, filling).sum().backward()
     assert whole(filling.grad).item() == 6
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_a_view_of_picked_entries_is_written_to(placement):
+    """The entries lie in memory as on one device, or view() would refuse them."""
+    x, row = torch.randn(2, 3), torch.tensor([2, 0])
+    expected = x.unfold(0, 2, 1)[:, row]
+    expected.view(-1)[:2].mul_(-1.5)
+    with simulate(2):
+        mesh = init_device_mesh("cpu", (2,))
+        placed = distribute_tensor(x, mesh, [placement])
+        found = placed.unfold(0, 2, 1)[:, distribute_tensor(row, mesh, [Replicate()])]
+        found.view(-1)[:2].mul_(-1.5)
+        torch.testing.assert_close(whole(found), expected)

@@ -118,6 +118,13 @@ def test_with_batch_and_heads_on_other_axes(key_heads):
     check(*operands(6, key_heads), (2, 2, 2), placements, is_causal=True)
 
 
+@pytest.mark.parametrize("heads", [4, 3])
+@pytest.mark.parametrize("positions", [18, 4])  # queries are balanced, or stay
+@pytest.mark.parametrize("placements", [[Shard(2), Replicate()], [Replicate(), Shard(2)]], ids=repr)
+def test_replicated_over_another_axis(placements, positions, heads):
+    check(*operands(heads, heads, positions, positions), (2, 2), placements, is_causal=True)
+
+
 def test_two_axes_of_positions():
     given, grad = operands(6, 2)
     (expected, *_) = one_device(given, grad, is_causal=True)
@@ -154,12 +161,12 @@ def test_bytes_and_work_of_a_long_sequence(by_heads, monkeypatch):
             sent[rank] += flat.on_rank(rank).numel() - kept
         return start(flat, num_sent, *args)
 
-    def noted(self, fn, *tensors):
+    def noted(self, fn, *tensors, **options):
         def on_rank(me, *parts):
             here[0] = me
             return fn(me, *parts)
 
-        return mapped(self, on_rank, *tensors)
+        return mapped(self, on_rank, *tensors, **options)
 
     def attend(self, q, k, v, mask, causal):
         pairs = q.shape[1] * q.shape[2] * k.shape[2]

@@ -471,6 +471,9 @@ def test_a_norm_may_become_negative(mesh, order, write):
         lambda x: x.add_(x[1]),
         lambda x: x.copy_(x.t()),
         lambda x: torch.Tensor.lerp_(x, x.t(), 0.5),
+        lambda x: x.mul_(x.t().detach()),
+        lambda x: torch.sin(x.t(), out=x),
+        lambda x: torch.sin(x.t().detach(), out=x),
     ],
 )
 def test_memory_that_is_read_in_another_order_is_not_written_to(mesh, placement, write):

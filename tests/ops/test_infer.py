@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import pytest
 import torch
@@ -70,6 +71,7 @@ def test_a_pointwise_result_is_that_of_one_device(
 
 #: Of `torch.logaddexp((4,), x)` and the like torch's shape function makes several ops.
 STRIDED = [aten.logaddexp.default, aten.xlogy.Tensor, aten.copysign.Tensor, aten.mul.Tensor]
+STRIDED += [aten.ldexp.Tensor]
 
 
 @pytest.mark.parametrize("op", [*STRIDED, aten.pow.Scalar, aten.sin.default], ids=str)
@@ -95,12 +97,26 @@ def test_a_pointwise_result_has_the_memory_order_of_one_device(op: torch._ops.Op
             except RuntimeError:  # the shapes do not broadcast
                 continue
             (meta,), _ = infer_outputs(op, [layout(a) for a in args], {}, symbolic=False)
-            assert meta.shape == one_device.shape
-            places = [
-                (found, wanted)
-                for found, wanted, size in zip(
-                    meta.stride, one_device.stride(), meta.shape, strict=True
-                )
-                if size > 1
-            ]
-            assert all(found == wanted for found, wanted in places), args
+            assert _order(meta) == _order(one_device), args
+
+
+def _order(x: Any) -> Any:
+    """The shape and the strides that tell the order of entries in memory."""
+    stride = x.stride() if isinstance(x, torch.Tensor) else x.stride
+    return tuple(x.shape), [step for size, step in zip(x.shape, stride, strict=True) if size > 1]
+
+
+@pytest.mark.parametrize("batch", [(1,), (2,), (1, 2), (2, 3)], ids=str)
+@pytest.mark.parametrize("dims", [(0,), (1,), (2,), (0, 1), (1, 2), (0, 2)], ids=str)
+def test_indexed_entries_have_the_memory_order_of_one_device(
+    dims: tuple[int, ...], batch: tuple[int, ...]
+) -> None:
+    ids = torch.zeros(batch, dtype=torch.int64)
+    turned = torch.zeros(batch[::-1], dtype=torch.int64).permute(*reversed(range(len(batch))))
+    for shape in itertools.product((1, 2), (1, 3), (1, 2)):
+        for strides in itertools.product((1, 2, 6), repeat=3):  # of windows and expanded rows too
+            x = torch.empty(64).as_strided(shape, strides)
+            for index in (ids, turned):
+                args = (x, [index if dim in dims else None for dim in range(dims[-1] + 1)])
+                (meta,), _ = infer_outputs(aten.index.Tensor, args, {}, symbolic=False)
+                assert _order(meta) == _order(aten.index.Tensor(*args)), (shape, strides)

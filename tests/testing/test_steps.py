@@ -11,10 +11,9 @@ from shardwise.errors import ArgumentError, LayoutError
 from shardwise.parallel import data_parallel
 from shardwise.testing.loop import OPTIONS
 from shardwise.testing.steps.__main__ import main
-from shardwise.testing.steps.case import Door, StepCase
+from shardwise.testing.steps.case import Door, StepCase, prove, training_of
 from shardwise.testing.steps.draw import MESHES, draw_cases
 from shardwise.testing.steps.models import KINDS
-from shardwise.testing.steps.prove import prove, training_of
 from shardwise.testing.training import TrainingOutcome, play, play_alone
 from shardwise.testing.verdict import judge
 

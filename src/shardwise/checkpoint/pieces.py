@@ -59,7 +59,9 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     held = [(rank, on_rank(plain, rank)) for rank in ranks]
     plain = agreed(plain)
     if plain.layout is not torch.strided or plain.is_meta:
-        raise CheckpointError(f"{name} is no dense tensor with memory: {plain.layout}, meta or so.")
+        raise CheckpointError(
+            f"{name} is not a dense tensor with memory: {plain.layout}, meta or so."
+        )
     start = (0,) * plain.dim()
     return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])
 

@@ -22,95 +22,14 @@ from shardwise._torch.schema import (
     OpOverload,
     has_python_meta,
     is_contiguous_or_false,
-    suggest_memory_format,
 )
 from shardwise._torch.symint import detect_fake_mode
 from shardwise.core.layout import Layout, contiguous_stride
+from shardwise.core.shapes import SHAPES
 from shardwise.core.sizes import noted
 from shardwise.core.strides import iterated_stride
 from shardwise.dispatch.rule import Rule, TensorMeta
 from shardwise.errors import ShardwiseError, UnsupportedError
-
-
-def _batch_norm(x: torch.Tensor, *rest: Any) -> Any:
-    """With given statistics it returns none; torch's shape function is wrong."""
-    if rest[4]:
-        return torch.ops.aten.native_batch_norm.default(x, *rest)
-    return torch.empty_like(x), x.new_empty(0), x.new_empty(0)
-
-
-def _like_first(first: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    return torch.empty(first.shape, dtype=first.dtype, device=first.device)
-
-
-def _new_normal(op: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Dense, whatever the strides of the deviations."""
-    made = op(*args, **kwargs)
-    return torch.empty(made.shape, dtype=made.dtype, device=made.device)
-
-
-def _convolution(x: torch.Tensor, weight: torch.Tensor, *rest: Any) -> torch.Tensor:
-    """Channels-last if an operand is; torch's shape function does not know the kernels."""
-    made = torch.ops.aten.convolution.default(x, weight, *rest)
-    for channels_last in (torch.channels_last, torch.channels_last_3d):
-        if channels_last in (suggest_memory_format(x), suggest_memory_format(weight)):
-            return torch.empty_like(made, memory_format=channels_last)
-    return made
-
-
-def _power(x: torch.Tensor, exponent: Any) -> torch.Tensor:
-    """A bool for bools; torch's shape function is wrong."""
-    if x.dtype is torch.bool and type(exponent) is bool:
-        return torch.empty_like(x)
-    return torch.ops.aten.pow.Tensor_Scalar(x, exponent)
-
-
-def _power_(x: torch.Tensor, exponent: Any) -> torch.Tensor:
-    if x.dtype is torch.bool and type(exponent) is bool:
-        return x
-    return torch.ops.aten.pow_.Scalar(x, exponent)
-
-
-def _vector_norm(
-    x: torch.Tensor, ord: Any = 2, dim: Any = None, keepdim: bool = False, **kwargs: Any
-) -> torch.Tensor:
-    """Without negative dims: torch 2.11's shape function keeps such a dim of size 1."""
-    if dim is not None:
-        dims = [dim] if isinstance(dim, int) else dim
-        dim = [d + x.ndim if -x.ndim <= d < 0 else d for d in dims]
-    return torch.ops.aten.linalg_vector_norm.default(x, ord, dim, keepdim, **kwargs)
-
-
-def _grouped_product(
-    x: torch.Tensor, y: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
-) -> torch.Tensor:
-    """Of any dtype: torch's shape function refuses what its CPU kernel takes."""
-    if x.dtype is torch.bfloat16:
-        return torch.ops.aten._grouped_mm.default(x, y, offs, bias, out_dtype)
-    rows = list(x.shape[:-1] if x.dim() == 2 or y.dim() == 3 else x.shape[1:-1])
-    groups = [offs.shape[0]] if x.dim() == y.dim() == 2 else []
-    return x.new_empty((*groups, *rows, y.shape[-1]), dtype=out_dtype or x.dtype)
-
-
-#: Ops whose shape function torch lacks or gets wrong.
-_SHAPES: dict[Any, Any] = {
-    torch.ops.aten.fractional_max_pool3d_backward.default: lambda grad, x, *_: torch.empty_like(x),
-    torch.ops.aten._grouped_mm.default: _grouped_product,
-    torch.ops.aten.native_batch_norm.default: _batch_norm,
-    torch.ops.aten.convolution.default: _convolution,
-    **{
-        op: functools.partial(_new_normal, op)
-        for op in (torch.ops.aten.normal.float_Tensor, torch.ops.aten.normal.Tensor_Tensor)
-    },
-    torch.ops.aten.linalg_vector_norm.default: _vector_norm,
-    torch.ops.aten.binomial.default: _like_first,
-    torch.ops.aten._sample_dirichlet.default: _like_first,
-    torch.ops.aten._standard_gamma.default: _like_first,
-    torch.ops.aten._standard_gamma_grad.default: _like_first,
-    torch.ops.aten._dirichlet_grad.default: _like_first,
-    torch.ops.aten.pow.Tensor_Scalar: _power,
-    torch.ops.aten.pow_.Scalar: _power_,
-}
 
 #: Ops whose results are views of the operand, unknown to autograd and to their schemas.
 UNSAFE_VIEWS = frozenset(
@@ -175,9 +94,16 @@ def _elementwise(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Ten
             dtype = op(*few, **kwargs).dtype
     except Exception:
         return None  # torch's shape function says what is wrong
-    # The power of a number is row-major, whatever the strides of the exponent.
-    given = [] if op is torch.ops.aten.pow.Scalar else tensors
+    given: list[Any] = list(tensors)
+    if op in _ROW_MAJOR:
+        power = tensors[_ROW_MAJOR[op]]
+        given[_ROW_MAJOR[op]] = TensorMeta(power.shape, contiguous_stride(power.shape), power.dtype)
     return TensorMeta(shape, iterated_stride(shape, given), dtype)
+
+
+#: The operand that is an exponent: the power of a number is row-major, whatever the exponent's
+#: strides.
+_ROW_MAJOR: dict[Any, int] = {torch.ops.aten.pow.Scalar: 0, torch.ops.aten.ldexp.Tensor: 1}
 
 
 #: Pointwise ops whose kernels do not go through memory in the order of `iterated_stride`.
@@ -193,13 +119,13 @@ _OTHER_ORDER = frozenset(
 
 
 def _infers_in_python(op: Any) -> bool:
-    """Whether it is pointwise, with a shape function in Python and none in `_SHAPES`."""
+    """Whether it is pointwise, with a shape function in Python and none in `SHAPES`."""
     return (
         isinstance(op, OpOverload)
         and torch.Tag.pointwise in op.tags
         and torch.Tag.nondeterministic_seeded not in op.tags
         and has_python_meta(op)
-        and op not in _SHAPES
+        and op not in SHAPES
         and len(op._schema.returns) == 1
         and not op.is_view
     )
@@ -246,7 +172,7 @@ def _call_fake(fn: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """`fn` on fake tensors in place of layouts and tensors."""
     fake_args, fake_kwargs = faked(args, kwargs)
     try:
-        return _SHAPES.get(fn, fn)(*fake_args, **fake_kwargs)
+        return SHAPES.get(fn, fn)(*fake_args, **fake_kwargs)
     except Exception as error:
         found = as_on_one_device(fn, fake_args, fake_kwargs, error)
         if found is error and isinstance(error, AssertionError):

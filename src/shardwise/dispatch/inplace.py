@@ -22,6 +22,7 @@ from shardwise.dispatch.wrapped import Wrapped, is_partial, recall, reduced_layo
 from shardwise.errors import UnsupportedError
 from shardwise.redistribute.execute import prepare
 from shardwise.redistribute.search import find_steps
+from shardwise.simulation.parts import parts_of
 
 aten = torch.ops.aten
 
@@ -145,17 +146,27 @@ def _checked_first(
 
 
 def _overlap(one: Any, other: Any) -> bool:
-    whole = one if one._base is None else one._base
-    if whole is not (other if other._base is None else other._base):
-        return False
-    if one._layout.symbolic or other._layout.symbolic or whole._layout.symbolic:
+    if one._layout.symbolic or other._layout.symbolic:
         return False
     if not (one.numel() and other.numel() and _is_dense(one) and _is_dense(other)):
         return False
-    num = whole.numel() if _is_dense(whole) else -1
-    if one.numel() != num and other.numel() != num:
+    if one.numel() == other.numel() and one.stride() == other.stride():
         return False
-    return one.numel() != other.numel() or one.stride() != other.stride()
+    whole = one if one._base is None else one._base
+    if whole is not (other if other._base is None else other._base):
+        # What detach() returns is no view to torch, but its shards are.
+        return any(map(_start_alike, parts_of(one._local), parts_of(other._local)))
+    if whole._layout.symbolic or not _is_dense(whole):
+        return False
+    return whole.numel() in (one.numel(), other.numel())
+
+
+def _start_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    if type(one) is not torch.Tensor or type(other) is not torch.Tensor or not one.numel():
+        return False
+    if one.untyped_storage()._cdata != other.untyped_storage()._cdata:
+        return False
+    return one.storage_offset() == other.storage_offset()
 
 
 def _is_dense(x: Any) -> bool:

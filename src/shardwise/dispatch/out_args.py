@@ -21,6 +21,7 @@ from shardwise._torch.pytree import tree_leaves, tree_map
 from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.dispatch.infer import check_target_dtypes, faked
+from shardwise.dispatch.inplace import check_overlaps
 from shardwise.dispatch.schema import in_order, positional, with_arguments
 from shardwise.errors import LayoutError, UnsupportedError
 
@@ -94,6 +95,9 @@ def run_by_keyword(
         assert write is not None, "refused above"
         _check_shapes(op, args, targets, [fake[name] for name in names], as_layouts)
         return write(targets[0][1], args, rest.get("generator"))
+    if torch.Tag.pointwise in functional.tags:
+        for _, target in targets:
+            check_overlaps(op, (target, *args))
     result = functional(*args, **rest)
     results = _listed(result)
     _check_shapes(op, args, targets, results, as_layouts)

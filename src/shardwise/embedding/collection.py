@@ -99,6 +99,8 @@ class _Collection(nn.Module):
         self._settings = optimizer
         #: All features, in the order of the output.
         self.features = [feature for table in self.tables for feature in table.features]
+        #: The tables' modules, and the parameters of each.
+        self._holders: tuple[list[Any], list[Any]] = ([], [])
         #: Stands for the collection in a graph; see Note [Collections in compiled code].
         self._handle = enroll(self)
         tiling = Plan.of("table_wise").tiling(self.tables, 1)
@@ -117,9 +119,12 @@ class _Collection(nn.Module):
         return self.get_submodule(f"{self._child}.{table}").weight  # type: ignore[return-value]
 
     def _parameters_in_order(self) -> list[torch.Tensor]:
-        modules = self._modules[self._child]._modules.values()  # type: ignore[union-attr]
+        modules = list(self._modules[self._child]._modules.values())  # type: ignore[union-attr]
+        # A module keeps its dict of parameters; with many tables even reading it takes time.
+        if modules != self._holders[0]:
+            self._holders = modules, list(map(_PARAMETERS, modules))
         try:  # no Python per table
-            return list(map(_WEIGHT_IN, map(_PARAMETERS, modules)))
+            return list(map(_WEIGHT_IN, self._holders[1]))
         except KeyError:  # a parametrized weight is computed
             return [self.parameter(table.name) for table in self.tables]
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
+from shardwise._torch.schema import decompositions
 from shardwise.core.untraced import UntracedFunction
 from shardwise.dispatch.local_call import DIVISIONS
 from shardwise.dispatch.notation import Group, parse, pattern_choices
@@ -92,6 +93,12 @@ def sgn_(x: Any) -> Any:
     return x.copy_(sgn(x.clone())) if x.is_complex() else x.sign_()
 
 
+def log_sigmoid(x: Any) -> tuple[Any, Any]:
+    """Torch's decomposition, row-major on the CPU as its kernel's result."""
+    result, buffer = decompositions()[aten.log_sigmoid_forward.default](x)
+    return (result.contiguous() if x.is_cpu else result), buffer
+
+
 RULES: Table = table(
     ((aten.add.Tensor, aten.sub.Tensor), elementwise(TOGETHER)),
     ((aten.mul.Tensor,), elementwise(EACH)),
@@ -126,3 +133,5 @@ RULES: Table = table(
 REFUSED: dict[Any, slice] = dict.fromkeys(DIVISIONS, slice(1, 2))
 
 KERNELS: tuple[tuple[str, Any], ...] = (("sgn", sgn), ("sgn_", sgn_))
+
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.log_sigmoid_forward.default: log_sigmoid}

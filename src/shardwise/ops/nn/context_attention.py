@@ -53,13 +53,17 @@ class Line:
     def size(self) -> int:
         return self.grid.shape[self.axis]
 
-    def map(self, fn: Callable[..., Any], *tensors: torch.Tensor) -> Any:
-        """`fn(coordinate along the axis, *tensors)` on every rank present."""
+    def map(self, fn: Callable[..., Any], *tensors: torch.Tensor, shared: bool = True) -> Any:
+        """`fn(coordinate along the axis, *tensors)` on every rank present.
+
+        Results that are written to later are not `shared` by the ranks of other axes: each of these
+        would write to one memory.
+        """
 
         def here(coordinate: Coordinate, *parts: torch.Tensor) -> Any:
             return fn(coordinate[self.axis], *parts)
 
-        return each_rank(self.grid, here, *tensors, axes=(self.axis,))
+        return each_rank(self.grid, here, *tensors, axes=(self.axis,) if shared else None)
 
     def start(
         self,
@@ -305,7 +309,7 @@ class Ring:
         """The result, and what backward needs besides the operands."""
         masks = [] if mask is None else [mask]
         work = self.to_workers(q)
-        found = self.line.map(lambda _, q, v: _start_values(q, v), work, v)
+        found = self.line.map(lambda _, q, v: _start_values(q, v), work, v, shared=False)
         arrived = k
         for number in range(self.line.size):
             last = number + 1 == self.line.size
@@ -328,7 +332,9 @@ class Ring:
     def backward(self, grad: Any, k: Any, v: Any, mask: Any, kept: Any) -> tuple[Any, Any, Any]:
         masks = [] if mask is None else [mask]
         grad = self.to_workers(grad)
-        grad_q = self.line.map(lambda _, q, s: torch.zeros_like(q, dtype=s.dtype), kept[0], kept[2])
+        grad_q = self.line.map(
+            lambda _, q, s: torch.zeros_like(q, dtype=s.dtype), kept[0], kept[2], shared=False
+        )
         grads: Any = ()
         arrived, returning = k, None
         for number in range(self.line.size):

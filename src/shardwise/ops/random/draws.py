@@ -301,9 +301,8 @@ def rrelu(
     generator: Any = None,
 ) -> Any:
     slopes = _slopes(x, lower, upper, training, generator)
-    if slopes is None:
-        return F.leaky_relu(x, (lower + upper) / 2)
-    return F.leaky_relu(x, 1.0).contiguous() * slopes  # strides as on one device
+    found = F.leaky_relu(x, (lower + upper) / 2 if slopes is None else 1.0).contiguous()
+    return found if slopes is None else found * slopes  # strides as on one device
 
 
 def rrelu_(

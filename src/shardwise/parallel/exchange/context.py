@@ -107,7 +107,7 @@ def context_parallel(
         )
     declare_data_axis(module, device_mesh[axis], src_data_rank)
     told = positions if positions in takes else None
-    parts = _Parts(line, takes, tuple(dims.items()), told)
+    parts = _SplitInputs(line, takes, tuple(dims.items()), told)
     if line.size > 1:
         prepend_input_hook(module, functools.partial(_take, parts))
     for attending in found:
@@ -142,7 +142,7 @@ def _attention_modules(module: nn.Module, attention: str | Sequence[str]) -> lis
 
 
 @dataclass(frozen=True, slots=True)
-class _Parts:
+class _SplitInputs:
     """Gives a module this rank's part of its inputs; see Note [A part of the sequence]."""
 
     line: Line
@@ -198,7 +198,7 @@ class _Parts:
         return sized(self.line.map(numbered, like))
 
 
-def _take(parts: _Parts, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _take(parts: _SplitInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parts.taken(args, kwargs)
 
 

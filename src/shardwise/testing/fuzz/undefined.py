@@ -64,7 +64,20 @@ class UndefinedMode(TorchDispatchMode):
             elif func is _NORM_BACKWARD and args[2] is None and args[-1][2]:
                 # With a graph of backward, its formula may be used later.
                 self.found = BIAS_ALONE if torch.is_grad_enabled() else None
-        return func(*args, **kwargs)
+        return _run(func, args, kwargs)
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The op. Inside a mode, torch reads the memory of a ZeroTensor that meets a number."""
+    if func._schema.overload_name == "Scalar":
+        args, kwargs = tree_map(_with_memory, (args, kwargs))
+    return func(*args, **kwargs)
+
+
+def _with_memory(x: Any) -> Any:
+    if isinstance(x, torch.Tensor) and x._is_zerotensor():
+        return torch.zeros(x.shape, dtype=x.dtype)
+    return x
 
 
 def undefined_error(error: Exception, code: str) -> str | None:
@@ -168,20 +181,20 @@ class Kinks(TorchDispatchMode):
         if (places or jumps) and not self.found:
             moved += [tree_map(_rounded(seed), (args, kwargs)) for seed in _SEEDS]
         before = torch.get_rng_state()
-        result = func(*args, **kwargs)
+        result = _run(func, args, kwargs)
         if drawn:
             self.found |= not all(_draws_alike(func, near, before) for near in moved)
             return result
         made = _tensors(result)
         if jumps:
             for near in moved:
-                again = _tensors(func(*near[0], **near[1]))
+                again = _tensors(_run(func, *near))
                 self.found |= any(map(_is_far, made, again))
             return result
         whole = _whole_numbers(made)
         if whole and (places or len(whole) == len(made)):
             for near in moved:
-                again = _whole_numbers(_tensors(func(*near[0], **near[1])))
+                again = _whole_numbers(_tensors(_run(func, *near)))
                 self.found |= not all(map(torch.equal, whole, again))
         return result
 
@@ -190,7 +203,7 @@ def _draws_alike(func: Any, near: Any, before: torch.Tensor) -> bool:
     """Whether a draw with these arguments leaves the generator in the state that it is in."""
     after = torch.get_rng_state()
     torch.set_rng_state(before)
-    func(*near[0], **near[1])
+    _run(func, *near)
     found = torch.get_rng_state()
     torch.set_rng_state(after)
     return torch.equal(found, after)

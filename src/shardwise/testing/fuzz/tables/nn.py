@@ -50,7 +50,7 @@ def _classes(h: Hand, x: str) -> str:
     shape = h[x].shape
     classes = shape[1] if len(shape) > 1 else shape[0]
     if not classes:
-        return h.new((0,), grad=False)  # refused by both
+        return h.new((0,), torch.int64)  # refused by both, but for an empty batch
     rest = (*shape[:1], *shape[2:]) if len(shape) > 1 else ()
     return h.new(rest, torch.int64, high=classes)
 
