@@ -43,7 +43,7 @@ def test_drawn_cases_in_simulated_worlds(part):
     """Cases of one mesh are in one part: what one of them has planned, the next ones find."""
     cases = sorted(draw_cases(NUM_CASES, seed=0), key=lambda case: str(case.mesh))
     size = NUM_CASES // NUM_PARTS
-    assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=70)
+    assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=65)
 
 
 @pytest.mark.processes

@@ -84,6 +84,8 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; dp(rep)@*; dp(shard)",
         "tp(tp); dp(rep+shard)",
         "tp(tp); fs(shard); dp(rep)",
+        "tp(shard+tp); fs(shard); dp(rep)",
+        "tp(shard+tp); dp(rep+shard)",
         "dm; fs(shard); dp(rep)",
     ),
     ("host", "dev"): (

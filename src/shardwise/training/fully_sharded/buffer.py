@@ -271,7 +271,8 @@ class FlatBuffer:
         """One of `num_ranks` chunks of the gathered buffer, and the axis of those ranks."""
         grid, axis = self.grid, self.axis
         shape = (*grid.shape[:axis], self.parts // num_ranks, num_ranks, *grid.shape[axis + 1 :])
-        near = grid_like(grid.device_type, shape, grid.ranks, None)
+        device_type, _, ranks, _ = grid.identity
+        near = grid_like(device_type, shape, ranks, None)
 
         def chunk(place: Coordinate, whole: torch.Tensor) -> torch.Tensor:
             return whole.chunk(num_ranks)[place[axis + 1]].clone()
