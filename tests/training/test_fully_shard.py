@@ -559,6 +559,7 @@ def test_compiled(expected):
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
 def test_layers_that_are_compiled_one_by_one(expected):
     with shardwise.simulate(4):
         mesh, model = mesh_of(dp=2, tp=2), Model()
