@@ -93,6 +93,14 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(host*dev,?); dp(host*dev)",
         "tables(host*dev,?); dp(host+dev)",
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
+        "tables(host,?); dp(host*dev)",
+        "tables(host,?); dp(dev)@tables; dp(host+dev)",
+    ),
+    ("pod", "host", "dev"): (
+        "tables(dev,?); dp(pod*host*dev)",
+        "tables(host,?); dp(pod+host+dev)",
+        "tables(host*dev,?); dp(pod*host*dev)",
+        "tables(pod*dev,?); dp(host)@tables; dp(pod+host+dev)",
     ),
     ("cp",): ("cp(cp)", "cp(cp); fs(cp)", "cp(cp); dp(cp)", "cp(cp); fs(cp)@*"),
     ("dp", "cp"): (
@@ -138,6 +146,7 @@ MESHES = (
     "rep=2,shard=2,tp=2",
     "rep=2,shard=2,tp=1",
     "host=2,dev=2",
+    "pod=2,host=2,dev=2",
     "cp=2",
     "cp=4",
     "dp=2,cp=2",
