@@ -508,7 +508,7 @@ def test_results_are_not_expanded_whatever_a_shape_function_says(mesh, monkeypat
     def keeps_strides(x, *_):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-    monkeypatch.setitem(infer._SHAPES, torch.ops.aten.diagonal_scatter.default, keeps_strides)
+    monkeypatch.setitem(infer.SHAPES, torch.ops.aten.diagonal_scatter.default, keeps_strides)
     plain = torch.ones(11, 1)
     x = lay(plain, mesh, [Replicate()]).expand(11, 13)
     found = x.diagonal_scatter(x.diagonal() * 0.5)

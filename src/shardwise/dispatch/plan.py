@@ -353,8 +353,9 @@ def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable
         tensor = args[first]
         if grid.lends:
             count_on_lent(tensor)
-            for position in others:
-                count_on_lent(args[position])
+            if others:
+                for position in others:
+                    count_on_lent(args[position])
         return tensor if returns else None
 
     return finish
