@@ -143,12 +143,16 @@ class _Lending:
         #: The loans of the current step, and the local tensors of their gradients.
         self.current: list[_Loan] = []
         self.gradients: list[Sequence[torch.Tensor]] = []
+        #: Whether a group of the current step has a fused kernel.
+        self.fused = False
 
     def twin(self, optimizer: Any) -> Any | None:
         """The optimizer with local tensors in place of DTensors; None if there can be no twin."""
-        self.current, self.gradients = [], []
+        self.current, self.gradients, self.fused = [], [], False
         groups = []
         for group in optimizer.param_groups:
+            if group.get("fused"):
+                self.fused = True
             params = self._lend(group["params"], optimizer.state)
             if params is None:
                 self._forget()
@@ -205,14 +209,14 @@ class _Lending:
             state = loan.states[0]
             if len(state) != len(loan.lent) or not all(map(is_, state.values(), loan.lent)):
                 _adopt(loan, optimizer.state[loan.parameter])
-        self._count_writes(fused=any(group.get("fused") for group in twin.param_groups))
+        self._count_writes()
         own = {"state", "param_groups"}
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         if len(self.loans) > len(self.current):
             self._forget()  # parameters may have left the optimizer; the others are lent again
         self.current, self.gradients = [], []
 
-    def _count_writes(self, fused: bool) -> None:
+    def _count_writes(self) -> None:
         """Count the step on the parameters: torch has counted it on their plain local tensors.
 
         Not where it is fused, nor on a base, nor on aliases with counters of their own.
@@ -220,7 +224,7 @@ class _Lending:
         for loan in self.current:
             grid = loan.layout.grid
             grid.num_writes += 1
-            if grid.lends and (fused or loan.is_view or loan.local.__dict__.get(LENT)):
+            if grid.lends and (self.fused or loan.is_view or loan.local.__dict__.get(LENT)):
                 count_on_lent(loan.parameter)
         if not torch.is_inference_mode_enabled():
             count_versions([loan.parameter for loan in self.current])
