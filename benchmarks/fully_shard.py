@@ -41,14 +41,15 @@ BATCH, POSITIONS = 2, 32
 
 
 class Layer(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
-        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+        self.num_heads = num_heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, NUM_HEADS, -1)).transpose(1, 3)
+        heads = self.qkv(self.norm1(x)).unflatten(-1, (3, self.num_heads, -1)).transpose(1, 3)
         mixed = F.scaled_dot_product_attention(*heads.unbind(2), is_causal=True)
         x = x + self.out(mixed.transpose(1, 2).flatten(2))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
@@ -57,12 +58,18 @@ class Layer(nn.Module):
 class Model(nn.Module):
     """A language model whose head is its embedding."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        width: int = WIDTH,
+        num_layers: int = NUM_LAYERS,
+        num_heads: int = NUM_HEADS,
+        num_tokens: int = NUM_TOKENS,
+    ) -> None:
         super().__init__()
-        self.embed = nn.Embedding(NUM_TOKENS, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(NUM_LAYERS))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, NUM_TOKENS, bias=False)
+        self.embed = nn.Embedding(num_tokens, width)
+        self.layers = nn.ModuleList(Layer(width, num_heads) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_tokens, bias=False)
         self.head.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:

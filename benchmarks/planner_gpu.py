@@ -137,7 +137,7 @@ def measure_packing(device: str) -> tuple[float, float, float]:
         tables = [Table(f"t{i}", 100_000, 64) for i in range(num)]
         route = Route(Plan.of(kind).tiling(tables, 8), pooled=True)
         batch = draw_batch(tables, bags, ids, 1.0).to(device)
-        found = bags_of(route.tiling.tables, batch, weights_train=False, side_by_side=False)
+        found = bags_of(route.features, batch, weights_train=False, side_by_side=False)
         assert isinstance(found, FeatureBags), "a good batch"
         times = [measure(lambda: pack(route, found)) for _ in range(6)]
         return statistics.median(times[1:])

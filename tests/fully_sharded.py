@@ -165,7 +165,7 @@ NUM_RANKS = {
 
 
 def over_a_part_of_the_mesh(model):
-    """In processes alone: a simulated world sees rank 0's part."""
+    """The plan on the tensor axis alone."""
     mesh = mesh_of(dp=2, tp=2)
     return sharded(parallelize_module(model, mesh["tp"], PLAN), mesh["dp"]), 2, 2
 

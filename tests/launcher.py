@@ -22,8 +22,13 @@ import torch.distributed as dist
 
 from shardwise.launch import PRELOADED
 
-# Many tests compile on each rank: the compiler is imported once, where processes are forked.
-PRELOADED += ["torch._functorch.aot_autograd", "torch._inductor.compile_fx"]
+# Many tests compile or train a transformer on each rank: what that needs is imported once, where
+# processes are forked. A module that is not installed is passed over.
+PRELOADED += [
+    "torch._functorch.aot_autograd",
+    "torch._inductor.compile_fx",
+    "transformers.models.llama.modeling_llama",
+]
 
 
 @dataclass(frozen=True)

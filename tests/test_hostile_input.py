@@ -155,7 +155,7 @@ def test_meshes_and_placements_as_text(text):
 )
 def test_placements_are_parsed_in_linear_time(text):
     begin = time.perf_counter()
-    with pytest.raises(LayoutError, match="is no placement"):
+    with pytest.raises(LayoutError, match="is not a placement"):
         decode_placement(text)
     assert time.perf_counter() - begin < 1
 

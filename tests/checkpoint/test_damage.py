@@ -201,7 +201,7 @@ def test_only_regular_files_are_read(tmp_path, saved, kind, place):
     with pytest.raises(CheckpointError, match=re.escape(name)):
         inspect(folder)
     if kind != "folder":
-        assert "no regular file" in refused(folder / name)
+        assert "not a regular file" in refused(folder / name)
     assert time.monotonic() - start < 5
 
 

@@ -309,7 +309,7 @@ def test_precision_may_change_and_strictness_may_go(tmp_path):
     [
         ({"f": lambda: 1}, "f is a function"),
         ({"a": {"b": torch.ones(1)}, "a.b": torch.ones(1)}, "called 'a.b'"),
-        ({"x": torch.ones(1, device="meta")}, "x is no dense tensor"),
+        ({"x": torch.ones(1, device="meta")}, "x is not a dense tensor"),
         ({"x": torch.ones(1, dtype=torch.complex128)}, "x is torch.complex128"),
         ({(1, 2): 3}, "use text"),
     ],

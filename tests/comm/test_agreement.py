@@ -90,8 +90,8 @@ def test_rows_to_each_and_to_all():
 def test_a_kind_of_error_travels_with_the_text(grid):
     faults = Faults(grid, "x")
 
-    def row(at):
-        return [faults.status(at, Fault("no row", IdRangeError) if sum(at) else None)]
+    def row(rank):
+        return [faults.status(rank, Fault("no row", IdRangeError) if rank else None)]
 
     statuses = gather(grid, "x", row).flatten().tolist()
     assert [bool(status) for status in statuses] == [False, True, True, True]

@@ -296,3 +296,21 @@ def test_numbers_that_change(pair):
         found = value(fast(lay(x, pair, [S0]), factor))
         torch.testing.assert_close(found, (x * factor).relu())
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("kind", ["LocalTensor", S0, Shard(0, sizes=(1, 4)), R], ids=str)
+def test_an_output_without_a_gradient(pair, kind):
+    """A cache of keys, which a model returns beside its logits."""
+    if kind == "LocalTensor":
+        x = shardwise.LocalTensor.per_rank(lambda rank: torch.randn(5) + rank)
+    else:
+        x = lay(torch.randn(5), pair, [kind])
+    fast, _ = compiled(lambda x: (x.sin(), x.exp(), x * 2))
+    x.requires_grad_()
+    first, _, last = fast(x)
+    (found,) = torch.autograd.grad(first.sum() + last.sum(), x)
+    assert type(found) is type(x)
+    expected = x.detach().cos() + 2
+    if kind != "LocalTensor":
+        found, expected = value(found), value(expected)
+    torch.testing.assert_close(found, expected)

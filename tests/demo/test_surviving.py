@@ -147,7 +147,7 @@ def test_the_command_ends_with_an_error_and_resumes(tmp_path, monkeypatch):
     )
     other = demo("--resume", "--seed", "5")
     assert other.exit_code == 2
-    assert "is of another training" in other.stderr
+    assert "belongs to another training run" in other.stderr
     resumed = demo("--resume")
     assert resumed.exit_code == 0, resumed.output
     assert f"the first {done} steps in an earlier run" in on_one_line(resumed.output)

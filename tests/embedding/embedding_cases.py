@@ -229,29 +229,29 @@ def bad_on_one_rank(plan, others, check):
         "id out of range": Jagged(good.features, ids + 100, lengths=lengths),
     }
     for name, wrong in bad.items():
-        told[name] = _told(collection, wrong if dist.get_rank() == 2 else good)
+        told[name] = message_of(collection, wrong if dist.get_rank() == 2 else good)
     for position in range(len(ids)):  # one rank after another
         values = ids.clone()
         values[position] = -1 - position
         wrong = Jagged(good.features, values, lengths=lengths)
-        told[position] = _told(collection, wrong if dist.get_rank() == position % 4 else good)
+        told[position] = message_of(collection, wrong if dist.get_rank() == position % 4 else good)
     told["uneven"] = _uneven_on_one_rank(mesh, plan)
     collection.optimizer.lr = 0
     ahead = collection.prefetch(bad["id out of range"] if dist.get_rank() == 2 else good)
     loss_of(collection(good)).backward()  # the ids would follow here
-    told["ahead"] = _told(collection, ahead)
+    told["ahead"] = message_of(collection, ahead)
     told["replaced"] = _replaced_on_one_rank(mesh, plan, good)
-    told["plan"] = _told(
+    told["plan"] = message_of(
         lambda it: make().shard(mesh, it), others if dist.get_rank() == 2 else plan
     )
     missing = Path("/nowhere/plan.toml") if dist.get_rank() == 2 else plan
-    told["plan file"] = _told(lambda it: make().shard(mesh, it), missing)
+    told["plan file"] = message_of(lambda it: make().shard(mesh, it), missing)
     collection.optimizer.lr = 0.1
     loss_of(collection(good)).backward()
     return told, {name: p.full_tensor() for name, p in collection.named_parameters()}
 
 
-def _told(call, given):
+def message_of(call, given):
     try:
         call(given)
     except shardwise.ShardwiseError as error:
@@ -265,7 +265,7 @@ def _uneven_on_one_rank(mesh, plan):
     bags = {feature: [[0], [1]] for feature in collection.features}
     if dist.get_rank() == 2:
         bags["bought"] = [[0]]
-    return _told(collection, Jagged.from_lists(bags))
+    return message_of(collection, Jagged.from_lists(bags))
 
 
 def _replaced_on_one_rank(mesh, plan, good):
@@ -273,7 +273,7 @@ def _replaced_on_one_rank(mesh, plan, good):
     if dist.get_rank() == 2:
         parameter = collection.parameter("day")
         parameter._local = parameter._local.clone()
-    return _told(collection, good)
+    return message_of(collection, good)
 
 
 def prefetched_late(plan, num_steps, late_s):

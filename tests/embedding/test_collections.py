@@ -751,7 +751,6 @@ def _calls_of_a_step(num_tables, optimizer, kind, mesh):
         calls += event in ("call", "c_call")
 
     before = sys.getprofile()
-    gc.collect()
     gc.disable()  # what it frees calls back
     sys.setprofile(count)
     try:

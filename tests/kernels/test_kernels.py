@@ -173,6 +173,9 @@ CASES = [
     {"long": True, "two_launches": True, "weighted": True, "index": torch.int32},
     {"long": True, "two_launches": True, "mode": "max", "dims": (8, 4, 12)},
     {"long": True, "two_launches": True, "mode": "mean", "optimizer": "rowwise_adagrad"},
+    {"long": True, "in_turn": True},
+    {"long": True, "in_turn": True, "weighted": True, "dims": (8, 4, 12)},
+    {"in_turn": True, "mode": "mean", "dtypes": MIXED, "dims": (3, 1, 5), "batch_size": 7},
     {"batch_size": 1},
 ]
 
@@ -180,7 +183,10 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lookup_and_step_are_torchs(monkeypatch, case):
     case = dict(case)
-    if case.pop("two_launches", False):
+    in_turn = case.pop("in_turn", False)
+    if in_turn:  # as the bags of wide rows
+        monkeypatch.setattr(lookup, "NARROW", 0)
+    if case.pop("two_launches", in_turn):
         monkeypatch.setattr(lookup, "SMALL", 0)
         monkeypatch.setattr(lookup, "_CHUNK_PROGRAMS", 3)
     mode, optimizer = case.pop("mode", "sum"), case.pop("optimizer", "sgd")

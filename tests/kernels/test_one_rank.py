@@ -129,8 +129,9 @@ def test_copies_and_conversions_have_their_own_tables():
 @pytest.mark.parametrize("check", ["auto", "now"])
 @pytest.mark.parametrize("what", sorted(bad.BAD))
 def test_a_bad_batch_raises_and_changes_no_row(what, check, monkeypatch):
-    if check == "now":  # also in two launches
+    if check == "now":  # also in two launches, and bags in turn
         monkeypatch.setattr(lookup, "SMALL", 0)
+        monkeypatch.setattr(lookup, "NARROW", 0)
     make, error, text = bad.BAD[what]
     torch.manual_seed(0)
     collection = EmbeddingBagCollection(

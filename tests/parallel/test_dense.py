@@ -90,3 +90,19 @@ def test_an_axis_of_one_rank_sends_nothing(axes):
         model = dense.sharded(name, model, plan, axes)
         dense.steps(model, dense.own_batches(axes, *batches)[:2])
     assert {event.axis for event in comm.events} == {a for a, size in axes.items() if size > 1}
+
+
+@pytest.mark.parametrize("name", ["Llama", "Mixtral"])
+def test_compiled(name):
+    """Its outputs hold a cache of keys and values, which get no gradient."""
+    torch._dynamo.reset()
+
+    def backward(model, given, labels):
+        dense.loss_of(torch.compile(model, backend="aot_eager"), given, labels).backward()
+
+    axes = dense.MESHES["fsdp x tp"]
+    model, plan, *batches = dense.made(name)
+    with shardwise.simulate(4):
+        model = dense.sharded(name, model, plan, axes)
+        found = dense.steps(model, dense.own_batches(axes, *batches), backward)
+    assert_same(found, dense.one_device(name))

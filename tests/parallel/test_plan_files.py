@@ -89,7 +89,7 @@ def test_a_word_with_options():
         ('format = "shardwise plan 1"\n[modules]\na = {style = "colwise", dim = 1}', "'dim'"),
         (
             'format = "shardwise plan 1"\n[modules]\na = {style = "colwise", input_layouts = "S"}',
-            "'S' is no placement",
+            "'S' is not a placement",
         ),
     ],
 )

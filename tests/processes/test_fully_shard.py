@@ -51,10 +51,10 @@ def overlapping():
     fully_shard(layers, mesh, reshard_after_forward=True)
     states = []
     group = layers[1].__dict__["_shard_group"]
-    layers[0].up.register_forward_pre_hook(lambda *_: states.append(group.state))
+    layers[0].up.register_forward_pre_hook(lambda *_: states.append(group.parameters.state))
     for _ in range(2):
         layers(torch.ones(2, 8)).sum().backward()
-    whole = [b.whole.untyped_storage().nbytes() for b in group.buffers]
+    whole = [b.whole.untyped_storage().nbytes() for b in group.parameters.buffers]
     return states, whole
 
 

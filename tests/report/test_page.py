@@ -10,6 +10,7 @@ import pytest
 import report_models
 
 from shardwise.cli.explain import explain_step
+from shardwise.comm.cost import show_bytes
 from shardwise.planner.constants import Constants
 from shardwise.report import Case, Mesh, write_html
 from shardwise.report.html import write_page
@@ -33,7 +34,7 @@ class Elements(HTMLParser):
 
     def __init__(self, text):
         super().__init__()
-        self.found, self.data, self._inside = [], "", False
+        self.found, self.shown, self.data, self._inside = [], [], "", False
         self.feed(text)
 
     def handle_starttag(self, tag, attributes):
@@ -46,6 +47,8 @@ class Elements(HTMLParser):
     def handle_data(self, data):
         if self._inside:
             self.data += data
+        else:
+            self.shown.append(data)
 
 
 def check_figures(elements):
@@ -57,6 +60,7 @@ def check_figures(elements):
     }
     for rank, memory in zip(content["ranks"], content["memory"], strict=True):
         assert memory == {kind: bars[rank, kind] for kind in memory}
+        assert f"peak {show_bytes(memory['peak'])}" in elements.shown
     flames = {
         a["data-module"]: int(a["data-bytes"]) for _, a in elements.found if "data-module" in a
     }

@@ -6,10 +6,13 @@ from dataclasses import replace
 
 import pytest
 import report_models
+from rich.console import Console
 
 from shardwise.cli.explain import explain_step
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh
+from shardwise.report.memory import RankMemory
+from shardwise.report.tables import memory_table
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +29,19 @@ def test_memory_follows_from_the_shapes(report):
         assert (memory.parameters, memory.gradients) == (parameters, parameters)
         assert memory.optimizer == 2 * parameters  # two moments
         assert memory.activations > 0
+
+
+def test_memory_of_any_size_fits_into_a_terminal(report):
+    large = [RankMemory(*[123_456_789_012] * 4, peak=999_990_000_000) for _ in report.ranks]
+    console = Console(width=80)
+    with console.capture() as captured:
+        console.print(memory_table(replace(report, memory=large)))
+    text = captured.get()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    assert "parameters" in text
+    assert "494 GB" in text
+    assert "1 TB" in text
 
 
 def test_collectives_have_module_axis_and_phase(report):

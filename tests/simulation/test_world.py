@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 import shardwise
-from shardwise import LocalTensor, Shard, simulate
+from shardwise import LocalTensor, Partial, Shard, simulate
 
 
 def ranks_seen():
@@ -159,17 +159,27 @@ def test_a_mesh_larger_than_the_world_is_refused():
             shardwise.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
 
 
-# -- sub-meshes ------------------------------------------------------------------------------
+# -- submeshes ------------------------------------------------------------------------------
 
 
 def test_a_sub_mesh_is_a_mesh(square):
-    """Rank 0 slices the mesh, so the sub-mesh is the row of rank 0."""
+    """Each rank slices the mesh, and gets the row that it is in."""
     cols = square["cols"]
     x = shardwise.distribute_tensor(torch.arange(6.0), cols, [Shard(0)])
     local = x.to_local()
-    assert local.ranks == (0, 1)
-    assert local.on_rank(1).tolist() == [3, 4, 5]
+    assert local.ranks == (0, 1, 2, 3)
+    assert [local.on_rank(rank).tolist() for rank in (1, 2)] == [[3, 4, 5], [0, 1, 2]]
     assert x.full_tensor().agreed().tolist() == [0, 1, 2, 3, 4, 5]
+
+
+def test_values_on_a_sub_mesh_may_differ_between_its_rows(square):
+    local = LocalTensor.per_rank(lambda rank: torch.full((2,), float(rank)))
+    for axis, sums in (("cols", [1, 1, 5, 5]), ("rows", [2, 4, 2, 4])):
+        x = shardwise.DTensor.from_local(local, square[axis], [Partial()])
+        total = x.full_tensor()
+        assert [total.on_rank(rank)[0].item() for rank in range(4)] == sums
+        with pytest.raises(shardwise.RankMismatchError, match="the ranks differ"):
+            x.sum().item()
 
 
 @pytest.mark.parametrize("ranks", [(2, 0), (0, 1, 3), (3, 1)], ids=str)

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import shardwise
 from shardwise import DTensor, LayoutError, LocalTensor, Replicate
+from shardwise.checkpoint import load, save
 from shardwise.debug import CommDebugMode
 from shardwise.errors import LeafError, UnsupportedError
 from shardwise.parallel import (
@@ -33,7 +34,8 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.training.flat_packing import pack, rows_per_chunk
+from shardwise.training.fully_sharded.buffer import rows_of
+from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
@@ -56,7 +58,7 @@ def expected():
 # -- parity ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in ALL_MESHES if n != "a part of the mesh"])
+@pytest.mark.parametrize("name", ALL_MESHES)
 def test_trains_as_one_device(name, expected):
     with shardwise.simulate(NUM_RANKS.get(name, 4)):
         found = trained(name)
@@ -149,11 +151,72 @@ def test_gathered_parameters_are_views_of_one_buffer_that_is_freed():
         assert isinstance(layer.up.weight, DTensor)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 64])
-@pytest.mark.parametrize("width", [768, 4096])
-def test_padding_is_at_most_one_percent(width, num_ranks):
-    inner = {768: 3072, 4096: 11008}[width]
-    items = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner), (width, 1), (width, 1)]
+class Stack(nn.Module):
+    """A few matrices; each token takes two of them."""
+
+    num_experts = 3
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.matrices = nn.Parameter(torch.randn(3, 300, 300) / 20)
+
+    def forward(self, tokens, experts, weights):
+        return torch.einsum("tkio,ti,tk->to", self.matrices[experts], tokens, weights)
+
+
+class Mixture(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts, self.gate = Stack(), nn.Linear(300, 3)
+
+    def forward(self, x):
+        weights, chosen = self.gate(x).softmax(-1).topk(2)
+        return self.experts(x, chosen, weights)
+
+
+def train_mixture(model, batches):
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for batch in batches:
+        model(batch).pow(2).mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"model": model, "optimizer": optimizer}
+
+
+@pytest.mark.parametrize("num_axis", [1, 2, 3])
+def test_a_stack_of_few_matrices_is_split_inside_of_them(num_axis, tmp_path):
+    alone, batches = Mixture(), torch.randn(3, 8, 300)
+    train_mixture(alone, batches)
+    with shardwise.simulate(4 * num_axis):
+        mesh, model = mesh_of(dp=4, ep=num_axis), Mixture()
+        parallelize_module(model, mesh, {"experts": "experts"})
+        fully_shard(model, mesh["dp"])
+        stack = model.experts.matrices
+        assert [placement.dim for placement in stack.placements] == [1, 0]
+        held = [shard.numel() for shard in stack._local._parts]
+        assert max(held) < 0.3 * -(-3 // num_axis) * 300 * 300
+        state = train_mixture(model, [own(each, 4, num_axis) for each in batches])
+        assert_alike(model, alone, rtol=0, atol=2e-6)
+        save(state, tmp_path / "saved")
+    with shardwise.simulate(2):
+        other = fully_shard(Mixture(), mesh_of(dp=2))
+        state = {"model": other, "optimizer": torch.optim.AdamW(other.parameters())}
+        load(state, tmp_path / "saved")
+        assert_alike(other, alone, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 64, 512])
+@pytest.mark.parametrize(
+    ("width", "inner", "num_experts"), [(1024, 4096, 1), (4096, 11008, 1), (4096, 14336, 8)]
+)
+def test_padding_is_at_most_one_percent(width, inner, num_experts, num_ranks):
+    matrices = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]
+    if num_experts > 1:
+        matrices[4:] = [(num_experts, 2 * inner, width), (num_experts, width, inner)]
+    shapes = [*matrices, (width,), (width,)]
+    items = [rows_of(shape, split_dim(shape, num_ranks)) for shape in shapes]
     total = sum(num * row for num, row in items)
     packings = pack(items, num_ranks)
     assert sum(p.length for p in packings) * num_ranks <= 1.01 * total
@@ -493,6 +556,21 @@ def test_compiled(expected):
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model, expected, rtol=0, atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
+def test_layers_that_are_compiled_one_by_one(expected):
+    with shardwise.simulate(4):
+        mesh, model = mesh_of(dp=2, tp=2), Model()
+        parallelize_module(model, mesh, PLAN)
+        for name, layer in list(model.layers.named_children()):
+            compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            model.layers.register_module(name, fully_shard(compiled, mesh["dp"]))
+        train(fully_shard(model, mesh["dp"]), [own(ids, 2, 2) for ids in IDS])
+        found = [whole(parameter) for parameter in model.parameters()]
+    for tensor, parameter in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(tensor, parameter.detach(), rtol=0, atol=2e-5)
 
 
 # -- what is refused -------------------------------------------------------------------------------

@@ -1,9 +1,11 @@
-"""torch.compile's bytecode tracer: which frames it skips, graph breaks, and its reset."""
+"""torch.compile: which frames its tracer skips, graph breaks, plain gradients, and its reset."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 from shardwise._torch.compat import Names, Probe
 
@@ -41,6 +43,21 @@ def break_graph(fn: Any, reason: str) -> None:
 def reset() -> None:
     """Drop all compiled code."""
     _reset()()
+
+
+def _as_tangent(self: torch.Tensor, context: Any, expected_type: type | None = None) -> Any:
+    """A plain gradient as a compiled graph expects it; None where that is no tensor of ours.
+
+    For an output that has no gradient torch makes plain zeros, whatever the output was, and then
+    asks the zeros to become what the graph expects.
+    """
+    made = getattr(expected_type, "_plain_tangent", None)
+    return None if made is None else made(self, context)
+
+
+leave_untraced(_as_tangent.__code__)
+if not hasattr(torch.Tensor, "__coerce_same_metadata_as_tangent__"):
+    torch.Tensor.__coerce_same_metadata_as_tangent__ = _as_tangent  # type: ignore[attr-defined]
 
 
 def probe() -> Probe:

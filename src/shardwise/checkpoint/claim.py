@@ -2,10 +2,10 @@
 
 Note [One writer per name]
 Whoever writes `name` holds a lock of the operating system on `.name.lock` beside it; the file says
-who that is. The lock ends with its process, however that ends. What a claimed name has left of
-halves belongs to nobody and may be removed. Where the file system has no locks, names are not
-claimed and no halves are removed; still each job writes a half of its own, and one of them becomes
-the checkpoint.
+who that is. The lock ends with its process, however that ends. Unfinished folders of a name
+that one has claimed belong to nobody and may be removed. Where the file system has no locks, names
+are not claimed and nothing is removed; each job still writes a folder of its own, and one of them
+becomes the checkpoint.
 """
 
 from __future__ import annotations

@@ -144,7 +144,7 @@ def _read_index(path: Path) -> Index:
         if (path / WHOLE_NAME).exists():
             return _index_of_file(path / WHOLE_NAME)
         raise CheckpointError(
-            f"{path} is no checkpoint: it has neither {INDEX_NAME} nor {WHOLE_NAME}."
+            f"{path} is not a checkpoint: it has neither {INDEX_NAME} nor {WHOLE_NAME}."
         )
     if path.name.endswith(".index.json") and path.exists():
         return _read_index_file(path)
@@ -271,7 +271,9 @@ def _foreign_index(path: Path, content: dict[str, Any], digest: int) -> Index:
     """An index without the `shardwise` part: the headers of the files describe the tensors."""
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-        raise CheckpointError(f"{path} is no index of a checkpoint: it has no weight_map of files.")
+        raise CheckpointError(
+            f"{path} is not an index of a checkpoint: it has no weight_map of files."
+        )
     headers = {}
     for file in sorted(set(weight_map.values())):
         _check_file_name(path, file)

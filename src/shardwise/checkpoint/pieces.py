@@ -20,7 +20,7 @@ from shardwise.core.placements import Replicate, short
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import CheckpointError
 from shardwise.simulation.parts import agreed, on_rank, roster_of
-from shardwise.simulation.ranks import rank_values
+from shardwise.simulation.ranks import present, rank_values
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,9 @@ def pieces_of(value: Any, name: str, present: Sequence[int]) -> Pieces:
     held = [(rank, on_rank(plain, rank)) for rank in ranks]
     plain = agreed(plain)
     if plain.layout is not torch.strided or plain.is_meta:
-        raise CheckpointError(f"{name} is no dense tensor with memory: {plain.layout}, meta or so.")
+        raise CheckpointError(
+            f"{name} is not a dense tensor with memory: {plain.layout}, meta or so."
+        )
     start = (0,) * plain.dim()
     return Pieces(tuple(plain.shape), plain.dtype, [Piece(r, start, t) for r, t in held])
 
@@ -89,14 +91,8 @@ def _of_dtensor(value: DTensor, name: str) -> Pieces:
     whole: Any = value.detach()
     local = whole.to_local()
     found = []
-    for coordinate, part in rank_values(layout.grid, local):
-        rank = _rank_at(layout.grid, coordinate)
+    for rank, (coordinate, part) in zip(
+        present(layout.grid), rank_values(layout.grid, local), strict=True
+    ):
         found.append(Piece(rank, layout.box(coordinate)[0], part))
     return Pieces(layout.shape, layout.dtype, found)
-
-
-def _rank_at(grid: Any, coordinate: tuple[int, ...]) -> int:
-    number = 0
-    for place, size in zip(coordinate, grid.shape, strict=True):
-        number = number * size + place
-    return grid.ranks[number]

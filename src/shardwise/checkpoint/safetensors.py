@@ -132,7 +132,7 @@ def open_regular(path: Path) -> int:
             os.close(number)
     except (OSError, ValueError) as error:
         raise unreadable(path, error) from error
-    raise CheckpointError(f"{path} is no regular file.")
+    raise CheckpointError(f"{path} is not a regular file.")
 
 
 def unreadable(path: Path | str, error: OSError | ValueError) -> CheckpointError:
@@ -233,7 +233,7 @@ def _entry(path: Path, name: str, spec: Any, first: int) -> TensorEntry:
         raise _damaged(path, f"{name!r} does not have a dtype, a shape and data_offsets")
     offsets = spec["data_offsets"]
     if not (natural_numbers(spec["shape"]) and natural_numbers(offsets) and len(offsets) == 2):
-        raise _damaged(path, f"the shape or the offsets of {name!r} are no lists of sizes")
+        raise _damaged(path, f"the shape or the offsets of {name!r} are not lists of sizes")
     if not isinstance(spec["dtype"], str) or spec["dtype"] not in DTYPES:
         raise _damaged(path, f"{name!r} has the unknown dtype {str(spec['dtype'])[:40]!r}")
     entry = TensorEntry(DTYPES[spec["dtype"]], tuple(spec["shape"]), first + offsets[0])

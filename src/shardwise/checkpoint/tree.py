@@ -230,20 +230,20 @@ def check_node(node: Node, where: str, names: set[str]) -> None:
     if type(node) in (*_PLAIN, float):
         return
     if not isinstance(node, dict) or len(node) != 1:
-        raise CheckpointError(f"{where} is damaged: {str(node)[:60]} is no value of a state.")
+        raise CheckpointError(f"{where} is damaged: {str(node)[:60]} is not a value of a state.")
     ((word, content),) = node.items()
     if word == "dict" and isinstance(content, list):
         for row in content:
             if not (isinstance(row, list) and len(row) == 2):
                 raise CheckpointError(f"{where} is damaged: a table has {str(row)[:60]}.")
             if not _is_key(row[0]):
-                raise CheckpointError(f"{where} is damaged: {str(row[0])[:60]} is no key.")
+                raise CheckpointError(f"{where} is damaged: {str(row[0])[:60]} is not a key.")
             check_node(row[1], where, names)
     elif word in ("list", "tuple") and isinstance(content, list):
         for item in content:
             check_node(item, where, names)
     elif not _is_sound_leaf(word, content, names):
-        raise CheckpointError(f"{where} is damaged: {str(node)[:60]} is no value of a state.")
+        raise CheckpointError(f"{where} is damaged: {str(node)[:60]} is not a value of a state.")
 
 
 def _is_sound_leaf(word: str, content: Any, names: set[str]) -> bool:

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.table import Table as RichTable
 
 from shardwise.cli.console import console
+from shardwise.comm.cost import show_bytes
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection, Plan
 from shardwise.embedding.plan import EXCHANGE_DTYPES
 from shardwise.errors import ArgumentError, LayoutError
@@ -27,7 +28,7 @@ from shardwise.planner.explaining import (
     describe_result,
     to_json,
 )
-from shardwise.planner.planning import UNLIMITED, PlanResult, make_setting, plan, show_bytes
+from shardwise.planner.planning import UNLIMITED, PlanResult, make_setting, plan
 from shardwise.planner.price import price
 from shardwise.planner.solve import Progress
 from shardwise.planner.workload import Workload, read_tables, with_sample, workload

@@ -28,8 +28,8 @@ from shardwise.comm.watch import because
 from shardwise.core.code_version import source_digest
 from shardwise.core.mesh import Coordinate, Grid
 from shardwise.errors import CollectiveError, LayoutError, ShardwiseError
-from shardwise.simulation.parts import one_part
-from shardwise.simulation.ranks import each_rank, localize
+from shardwise.simulation.parts import one_part, parts_of
+from shardwise.simulation.ranks import by_rank, each_rank, localize
 from shardwise.simulation.roster import spans
 
 _T = TypeVar("_T")
@@ -100,17 +100,16 @@ class Faults:
     def __init__(self, grid: Grid, what: str, lead: str = "") -> None:
         """`what` names the cause of the gather; `lead` begins the error message."""
         self._grid, self._what, self._lead = grid, what, lead
-        self._texts: dict[Coordinate, bytes] = {}
+        self._texts: dict[int, bytes] = {}
 
-    def status(self, place: Coordinate, fault: Fault | str | None) -> int:
-        """What the rank at `place` sends to the others."""
+    def status(self, rank: int, fault: Fault | str | None) -> int:
+        """What a rank sends to the others."""
         if fault is None:
             return 0
         fault = Fault(fault) if isinstance(fault, str) else fault
-        rank = next(rank for rank, at in self._grid.coordinates.items() if at == place)
         said = f"{fault.error.__name__}\0{fault.text}".encode(errors="backslashreplace")
-        self._texts[place] = rank.to_bytes(_RANK_BYTES, "little") + said
-        return len(self._texts[place])
+        self._texts[rank] = rank.to_bytes(_RANK_BYTES, "little") + said
+        return len(self._texts[rank])
 
     def error(self, statuses: Sequence[int], axes: Sequence[int] | None = None) -> Exception | None:
         """The error that all ranks raise; None if all statuses are 0.
@@ -123,7 +122,7 @@ class Faults:
         if not 0 <= longest <= _MAX_TEXT_BYTES:
             return _marked(_damaged(self._what))
         grid, what = self._grid, self._what
-        rows = _gather_bytes(grid, what, longest, lambda at: self._texts.get(at, b""), axes)
+        rows = _gather_bytes(grid, what, longest, lambda rank: self._texts.get(rank, b""), axes)
         faults = dict(_fault_in(row) for row in rows if any(row))
         return joint_error(self._lead, faults, len(rows)) if faults else _marked(_damaged(what))
 
@@ -150,19 +149,30 @@ def gather(
     axes: Sequence[int] | None = None,
     dtype: torch.dtype = torch.int64,
 ) -> torch.Tensor:
-    """The numbers `row(coordinate, *its tensors)` of each rank along `axes`, or of all ranks.
+    """The numbers `row(rank, *its tensors)` of each rank along `axes`, or of all ranks.
 
-    Every rank gives equally many. Returns them as the rows of one plain tensor on the CPU.
+    Every rank gives equally many. Returns them as the rows of one plain tensor on the CPU; if there
+    are parallel submeshes, those of the first.
     """
+    return one_part(_gathered(grid, what, row, tensors, axes, dtype)).cpu()
 
-    def mine(place: Coordinate, *held: torch.Tensor) -> torch.Tensor:
-        return torch.tensor([row(place, *held)], dtype=dtype, device=grid.device_type)
 
-    found = each_rank(grid, mine, *tensors)
+def _gathered(
+    grid: Grid,
+    what: str,
+    row: Callable[..., Sequence[int]],
+    tensors: Sequence[torch.Tensor],
+    axes: Sequence[int] | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    def mine(rank: int, *held: torch.Tensor) -> torch.Tensor:
+        return torch.tensor([row(rank, *held)], dtype=dtype, device=grid.device_type)
+
+    found = by_rank(grid, mine, *tensors)
     with because(what, implicit=False):
         for axis in reversed(range(grid.num_axes) if axes is None else axes):
             found = collectives.all_gather(found, grid, axis)
-    return one_part(found).cpu()
+    return found
 
 
 def gather_numbers(
@@ -177,9 +187,9 @@ def gather_numbers(
     """
     faults = Faults(grid, what, f"{what}: ")
 
-    def row(place: Coordinate, *mine: torch.Tensor) -> list[int]:
+    def row(rank: int, *mine: torch.Tensor) -> list[int]:
         numbers, wrong = tell(*mine)
-        return [faults.status(place, wrong), *numbers]
+        return [faults.status(rank, wrong), *numbers]
 
     rows = gather(grid, what, row, *tensors).tolist()
     faults.check([status for status, *_ in rows])
@@ -188,12 +198,11 @@ def gather_numbers(
 
 def gather_texts(grid: Grid, what: str, text: Callable[[int], str]) -> list[str]:
     """What `text(rank)` gives on each rank, in the order of ranks."""
-    rank_at = {place: rank for rank, place in grid.coordinates.items()}
 
-    def encoded(place: Coordinate) -> bytes:
-        return text(rank_at[place]).encode()
+    def encoded(rank: int) -> bytes:
+        return text(rank).encode()
 
-    sizes = gather(grid, what, lambda place: [len(encoded(place))]).tolist()
+    sizes = gather(grid, what, lambda rank: [len(encoded(rank))]).tolist()
     rows = _gather_bytes(grid, what, max(size for (size,) in sizes), encoded)
     return [
         row[:size].decode(errors="backslashreplace")
@@ -205,14 +214,16 @@ def _gather_bytes(
     grid: Grid,
     what: str,
     size: int,
-    data: Callable[[Coordinate], bytes],
+    data: Callable[[int], bytes],
     axes: Sequence[int] | None = None,
 ) -> list[bytes]:
-    def row(place: Coordinate) -> list[int]:
-        return list(data(place).ljust(max(size, 1), b"\0"))
+    """What each rank gives, of all parallel submeshes."""
 
-    rows = gather(grid, what, row, axes=axes, dtype=torch.uint8)
-    return [bytes(row.tolist()) for row in rows]
+    def row(rank: int) -> list[int]:
+        return list(data(rank).ljust(max(size, 1), b"\0"))
+
+    found = _gathered(grid, what, row, (), axes, torch.uint8)
+    return [bytes(row.tolist()) for part in parts_of(found) for row in part.cpu()]
 
 
 class Meeting:
@@ -231,17 +242,13 @@ class Meeting:
         self._arriving = collectives.start_all_to_all(labels, grid, axis)
 
     def finish(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """The row from each coordinate for this rank, and each coordinate's `told`; on the CPU.
-
-        The second is a plain tensor: it must not differ along other axes.
-        """
+        """The row from each coordinate for this rank, and each coordinate's `told`; on the CPU."""
 
         def parted(_: Coordinate, arrived: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return arrived[:, : self._width], arrived[:, self._width :]
 
         arrived = collectives.awaited(self._arriving).cpu()
-        rows, told = each_rank(self._grid, parted, arrived, axes=())
-        return rows, one_part(told)
+        return each_rank(self._grid, parted, arrived, axes=())
 
 
 def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _T:
@@ -260,7 +267,7 @@ def raise_together(grid: Grid, axes: Sequence[int], call: Callable[[], _T]) -> _
     if own is not None:
         kind = next((k for k in _ERRORS.values() if isinstance(own, k)), RuntimeError)
         status = functools.partial(faults.status, fault=Fault(str(own), kind))
-        longest = each_rank(grid, lambda at: torch.tensor([status(at)], device=grid.device_type))
+        longest = by_rank(grid, lambda rank: torch.tensor([status(rank)], device=grid.device_type))
     for axis in axes:
         longest = collectives.all_reduce(longest, "max", grid, axis)
     error = faults.error([int(one_part(longest))], axes)
@@ -289,14 +296,14 @@ def agree(grid: Grid, what: str, request: str, problem: Exception | None = None)
     faults = Faults(grid, what, f"{what} fails, so no rank goes on. ")
     digest = hashlib.blake2b(f"{request}\0{wrong}".encode(), digest_size=16).digest()
     compared = struct.unpack("<2q", digest)
-    rows = gather(grid, what, lambda at: [faults.status(at, wrong), *compared])
+    rows = gather(grid, what, lambda rank: [faults.status(rank, wrong), *compared])
     same = bool((rows == rows[0]).all())
     if problem is not None and same:
         raise _marked(problem)
     faults.check(rows[:, 0].tolist())
     if not same:
         texts = gather_texts(grid, what, lambda _: request)
-        raise _marked(_difference(what, grid.ranks, texts))
+        raise _marked(_difference(what, grid.submeshes[0], texts))
 
 
 def _difference(what: str, ranks: Sequence[int], requests: Sequence[str]) -> Exception:

@@ -35,3 +35,14 @@ def exchange_s(num_bytes: float) -> float:
 def local_s(num_bytes: float) -> float:
     """Seconds for a step without communication, a copy on the device, so that fewer steps win."""
     return 1e-6 + num_bytes / (50 * BYTES_PER_S)
+
+
+def show_bytes(num: float) -> str:
+    """
+    >>> show_bytes(1234), show_bytes(80e9), show_bytes(999_999)
+    ('1.23 kB', '80 GB', '1 MB')
+    """
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if num >= 0.9995 * size:
+            return f"{num / size:.3g} {unit}"
+    return f"{num:.0f} B"

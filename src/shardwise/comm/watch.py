@@ -53,7 +53,7 @@ class Watch:
         self.kernels: dict[Any, Callable[..., Any]] = {}
         #: Planned calls, recorded for `explain`.
         self.notes: list[Any] | None = None
-        #: Called with what is no op but should be the same on all ranks; see debug.agree.
+        #: Called with what is not an op but should be the same on all ranks; see debug.agree.
         self.record: Callable[[str], None] | None = None
         #: Called with an optimizer before it steps.
         self.steps: list[Callable[[Any], None]] = []

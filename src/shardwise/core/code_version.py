@@ -1,4 +1,4 @@
-"""A digest of this package's code: compiled code in caches and other ranks may have another one."""
+"""A digest of this package's code, which tells versions apart in caches and between ranks."""
 
 from __future__ import annotations
 

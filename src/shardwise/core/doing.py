@@ -1,4 +1,4 @@
-"""What each rank says it does, in the store in which the ranks met.
+"""What each rank is doing, written to the store of the rendezvous.
 
 For ranks whose collective failed: the group cannot be used any more, but the store can.
 """

@@ -53,7 +53,7 @@ def decode_placement(text: str) -> Placement:
     if plain.endswith(")") and kind == "Shard" and (found := _decode_shard(inside)) is not None:
         return found
     raise LayoutError(
-        f"{text[:60]!r} is no placement: write Shard(1), Replicate() or Partial(sum)."
+        f"{text[:60]!r} is not a placement: write Shard(1), Replicate() or Partial(sum)."
     )
 
 
@@ -142,7 +142,7 @@ def decode_mesh(text: str) -> DeviceMesh:
 
 def encode_grid(grid: Grid) -> Any:
     """A grid as JSON."""
-    return grid.device_type, grid.shape, grid.ranks, grid.axis_names
+    return grid.identity
 
 
 def decode_grid(encoded: Any) -> Grid:

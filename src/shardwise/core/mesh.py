@@ -5,22 +5,31 @@ A program that uses a part of the ranks is one program: it runs on all of them. 
 the mesh, a DTensor has its global shape and layout, and an empty local tensor. Calls are planned as
 elsewhere, but nothing is sent or computed. Only a value that Python asks for (`item`, `tolist`) is
 not there, and raises.
+
+Note [Parallel submeshes]
+`mesh["dev"]` of a mesh (host, dev) names, on each rank, the line of ranks that it is on: a program
+makes as many submeshes as there are hosts. A process is in one of them. A simulated world plays all
+ranks, so there the grid of `mesh["dev"]` stands for all of them. Ranks of different submeshes then
+have the same coordinate: the layout of a tensor is the same for each submesh, its values need not
+be. Collectives run inside of each.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from shardwise._torch.c10d import mesh_stack, mesh_without_groups
+from shardwise._torch.c10d import mesh_stack, mesh_without_groups, root_mesh
 from shardwise._torch.dispatch import outside_modes
 from shardwise.core.world import World, absent_world, current_world
-from shardwise.errors import ArgumentError, WorldError
+from shardwise.errors import ArgumentError, LayoutError, WorldError
 
 Coordinate = tuple[int, ...]
 
@@ -43,21 +52,30 @@ class Grid:
         "mesh",
         "num_writes",
         "outside",
+        "places",
         "ranks",
         "shape",
+        "submeshes",
         "world",
     )
 
-    def __init__(self, mesh: DeviceMesh, world: World) -> None:
-        shape, ranks = _shape_and_ranks(mesh)
+    def __init__(
+        self, mesh: DeviceMesh, world: World, shape: tuple[int, ...], ranks: tuple[int, ...]
+    ) -> None:
+        """`ranks` are those of all parallel submeshes, one after another."""
         self.mesh = mesh
         self.world = world
         self.device_type: str = mesh.device_type
         self.shape: tuple[int, ...] = shape
         self.axis_names: tuple[str, ...] | None = mesh.mesh_dim_names
-        self.ranks: tuple[int, ...] = ranks
-        places = itertools.product(*map(range, self.shape))
-        self.coordinates: dict[int, Coordinate] = dict(zip(self.ranks, places, strict=True))
+        #: All coordinates, those along the last axis first.
+        self.places: list[Coordinate] = list(itertools.product(*map(range, shape)))
+        #: The ranks of each submesh, in the order of `places`; see Note [Parallel submeshes].
+        self.submeshes = _batched(ranks, len(self.places))
+        #: The ranks of the mesh; those of several submeshes in the order of the world.
+        self.ranks: tuple[int, ...] = ranks if len(self.submeshes) == 1 else tuple(sorted(ranks))
+        at = dict(zip(ranks, self.places * len(self.submeshes), strict=True))
+        self.coordinates: dict[int, Coordinate] = {rank: at[rank] for rank in self.ranks}
         #: The coordinate of this process; None in a simulated world and on ranks outside the mesh.
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
         #: Whether no rank of this process is in the mesh. See Note [Ranks outside a mesh].
@@ -75,22 +93,35 @@ class Grid:
     def num_axes(self) -> int:
         return len(self.shape)
 
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the mesh has: as many as coordinates."""
+        return math.prod(self.shape)
+
+    @property
+    def identity(self) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]:
+        """What `grid_like` takes: plain data that says which grid of a world this is."""
+        ranks = tuple(itertools.chain.from_iterable(self.submeshes))
+        return self.device_type, self.shape, ranks, self.axis_names
+
     def axis_name(self, axis: int) -> str:
         return self.axis_names[axis] if self.axis_names else str(axis)
 
     def lines(self, axis: int) -> list[list[int]]:
         """The groups of ranks that differ only in their coordinate along `axis`."""
         # Plain Python: this may run first while torch.compile traces, where tensors have no values.
-        groups: dict[Coordinate, list[int]] = {}
-        for rank, place in self.coordinates.items():
-            groups.setdefault((*place[:axis], *place[axis + 1 :]), []).append(rank)
+        groups: dict[tuple[int, Coordinate], list[int]] = {}
+        for number, submesh in enumerate(self.submeshes):
+            for rank in submesh:
+                place = self.coordinates[rank]
+                groups.setdefault((number, (*place[:axis], *place[axis + 1 :])), []).append(rank)
         return list(groups.values())
 
     def __deepcopy__(self, memo: Any) -> Grid:
         return self  # one object per value
 
     def __reduce__(self) -> Any:
-        return grid_like, (self.device_type, self.shape, self.ranks, self.axis_names)
+        return grid_like, self.identity
 
     def __repr__(self) -> str:
         if not self.axis_names:
@@ -121,6 +152,8 @@ def grid_of(mesh: DeviceMesh) -> Grid:
         )
     world = current_world()
     shape, ranks = _shape_and_ranks(mesh)
+    if world.simulated:
+        ranks = _of_all_submeshes(mesh, ranks)
     if max(ranks) >= world.size:
         raise WorldError(
             f"The mesh names rank {max(ranks)}, but the world has {world.size} ranks "
@@ -129,10 +162,8 @@ def grid_of(mesh: DeviceMesh) -> Grid:
     key = (mesh.device_type, mesh.mesh_dim_names, shape, ranks)
     grid = world.grids.get(key)
     if grid is None:
-        grid = world.grids[key] = Grid(mesh, world)
-    number = id(mesh)
-    _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
-    return grid
+        grid = world.grids[key] = Grid(mesh, world, shape, ranks)
+    return _remember(mesh, grid)
 
 
 def grid_like(
@@ -141,20 +172,27 @@ def grid_like(
     ranks: tuple[int, ...],
     axis_names: tuple[str, ...] | None,
 ) -> Grid:
-    """The grid of the current world with these values; makes its mesh if there is none yet.
+    """The grid of the current world with this `identity`; makes its mesh if there is none yet.
 
     Without a process group, the grid is one of a world that is not there.
     """
+    if not ranks or len(ranks) % math.prod(shape):
+        raise LayoutError(f"Ranks {list(ranks)} do not form meshes of shape {shape}.")
     if not dist.is_initialized():
         world = absent_world(max(ranks) + 1)
         key = (device_type, axis_names, shape, ranks)
         if key not in world.grids:
-            mesh = mesh_without_groups(device_type, torch.tensor(ranks).view(shape), axis_names)
-            world.grids[key] = Grid(mesh, world)
+            first = torch.tensor(ranks[: math.prod(shape)]).view(shape)
+            mesh = mesh_without_groups(device_type, first, axis_names)
+            world.grids[key] = Grid(mesh, world, shape, ranks)
         found: Grid = world.grids[key]
         return found
     world = current_world()
-    grid: Grid | None = world.grids.get((device_type, axis_names, shape, ranks))
+    if not world.simulated:
+        own = [each for each in _batched(ranks, math.prod(shape)) if world.rank in each]
+        ranks = own[0] if own else ranks[: math.prod(shape)]
+    key = (device_type, axis_names, shape, ranks)
+    grid: Grid | None = world.grids.get(key)
     if grid is not None:
         return grid
     if max(ranks) >= world.size:
@@ -170,8 +208,19 @@ def grid_like(
             "init_device_mesh(...) of the whole world, and mesh[...] for a part of it; and use it "
             "once: shardwise.zeros(1, device_mesh=mesh)."
         )
-    mesh = DeviceMesh(device_type, torch.tensor(ranks).view(shape), mesh_dim_names=axis_names)
-    return grid_of(mesh)
+    first = torch.tensor(ranks[: math.prod(shape)]).view(shape)
+    mesh = DeviceMesh(device_type, first, mesh_dim_names=axis_names)
+    return _remember(mesh, world.grids.setdefault(key, Grid(mesh, world, shape, ranks)))
+
+
+def _remember(mesh: DeviceMesh, grid: Grid) -> Grid:
+    number = id(mesh)
+    _seen[number] = (weakref.ref(mesh, lambda _: _seen.pop(number, None)), grid)
+    return grid
+
+
+def _batched(ranks: Sequence[int], size: int) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(ranks[at : at + size]) for at in range(0, len(ranks), size))
 
 
 def _shape_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -179,6 +228,32 @@ def _shape_and_ranks(mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]
     with outside_modes():
         tensor: Any = mesh.mesh
         return tuple(tensor.shape), tuple(tensor.flatten().tolist())
+
+
+def _of_all_submeshes(mesh: DeviceMesh, ranks: tuple[int, ...]) -> tuple[int, ...]:
+    """The ranks of a submesh, and then those of the submeshes parallel to it.
+
+    Parallel are those with other coordinates along the axes of the root mesh that the submesh does
+    not have.
+    """
+    root = root_mesh(mesh)
+    shape, all_ranks = _shape_and_ranks(root)
+    places = dict(zip(all_ranks, itertools.product(*map(range, shape)), strict=True))
+    if root is mesh or not set(ranks) <= set(places):
+        return ranks
+    mine = [places[rank] for rank in ranks]
+    own = [axis for axis in range(len(shape)) if len({place[axis] for place in mine}) > 1]
+    if math.prod(shape[axis] for axis in own) != len(ranks):
+        return ranks  # a part of an axis
+    submeshes: dict[Coordinate, dict[Coordinate, int]] = {}
+    for rank, place in places.items():
+        at = tuple(place[axis] for axis in own)
+        elsewhere = tuple(n for axis, n in enumerate(place) if axis not in own)
+        submeshes.setdefault(elsewhere, {})[at] = rank
+    order = [tuple(place[axis] for axis in own) for place in mine]
+    found = [tuple(submesh[at] for at in order) for submesh in submeshes.values()]
+    found.sort(key=lambda each: each != ranks)  # its own first
+    return tuple(itertools.chain.from_iterable(found))
 
 
 def current_mesh() -> DeviceMesh:

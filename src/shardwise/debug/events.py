@@ -1,4 +1,4 @@
-"""CommEvent: one collective that ran; and where: for which module, at which line, in which phase.
+"""CommEvent: one collective that ran, with its module, source line and phase.
 
 Note [Modules without hooks]
 torch.compile would trace hooks on modules and guard on them, so entering a mode would recompile the

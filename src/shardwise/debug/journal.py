@@ -4,13 +4,13 @@ Note [Journals]
 Inside the mode each rank keeps a journal: one record per op on DTensors, redistribution,
 collective and optimizer step. A record names the op, its arguments (layouts, numbers, and which
 tensors they are) and has a code, a hash of that text, which is the same in every process.
-Collectives that the layouts of a recorded call imply have none, unless each is compared; nor has
-`detach`, whose result is the same tensor. Equal records are one object, made at the first such call
-with the line of the program that led to it, so a call costs one lookup.
+Collectives that follow from a recorded call's layouts have no record, unless each is compared; nor
+has `detach`, whose result is the same tensor. Equal records are one object, made at the first such
+call with the line of the program that led to it, so a call costs one lookup.
 
 Ranks compare a digest of all codes so far (Note [Rounds]); where digests differ they exchange the
 codes since the last verdict, and the first that differs is the mistake. They do so also when a
-collective fails or an error ends the mode: ranks whose collectives no longer meet come to none.
+collective fails or an error ends the mode, since ranks out of step reach no other comparison.
 
 Note [Which tensor]
 Two calls of one op on tensors of one layout may be in another order on one rank, which gives wrong
@@ -44,8 +44,12 @@ from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
-from shardwise.debug.first_difference import Account, exchange_accounts, first_difference
-from shardwise.debug.verdict import DigestComparison
+from shardwise.debug.first_difference import (
+    Account,
+    DigestComparison,
+    exchange_accounts,
+    first_difference,
+)
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
@@ -309,7 +313,7 @@ class agree:
         return made
 
     def _note(self, text: str) -> None:
-        """Record something that is no op: `text` is the same on ranks that do the same."""
+        """Record something that is not an op: `text` is the same on ranks that do the same."""
         self._journal.append(self._known.get((text,)) or self._new((text,), lambda: text))
 
     def _recording_move(self, move: Callable[..., Any]) -> Callable[..., Any]:

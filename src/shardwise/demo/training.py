@@ -251,8 +251,8 @@ class _Training:
         saved = found.get("task") if isinstance(found, dict) else None
         if saved != self.task.identity():
             raise ArgumentError(
-                f"{series.path(step)} is of another training: it was saved for {saved}, and this "
-                f"is {self.task.identity()}."
+                f"{series.path(step)} belongs to another training run: it was saved for {saved}, "
+                f"and this is {self.task.identity()}."
             )
         if step > self.task.num_steps:
             raise ArgumentError(

@@ -369,7 +369,7 @@ def wraps_all(outputs: Sequence[Layout], shape: Any = None) -> Callable[..., Any
     all_asked = bool(outputs) and (asked is None or all(asked))
 
     def finish(result: Any, args: Sequence[Any], wrap: Callable[..., Any]) -> Any:
-        # Nearly always. Row-sparse gradients are no tensors, and stay as they are.
+        # Nearly always. Row-sparse gradients are not tensors, and stay as they are.
         known = all_asked and len(result) == len(outputs)
         if known and all(isinstance(each, torch.Tensor) for each in result):
             every = map(wrap, result, outputs)

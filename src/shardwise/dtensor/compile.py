@@ -231,7 +231,7 @@ def stable_hash(local: Any, layout: Layout, requires_grad: bool) -> str:
             layout.placements,
             layout.order,
             layout.grid.shape,
-            layout.grid.ranks,
+            layout.grid.submeshes,
             layout.grid.world.rank,
             requires_grad,
             [tuple(map(str, part.shape)) for part in parts_of(local)],

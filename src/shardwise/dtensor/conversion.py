@@ -225,7 +225,7 @@ def check_all_ranks(
     """
     rows = all_metas(local, grid, "from_local(run_check=True)")
     first = torch.empty_strided(rows[0].shape, rows[0].stride, dtype=rows[0].dtype, device="meta")
-    found = dict(zip(grid.coordinates.values(), rows, strict=True))
+    found = dict(zip(grid.places, rows, strict=True))
     if shape is None and any(row != rows[0] for row in rows):
         unlike = {c: row for c, row in found.items() if row != rows[0]}
         raise LayoutError(

@@ -147,7 +147,7 @@ def _entry(given: Any, number: int) -> Any:
 def _is_even(layout: Layout) -> bool:
     """Whether all ranks' shards have one shape."""
     # Compared, not put in a set: hashing would specialise symbols.
-    first, *others = (layout.local_shape(c) for c in layout.grid.coordinates.values())
+    first, *others = (layout.local_shape(c) for c in layout.grid.places)
     return all(shape == first for shape in others)
 
 
@@ -187,8 +187,8 @@ def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 def _from_present(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The same in a traced simulated world: all ranks are present, sizes may be symbolic."""
-    rows = [tuple(part.shape) for _, part in rank_values(grid_of(mesh), local)]
-    return _from_shapes(local, mesh, placements, rows)
+    shapes = {at: tuple(part.shape) for at, part in rank_values(grid_of(mesh), local)}
+    return _from_shapes(local, mesh, placements, [shapes[at] for at in grid_of(mesh).places])
 
 
 install_from_uneven(_from_present)
@@ -201,7 +201,7 @@ def _from_shapes(
     rows: Sequence[Sequence[Size]],
 ) -> DTensor:
     grid = grid_of(mesh)
-    shapes = dict(zip(grid.coordinates.values(), rows, strict=True))
+    shapes = dict(zip(grid.places, rows, strict=True))
     whole = list(rows[0])
     found: list[Placement] = list(placements)
     for axis, placement in enumerate(placements):

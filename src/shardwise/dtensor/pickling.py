@@ -21,11 +21,9 @@ from shardwise.simulation.ranks import rank_values
 
 
 def packed(local: torch.Tensor, layout: Layout) -> tuple[Any, Any, Any]:
-    grid = layout.grid
-    mesh = (grid.device_type, grid.shape, grid.ranks, grid.axis_names)
     return (
         pickling.packed(local),
-        mesh,
+        layout.grid.identity,
         (layout.placements, layout.order, layout.shape, layout.stride, layout.dtype),
     )
 
@@ -60,7 +58,7 @@ def checked_local(held: Any, layout: Layout) -> torch.Tensor:
     for coordinate, part in rank_values(grid, local):
         expected = layout.local_shape(coordinate)
         if grid.world.absent:  # the file does not say whose shard it is
-            shapes = [layout.local_shape(each) for each in grid.coordinates.values()]
+            shapes = [layout.local_shape(each) for each in grid.places]
             expected = tuple(part.shape) if tuple(part.shape) in shapes else expected
         if (tuple(part.shape), part.dtype) != (expected, layout.dtype):
             raise LayoutError(

@@ -560,6 +560,15 @@ class DTensor(Wrapped):
         held = held_like(moved._local, context.roster)
         return moved if held is moved._local else DTensor._wrap(held, layout)
 
+    @staticmethod
+    @untraced
+    def _plain_tangent(x: torch.Tensor, context: Any) -> DTensor:
+        """The gradient of an output that was not used; see `_torch.dynamo`."""
+        grid = (context if isinstance(context, FlatContext) else context.flat).grid
+        whole = make_layout(grid, (REPLICATE,) * grid.num_axes, x.shape, x.stride(), x.dtype)
+        made = DTensor._wrap(localize(grid, x), whole)
+        return made.__coerce_same_metadata_as_tangent__(context)
+
     def _stable_hash_for_caching(self) -> str:
         """The key of this tensor, and of this package's code, in torch's compile caches."""
         return stable_hash(self._local, self._layout, self.requires_grad)

@@ -45,7 +45,7 @@ class _Form(NamedTuple):
 
     tables: TableSet
     #: Per state of the optimizer, one tensor per table.
-    states: list[list[torch.Tensor]]
+    states: tuple[list[torch.Tensor], ...]
     first_bag: torch.Tensor
     max_bags: int
     rows: OutputRows
@@ -113,14 +113,10 @@ class OneRank:
         states = []
         if self.optimizer is not None:
             for name in self.optimizer.settings.states:
-                states.append(
-                    [
-                        self.optimizer.state_of(0, shard.stack, name)[shard.base :][
-                            : shard.num_rows
-                        ]
-                        for shard in shards
-                    ]
-                )
+                stacked = [
+                    (self.optimizer.state_of(0, shard.stack, name), shard) for shard in shards
+                ]
+                states.append([state[at.base :][: at.num_rows] for state, at in stacked])
         means = [owners[feature].pooling == "mean" for feature in features]
         table_set = TableSet(
             [stacks.rows(0, shard) for shard in shards],
@@ -144,7 +140,7 @@ class OneRank:
         )
         first = first_bags(tuple(sizes), table_set.device)
         mode = "mean" if any(means) else "sum"
-        return _Form(table_set, states, first, max(sizes), rows, mode, shapes)
+        return _Form(table_set, tuple(states), first, max(sizes), rows, mode, shapes)
 
     # -- see Note [Late checks] ------------------------------------------------------------------
 

@@ -99,6 +99,8 @@ class _Collection(nn.Module):
         self._settings = optimizer
         #: All features, in the order of the output.
         self.features = [feature for table in self.tables for feature in table.features]
+        #: The tables' modules, and the parameters of each.
+        self._holders: tuple[list[Any], list[Any]] = ([], [])
         #: Stands for the collection in a graph; see Note [Collections in compiled code].
         self._handle = enroll(self)
         tiling = Plan.of("table_wise").tiling(self.tables, 1)
@@ -117,9 +119,12 @@ class _Collection(nn.Module):
         return self.get_submodule(f"{self._child}.{table}").weight  # type: ignore[return-value]
 
     def _parameters_in_order(self) -> list[torch.Tensor]:
-        modules = self._modules[self._child]._modules.values()  # type: ignore[union-attr]
+        modules = list(self._modules[self._child]._modules.values())  # type: ignore[union-attr]
+        # A module keeps its dict of parameters; with many tables even reading it takes time.
+        if modules != self._holders[0]:
+            self._holders = modules, list(map(_PARAMETERS, modules))
         try:  # no Python per table
-            return list(map(_WEIGHT_IN, map(_PARAMETERS, modules)))
+            return list(map(_WEIGHT_IN, self._holders[1]))
         except KeyError:  # a parametrized weight is computed
             return [self.parameter(table.name) for table in self.tables]
 
@@ -252,6 +257,9 @@ class _Collection(nn.Module):
         A collection on the `meta` device gets memory here, for each rank's shards alone, and
         initial values: those that one device would draw with the generator of the first rank.
 
+        Of a mesh with several axes give one, `mesh["dev"]`: tables are sharded along it, and there
+        is a replica for each coordinate of the others, which `data_parallel` keeps equal.
+
         A rank outside the mesh calls this too. It holds no rows, and looks up zeros.
         """
         if self._engine.grid is not None:
@@ -262,7 +270,6 @@ class _Collection(nn.Module):
                 f"A collection is sharded over a mesh with one axis, found {grid!r}. Make "
                 "one of all its ranks (mesh._flatten()), or take one axis (mesh['axis'])."
             )
-        num_ranks = len(grid.ranks)
         chosen, tiling, sent = self._agreed(grid, plan, grad_reduction, exchange_dtype)
         old = self._engine.stacks
         stacks = Stacks(tiling, grid, old.dtype, torch.device(grid.device_type))
@@ -274,7 +281,7 @@ class _Collection(nn.Module):
             self._send_weights(grid, stacks)
         self.plan = chosen
         self._replace_parameters(stacks)
-        scale = 1.0 / num_ranks if grad_reduction == "mean" else 1.0
+        scale = 1.0 / grid.num_ranks if grad_reduction == "mean" else 1.0
         self._settle(stacks, scale, sent)
         return self
 
@@ -316,7 +323,7 @@ class _Collection(nn.Module):
             chosen = Plan.of(plan)
             sent = exchange_dtype or chosen.exchange_dtype
             check_exchange_dtype(sent, old.dtype)
-            tiling = chosen.tiling(self.tables, len(grid.ranks))
+            tiling = chosen.tiling(self.tables, grid.num_ranks)
             lines.append(f"exchange_dtype={sent}")
             lines += [
                 f"{table.name} ({table.num_embeddings}×{table.embedding_dim}): {split.kind} "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -14,7 +15,8 @@ from shardwise.lookup.order import counted, repeated
 from shardwise.lookup.tiling import TableShard
 from shardwise.ops.lookup.row_sparse import gather_rows
 from shardwise.ops.lookup.row_sparse import make as make_row_sparse
-from shardwise.simulation.ranks import one_tensor
+from shardwise.simulation.parts import agreed
+from shardwise.simulation.ranks import localize, one_tensor, part_per_rank
 from shardwise.training.contract import Reduction
 
 
@@ -69,26 +71,54 @@ def mean_over_replicas(
 
     Every replica gets the rows of all, in one order, so all make the same update.
     """
-    found_lookups: list[Lookups] = []
-    found_copies: list[dict[int, Rows]] = []
-    with because("gradients of replicated tables", implicit=False):
-        for place, rank in enumerate(stacks.ranks):
-            rows = {**row_gradients(stacks, place, backend, lookups[place]), **copies[place]}
-            here: Lookups = {}
-            shared: dict[int, Rows] = {}
-            for k, weight in enumerate(stacks.weights[place]):
-                nothing = torch.empty(0, dtype=torch.int64, device=weight.device), weight[:0]
-                numbers, values = rows.get(k, nothing)
-                for axis in replicas.means:
-                    numbers, values = gather_rows(numbers, values, *axis)
-                values = values * replicas.share
-                if stacks.tiling.stacks[rank][k].replicated:
-                    shared[k] = numbers, values
-                else:
-                    here[k] = Query(numbers, None, None), values
-            found_lookups.append(here)
-            found_copies.append(shared)
+    rows = [
+        {**row_gradients(stacks, place, backend, lookups[place]), **copies[place]}
+        for place in range(len(stacks.ranks))
+    ]
+    found_lookups: list[Lookups] = [{} for _ in rows]
+    found_copies: list[dict[int, Rows]] = [{} for _ in rows]
+    # A rank with fewer stacks takes part with empty ones, so that all communicate alike.
+    for k in range(max(map(len, stacks.tiling.stacks))):
+        with because("gradients of replicated tables", implicit=False):
+            means = _means(stacks, replicas, k, rows)
+        for place, (rank, found) in enumerate(zip(stacks.ranks, means, strict=True)):
+            mine = stacks.tiling.stacks[rank]
+            if k < len(mine) and mine[k].replicated:
+                found_copies[place][k] = found
+            elif k < len(mine):
+                found_lookups[place][k] = Query(found[0], None, None), found[1]
     return found_lookups, found_copies
+
+
+def _means(
+    stacks: Stacks, replicas: Reduction, stack: int, rows: Sequence[dict[int, Rows]]
+) -> list[Rows]:
+    """Per rank present, the rows of a stack of all replicas, times a replica's share."""
+    grid = stacks.grid
+    found = [_rows_of(stacks, place, stack, each) for place, each in enumerate(rows)]
+    columns = zip(*found, strict=True)
+    numbers, values = (
+        column[0] if grid is None else one_tensor(grid, column, sized=False) for column in columns
+    )
+    for mesh, axis in replicas.means:
+        numbers, values = gather_rows(localize(mesh, numbers), localize(mesh, values), mesh, axis)
+    if grid is None:
+        return [(agreed(numbers), agreed(values) * replicas.share)]
+    both = zip(part_per_rank(grid, numbers), part_per_rank(grid, values), strict=True)
+    return [(number, value * replicas.share) for number, value in both]
+
+
+def _rows_of(stacks: Stacks, place: int, stack: int, rows: dict[int, Rows]) -> Rows:
+    """The rows of a stack with a gradient; empty where there are none."""
+    if stack in rows:
+        return rows[stack]
+    held = stacks.weights[place][stack : stack + 1]
+    width = held[0].shape[1] if held else 0
+    options: Any = {"device": stacks.device}
+    return (
+        torch.empty(0, dtype=torch.int64, **options),
+        torch.empty(0, width, dtype=stacks.dtype, **options),
+    )
 
 
 def table_gradient(
@@ -105,8 +135,9 @@ def table_gradient(
             numbers.append(torch.empty(0, dtype=torch.int64, device=nothing.device))
             values.append(nothing[:0] if nothing.shape[0] else nothing)
             continue
-        if place and stacks.tiling.splits[table].replicated:
-            here = (numbers[0], values[0])  # the same on every rank, and stored once
+        first = stacks.first_copy[place]
+        if first < place and stacks.tiling.splits[table].replicated:
+            here = (numbers[first], values[first])  # the same on every rank, and stored once
         else:
             here = _between(found, shard)
         numbers.append(here[0])
@@ -127,10 +158,11 @@ def table_gradient(
             coalesced=True,
         )
     dense: list[torch.Tensor] = []
-    for rank, at, value in zip(stacks.ranks, numbers, values, strict=True):
+    for place, (rank, at, value) in enumerate(zip(stacks.ranks, numbers, values, strict=True)):
         shard = stacks.tiling.shard_on(table, rank)
-        if dense and stacks.tiling.splits[table].replicated:
-            dense.append(dense[0])
+        first = stacks.first_copy[place]
+        if first < place and stacks.tiling.splits[table].replicated:
+            dense.append(dense[first])
             continue
         empty = tuple(stacks.nothing_of(table).shape)
         size = empty if shard is None else (shard.num_rows, shard.width)

@@ -18,6 +18,7 @@ from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
 from shardwise.lookup.backends.backend import Backend, Lookups, Query, Rows, update_stacks
 from shardwise.lookup.optimizers import FusedOptimizer, RowUpdate, optimizer_settings
 from shardwise.simulation.parts import on_rank
+from shardwise.simulation.ranks import present
 
 
 @dataclass(frozen=True)
@@ -220,9 +221,12 @@ class InBackward:
             for name, per_row in self.settings.states.items():
                 if per_row:
                     parts = zip(
-                        self.stacks.ranks, self._local_states(number, name, True), strict=True
+                        present(grid),
+                        self.stacks.ranks,
+                        self._local_states(number, name, True),
+                        strict=True,
                     )
-                    holders = [(grid.ranks[at], part) for at, part in parts if split.sizes[at]]
+                    holders = [(rank, part) for rank, at, part in parts if split.sizes[at]]
                     shape = (table.num_embeddings, 1)
                     found[table.name][name] = RowState(shape, self.stacks.dtype, holders)
         return found

@@ -65,8 +65,10 @@ def run_lookup(
     """One tensor per feature; with `joined`, one with all features side by side."""
     if engine.optimizer is None:
         return _Lookup.apply(engine, batch, joined, batch.weights, *parameters)
-    with without_subclass_functions():  # twice as fast; there may be a thousand tables
-        trained = list(map(_REQUIRES_GRAD, parameters))
+    trained: list[bool] = []
+    if torch.is_grad_enabled():
+        with without_subclass_functions():  # twice as fast; there may be a thousand tables
+            trained = list(map(_REQUIRES_GRAD, parameters))
     updated = Updated(trained, parameters)
     # The tables are not inputs of autograd then: `start` makes it call backward.
     start = _START if True in trained else None

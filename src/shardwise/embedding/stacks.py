@@ -10,7 +10,7 @@ from shardwise.core.layout import Layout, contiguous_stride, make_layout
 from shardwise.core.mesh import Grid
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.dtensor.tensor import DTensor
-from shardwise.lookup.exchange import ranks_present
+from shardwise.lookup.exchange import places_together, ranks_present
 from shardwise.lookup.scratch import table_memory
 from shardwise.lookup.tiling import TableShard, TableTiling
 from shardwise.simulation.parts import agreed
@@ -35,13 +35,21 @@ class Stacks:
             ]
             for rank in self.ranks
         ]
-        # Ranks present share the memory of replicated tables.
-        shared: dict[int, torch.Tensor] = {}
-        for place, rank in enumerate(self.ranks):
-            for k, stack in enumerate(tiling.stacks[rank]):
-                if stack.replicated:
-                    mine = self.weights[place][k]
-                    self.weights[place][k] = shared.setdefault(stack.width, mine)
+        #: Per rank present, the place of the first one that has its copies of replicated tables.
+        self.first_copy = list(range(len(self.ranks)))
+        for first, *others in [] if grid is None else places_together(grid):
+            for place in others:
+                self.first_copy[place] = first
+        # Ranks present of one mesh share the memory of those.
+        for place, first in enumerate(self.first_copy):
+            mine, theirs = (self._replicated(each) for each in (place, first))
+            for width, k in mine.items():
+                self.weights[place][k] = self.weights[first][theirs[width]]
+
+    def _replicated(self, place: int) -> dict[int, int]:
+        """The replicated stacks of the i-th rank present, by their widths."""
+        stacks = self.tiling.stacks[self.ranks[place]]
+        return {stack.width: k for k, stack in enumerate(stacks) if stack.replicated}
 
     def fill(self, table: int, value_of: Callable[[TableShard], torch.Tensor]) -> None:
         """Write the values of a table, shard by shard."""

@@ -1,7 +1,7 @@
 """torch's `get_model_state_dict` and its relatives, on our DTensors.
 
-They gather and lay out tensors by three functions that know torch's own DTensor only. When torch
-imports them, each is put behind one of these, which sees to our DTensors and leaves the rest.
+They gather and lay out tensors with three functions that only know torch's own DTensor. When torch
+imports them, each is wrapped by one here, which handles our DTensors and passes the rest on.
 """
 
 from __future__ import annotations

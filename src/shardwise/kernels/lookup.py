@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from shardwise.kernels.memory import assert_owned, load_rows, num_pieces, rows_in_flight
-from shardwise.kernels.pool_bags import pool_bags, pool_short_bags
+from shardwise.kernels.pool_bags import pool_bags, pool_short_bags, pool_wide_bags
 from shardwise.kernels.tables import IdBags, OutputRows, TableSet
 
 if TYPE_CHECKING:
@@ -29,8 +29,8 @@ SMALL = 2**20
 #: chunk of n ids as to add the partial results of a bag of n² ids.
 LONG_IN_SMALL = 256
 LONG = 512
-#: Up to so many columns, a program of a large batch serves several bags; up to the second number,
-#: one bag, with so few registers that a multiprocessor holds as many programs as it can.
+#: Up to so many columns, a program of a large batch serves bags side by side; up to the second
+#: number in turn, with so few registers that a multiprocessor holds as many programs as it can.
 NARROW, WIDEST = 64, 512
 FULL_OCCUPANCY = 64
 #: Which programs a launch has.
@@ -102,16 +102,20 @@ def pooled_lookup(
     if small:
         launch(_BOTH, (num_columns + max_bags, num_features))
     elif mode != "max" and dim <= WIDEST:
-        shape = _short_shape(num_ids, num_bags, dim)
+        bags_at_once, rows_at_once = _short_shape(num_ids, num_bags, dim)
+        narrow = dim <= NARROW
+        # An id beyond the table is only found by the check, and wraps around here.
+        fits = record is not None and not tables.masked and tables.num_keys < 2**31
+        indices = (index,) if narrow else (index, tl.int32 if fits else tl.int64)
         tables.launches.run(
-            pool_short_bags,
-            (num_pieces(max_bags, shape[0]), num_features),
+            pool_short_bags if narrow else pool_wide_bags,
+            (num_pieces(max_bags, bags_at_once), num_features),
             (features, first_bag, offsets, ids, weights, out, keys, out_at, scale, flags,
              numbers, seen),
             (num_ids, ticket),
             (MODES[mode], weights is not None, trace, tables.masked, record is not None,
-             tables.dtypes, features.shape[1], index, long, *shape, dim),
-            max_registers=FULL_OCCUPANCY if shape[0] == 1 else None,
+             tables.dtypes, features.shape[1], *indices, long, bags_at_once, rows_at_once, dim),
+            max_registers=None if narrow else FULL_OCCUPANCY,
         )  # fmt: skip
     else:
         launch(_BAGS, (max_bags, num_features))
@@ -155,9 +159,12 @@ def row_lookup(
 
 
 def _short_shape(num_ids: int, num_bags: int, dim: int) -> tuple[int, int]:
-    """How many bags a program serves side by side, and how many rows of each it loads at a time."""
+    """How many bags a program serves, and how many rows of one it loads at a time."""
     usual = 1 << (max(1, num_ids // num_bags) - 1).bit_length()
-    return (8, min(4, usual)) if dim <= NARROW else (1, min(rows_in_flight(dim), usual))
+    if dim <= NARROW:
+        return 8, min(4, usual)
+    # In turn, bags of one or two ids hide each other's latency; long ones of wide rows need not.
+    return 4 if usual <= 4 or dim <= 2 * NARROW else 1, min(4, 1024 // dim, usual)
 
 
 def _parts(tables: TableSet, num_chunks: int, mode: str) -> Sequence[torch.Tensor | None]:

@@ -2,9 +2,10 @@
 
 Note [One bag, one warp]
 A program of one warp serves one bag: it loads ROWS rows at a time, so that as many loads are in
-flight, and adds them in float32. Many warps hide memory latency, not wide programs. In large
-batches a program loads ids before it needs them, and of narrow tables serves several bags side by
-side: a multiprocessor holds 32 programs at most. For that many, a thread has 64 registers.
+flight, and adds them in float32. Many warps hide memory latency, not wide programs. A
+multiprocessor holds 32 programs at most, so in large batches a program serves several bags and
+loads ids before it needs them: bags of narrow rows side by side, bags of wide rows in turn, which
+leaves more registers for rows. With 64 registers per thread, 32 programs fit.
 
 Note [Long bags]
 A bag longer than LONG would keep its warp busy long after all others are done. Such bags have other
@@ -313,6 +314,100 @@ def pool_short_bags(
     target = out + (out_start + nth_bag.to(tl.int64) * stride)[:, None] + d[None, :]
     mask = (exists & (is_long == 0))[:, None] & inside
     tl.store(target, values.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["num_ids", "ticket"])
+def pool_wide_bags(
+    features,
+    first_bag,
+    offsets,
+    ids,
+    weights,
+    out,
+    keys,
+    out_at,
+    scale,
+    flags,
+    record,
+    seen,
+    num_ids,
+    ticket,
+    MODE: tl.constexpr,
+    WEIGHTED: tl.constexpr,
+    TRACE: tl.constexpr,
+    MASKED: tl.constexpr,
+    CHECKED: tl.constexpr,  # a record says whether the batch is valid
+    DTYPES: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INDEX: tl.constexpr,
+    ID: tl.constexpr,  # of rows: narrow ones leave registers for more loads at once
+    LONG: tl.constexpr,
+    BAGS: tl.constexpr,
+    ROWS: tl.constexpr,
+    DIM: tl.constexpr,
+):
+    """Program (i, f) sums BAGS bags of feature f in turn, ROWS ids at a time; not for max."""
+    if seen is not None:
+        _report(record, seen, ticket)
+    number = tl.program_id(1)
+    feature = features + number * COLUMNS
+    first_of = tl.load(first_bag + number).to(tl.int32)
+    last_of = tl.load(first_bag + number + 1).to(tl.int32)
+    address, num_rows, dim = tl.load(feature), tl.load(feature + 1).to(ID), tl.load(feature + 2)
+    dtype, first_row = tl.load(feature + 3), tl.load(feature + 5).to(ID)
+    out_start, stride = tl.load(feature + 6), tl.load(feature + 7)
+    lane = tl.arange(0, ROWS)
+    d = tl.arange(0, DIM)
+    inside = d < dim
+    if TRACE:
+        first_key = tl.load(feature + 4).to(keys.dtype.element_ty)
+        beyond = tl.load(feature + 8).to(keys.dtype.element_ty)
+    begin = first_of + tl.program_id(0) * BAGS
+    start = tl.load(offsets + begin, mask=begin < last_of, other=0).to(INDEX)
+    if CHECKED:  # stay within the ids of an invalid batch
+        start = tl.minimum(tl.maximum(start, 0), num_ids)
+    for bag in range(begin, tl.minimum(begin + BAGS, last_of)):
+        end = tl.load(offsets + bag + 1).to(INDEX)
+        if CHECKED:
+            end = tl.minimum(tl.maximum(end, 0), num_ids)
+        is_long = end - start > LONG
+        if flags is not None:
+            tl.store(flags + 1, 1, mask=is_long)
+        stop = tl.where(is_long, start, end)
+        out_row = out_start + (bag - first_of).to(tl.int64) * stride
+        bag_scale = 1.0
+        if MODE == 1:
+            length = tl.where(tl.load(feature + 9) != 0, tl.maximum(end - start, 1), 1)
+            bag_scale = 1.0 / length.to(tl.float32)
+        total = tl.zeros([DIM], tl.float32)
+        at = start + lane
+        found = tl.load(ids + at, mask=at < stop, other=0).to(ID)
+        for _ in range(start, stop, ROWS):
+            here = at < stop
+            row = found - first_row
+            found = tl.load(ids + at + ROWS, mask=at + ROWS < stop, other=0).to(ID)
+            owned = here & (row >= 0) & (row < num_rows)
+            if not MASKED and not CHECKED:
+                assert_owned(owned, here, flags)
+            place = row.to(tl.int64)[:, None] * dim + d[None, :]
+            rows = load_rows(address, place, owned[:, None] & inside[None, :], dtype, DTYPES)
+            if WEIGHTED:
+                factor = tl.load(weights + at, mask=here, other=0.0).to(tl.float32)
+                rows *= factor[:, None]
+            if TRACE:
+                key = tl.where(owned, row.to(keys.dtype.element_ty) + first_key, beyond)
+                tl.store(keys + at, key, mask=here)
+                tl.store(out_at + at, out_row.to(out_at.dtype.element_ty), mask=here)
+                if WEIGHTED:
+                    tl.store(scale + at, factor * bag_scale, mask=here)
+                elif MODE == 1:
+                    tl.store(scale + at, bag_scale + at * 0.0, mask=here)
+            total += tl.sum(rows, 0)
+            at += ROWS
+        total *= bag_scale
+        kept = d < tl.where(is_long, 0, dim)
+        tl.store(out + out_row + d, total.to(out.dtype.element_ty), mask=kept)
+        start = end
 
 
 @triton.jit(do_not_specialize=["num_features", "num_bags", "num_ids", "num_chunks", "ticket"])

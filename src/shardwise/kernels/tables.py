@@ -108,7 +108,7 @@ class TableSet:
         #: Read once: a table that moves in memory needs another set.
         self._addresses = tuple([table.data_ptr() for table in tables])
         self._features: tuple[OutputRows, torch.Tensor] | None = None
-        self._lines: tuple[object, TableLines] | None = None
+        self._lines: tuple[object, list[tuple[int, ...]], TableLines] | None = None
         #: Read by captured graphs: kept alive when the next batch has other sizes.
         self._in_graphs: list[torch.Tensor] = []
         self.device = tables[0].device
@@ -145,27 +145,36 @@ class TableSet:
         return self._features[1]
 
     def lines(self, states: Sequence[Sequence[torch.Tensor]] = ()) -> TableLines:
-        """The tables and the addresses of their states, which are contiguous float32."""
-        beside = [tuple(map(torch.Tensor.data_ptr, state)) for state in states]
-        if self._lines is None or self._lines[0] != beside:
-            _check_states(states)
-            rows = [
-                [
-                    self._addresses[t],
-                    self.first_keys[t],
-                    table.shape[1],
-                    DTYPES.index(table.dtype),
-                    *(state[t] for state in beside),
-                    *[0] * (2 - len(beside)),
-                ]
-                for t, table in enumerate(self.tables)
-            ]
-            rows.append([0, self.num_keys, 0, 0, 0, 0])
-            lines = TableLines(self._on_device(rows), _in_one_buffer(self.tables, states))
-            self._lines = (beside, lines)
+        """The tables and the addresses of their states, which are contiguous float32.
+
+        A tuple of states is kept, and its addresses are read once.
+        """
+        if self._lines is None or self._lines[0] is not states:
+            beside = [tuple(map(torch.Tensor.data_ptr, state)) for state in states]
+            known = None if self._lines is None or self._lines[1] != beside else self._lines[2]
+            kept = states if isinstance(states, tuple) else None
+            self._lines = (kept, beside, known or self._make_lines(states, beside))
         if is_captured(self.device):
-            self._in_graphs.append(self._lines[1].rows)
-        return self._lines[1]
+            self._in_graphs.append(self._lines[2].rows)
+        return self._lines[2]
+
+    def _make_lines(
+        self, states: Sequence[Sequence[torch.Tensor]], addresses: Sequence[Sequence[int]]
+    ) -> TableLines:
+        _check_states(states)
+        rows = [
+            [
+                self._addresses[t],
+                self.first_keys[t],
+                table.shape[1],
+                DTYPES.index(table.dtype),
+                *(state[t] for state in addresses),
+                *[0] * (2 - len(addresses)),
+            ]
+            for t, table in enumerate(self.tables)
+        ]
+        rows.append([0, self.num_keys, 0, 0, 0, 0])
+        return TableLines(self._on_device(rows), _in_one_buffer(self.tables, states))
 
     def _on_device(self, rows: list[list[int]]) -> torch.Tensor:
         # Without waiting: the values are staged before the call returns.

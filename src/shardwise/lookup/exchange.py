@@ -35,6 +35,16 @@ def ranks_present(grid: Grid) -> list[int]:
     return [grid.coordinates[rank][0] for rank in present(grid)]
 
 
+def places_together(grid: Grid) -> list[list[int]]:
+    """Of the ranks present, the places of those that exchange with each other.
+
+    One list in a process; one for each parallel submesh in a simulated world.
+    """
+    place_of = {rank: place for place, rank in enumerate(present(grid))}
+    found = [[place_of[rank] for rank in each if rank in place_of] for each in grid.submeshes]
+    return [places for places in found if places]
+
+
 def start_exchange(
     grid: Grid, parts: Sequence[torch.Tensor], sent: Sequence[Counts], received: Sequence[Counts]
 ) -> torch.Tensor:

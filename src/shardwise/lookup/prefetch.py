@@ -23,7 +23,12 @@ from shardwise.comm.agreement import Fault, Faults, Meeting, joint_error
 from shardwise.comm.watch import because
 from shardwise.core.mesh import Grid
 from shardwise.lookup.bags import FeatureBags
-from shardwise.lookup.exchange import finished, ranks_present, start_exchange
+from shardwise.lookup.exchange import (
+    finished,
+    places_together,
+    ranks_present,
+    start_exchange,
+)
 from shardwise.lookup.messages import (
     Packed,
     groups_by_id,
@@ -34,7 +39,7 @@ from shardwise.lookup.messages import (
 )
 from shardwise.lookup.routing import Route
 from shardwise.lookup.step import RankStep
-from shardwise.simulation.ranks import one_tensor, part_per_rank
+from shardwise.simulation.ranks import one_tensor, part_per_rank, present
 
 
 class PrefetchedBatch:
@@ -83,11 +88,11 @@ class PrefetchedBatch:
         nothing = torch.zeros(self.route.num_ranks, self.route.note_width, dtype=torch.int64)
         nobody = [0] * (1 + 2 * len(self.route.groups)) if self.route.groups else []
         notes, statuses = [], []
-        for rank, each in zip(self._ranks, packed, strict=True):
+        for rank, each in zip(present(grid), packed, strict=True):
             fault = each if isinstance(each, Fault) else None
             notes.append(each.note if isinstance(each, Packed) else nothing)
             told = each.told if isinstance(each, Packed) else nobody
-            statuses.append(torch.tensor([self._faults.status((rank,), fault), *told]))
+            statuses.append(torch.tensor([self._faults.status(rank, fault), *told]))
         with because("counts of a batch", implicit=False):
             return Meeting(grid, 0, one_tensor(grid, notes), one_tensor(grid, statuses))
 
@@ -96,18 +101,23 @@ class PrefetchedBatch:
         meeting, self._meeting = self._meeting, None
         if meeting is None or self.grid is None:
             return
-        notes, statuses = meeting.finish()
-        self._error = self._faults.error(statuses[:, 0].tolist())
+        notes, told = meeting.finish()
+        # All ranks of a group were told the same.
+        everyones = part_per_rank(self.grid, told)
+        groups = [(everyones[places[0]], places) for places in places_together(self.grid)]
+        statuses = [status for told, _ in groups for status in told[:, 0].tolist()]
+        self._error = self._faults.error(statuses)
         if self._error is not None:
             return
         self._notes = part_per_rank(self.grid, notes)
-        by_id = groups_by_id(self.route, statuses[:, 1:].numpy())
-        for packed in self._packed:
-            packed.by_id = by_id
+        for told, places in groups:
+            by_id = groups_by_id(self.route, told[:, 1:].numpy())
+            for place in places:
+                self._packed[place].by_id = by_id
         if self.route.travels:
             sizes = [
-                message_sizes(self.route, rank, note, by_id)
-                for rank, note in zip(self._ranks, self._notes, strict=True)
+                message_sizes(self.route, rank, note, packed.by_id)
+                for rank, note, packed in zip(self._ranks, self._notes, self._packed, strict=True)
             ]
             messages, sent = zip(*(p.messages(self.route) for p in self._packed), strict=True)
             with because("ids of a batch", implicit=False):

@@ -23,8 +23,8 @@ from shardwise.parallel.styles import (
     SequenceParallel,
 )
 from shardwise.training.data_parallel import data_parallel
-from shardwise.training.fully_shard import fully_shard
-from shardwise.training.shard_group import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.training.fully_sharded.fully_shard import fully_shard
+from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 
 __all__ = [
     "CPUOffloadPolicy",

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.core.mesh import Coordinate
 from shardwise.core.placements import REPLICATE, Partial, Placement, Shard
-from shardwise.core.untraced import UntracedFunction
+from shardwise.core.untraced import UntracedFunction, breaks_graph
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
 from shardwise.parallel.boundary import ModuleBoundary
@@ -134,6 +134,8 @@ class _LocalExperts:
             out, layout.grid.mesh, term, shape=layout.shape, stride=layout.stride
         )
         return boundary.leave(made, self.output, self.local)
+
+    breaks_graph(run, "the number of tokens of each rank's experts is known only when it runs")
 
     def _local_parameter(self, module: nn.Module, name: str) -> torch.Tensor:
         """A parameter's local shard; its gradient is a term of a sum where it is replicated."""

@@ -19,7 +19,7 @@ from shardwise.parallel.style_registry import describe_style
 from shardwise.parallel.styles import SharedHeads
 from shardwise.parallel.tied import Owner, counterparts, distributed_since, tie_again, tied_owners
 from shardwise.training.contract import DataAxes, forbid_both
-from shardwise.training.fully_shard import opened
+from shardwise.training.fully_sharded.fully_shard import opened
 from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import declare, follow_all, modules_with
 

@@ -11,9 +11,8 @@ from torch import nn
 
 from shardwise.core.placements import Placement, Shard
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError
-from shardwise.parallel.hugging_face import with_experts_joined
 from shardwise.parallel.style import ParallelStyle
-from shardwise.parallel.style_registry import style_of
+from shardwise.parallel.style_registry import style_of, with_experts_joined
 from shardwise.parallel.styles import ColwiseParallel, SharedHeads
 from shardwise.plans.paths import matching_modules, no_match
 

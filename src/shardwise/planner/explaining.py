@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from shardwise.comm.cost import show_bytes
 from shardwise.embedding.plan import Plan
 from shardwise.planner.packing import Packing
-from shardwise.planner.planning import UNLIMITED, PlanResult, show_bytes
+from shardwise.planner.planning import UNLIMITED, PlanResult
 from shardwise.planner.price import Price, price
 from shardwise.planner.problem import cost_of
 from shardwise.planner.workload import Workload

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from shardwise.comm.cost import show_bytes
 from shardwise.core.mesh import grid_of
 from shardwise.embedding.collection import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.embedding.plan import Entry, Plan, check_exchange_dtype
@@ -161,7 +162,7 @@ def _num_ranks(mesh: DeviceMesh | int) -> int:
     grid = grid_of(mesh)  # type: ignore[arg-type]
     if grid.num_axes != 1:
         raise LayoutError(f"A plan is for a mesh with one axis, found {grid!r}.")
-    return len(grid.ranks)
+    return grid.num_ranks
 
 
 def _real_group(mesh: DeviceMesh | int) -> Any | None:
@@ -397,14 +398,3 @@ def _with_ranks(setting: Setting, num: int) -> Setting:
     hosts = setting.num_ranks // setting.ranks_per_host
     per_host = setting.ranks_per_host if hosts > 1 and num % setting.ranks_per_host == 0 else num
     return replace(setting, num_ranks=num, ranks_per_host=per_host)
-
-
-def show_bytes(num: float) -> str:
-    """
-    >>> show_bytes(1234), show_bytes(80e9)
-    ('1.23 kB', '80 GB')
-    """
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if num >= size:
-            return f"{num / size:.3g} {unit}"
-    return f"{num:.0f} B"

@@ -29,7 +29,7 @@ MAX_PLAN_BYTES = 2 << 20
 MAX_DOTS = 200
 #: Of a pattern, whose compilation may take quadratic time.
 MAX_PATTERN_CHARS = 1000
-#: The largest number in a file: beyond it, Python's ints are no floats, and sums overflow.
+#: The largest number in a file: beyond it, Python's ints exceed floats, and sums overflow.
 LARGEST = 1e300
 Entry = str | dict[str, Any]
 
@@ -48,7 +48,7 @@ def read_plan_with(
     file = Path(path)
     content = read_content(file)
     if not isinstance(content, dict) or content.get("format") != form:
-        raise LayoutError(f'{file} is no plan: it does not say format = "{form}".')
+        raise LayoutError(f'{file} is not a plan: it does not say format = "{form}".')
     entries = content.get(section)
     if not isinstance(entries, dict) or set(content) - {"format", section, *settings}:
         also = f" It may have {', '.join(settings)}." if settings else ""
@@ -72,11 +72,11 @@ def read_content(file: Path) -> Any:
     """The content of a TOML or JSON file; see `MAX_PLAN_BYTES` and `MAX_DOTS`."""
     is_toml = _is_toml(file)
     if file.exists() and not file.is_file():  # a pipe would block, and a device never ends
-        raise LayoutError(f"{file} is no plan: it is not a regular file.")
+        raise LayoutError(f"{file} is not a plan: it is not a regular file.")
     with file.open("rb") as opened:
         raw = opened.read(MAX_PLAN_BYTES + 1)
     if len(raw) > MAX_PLAN_BYTES:
-        raise LayoutError(f"{file} is no plan: it has more than {MAX_PLAN_BYTES} bytes.")
+        raise LayoutError(f"{file} is not a plan: it has more than {MAX_PLAN_BYTES} bytes.")
     try:
         text = raw.decode()
         if is_toml and any(line.count(".") > MAX_DOTS for line in text.splitlines()):

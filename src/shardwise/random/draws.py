@@ -195,7 +195,7 @@ def compare_generators(
     with because(cause, implicit=False, always=True):
         found = gather(grid, cause, lambda _: [state]).flatten().tolist()
     groups: dict[int, list[int]] = defaultdict(list)
-    for rank, number in zip(grid.ranks, found, strict=True):
+    for rank, number in zip(grid.submeshes[0], found, strict=True):
         groups[number].append(rank)
     if len(groups) > 1:
         states = "; ".join(f"one on ranks {ranks}" for ranks in groups.values())

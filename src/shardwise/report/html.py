@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
+from shardwise.comm.cost import show_bytes
 from shardwise.debug.traffic import Traffic, ancestry
 from shardwise.debug.visualize import COLOURS, colour, shards_svg
 from shardwise.plans.files import write_text
@@ -125,7 +126,8 @@ def _sections(report: StepReport) -> Iterator[str]:
     yield f"<h1>{escape(report.title)}</h1>"
     yield f"<dl>{''.join(_row(n, t) for n, t in report.facts.items())}</dl>"
     yield _section("The mesh", _mesh_text(report), _mesh(report))
-    yield _section("Memory of each rank", "What a rank holds after backward.", _memory(report))
+    text = "What a rank holds after backward, and the most that lives at once in a step."
+    yield _section("Memory of each rank", text, _memory(report))
     text = (
         "A picture for each parameter. A shard has the colour of its rank; grey: several hold it."
     )
@@ -189,13 +191,13 @@ def _memory_bar(rank: int, memory: RankMemory, most: int) -> str:
             f'title="{kind}: {size:,} bytes" '
             f'style="width:{100 * size / most:.3f}%;background:var(--{kind})"></i>'
         )
-    total = f"{memory.total:,} B" if memory.total < 10_000 else f"{memory.total / 1e6:.2f} MB"
     bar = f'<div class="bar">{"".join(parts)}</div>'
-    peak = (
-        f'data-rank="{rank}" data-kind="peak" data-bytes="{memory.peak}" '
-        f'title="at most {memory.peak:,} bytes at once in a step"'
+    figures = (
+        f'{show_bytes(memory.total)}<br><span data-rank="{rank}" data-kind="peak" '
+        f'data-bytes="{memory.peak}" title="at most {memory.peak:,} bytes at once in a step">'
+        f"peak {show_bytes(memory.peak)}</span>"
     )
-    return f'<div class="rank"><span>rank {rank}</span>{bar}<span {peak}>{total}</span></div>'
+    return f'<div class="rank"><span>rank {rank}</span>{bar}<span>{figures}</span></div>'
 
 
 def _card(parameter: ParameterReport) -> str:
@@ -230,19 +232,8 @@ def _flame_box(box: Flame) -> str:
         f'title="{escape(box.path or "all")}: {box.num_bytes:,} bytes in {box.num_calls} '
         f'collectives" style="left:{100 * box.left:.3f}%;width:{100 * box.width:.3f}%;'
         f'top:{box.depth * _ROW_REM}rem;background:{COLOURS[box.number % len(COLOURS)]}">'
-        f"{escape(name)} {_size(box.num_bytes)}</div>"
+        f"{escape(name)} {show_bytes(box.num_bytes)}</div>"
     )
-
-
-def _size(num_bytes: int) -> str:
-    """
-    >>> _size(12), _size(1200), _size(3_400_000)
-    ('12 B', '1.2 kB', '3.4 MB')
-    """
-    for unit, size in (("MB", 1e6), ("kB", 1e3)):
-        if num_bytes >= size:
-            return f"{num_bytes / size:.3g} {unit}"
-    return f"{num_bytes} B"
 
 
 def _timeline(report: StepReport) -> str:

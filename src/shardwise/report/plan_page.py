@@ -6,8 +6,9 @@ import os
 from collections.abc import Sequence
 from html import escape
 
+from shardwise.comm.cost import show_bytes
 from shardwise.planner.explaining import Comparison, choices, describe_result, to_json
-from shardwise.planner.planning import PlanResult, show_bytes
+from shardwise.planner.planning import PlanResult
 from shardwise.planner.price import Price
 from shardwise.report.html import page, write_page
 

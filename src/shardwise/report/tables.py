@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from rich.table import Table
 from rich.text import Text
 
+from shardwise.comm.cost import show_bytes
 from shardwise.report.parity import Parity, TrainingParity
 from shardwise.report.step import StepReport
 
@@ -69,10 +70,10 @@ def training_table(runs: Sequence[TrainingParity]) -> Table:
 
 def memory_table(report: StepReport) -> Table:
     columns = ("rank", "parameters", "gradients", "optimizer", "activations", "all", "peak")
-    table = _table("Memory per rank, bytes", numbers=columns)
+    table = _table("Memory per rank", numbers=columns)
     for rank, memory in zip(report.ranks, report.memory, strict=True):
         figures = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
-        table.add_row(str(rank), *(f"{f:,}" for f in (*figures, memory.total, memory.peak)))
+        table.add_row(str(rank), *map(show_bytes, (*figures, memory.total, memory.peak)))
     return table
 
 

@@ -102,7 +102,7 @@ def check_shardable(
         raise LeafError(f"{name} has a history in autograd: detach() it first.")
     ranks = group_ranks(process_group)
     if src_rank is not None and not 0 <= src_rank < len(ranks):
-        raise LayoutError(f"src_rank={src_rank} is no rank of a group of {len(ranks)}.")
+        raise LayoutError(f"src_rank={src_rank} is not a rank of a group of {len(ranks)}.")
     boxes = spec.boxes(tuple(tensor.shape))
     check_ranks(boxes, ranks)
     kind = device_type_of(spec, tensor.shape)

@@ -329,7 +329,7 @@ class ShardedTensor(DTensor):
         unbacked.check_backed(self, "gather()")
         tiling = self._tiling
         if not 0 <= dst < len(tiling.grid.ranks):
-            raise LayoutError(f"dst={dst} is no rank of a group of {len(tiling.grid.ranks)}.")
+            raise LayoutError(f"dst={dst} is not a rank of a group of {len(tiling.grid.ranks)}.")
         rank = tiling.grid.ranks[dst]
         place = RankDevice(rank, torch.device(tiling.grid.device_type))
         one = EnumerableShardingSpec([ShardMetadata([0] * self.dim(), tiling.shape, place)])

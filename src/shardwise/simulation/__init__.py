@@ -1,7 +1,7 @@
 """The simulated world: one process that runs all ranks, under torch.distributed's own API.
 
-`world` enters and leaves one, `process_group` runs a user's collectives, `local_tensor` holds one
-tensor per rank: its *parts*, one for each set of ranks that share a tensor. Code above this folder
-does not ask which world it is in: it maps functions over the ranks present (`ranks`) or over their
-tensors (`parts`). Nothing here knows layouts.
+`world` enters and leaves one and has its process group; `local_tensor` holds one tensor per rank:
+its *parts*, one for each set of ranks that share a tensor. Code above this folder does not ask
+which world it is in: it maps functions over the ranks present (`ranks`) or over their tensors
+(`parts`). Nothing here knows layouts.
 """

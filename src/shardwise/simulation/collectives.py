@@ -205,7 +205,7 @@ def name_of_groups(grid: Grid, axis: int) -> str:
     along the axis, whether rank 0 is in one of them or not.
     """
     if grid.world.simulated:
-        return f"axis {axis} of {grid.ranks} as {grid.shape}"
+        return f"axis {axis} of {grid.submeshes} as {grid.shape}"
     group = grid.mesh.get_group(axis)
     inherit_timeout(group)
     return group.group_name

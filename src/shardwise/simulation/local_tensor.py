@@ -237,6 +237,12 @@ class LocalTensor(torch.Tensor):
     ) -> LocalTensor:
         return self.held_like(meta)
 
+    @staticmethod
+    @untraced
+    def _plain_tangent(x: torch.Tensor, roster: Roster) -> LocalTensor:
+        """The gradient of an output that was not used; see `_torch.dynamo`."""
+        return LocalTensor([x.clone() for _ in range(roster.num_parts)], roster, sized=True)
+
     def _stable_hash_for_caching(self) -> str:
         """The key of this tensor in torch's compile caches; includes this package's code."""
         parts = [

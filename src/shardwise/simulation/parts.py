@@ -92,12 +92,13 @@ def held_like(x: Any, roster: Roster | None) -> Any:
 
 
 def copy_per_rank(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """A copy of a plain tensor for each rank of `like`."""
+    """A copy of `x` for each rank of `like`."""
     roster = roster_of(like)
     if roster is None:
         return x.clone()
-    copies = [x.clone() for _ in roster.ranks]
-    return from_ranks(roster.world, roster.ranks, copies, sized=True)
+    copies = [on_rank(x, rank).clone() for rank in roster.ranks]
+    sized = x._sized if type(x) is LocalTensor else True
+    return from_ranks(roster.world, roster.ranks, copies, sized)
 
 
 def sized(x: torch.Tensor) -> torch.Tensor:

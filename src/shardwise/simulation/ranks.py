@@ -26,6 +26,7 @@ from shardwise.simulation.rank_int import rank_int
 from shardwise.simulation.roster import Roster, grouped, make_roster, same_values
 
 __all__ = [
+    "by_rank",
     "counts_per_rank",
     "each_rank",
     "is_shared",
@@ -142,6 +143,19 @@ def each_rank(
         here = [t._parts[t._roster.index[place]] if type(t) is LocalTensor else t for t in tensors]
         results.append(fn(grid.coordinates[rank], *here))
     return wrap_results(results, roster, getattr(fn, "__name__", "a value per rank"))
+
+
+def by_rank(grid: Grid, fn: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`fn(rank, *tensors)` on every rank present.
+
+    As `each_rank`, for what differs between ranks of one coordinate; see Note [Parallel submeshes].
+    """
+    if not grid.world.simulated:
+        my_coordinate(grid)  # raises where there is none
+        return fn(grid.world.rank, *tensors)
+    parts = [part_per_rank(grid, tensor) for tensor in tensors]
+    rows = zip(grid.ranks, *parts, strict=True)
+    return from_ranks(grid.world, grid.ranks, [fn(*row) for row in rows])
 
 
 def rank_call(
@@ -275,18 +289,17 @@ def split_row(
     Ranks that share a row share the views, whatever they hold in `like`: one memory must not be
     written once per rank.
     """
-    shapes: dict[Coordinate, list[torch.Size]] = {}
-    for tensor in like:
-        for coordinate, part in rank_values(grid, tensor):
-            shapes.setdefault(coordinate, []).append(part.shape)
-
-    def split(coordinate: Coordinate, here: torch.Tensor) -> list[torch.Tensor]:
-        mine = shapes.get(coordinate, [])
-        sizes = [shape.numel() for shape in mine]
-        *flat, rest = here.split([*sizes, here.numel() - sum(sizes)])
-        return [*(x.view(shape) for x, shape in zip(flat, mine, strict=True)), rest]
-
-    *views, rest = each_rank(grid, split, row, axes=())
+    columns = [part_per_rank(grid, tensor) for tensor in like]
+    made: dict[int, list[torch.Tensor]] = {}
+    rows = part_per_rank(grid, row)
+    for place, here in enumerate(rows):
+        if id(here) not in made:
+            mine = [column[place].shape for column in columns]
+            sizes = [shape.numel() for shape in mine]
+            *flat, rest = here.split([*sizes, here.numel() - sum(sizes)])
+            made[id(here)] = [*(x.view(shape) for x, shape in zip(flat, mine, strict=True)), rest]
+    found = zip(*(made[id(here)] for here in rows), strict=True)
+    *views, rest = (one_tensor(grid, column, sized=False) for column in found)
     return views, rest
 
 

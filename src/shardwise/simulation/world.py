@@ -1,8 +1,13 @@
-"""A simulated world: one process that runs all ranks.
+"""A simulated world: one process that runs all ranks, and its process group.
 
 `torch.distributed` reports a world of the given size, with this process as rank 0. Meshes and
-sub-meshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
+submeshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
 of torch.distributed is restored, whether or not it was initialised.
+
+The process group serves a user's own `torch.distributed.all_reduce` and the like. Results are
+computed as for the functional collectives, then written once to each tensor that ranks share. A
+plain tensor is the same on every rank, so its sum over four ranks is four times itself; results
+that differ between ranks cannot be written to it.
 """
 
 from __future__ import annotations
@@ -12,13 +17,220 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+import torch
 import torch.distributed as dist
 
-from shardwise._torch.c10d import HashStore, fresh_c10d
+from shardwise._torch.c10d import FakeWork, HashStore, fresh_c10d
 from shardwise.core.world import World, enter_world, leave_world
-from shardwise.errors import ArgumentError
+from shardwise.errors import ArgumentError, UnsupportedError
+from shardwise.simulation.collectives import (
+    Exchange,
+    as_local,
+    listeners,
+    reduce_parts,
+    run_groups,
+    write,
+)
 from shardwise.simulation.faults import FaultInjector, SimulatedFault
-from shardwise.simulation.process_group import SimulatedGroup
+from shardwise.simulation.local_tensor import LocalTensor, from_ranks
+
+# torch's stubs declare all methods abstract, but a Python group need not have all of them.
+_Group: Any = dist.ProcessGroup
+
+_REDUCE_OPS = {
+    dist.ReduceOp.SUM: "sum",
+    dist.ReduceOp.AVG: "avg",
+    dist.ReduceOp.PRODUCT: "product",
+    dist.ReduceOp.MAX: "max",
+    dist.ReduceOp.MIN: "min",
+    dist.ReduceOp.BAND: "band",
+    dist.ReduceOp.BOR: "bor",
+    dist.ReduceOp.BXOR: "bxor",
+}
+
+
+class SimulatedGroup(_Group):
+    """All ranks of a group, and of the groups parallel to it, at once."""
+
+    def __init__(self, rank: int, size: int, name: str) -> None:
+        super().__init__(rank, size)
+        self._name = name
+
+    @property
+    def group_name(self) -> str:
+        return self._name
+
+    # Called by C++, where Python reads `group_name`.
+    def getGroupName(self) -> str:
+        return self._name
+
+    def getBackendName(self) -> str:
+        return "shardwise_simulated"
+
+    def barrier(self, opts: Any = None) -> Any:
+        return FakeWork()
+
+    def allreduce(self, tensors: Any, opts: Any = None) -> Any:
+        name = _reduce_op(opts)
+        return self._rewrite(
+            "allreduce_", tensors, lambda parts: [reduce_parts(parts, name)] * len(parts)
+        )
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Any, opts: Any = None) -> Any:
+        name, root = _reduce_op(opts), opts.rootRank
+
+        def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return [reduce_parts(parts, name) if i == root else p for i, p in enumerate(parts)]
+
+        return self._rewrite("reduce_", tensors, exchange)
+
+    def broadcast(self, tensors: Any, opts: Any = None) -> Any:
+        root = opts.rootRank
+        return self._rewrite(
+            "broadcast_", tensors, lambda parts: [parts[root].clone()] * len(parts)
+        )
+
+    def allgather(
+        self, outputs: Any, inputs: Any, opts: Any = None, kind: str = "allgather_"
+    ) -> Any:
+        for targets, x in zip(outputs, inputs, strict=True):
+            rows = self._run(kind, as_local(x), lambda p: [torch.stack(list(p))] * len(p))
+            _write_rows(targets, rows)
+        return FakeWork()
+
+    def _allgather_base(self, output: Any, x: Any, opts: Any = None) -> Any:
+        gathered = self._run(
+            "_allgather_base_", as_local(x), lambda parts: [torch.cat(list(parts))] * len(parts)
+        )
+        write(output, gathered)
+        return FakeWork()
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        name = _reduce_op(opts)
+        for target, tensors in zip(outputs, inputs, strict=True):
+            found = self._run(
+                "reduce_scatter_", _stacked(tensors), lambda p: reduce_parts(p, name).unbind(0)
+            )
+            write(target, found)
+        return FakeWork()
+
+    def _reduce_scatter_base(self, output: Any, x: Any, opts: Any = None) -> Any:
+        name = _reduce_op(opts)
+        found = self._run(
+            "_reduce_scatter_base_", as_local(x), lambda p: reduce_parts(p, name).chunk(len(p))
+        )
+        write(output, found)
+        return FakeWork()
+
+    def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            return [torch.stack([part[i] for part in parts]) for i in range(len(parts))]
+
+        _write_rows(outputs, self._run("alltoall_", _stacked(inputs), exchange))
+        return FakeWork()
+
+    def alltoall_base(
+        self, output: Any, x: Any, output_splits: Any, input_splits: Any, opts: Any = None
+    ) -> Any:
+        if len({*output_splits, *input_splits}) > 1:
+            raise UnsupportedError(
+                f"all_to_all_single with splits {list(input_splits)} and {list(output_splits)}: "
+                "these are one rank's, and a simulated world cannot know the other ranks'."
+            )
+
+        def exchange(parts: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            chunks = [part.chunk(len(parts)) for part in parts]
+            return [torch.cat(column) for column in zip(*chunks, strict=True)]
+
+        write(output, self._run("alltoall_base_", as_local(x), exchange))
+        return FakeWork()
+
+    def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        # One list per rank here, where allgather takes one per tensor.
+        return self.allgather(zip(*outputs, strict=True), inputs, opts, kind="allgather_coalesced_")
+
+    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, x in zip(outputs, inputs, strict=True):
+            self._allgather_base(output, x, opts)
+        return FakeWork()
+
+    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        for output, x in zip(outputs, inputs, strict=True):
+            self._reduce_scatter_base(output, x, opts)
+        return FakeWork()
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """This process acts as the root, so it returns what the root receives."""
+        self._check_root("gather", "dst", outputs, opts)
+        return self.allgather(outputs, inputs, opts, kind="gather_")
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        self._check_root("scatter", "src", inputs, opts)
+        for target, tensors in zip(outputs, inputs, strict=True):
+            found = self._run("scatter_", _stacked(tensors), lambda p: p[opts.rootRank].unbind(0))
+            write(target, found)
+        return FakeWork()
+
+    def _check_root(self, name: str, argument: str, lists: Any, opts: Any) -> None:
+        if not lists or opts.rootRank != self.rank():
+            raise UnsupportedError(
+                f"{name}({argument}={opts.rootRank}) in a simulated world: only the root gives a "
+                f"list, and this process acts as rank {self.rank()}. Use {argument}={self.rank()}, "
+                "or a collective that is the same on every rank (all_gather, all_to_all)."
+            )
+
+    # Their names in torch 2.13.
+    all_gather_single_coalesced = allgather_into_tensor_coalesced
+    reduce_scatter_single_coalesced = reduce_scatter_tensor_coalesced
+    all_gather_single = _allgather_base
+    reduce_scatter_single = _reduce_scatter_base
+    all_to_all_single = alltoall_base
+
+    def _refuse(self, *_: Any, **__: Any) -> Any:
+        raise UnsupportedError(
+            "A simulated world has no messages between two ranks: one process cannot both send "
+            "and wait. Use all_to_all, all_gather or broadcast."
+        )
+
+    send = recv = recv_anysource = _refuse
+
+    def _rewrite(self, kind: str, tensors: Any, exchange: Exchange) -> Any:
+        for tensor in tensors if isinstance(tensors, (list, tuple)) else [tensors]:
+            write(tensor, self._run(kind, as_local(tensor), exchange))
+        return FakeWork()
+
+    def _run(self, kind: str, x: LocalTensor, exchange: Exchange) -> LocalTensor:
+        for listener in listeners:
+            listener(kind, x, self._name)
+        return run_groups(x, self, exchange)
+
+
+def _reduce_op(opts: Any) -> str:
+    asked = getattr(opts, "reduceOp", dist.ReduceOp.SUM)
+    for op, name in _REDUCE_OPS.items():
+        if asked == op:
+            return name
+    raise UnsupportedError(
+        f"{asked} is not supported in a simulated world; use sum, avg, product, "
+        "max, min or a bitwise one."
+    )
+
+
+def _write_rows(targets: Sequence[torch.Tensor], rows: LocalTensor) -> None:
+    for number, target in enumerate(targets):
+        row = rows.select(0, number)
+        assert isinstance(row, LocalTensor), "a row of a LocalTensor is one"
+        write(target, row)
+
+
+def _stacked(tensors: Sequence[torch.Tensor]) -> LocalTensor:
+    """A list of tensors per rank, stacked."""
+    locals_ = [as_local(t) for t in tensors]
+    ranks, world = locals_[0].ranks, locals_[0]._roster.world
+    return from_ranks(world, ranks, [torch.stack([t.on_rank(r) for t in locals_]) for r in ranks])
+
 
 _BACKEND = "shardwise_simulated"
 

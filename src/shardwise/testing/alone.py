@@ -1,4 +1,4 @@
-"""One call of an op on one device: what the same call on shards is compared with."""
+"""One call of an op on one device, the reference for the same call on shards."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Comparison of what ranks hold with what one device holds.
 
-Two measures: `compare` takes what `torch.allclose` takes, and lets float64 decide otherwise
-(operators); `differences` gives the numbers, tensor by tensor (training runs).
+`compare`, for operators, accepts what `torch.allclose` accepts, and else lets float64 decide.
+`differences`, for training runs, returns the numbers, tensor by tensor.
 """
 
 from __future__ import annotations

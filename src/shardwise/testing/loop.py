@@ -75,11 +75,13 @@ EXCLUSIVE = (
     {"autocast", "two"},
     # Zeros are not None: frozen and unused parameters would still be decayed.
     {"zeros", "freeze"},
+    # A GradScaler steps no optimizer whose parameters are all frozen; the second has few.
+    {"scale", "two", "freeze"},
 )
 
 
 def agree(options: frozenset[str]) -> bool:
-    return not any(pair <= options for pair in EXCLUSIVE)
+    return not any(several <= options for several in EXCLUSIVE)
 
 
 CLIP_NORM = 0.1

@@ -1,4 +1,4 @@
-"""Worker processes that answer one line of JSON per name: a crash or an endless loop costs one.
+"""Worker processes that answer one line of JSON per name; a crash or a hang costs one answer.
 
 A command starts itself as a worker: `serve_all` hands names out, `answer` runs in the worker.
 """

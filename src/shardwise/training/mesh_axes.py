@@ -44,8 +44,7 @@ class MeshAxes:
         """The axes of collectives over all of them: a flattened axis takes one collective."""
         if len(self.axes) < 2 or self.given.num_axes > 1:
             return self.each()
-        whole = set(self.grid.world.present) <= set(self.given.ranks)
-        return [(self.given, 0) if whole else _joined(self)]
+        return [(self.given, 0) if len(self.given.submeshes) == 1 else _joined(self)]
 
     def crosses(self, grid: Grid, axis: int) -> bool:
         """Whether some ranks differ both along these axes and along that one."""
@@ -57,10 +56,9 @@ class MeshAxes:
         here = set(self.grid.ranks).intersection(grid.world.present)
         if not here <= set(grid.ranks):
             raise LayoutError(
-                f"A parameter is on {grid!r} of ranks {list(grid.ranks)}: the part of the mesh "
-                f"that one rank sees. This process stands for ranks {sorted(here)}: give "
-                "parallelize_module the whole mesh. (A collection over one of several axes trains "
-                "in processes only.)"
+                f"A parameter is on {grid!r} of ranks {list(grid.ranks)}, which lacks some of "
+                f"ranks {sorted(here)} of {self.grid!r}. Take both from one mesh, the first one "
+                'as mesh["axis"].'
             )
         if grid is self.grid:
             return list(self.axes), []
@@ -93,7 +91,7 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
     given = grid_of(mesh)
     root = root_mesh(mesh)
     grid = given if root is mesh else grid_of(root)
-    axes = _named(grid, given) or _spanned(grid, given.ranks)
+    axes = _named(grid, given) or _spanned(grid, given.submeshes[0])
     if axes is None:
         grid, axes = given, tuple(range(given.num_axes))
     return MeshAxes(grid, axes, given)
@@ -101,13 +99,8 @@ def mesh_axes(mesh: DeviceMesh) -> MeshAxes:
 
 def ranks_along(grid: Grid, axis: int) -> frozenset[int]:
     """The ranks that differ from the first one present along `axis` alone."""
-    here = grid.coordinate or grid.coordinates[grid.ranks[0]]
-    rest = (*here[:axis], *here[axis + 1 :])
-    return frozenset(
-        rank
-        for rank, place in grid.coordinates.items()
-        if (*place[:axis], *place[axis + 1 :]) == rest
-    )
+    here = grid.ranks[0] if grid.coordinate is None else grid.world.rank
+    return frozenset(next(line for line in grid.lines(axis) if here in line))
 
 
 def distinct(axes: Sequence[Axis]) -> tuple[Axis, ...]:

@@ -32,7 +32,7 @@ from shardwise.core.untraced import untraced
 from shardwise.dtensor.gradients import BUCKET_BYTES
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import UnsupportedError
-from shardwise.simulation.parts import copy_per_rank, is_per_rank
+from shardwise.simulation.parts import copy_per_rank, is_per_rank, roster_of
 from shardwise.training.buckets import (
     Bucket,
     Collective,
@@ -267,8 +267,10 @@ class Reducer:
                 "does not end there. Write the new values into the parameters, or pass leaves."
             )
         self.handles.append(parameter.register_post_accumulate_grad_hook(self._arrived))
-        if type(parameter.data) is torch.Tensor and _is_plain(parameter):
-            self.handles.append(parameter.register_hook(_room_per_rank(parameter)))
+        if _may_be_shared(parameter):
+            hook = _room_per_rank(parameter)
+            # Not the method of DTensors, which hides that the hook is our own.
+            self.handles.append(torch.Tensor.register_hook(parameter, hook))
 
     def retire(self) -> None:
         """Remove the hooks: another reducer takes over."""
@@ -418,8 +420,11 @@ def _start_reduction(row: torch.Tensor, collective: Collective) -> torch.Tensor:
     return collectives.start_all_reduce(row, op, grid, axis)
 
 
-def _is_plain(parameter: torch.Tensor) -> bool:
-    return not isinstance(parameter, DTensor)
+def _may_be_shared(parameter: torch.Tensor) -> bool:
+    """Whether one tensor may hold the reduced gradient of ranks whose own gradients differ."""
+    if isinstance(parameter, DTensor):
+        return len(parameter._layout.grid.submeshes) > 1
+    return type(parameter.data) is torch.Tensor
 
 
 @contextlib.contextmanager
@@ -437,7 +442,7 @@ def _trained(parameter: nn.Parameter) -> Iterator[bool]:
 
 
 def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
-    """A hook for simulated ranks: their gradients cannot be added to one plain tensor."""
+    """A hook for simulated ranks: their gradients cannot be added to one tensor."""
 
     @own_hook
     @untraced
@@ -445,5 +450,12 @@ def _room_per_rank(parameter: nn.Parameter) -> Callable[[torch.Tensor], None]:
         held = parameter.grad
         if is_per_rank(grad) and type(held) is torch.Tensor:
             parameter.grad = copy_per_rank(held, grad)
+        elif type(grad) is type(held) is DTensor and _rosters_differ(held, grad):
+            local = copy_per_rank(held._local, grad._local)
+            parameter.grad = DTensor._wrap(local, held._layout)
 
     return spread
+
+
+def _rosters_differ(one: DTensor, other: DTensor) -> bool:
+    return roster_of(one._local) is not roster_of(other._local)

@@ -1,8 +1,8 @@
 """EmbeddingBag, above autograd: see Note [Above autograd].
 
-Bags of few ids in a row-wise table: rows are exchanged and pooled on the rank of the bag, which
-sends the rows of a rank's own ids. Otherwise each rank pools the rows that it owns, and one row per
-bag of all ranks is reduce-scattered. The cost model chooses, from sizes alone.
+For bags of few ids in a row-wise table, each rank fetches the rows of its own ids and pools them.
+Otherwise each rank pools the rows that it owns, and one row per bag of all ranks is
+reduce-scattered. The cost model chooses, from sizes alone.
 """
 
 from __future__ import annotations

@@ -269,17 +269,18 @@ def gather_rows(
         return torch.tensor([rows.shape[0]], device=rows.device)
 
     counts = collectives.all_gather(each_rank(grid, count, rows, axes=()), grid, axis)
-    longest = max(int(part.max()) for part in parts_of(counts))
 
-    def pad(_: Coordinate, t: torch.Tensor) -> torch.Tensor:
-        return torch.cat([t, t.new_zeros((longest - t.shape[0], *t.shape[1:]))]).unsqueeze(0)
+    def pad(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        missing = int(counts.max()) - t.shape[0]
+        return torch.cat([t, t.new_zeros((missing, *t.shape[1:]))]).unsqueeze(0)
 
     def join(_: Coordinate, t: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         return torch.cat([part[:num] for part, num in zip(t, counts.tolist(), strict=True)])
 
     found = []
     for tensor in (rows, values):
-        everywhere = collectives.all_gather(each_rank(grid, pad, tensor, axes=()), grid, axis)
+        padded = each_rank(grid, pad, tensor, counts, axes=())
+        everywhere = collectives.all_gather(padded, grid, axis)
         found.append(each_rank(grid, join, everywhere, counts, axes=()))
     return found[0], found[1]
 

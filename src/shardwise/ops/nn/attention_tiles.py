@@ -1,4 +1,4 @@
-"""Attention of one tile of queries and keys on one rank, with the log of its sum.
+"""Attention of one tile of queries and keys on one rank, with its log-sum-exp.
 
 The results of several tiles with the same queries are added in proportion to their sums. Given the
 final result and log-sum, backward of a tile gives the tile's terms of the gradients.

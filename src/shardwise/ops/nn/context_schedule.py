@@ -1,10 +1,11 @@
-"""Who attends for which queries when a sequence is sharded, and what that takes: pure arithmetic.
+"""Which rank computes which queries of a sharded sequence, and what that costs: pure arithmetic.
 
 Note [Balanced queries]
 Each rank holds a range of positions. With a causal mask the last ranges have the most to do: rank r
 of n has r + 1/2 of the n * n / 2 blocks. So a rank above the mean hands its first queries, which
-need the fewest keys, to a rank below, and gets their results back. What a rank attends for are its
-`work` ranges. Keys and values then pass from rank to rank, and only those that a rank's work needs.
+need the fewest keys, to a rank below, and gets their results back. The queries that a rank computes
+are its `work` ranges. Keys and values then pass from rank to rank, and only those that a rank's
+work needs.
 """
 
 from __future__ import annotations

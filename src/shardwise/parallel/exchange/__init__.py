@@ -1,1 +1,1 @@
-"""Front doors along data axes: keys of a sequence, and tokens for experts, travel between ranks."""
+"""context_parallel and expert_parallel: ranks exchange keys of a sequence, or tokens."""

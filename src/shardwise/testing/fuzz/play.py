@@ -32,7 +32,7 @@ from shardwise.testing.fuzz.undefined import (
 from shardwise.testing.fuzz.worlds import OneDevice, Sharded
 
 #: How a program can end, the worst first. `stale` is a value that one device held earlier, `crash`
-#: an error that is no refusal, `refused` what shardwise does not support, `torch-refused` what
+#: an error that is not a refusal, `refused` what shardwise does not support, `torch-refused` what
 #: raises on one device as well, `undefined` what one device does not define (`undefined.REASONS`).
 OUTCOMES = ("wrong", "stale", "crash", "refused", "torch-refused", "undefined", "ok")
 FAILURES = OUTCOMES[:3]

@@ -4,7 +4,6 @@ A case is a model, a mesh, front doors in some order, and options. It takes thre
 parameters are compared. `python -m shardwise.testing.steps` draws cases and plays them.
 """
 
-from shardwise.testing.steps.case import Door, StepCase
-from shardwise.testing.steps.prove import StepVerdict, prove
+from shardwise.testing.steps.case import Door, StepCase, StepVerdict, prove
 
 __all__ = ["Door", "StepCase", "StepVerdict", "prove"]

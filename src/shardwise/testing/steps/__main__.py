@@ -1,8 +1,4 @@
-"""Whether ranks train a model as one device does: draw cases, play them, print what is wrong.
-
-A case is a model, a mesh, front doors in some order, and options. It takes three steps, and all
-parameters are compared.
-"""
+"""Whether ranks train a model as one device does: draws cases, plays them, prints what is wrong."""
 
 from __future__ import annotations
 
@@ -16,9 +12,8 @@ import time
 import torch
 
 from shardwise.errors import ArgumentError
-from shardwise.testing.steps.case import StepCase
+from shardwise.testing.steps.case import StepCase, StepVerdict, prove
 from shardwise.testing.steps.draw import draw_cases
-from shardwise.testing.steps.prove import StepVerdict, prove
 from shardwise.testing.workers import part_of_several
 
 

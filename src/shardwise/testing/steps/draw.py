@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from functools import cache
+
+import torch
 
 from shardwise.testing.loop import OPTIONS, agree
 from shardwise.testing.mesh import Mesh
@@ -41,6 +44,9 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; fs(dp)@body; dp(dp)",
         "tp; fs(dp)@*; fs(dp)",
         "tp",
+        "tp(tp); dp(dp)",
+        "tp(tp); fs(dp)",
+        "tp(tp); fs(dp); dp(dp)",
         "dp(dp)",
         "dp(dp+tp)",
         "dp(dp*tp)",
@@ -79,6 +85,10 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; dp(rep*shard)",
         "tp; dp(rep); dp(shard)",
         "tp; dp(rep)@*; dp(shard)",
+        "tp(tp); dp(rep+shard)",
+        "tp(tp); fs(shard); dp(rep)",
+        "tp(shard+tp); fs(shard); dp(rep)",
+        "tp(shard+tp); dp(rep+shard)",
         "dm; fs(shard); dp(rep)",
     ),
     ("host", "dev"): (
@@ -88,6 +98,14 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(host*dev,?); dp(host*dev)",
         "tables(host*dev,?); dp(host+dev)",
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
+        "tables(host,?); dp(host*dev)",
+        "tables(host,?); dp(dev)@tables; dp(host+dev)",
+    ),
+    ("pod", "host", "dev"): (
+        "tables(dev,?); dp(pod*host*dev)",
+        "tables(host,?); dp(pod+host+dev)",
+        "tables(host*dev,?); dp(pod*host*dev)",
+        "tables(pod*dev,?); dp(host)@tables; dp(pod+host+dev)",
     ),
     ("cp",): ("cp(cp)", "cp(cp); fs(cp)", "cp(cp); dp(cp)", "cp(cp); fs(cp)@*"),
     ("dp", "cp"): (
@@ -119,13 +137,6 @@ DOORS["tp", "dp"] = tuple(
     text.replace("dp+tp", "tp+dp").replace("dp*tp", "tp*dp") for text in DOORS["dp", "tp"]
 )
 
-#: Doors on one axis of a mesh, which know nothing of the others: only in processes, since a
-#: simulated world has all ranks.
-IN_PROCESSES = {
-    ("dp", "tp"): ("tp(tp); dp(dp)", "tp(tp); fs(dp)", "tp(tp); fs(dp); dp(dp)"),
-    ("rep", "shard", "tp"): ("tp(tp); dp(rep+shard)", "tp(tp); fs(shard); dp(rep)"),
-}
-
 MESHES = (
     "tp=2",
     "dp=2",
@@ -140,6 +151,7 @@ MESHES = (
     "rep=2,shard=2,tp=2",
     "rep=2,shard=2,tp=1",
     "host=2,dev=2",
+    "pod=2,host=2,dev=2",
     "cp=2",
     "cp=4",
     "dp=2,cp=2",
@@ -160,27 +172,21 @@ def draw_cases(num_cases: int, seed: int, *, in_processes: bool = False) -> list
     if in_processes:
         # A process for each rank: more than four are slow on a small machine.
         meshes = [mesh for mesh in meshes if mesh.num_ranks <= 4]
-    doors = {
-        names: (*sets, *(IN_PROCESSES.get(names, ()) if in_processes else ()))
-        for names, sets in DOORS.items()
-    }
     tried: set[frozenset[str]] = set()
     cases: list[StepCase] = []
     while len(cases) < num_cases:
-        drawn = [_draw(chance, meshes, doors) for _ in range(NUM_CANDIDATES)]
+        drawn = [_draw(chance, meshes) for _ in range(NUM_CANDIDATES)]
         best = max(drawn, key=lambda c: len(set(_pairs(c)) - tried))
         tried.update(_pairs(best))
         cases.append(best)
     return cases
 
 
-def _draw(
-    chance: random.Random, meshes: list[Mesh], doors_of: Mapping[tuple[str, ...], Sequence[str]]
-) -> StepCase:
+def _draw(chance: random.Random, meshes: list[Mesh]) -> StepCase:
     while True:
         name, mesh = chance.choice(list(KINDS)), chance.choice(meshes)
         kind = KINDS[name]
-        fitting = [text for text in doors_of[mesh.names] if _fits(kind, text)]
+        fitting = [text for text in DOORS[mesh.names] if _fits(kind, text)]
         if not fitting:
             continue
         text = chance.choice(fitting).replace("?", chance.choice(TABLE_PLANS))
@@ -192,7 +198,23 @@ def _draw(
         # Adam and Adagrad divide by small numbers, which amplifies rounding.
         steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
         optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
+        if optimizer == "adagrad" and options & {"added", "groups"} and not _adagrad_takes_groups():
+            optimizer = "sgd"
         return StepCase(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
+
+
+@cache
+def _adagrad_takes_groups() -> bool:
+    """Whether torch's Adagrad steps parameters of a group that was added later; 2.11 does not."""
+    first, later = (torch.ones(1, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adagrad([first])
+    optimizer.add_param_group({"params": [later]})
+    later.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozenset[str]:

@@ -175,7 +175,7 @@ class Mixture(Trained):
         return F.mse_loss(self.head(x + self.through(self.body, x, chosen, weights)), target)
 
 
-class Attention(nn.Module):
+class PositionlessAttention(nn.Module):
     def __init__(self, num_heads: int = 2) -> None:
         super().__init__()
         self.size = WIDTH // num_heads
@@ -196,7 +196,7 @@ class Sequences(Trained):
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.positions = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(8, WIDTH)
-        self.norm, self.attention, self.body = nn.RMSNorm(WIDTH), Attention(), MLP()
+        self.norm, self.attention, self.body = nn.RMSNorm(WIDTH), PositionlessAttention(), MLP()
         self.router, self.experts = nn.Linear(WIDTH, 4), Experts(4)
         self.head = nn.Linear(WIDTH, VOCABULARY)
 

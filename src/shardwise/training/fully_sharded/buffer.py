@@ -1,16 +1,15 @@
 """FlatBuffer: parameters of one dtype in one buffer: cut to shards, gathered, reduced.
 
-Each rank has one chunk of the buffer, `shard`; the local tensors of the sharded parameters are
-views of it. The gathered buffer, `whole`, keeps its storage object for life: between uses the
-storage is empty, and tensors that autograd saved are valid again when it has been gathered anew.
+See Note [Words of fully sharded modules]. The gathered buffer, `whole`, keeps its storage object
+for life: between uses the storage is empty, and tensors that autograd saved are valid again when it
+has been gathered anew.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,35 +24,12 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.parts import one_part, parts_of, roster_of, sized
 from shardwise.simulation.ranks import each_rank, localize, one_for_all
-
-#: Parameters that fully_shard has replaced, and the names under which it found them.
-_replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
-
-
-@dataclass(slots=True)
-class Member:
-    """A parameter of a group: who holds it, and how it is laid out while sharded and gathered."""
-
-    name: str
-    owners: list[tuple[nn.Module, str]]
-    parameter: nn.Parameter
-    #: The layout of the sharded parameter.
-    layout: Layout
-    #: The layout while it is gathered; None for a plain tensor.
-    whole: Layout | None
-    #: Whether its gradient is that of this rank's own loss; else it is global.
-    own: bool
-
-    def whole_shape(self, rank: int) -> tuple[int, ...]:
-        """The shape of what `rank` holds while it is gathered."""
-        if self.whole is None:
-            return self.layout.shape
-        return self.whole.local_shape(self.whole.grid.coordinates[rank])
+from shardwise.training.fully_sharded.members import Member
 
 
 @dataclass(frozen=True, slots=True)
 class FlatPiece:
-    """Rows of a parameter in a chunk: `at` is their offset in the chunk, in elements."""
+    """Rows along `dim` of a parameter; `at` is their offset in the chunk, in elements."""
 
     number: int
     chunk: int
@@ -61,40 +37,20 @@ class FlatPiece:
     num_rows: int
     at: int
     shape: tuple[int, ...]
+    dim: int
 
     @property
     def numel(self) -> int:
         return math.prod(self.shape)
 
 
-def note_replaced(old: torch.Tensor, name: str) -> None:
-    """Remember a parameter that a sharded one replaced, wherever else it may be held."""
-    number = id(old)
-    _replaced[number] = weakref.ref(old, lambda _: _replaced.pop(number, None)), name
+def rows_of(shape: Sequence[int], dim: int) -> tuple[int, int]:
+    """The number of rows along a dim, and the length of one."""
+    return shape[dim], math.prod((*shape[:dim], *shape[dim + 1 :]))
 
 
-def name_of_replaced(parameter: torch.Tensor) -> str | None:
-    """The name under which fully_shard has replaced this parameter, if it has."""
-    known = _replaced.get(id(parameter))
-    return known[1] if known is not None and known[0]() is parameter else None
-
-
-def check_ties(module: nn.Module) -> None:
-    """Raise where a module still holds a parameter that was replaced elsewhere."""
-    for path, parameter in module.named_parameters():
-        name = name_of_replaced(parameter)
-        if name is not None:
-            raise LayoutError(
-                f"Parameter {path!r} is shared with a module that is fully sharded without it "
-                f"(there it is {name!r}), and would not be tied to it any more. A parameter "
-                "belongs to one group: call fully_shard on a module that has all its users, and "
-                "not on those."
-            )
-
-
-def rows_of(shape: Sequence[int]) -> tuple[int, int]:
-    """The number of rows along dim 0, and the length of one."""
-    return shape[0], math.prod(shape[1:])
+def _with_rows(shape: tuple[int, ...], dim: int, num_rows: int) -> tuple[int, ...]:
+    return (*shape[:dim], num_rows, *shape[dim + 1 :])
 
 
 class FlatBuffer:
@@ -137,7 +93,7 @@ class FlatBuffer:
     def length(self, place: Coordinate) -> int:
         if self._length is not None:
             return self._length
-        num_rows, row = rows_of(self.shapes(place)[0])
+        num_rows, row = rows_of(self.shapes(place)[0], self.members[0].dim)
         return max(1, -(-num_rows // self.parts) * row)
 
     def pieces(self, place: Coordinate) -> list[FlatPiece]:
@@ -150,14 +106,16 @@ class FlatBuffer:
     def _all_pieces(self, place: Coordinate) -> list[FlatPiece]:
         found, length = [], self.length(place)
         for number, shape in enumerate(self.shapes(place)):
-            num_rows, row = rows_of(shape)
+            dim = self.members[number].dim
+            num_rows, row = rows_of(shape, dim)
             start, first = self.offsets[number], 0
             for chunk in range(self.parts):
                 low, high = max(start, chunk * length), (chunk + 1) * length
                 held = max(0, min(start + num_rows * row, high) - low) // row
                 if held:
                     at = low - chunk * length
-                    found.append(FlatPiece(number, chunk, first, held, at, (held, *shape[1:])))
+                    here = _with_rows(shape, dim, held)
+                    found.append(FlatPiece(number, chunk, first, held, at, here, dim))
                     first += held
         return found
 
@@ -173,33 +131,45 @@ class FlatBuffer:
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the shards of whole tensors, and return each member's own."""
-        alike = [localize(self.grid, tensor) for tensor in tensors]
+        self._fill([localize(self.grid, tensor) for tensor in tensors], _rows)
+        return self.shards()
 
-        def cut(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            shard = here[0].new_zeros(self.length(place))
+    def _fill(
+        self,
+        tensors: Sequence[torch.Tensor],
+        take: Callable[[torch.Tensor, FlatPiece], torch.Tensor],
+        pinned: bool = False,
+    ) -> None:
+        """Make a new shard; `take` gives a piece of a member's tensor."""
+
+        def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
+            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
             for piece, tensor in zip(self.mine(place), here, strict=True):
                 if piece is not None:
-                    _view(shard, piece).copy_(_rows(tensor, piece))
+                    _view(shard, piece).copy_(take(tensor, piece))
             return shard
 
-        self._set_shard(each_rank(self.grid, cut, *alike, axes=(self.axis,)))
-        return self.shards()
+        self.shard, self.whole = each_rank(self.grid, fill, *tensors, axes=(self.axis,)), None
 
     def shards(self) -> list[torch.Tensor]:
         """Each member's view of the shard."""
 
         def views(place: Coordinate, shard: torch.Tensor) -> list[torch.Tensor]:
-            held = zip(self.mine(place), self.shapes(place), strict=True)
             return [
-                shard[:0].view(0, *shape[1:]) if piece is None else _view(shard, piece)
-                for piece, shape in held
+                self._view(shard, place, number, piece)
+                for number, piece in enumerate(self.mine(place))
             ]
 
         shard: Any = self.shard
         return list(each_rank(self.grid, views, shard, axes=()))
 
-    def _set_shard(self, shard: torch.Tensor) -> None:
-        self.shard, self.whole = shard, None
+    def _view(
+        self, flat: torch.Tensor, place: Coordinate, number: int, piece: FlatPiece | None
+    ) -> torch.Tensor:
+        """What a chunk holds of a member: the piece, or nothing."""
+        if piece is not None:
+            return _view(flat, piece)
+        return flat[:0].view(_with_rows(self.shapes(place)[number], self.members[number].dim, 0))
 
     def collect(self, *, pin: bool = False) -> None:
         """Make the parameters views of one shard again, where something else replaced them.
@@ -219,16 +189,9 @@ class FlatBuffer:
                 "whole module, or before fully_shard."
             )
 
-        def join(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            pinned = pin and torch.accelerator.is_available()
-            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
-            for piece, local in zip(self.mine(place), here, strict=True):
-                if piece is not None:
-                    _view(shard, piece).copy_(local)
-            return shard
-
         with torch.no_grad(), torch.inference_mode(False):
-            self._set_shard(each_rank(self.grid, join, *locals_, axes=(self.axis,)))
+            pinned = pin and torch.accelerator.is_available()
+            self._fill(locals_, lambda local, piece: local, pinned)
             for member, local in zip(self.members, self.shards(), strict=True):
                 parameter: Any = member.parameter
                 parameter._local, member.layout = local, parameter._layout
@@ -256,10 +219,11 @@ class FlatBuffer:
             return
         dtype = dtype if dtype is not None and self.dtype.is_floating_point else None
         with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
-            sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
             if self.parts == 1:
-                self._hold(sent)
-            elif self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
+                self._hold(shard, dtype, device)
+                return
+            sent = shard.to(device=device, dtype=dtype) if (device or dtype) else shard
+            if self.whole is None or one_part(self.whole).dtype != one_part(sent).dtype:
                 self.whole = collectives.start_all_gather(sent.detach(), self.grid, self.axis)
                 if one_part(self.whole).dtype != one_part(sent).dtype:
                     self.whole = collectives.viewed(self.whole, one_part(sent).dtype)
@@ -269,17 +233,21 @@ class FlatBuffer:
     def _gather_again(self, sent: torch.Tensor, grid: Grid, axis: int) -> None:
         whole: Any = self.whole
         with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
-            _fill(whole)
+            _refill(whole)
             collectives.start_all_gather_into(whole, sent.detach(), grid, axis)
 
-    def _hold(self, sent: torch.Tensor) -> None:
+    def _hold(
+        self, shard: torch.Tensor, dtype: torch.dtype | None, device: torch.device | None
+    ) -> None:
         """On an axis of one rank nothing is sent: the shard is the whole, or a converted copy."""
-        if sent is self.shard or self.whole is None:
-            self.whole = sent
-            return
-        _fill(self.whole)
-        for part, value in zip(parts_of(self.whole), parts_of(sent), strict=True):
-            part.copy_(value)
+        if not (device or dtype):
+            self.whole = shard
+        elif self.whole is None or self.whole is shard:
+            self.whole = shard.to(device=device, dtype=dtype)
+        else:
+            _refill(self.whole)
+            for part, value in zip(parts_of(self.whole), parts_of(shard), strict=True):
+                part.copy_(value)
 
     def finish_gather(self) -> None:
         assert self.whole is not None, "start_gather() comes first"
@@ -301,7 +269,8 @@ class FlatBuffer:
         """One of `num_ranks` chunks of the gathered buffer, and the axis of those ranks."""
         grid, axis = self.grid, self.axis
         shape = (*grid.shape[:axis], self.parts // num_ranks, num_ranks, *grid.shape[axis + 1 :])
-        near = grid_like(grid.device_type, shape, grid.ranks, None)
+        device_type, _, ranks, _ = grid.identity
+        near = grid_like(device_type, shape, ranks, None)
 
         def chunk(place: Coordinate, whole: torch.Tensor) -> torch.Tensor:
             return whole.chunk(num_ranks)[place[axis + 1]].clone()
@@ -324,8 +293,10 @@ class FlatBuffer:
             # Not views: each has its own version counter, and the buffer's is of no interest.
             storage = whole.untyped_storage()
             return [
-                whole.new_empty(0).set_(storage, offset, shape, contiguous_stride(shape))
-                for offset, shape in zip(self.offsets, self.shapes(place), strict=True)
+                whole.new_empty(0).set_(storage, offset, shape, _stride(shape, member.dim))
+                for member, offset, shape in zip(
+                    self.members, self.offsets, self.shapes(place), strict=True
+                )
             ]
 
         whole: Any = self.whole
@@ -346,8 +317,7 @@ class FlatBuffer:
             for piece in self.pieces(place):
                 if piece.number in numbers:
                     at, ends[piece.chunk] = ends[piece.chunk], ends[piece.chunk] + piece.numel
-                    close = (piece.number, piece.chunk, piece.first, piece.num_rows, at)
-                    pieces.append(FlatPiece(*close, piece.shape))
+                    pieces.append(replace(piece, at=at))
             found = self._pieces[key] = pieces, max(ends)  # type: ignore[assignment]
         return found
 
@@ -411,25 +381,29 @@ class FlatBuffer:
             here = here.to(device=device, dtype=self.dtype)
             pieces, _ = self.gradient_pieces(place, numbers)
             mine = {piece.number: piece for piece in pieces if piece.chunk == place[self.axis]}
-            found = []
-            for number in numbers:
-                shape = self.shapes(place)[number]
-                piece = mine.get(number)
-                found.append(_view(here, piece) if piece else here[:0].view(0, *shape[1:]))
-            return [*found, flags]
+            return [*(self._view(here, place, n, mine.get(n)) for n in numbers), flags]
 
         *found, flags = each_rank(self.grid, split, row, axes=())
         return found, one_for_all(flags)
 
 
-def _fill(whole: torch.Tensor) -> None:
+def _refill(whole: torch.Tensor) -> None:
     """Give a buffer that was released its memory again."""
     for part in parts_of(whole):
         part.untyped_storage().resize_(part.numel() * part.element_size())
 
 
 def _view(flat: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
-    return flat[piece.at : piece.at + piece.numel].view(piece.shape)
+    here = flat[piece.at : piece.at + piece.numel]
+    if piece.dim == 0:
+        return here.view(piece.shape)
+    return here.as_strided(piece.shape, _stride(piece.shape, piece.dim))
+
+
+def _stride(shape: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    """The strides of contiguous memory of which `dim` is the outermost."""
+    row, *rest = contiguous_stride((shape[dim], *shape[:dim], *shape[dim + 1 :]))
+    return (*rest[:dim], row, *rest[dim:])
 
 
 def _copy_scaled(target: torch.Tensor, rows: torch.Tensor, scale: float) -> None:
@@ -442,7 +416,7 @@ def _copy_scaled(target: torch.Tensor, rows: torch.Tensor, scale: float) -> None
 
 
 def _rows(tensor: torch.Tensor, piece: FlatPiece) -> torch.Tensor:
-    return tensor[piece.first : piece.first + piece.num_rows]
+    return tensor.narrow(piece.dim, piece.first, piece.num_rows)
 
 
 def _outside(member: Member, local: torch.Tensor) -> torch.Tensor:

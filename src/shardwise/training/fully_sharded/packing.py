@@ -3,9 +3,10 @@
 Note [Flat buffers]
 A group gathers one buffer: the ranks' chunks, all of one length, one after another. A parameter is
 a view of it while gathered, so it is contiguous there, and a rank's shard of it is what its chunk
-overlaps. Shards are rows of dim 0 (`Shard(0, sizes)`), so a chunk may end inside a parameter only
-between two rows: padding goes between parameters, and the length of a chunk is chosen so that
-there is little of it. Parameters with long rows come first; short rows then fit anywhere.
+overlaps. Shards are rows of one dim (`Shard(dim, sizes)`), so a chunk may end inside a parameter
+only between two rows: padding goes between parameters, and the length of a chunk is chosen so that
+there is little of it. Parameters with long rows come first; short rows then fit anywhere. The dim
+is 0, but that of a stack of a few matrices is another: their rows are too long.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from dataclasses import dataclass
 #: The share of a buffer that may be padding before row lengths get buffers of their own, and the
 #: number of elements below which sending padding is cheaper than another collective.
 MOST_PADDING, FEW = 0.01, 1 << 16
+#: With fewer rows per rank than this, what is missing to the next multiple of ranks counts.
+FEW_ROWS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,19 @@ class FlatPacking:
 
     offsets: dict[int, int]
     length: int
+
+
+def split_dim(shape: Sequence[int], parts: int) -> int:
+    """The dim along which a parameter is split.
+
+    >>> split_dim((4096, 4096), parts=64), split_dim((8, 28672, 4096), parts=64)
+    (0, 1)
+    """
+    numel, missing = math.prod(shape), -shape[0] % parts
+    few = shape[0] < FEW_ROWS * parts
+    if few and missing * (numel // shape[0]) > max(FEW, numel * MOST_PADDING):
+        return min(range(len(shape)), key=lambda dim: (-shape[dim] % parts) / shape[dim])
+    return 0
 
 
 def pack(items: Sequence[tuple[int, int]], parts: int) -> list[FlatPacking]:

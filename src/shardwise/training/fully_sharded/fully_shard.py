@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import weakref
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,26 +12,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.agreement import agree
-from shardwise.core.layout import contiguous_stride, make_layout, shard_with
-from shardwise.core.mesh import Grid
-from shardwise.core.placements import REPLICATE, Placement, Shard
+from shardwise.core.layout import contiguous_stride, make_layout
+from shardwise.core.placements import REPLICATE
 from shardwise.dtensor.gradients import refuse_hooks
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, ShardwiseError, WorldError
-from shardwise.simulation.ranks import present
 from shardwise.training.contract import DataAxes, forbid_both, note_own_gradient, tensor_axes
-from shardwise.training.flat_buffer import (
-    FlatBuffer,
-    Member,
-    name_of_replaced,
-    note_replaced,
-    rows_of,
-)
-from shardwise.training.flat_packing import pack, rows_per_chunk
-from shardwise.training.in_flight import GROUP, group_of
-from shardwise.training.mesh_axes import MeshAxes, mesh_axes, ranks_along
+from shardwise.training.fully_sharded.group import ParameterGroup
+from shardwise.training.fully_sharded.hub import GROUP, group_of
+from shardwise.training.fully_sharded.layouts import axes_along, can_shard, find_place, make_buffers
+from shardwise.training.fully_sharded.members import Member, Place, name_of_replaced, note_replaced
+from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.training.mesh_axes import mesh_axes
 from shardwise.training.reducer import declare, follow_all
-from shardwise.training.shard_group import CPUOffloadPolicy, MixedPrecisionPolicy, ParameterGroup
 from shardwise.training.start_values import sync_values
 
 #: The group of each sharded parameter, by id.
@@ -56,7 +47,7 @@ def fully_shard(
     module that no inner call has taken form a group: it is gathered with one all-gather before the
     module's forward and again before its backward, and reduced with one reduce-scatter. So call it
     on each layer first, then on the model. Outside of forward, parameters are DTensors with rows of
-    dim 0 on each rank.
+    one dim on each rank.
 
     `mesh` has one axis, or several: then the last shards and the others hold replicas. Each rank
     has its own batch along all of them. Parameters that are DTensors already are sharded further;
@@ -84,7 +75,7 @@ def fully_shard(
     >>> model[0].weight.placements, model[0].weight.grad.placements
     ((Shard(0, sizes=(3, 1)),), (Shard(0, sizes=(3, 1)),))
     """
-    place: _Place | None = None
+    place: Place | None = None
     found: list[Member] = []
     problem: Exception | None = None
     axes = mesh_axes(mesh)
@@ -98,7 +89,7 @@ def fully_shard(
     named = module.named_parameters(remove_duplicate=False)
     ignored = {name for name, parameter in named if id(parameter) in left_out}
     try:
-        place = _place(module, axes)
+        place = find_place(module, axes)
         _check_options(place, reshard_after_forward, mp_policy, prefetch)
         forbid_both([axes], tensor_axes(module), "fully_shard")
         _check_free(module)
@@ -113,11 +104,9 @@ def fully_shard(
     assert place is not None, "agree() raised"
     group = ParameterGroup(
         module,
-        place.grid,
-        place.axis,
-        place.replicas,
+        place,
         reshard_after_forward=_reshards(reshard_after_forward, place.parts),
-        precision=mp_policy,
+        precision=mp_policy or MixedPrecisionPolicy(),
         offload=offload_policy,
         prefetch=prefetch,
         ignored=ignored,
@@ -140,46 +129,7 @@ def fully_shard(
 # -- what is sharded, and along which axis ---------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class _Place:
-    """The mesh of sharded parameters, the axis that shards them, and those with replicas."""
-
-    grid: Grid
-    axis: int
-    replicas: tuple[int, ...]
-
-    @property
-    def parts(self) -> int:
-        return self.grid.shape[self.axis]
-
-
-def _place(module: nn.Module, axes: MeshAxes) -> _Place:
-    """Where the parameters go: to the mesh of the module's DTensors, or else to the given one.
-
-    A simulated world sees rank 0's part of a mesh only, so there it is the whole mesh.
-    """
-    if axes.given.num_axes == 1 and len(axes.axes) > 1:  # a flattened axis
-        ((grid, axis),) = axes.collectives()
-        return _Place(grid, axis, ())
-    *others, axis = axes.axes
-    for parameter in module.parameters():
-        if isinstance(parameter, DTensor) and parameter._layout.grid is not axes.given:
-            grid = parameter._layout.grid
-            along = [MeshAxes(axes.grid, (a,), axes.given).meet(grid)[0] for a in axes.axes]
-            if all(
-                len(each) == 1 and ranks_along(grid, each[0]) == ranks_along(axes.grid, a)
-                for each, a in zip(along, axes.axes, strict=True)
-            ):
-                *first, (last,) = along
-                return _Place(grid, last, tuple(a for each in first for a in each))
-            return _Place(axes.grid, axis, tuple(others))
-    if axes.given is axes.grid or len(present(axes.grid)) > 1:
-        return _Place(axes.grid, axis, tuple(others))
-    last = axes.given.num_axes - 1
-    return _Place(axes.given, last, tuple(range(last)))
-
-
-def _check_options(place: _Place, reshards: Any, policy: Any, prefetch: int) -> None:
+def _check_options(place: Place, reshards: Any, policy: Any, prefetch: int) -> None:
     if type(reshards) is int and (reshards < 1 or place.parts % reshards):
         raise LayoutError(
             f"fully_shard: reshard_after_forward={reshards} does not divide axis "
@@ -210,13 +160,12 @@ def _check_free(module: nn.Module) -> None:
             f"fully_shard: this {type(module).__name__} is fully sharded already. Call it once for "
             "each module: inner modules first, then those around them."
         )
-    inner = {
-        id(p) for group in _inner_groups(module) for m in group.members for p in (m.parameter,)
-    }
+    groups = [group for group in map(group_of, module.modules()) if group is not None]
+    inner = {id(member.parameter) for group in groups for member in group.parameters.members}
     for path, parameter in module.named_parameters():
         group = group_with(parameter)
         if group is not None and id(parameter) not in inner:
-            name = next(m.name for m in group.members if m.parameter is parameter)
+            name = next(m.name for m in group.parameters.members if m.parameter is parameter)
             raise _two_groups(path, f"{name!r} of {type(group.module).__name__}")
         known = name_of_replaced(parameter)
         if known is not None:
@@ -234,15 +183,11 @@ def _two_groups(path: str, other: str) -> LayoutError:
 def group_with(parameter: torch.Tensor) -> ParameterGroup | None:
     """The group of a sharded parameter."""
     group = _groups.get(id(parameter))
-    known = group is not None and any(m.parameter is parameter for m in group.members)
-    return group if known else None
+    members = group.parameters.members if group is not None else ()
+    return group if any(member.parameter is parameter for member in members) else None
 
 
-def _inner_groups(module: nn.Module) -> list[ParameterGroup]:
-    return [group for group in map(group_of, module.modules()) if group is not None]
-
-
-def _members(module: nn.Module, place: _Place, ignored: set[str]) -> list[Member]:
+def _members(module: nn.Module, place: Place, ignored: set[str]) -> list[Member]:
     """What the group of a module shards, with the layouts of now; tied parameters once."""
     found: dict[int, Member] = {}
     for path, owner in _own_modules(module, ""):
@@ -250,7 +195,7 @@ def _members(module: nn.Module, place: _Place, ignored: set[str]) -> list[Member
             continue
         for name, parameter in owner._parameters.items():
             full_name = f"{path}.{name}" if path else name
-            if parameter is None or full_name in ignored or not _can_shard(parameter, place):
+            if parameter is None or full_name in ignored or not can_shard(parameter, place):
                 continue
             known = found.get(id(parameter))
             if known is not None:
@@ -264,7 +209,7 @@ def _members(module: nn.Module, place: _Place, ignored: set[str]) -> list[Member
                 contiguous_stride(parameter.shape),
                 parameter.dtype,
             )
-            own = whole is None or not _axes_along(place, whole.grid)
+            own = whole is None or not axes_along(place, whole.grid)
             found[id(parameter)] = Member(full_name, [(owner, name)], parameter, layout, whole, own)
     return list(found.values())
 
@@ -277,27 +222,6 @@ def _own_modules(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]
             yield from _own_modules(child, f"{path}.{name}" if path else name)
 
 
-def _axes_along(place: _Place, grid: Grid) -> list[int]:
-    """The axes of `grid` that together have the ranks of the axis that shards."""
-    along = MeshAxes(place.grid, (place.axis,), place.grid).meet(grid)[0]
-    if along and math.prod(grid.shape[axis] for axis in along) != place.parts:
-        raise LayoutError(
-            f"fully_shard: a parameter is on {grid!r} of ranks {list(grid.ranks)}, which has other "
-            f"ranks than axis {place.grid.axis_name(place.axis)!r} of {place.grid!r}. Take both "
-            "from one mesh."
-        )
-    return along
-
-
-def _can_shard(parameter: torch.Tensor, place: _Place) -> bool:
-    if parameter.dim() == 0 or parameter.numel() == 0:
-        return False
-    if not isinstance(parameter, DTensor):
-        return True
-    along = _axes_along(place, parameter._layout.grid)
-    return all(parameter.placements[axis].is_replicate() for axis in along)
-
-
 # -- making and undoing a group ------------------------------------------------------------------
 
 
@@ -305,16 +229,14 @@ def _can_shard(parameter: torch.Tensor, place: _Place) -> bool:
 def _close(group: ParameterGroup, found: list[Member]) -> None:
     """Replace the parameters that were found by shards."""
     replaced = [member.parameter for member in found]
-    place = _Place(group.grid, group.axis, group.replicas)
-    group.buffers = _buffers(found, place)
-    for buffer in group.buffers:
+    group.parameters.buffers = make_buffers(found, group.place)
+    for buffer in group.parameters.buffers:
         tensors: list[Any] = [member.parameter for member in buffer.members]
         whole = [t._local if isinstance(t, DTensor) else t.detach() for t in tensors]
         shards = buffer.cut(whole)
         for member, local in zip(buffer.members, shards, strict=True):
             _replace(group, member, DTensor._wrap(local, member.layout))
-    if group.offload is not None:
-        group.offload_shards()
+    group.parameters.offload_shards()
     follow_all(replaced)
 
 
@@ -329,74 +251,7 @@ def _replace(group: ParameterGroup, member: Member, made: torch.Tensor) -> None:
     _groups[id(member.parameter)] = group
     for owner, name in member.owners:
         owner._parameters[name] = member.parameter
-    group._follow_flat_weights()
-
-
-def _buffers(found: list[Member], place: _Place) -> list[FlatBuffer]:
-    """Buffers of parameters of one dtype and device; those with shapes of their own are alone."""
-    alike: dict[Any, list[Member]] = {}
-    made = []
-    for member in found:
-        ranks = member.whole.grid.ranks if member.whole is not None else present(place.grid)
-        shapes = {member.whole_shape(rank) for rank in ranks}
-        if len(shapes) == 1:
-            kind = (member.layout.dtype, member.parameter.device)
-            alike.setdefault(kind, []).append(member)
-        else:
-            member.layout = _sharded(member, None, place)
-            made.append(FlatBuffer(place.grid, place.axis, [member], [0], None))
-    for members in alike.values():
-        rank = present(place.grid)[0]
-        items = [rows_of(member.whole_shape(rank)) for member in members]
-        for packing in pack(items, place.parts):
-            for number, offset in packing.offsets.items():
-                num_rows, row = items[number]
-                sizes = rows_per_chunk(offset, num_rows, row, packing.length, place.parts)
-                members[number].layout = _sharded(members[number], tuple(sizes), place)
-            inside = [members[number] for number in packing.offsets]
-            offsets = list(packing.offsets.values())
-            made.append(FlatBuffer(place.grid, place.axis, inside, offsets, packing.length))
-    return made
-
-
-def _sharded(member: Member, sizes: tuple[int, ...] | None, place: _Place) -> Any:
-    """The layout of a member's shards: rows of what is local while it is gathered."""
-    whole, shape = member.whole, member.layout.shape
-    grid, axis = place.grid, place.axis
-    placements: list[Placement] = [REPLICATE] * grid.num_axes
-    if whole is not None:
-        along = _axes_along(place, whole.grid)
-        if len(along) == 1:
-            grid, (axis,) = whole.grid, along
-            placements = list(whole.placements)
-        else:  # the axis is one of another mesh, or a flattened one
-            for k, placement in enumerate(whole.placements):
-                if k not in along and whole.grid.shape[k] > 1:
-                    placements[_axis_like(whole.grid, k, grid)] = placement
-    num_rows = shape[0]
-    if sizes is None:
-        placements[axis] = Shard(0)
-    else:
-        placements[axis] = shard_with(0, sizes, sum(sizes), place.parts)
-    assert sizes is None or num_rows % sum(sizes) == 0, "other axes split dim 0 evenly"
-    order = (*(a for a in range(grid.num_axes) if a != axis), axis)
-    if whole is not None and grid is whole.grid:
-        order = (*(a for a in whole.order if a != axis), axis)
-    return make_layout(
-        grid, tuple(placements), shape, contiguous_stride(shape), member.layout.dtype, order
-    )
-
-
-def _axis_like(grid: Grid, axis: int, other: Grid) -> int:
-    """The axis of `other` along the same ranks."""
-    ranks = ranks_along(grid, axis)
-    for k in range(other.num_axes):
-        if ranks_along(other, k) == ranks:
-            return k
-    raise LayoutError(
-        f"fully_shard: a parameter is on {grid!r} of ranks {list(grid.ranks)}, and axis "
-        f"{grid.axis_name(axis)!r} is no axis of {other!r}. Take both meshes from one."
-    )
+    group.parameters.follow_flat_weights()
 
 
 @contextlib.contextmanager
@@ -412,20 +267,19 @@ def opened(module: nn.Module) -> Iterator[None]:
         yield
     finally:
         for group in groups.values():
-            place = _Place(group.grid, group.axis, group.replicas)
-            _close(group, _members(group.module, place, group.ignored))
+            _close(group, _members(group.module, group.place, group.ignored))
 
 
 @torch.no_grad()
 def _open(group: ParameterGroup) -> None:
     group.reshard()
-    group.gather_plainly()
-    replaced = [member.parameter for member in group.members]
-    tensors = [tensor.clone() for buffer in group.buffers for tensor in buffer.tensors()]
-    for member, tensor in zip(group.members, tensors, strict=True):
-        made = nn.Parameter(tensor, requires_grad=member.parameter.requires_grad)
+    parameters = group.parameters
+    parameters.gather_plainly()
+    replaced = [member.parameter for member in parameters.members]
+    for member, tensor in zip(parameters.members, parameters.tensors(), strict=True):
+        made = nn.Parameter(tensor.clone(), requires_grad=member.parameter.requires_grad)
         for owner, name in member.owners:
             owner._parameters[name] = made
     group.reshard()
-    group.buffers = []
+    parameters.buffers = []
     follow_all(replaced)

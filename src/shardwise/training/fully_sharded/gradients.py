@@ -1,0 +1,263 @@
+"""GroupGradients: from the gradients of gathered parameters to sharded ones, row by row."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise.comm import collectives
+from shardwise.comm.watch import because
+from shardwise.core.mesh import Grid
+from shardwise.core.placements import SUM, Placement
+from shardwise.dtensor import autograd
+from shardwise.dtensor.tensor import DTensor
+from shardwise.simulation.parts import one_part
+from shardwise.training.fully_sharded.buffer import FlatBuffer
+from shardwise.training.fully_sharded.gathered import GroupParameters
+from shardwise.training.fully_sharded.members import Member, Place
+from shardwise.training.mesh_axes import MeshAxes
+from shardwise.training.reducer import data_axes_along
+
+
+@dataclass(slots=True, eq=False)
+class Reducing:
+    """A row of gradients on its way: what it holds, and the axes that are still to come."""
+
+    buffer: FlatBuffer
+    #: For each member, by number, the axes of its mesh along which its gradient stays Partial.
+    partial: dict[int, tuple[int, ...]]
+    row: Any
+    #: Whether each member has a gradient on this rank: then no flag has to be read.
+    all_here: bool
+    #: Axes of replicas, to be reduced after the reduce-scatter.
+    left: list[int] = field(default_factory=list)
+    #: The gradients themselves, where nothing is sent.
+    grads: dict[int, torch.Tensor | None] | None = None
+    finished: bool = False
+    #: The collective that runs: waits for it, and returns the next row.
+    wait: Callable[[], torch.Tensor] | None = None
+
+    def advance(self) -> None:
+        """Wait for the collective that runs, and start the next one."""
+        row = self.row if self.wait is None else self.wait()
+        if self.left:
+            started = collectives.start_all_reduce(row, "sum", self.buffer.grid, self.left.pop(0))
+            self.row, self.wait = None, functools.partial(collectives.awaited, started)
+        else:
+            self.row, self.wait, self.finished = row, None, True
+
+
+class RowsInFlight:
+    """The rows of all groups of one outermost module; see Note [In flight]."""
+
+    def __init__(self) -> None:
+        self.reducing: deque[Reducing] = deque()
+        #: Rows that were sent in this pass. New memory costs a page fault for every 4 KiB of it.
+        self.unused: list[torch.Tensor] = []
+
+    def new_row(
+        self, shape: tuple[int, int], dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        """Memory for gradients: that of a row that was sent, if one fits."""
+        for number, row in enumerate(self.unused):
+            if (row.shape, row.dtype, row.device) == (shape, dtype, device):
+                return self.unused.pop(number)
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def start(self, made: Reducing, most: int) -> None:
+        """Start to reduce a row; wait for older ones so that at most `most` are in flight."""
+        buffer = made.buffer
+        with because("fully_shard", implicit=False):
+            if buffer.parts > 1:
+                made.wait = collectives.start_scattered_sum(
+                    made.row, buffer.grid, buffer.axis, self.unused.append
+                )
+                made.row = None
+            self.reducing.append(made)
+            while sum(not each.finished for each in self.reducing) > max(1, most):
+                next(each for each in self.reducing if not each.finished).advance()
+
+    def taken(self, buffers: list[FlatBuffer]) -> list[Reducing]:
+        """The rows of these buffers, which are no longer in flight."""
+        found = [each for each in self.reducing if each.buffer in buffers]
+        for each in found:
+            self.reducing.remove(each)
+        return found
+
+    def forget(self) -> None:
+        """Drop the rows of a step that raised."""
+        for reducing in self.reducing:
+            if reducing.wait is not None:
+                reducing.wait()
+        self.reducing.clear()
+        self.unused.clear()
+
+
+class GroupGradients:
+    """The gradients of a group: reduced while at most `most` rows are in flight, or kept."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: Place,
+        parameters: GroupParameters,
+        dtype: torch.dtype | None,
+        most: int,
+    ) -> None:
+        self.module, self.place, self.parameters = module, place, parameters
+        self.dtype, self.most = dtype, most
+        self.sync = True
+        #: Rows that wait for a backward pass that reduces, by what they hold.
+        self.unsynced: dict[Any, Reducing] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "unsynced": {}}
+
+    def reduce(self, grads: dict[int, torch.Tensor | None], rows: RowsInFlight) -> None:
+        """Start to reduce the gradients of some members, or keep them for a later pass."""
+        first = 0
+        for buffer in self.parameters.buffers:
+            numbers = range(len(buffer.members))
+            mine = {n: grads[first + n] for n in numbers if first + n in grads}
+            first += len(buffer.members)
+            if mine:
+                self._reduce(buffer, mine, rows)
+
+    def _reduce(
+        self, buffer: FlatBuffer, grads: dict[int, torch.Tensor | None], rows: RowsInFlight
+    ) -> None:
+        kept: dict[int, tuple[int, ...]] = {}
+        for number, grad in grads.items():
+            grads[number], kept[number] = self._local_gradient(buffer.members[number], grad)
+        given = [one_part(grad) for grad in grads.values() if grad is not None]
+        left = [axis for axis in self.place.replicas if self.place.grid.shape[axis] > 1]
+        if buffer.parts == 1 and not left:
+            # Nothing is sent, so there is nothing to wait for: also not for a later pass.
+            rows.reducing.append(Reducing(buffer, kept, None, True, grads=grads))
+            return
+        computed = given[0].dtype if given else one_part(buffer.whole).dtype
+        dtype = self.dtype if self.dtype and computed.is_floating_point else computed
+        scales = [self._share(buffer.members[n], axes) for n, axes in kept.items()]
+        row = buffer.gradient_row(grads, scales, dtype, rows.new_row)
+        made = Reducing(buffer, kept, row, len(given) == len(grads), left)
+        key = (id(buffer), tuple(kept.items()))
+        before = self.unsynced.pop(key, None)
+        if before is not None:
+            made.row = row + before.row
+            made.all_here |= before.all_here
+        if self.sync:
+            rows.start(made, self.most)
+        else:
+            self.unsynced[key] = made
+
+    def _local_gradient(
+        self, member: Member, grad: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, tuple[int, ...]]:
+        """This rank's term of the sum over the group's axes, and axes that stay Partial.
+
+        Those are data axes that somebody else declared: whoever uses the gradient reduces it.
+        """
+        place, shard_grid = self.place, member.layout.grid
+        if member.own:
+            local: Any = grad
+            if isinstance(grad, DTensor):
+                assert member.whole is not None, "a DTensor's gradient is of a DTensor"
+                local = autograd.move(grad, grad._layout.with_placements(member.whole.placements))
+                local = local._local
+            taken = {place.axis, *place.replicas} if shard_grid is place.grid else set()
+            others = data_axes_along(self.module, shard_grid)
+            kept = tuple(
+                a for a in others if a not in taken and member.layout.placements[a].is_replicate()
+            )
+            return local, kept
+        whole: Any = member.whole
+        if grad is None:
+            return None, ()
+        assert isinstance(grad, DTensor), "the gradient of a DTensor is one"
+        ours = _axes_in(whole.grid, place.grid, (place.axis, *place.replicas))
+        placements: list[Placement] = list(whole.placements)
+        kept_axes = []
+        for axis, placement in enumerate(grad.placements):
+            if axis in ours:
+                placements[axis] = SUM
+            elif placement.is_partial() and placements[axis].is_replicate():
+                placements[axis] = SUM
+                kept_axes.append(axis)
+        target = grad._layout.with_placements(tuple(placements), whole.order)
+        if target is not grad._layout:
+            grad = autograd.move(grad, target)
+        local = grad._local  # type: ignore[union-attr]
+        return local, tuple(kept_axes)
+
+    def delivered(self, rows: RowsInFlight) -> dict[int, torch.Tensor]:
+        """The sharded gradients that backward has found, by id of their parameter."""
+        found: dict[int, Any] = {}
+        for each in rows.taken(self.parameters.buffers):
+            for parameter, grad in self._finished(each):
+                before = found.get(id(parameter))
+                found[id(parameter)] = grad if before is None else before + grad
+        return found
+
+    @torch.no_grad()
+    def _finished(self, reducing: Reducing) -> list[tuple[nn.Parameter, DTensor]]:
+        buffer, numbers = reducing.buffer, tuple(reducing.partial)
+        device = torch.device("cpu") if self.parameters.offload is not None else None
+        if reducing.grads is not None:
+            shares = [self._share(buffer.members[n], reducing.partial[n]) for n in numbers]
+            found, used = buffer.as_gradients(reducing.grads, shares, device)
+        else:
+            with because("fully_shard", implicit=False):
+                while not reducing.finished:
+                    reducing.advance()
+            found, flags = buffer.gradients(reducing.row, numbers, device)
+            used = [True] * len(numbers) if reducing.all_here else flags.tolist()
+        made = []
+        for number, local, flag in zip(numbers, found, used, strict=True):
+            if flag:  # else no rank used it
+                member = buffer.members[number]
+                placements = list(member.layout.placements)
+                for axis in reducing.partial[number]:
+                    placements[axis] = SUM
+                layout = member.layout.with_placements(tuple(placements))
+                made.append((member.parameter, DTensor._wrap(local, layout)))
+        return made
+
+    def _share(self, member: Member, partial: tuple[int, ...]) -> float:
+        """The factor that makes a sum of terms the mean over ranks' losses."""
+        if not member.own:
+            return 1.0
+        place = self.place
+        ours = [place.grid.shape[axis] for axis in (place.axis, *place.replicas)]
+        others = [member.layout.grid.shape[axis] for axis in partial]
+        share = 1.0
+        for size in (*ours, *others):
+            share /= size
+        return share
+
+    @torch.no_grad()
+    def reduce_late(self, rows: RowsInFlight) -> None:
+        """Reduce what earlier passes kept, where the last one found no gradient."""
+        if not (self.sync and self.unsynced):
+            return
+        for made in list(self.unsynced.values()):
+            rows.start(made, self.most)
+        self.unsynced.clear()
+        found = self.delivered(rows)
+        for member in self.parameters.members:
+            parameter: Any = member.parameter
+            grad = found.get(id(parameter))
+            if grad is not None:
+                parameter.grad = grad if parameter.grad is None else parameter.grad + grad
+
+
+def _axes_in(other: Grid, grid: Grid, axes: tuple[int, ...]) -> set[int]:
+    """The axes of `other` that run through the ranks of these axes of `grid`."""
+    if other is grid:
+        return set(axes)
+    return set(MeshAxes(grid, axes, grid).meet(other)[0])

@@ -1,0 +1,323 @@
+"""ParameterGroup: the parameters that one module gathers, uses and reduces together.
+
+Note [One step of a group]
+Before the module's forward the group's buffers are gathered, and its modules see the whole tensors
+as attributes that hide the sharded parameters; after forward the buffers are freed. `Unshard` makes
+the whole tensors for autograd: its backward has the gradients of all of them, puts them into one
+row and starts a reduce-scatter. When the gradient of a module's output arrives, the group is
+gathered again, into the same storage, so that what autograd saved is valid. `Deliver` comes before
+`Unshard` in the graph, and its backward hands out the sharded gradients. All of its nodes are made
+when the outermost module starts, so that the engine, which runs the newest node first, runs them
+after everything else, and reductions overlap with the rest of backward.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwise._torch.autograd import in_backward
+from shardwise.core.untraced import UntracedFunction, untraced
+from shardwise.errors import LeafError, UnsupportedError
+from shardwise.training.fully_sharded.gathered import SHARDED, GroupParameters
+from shardwise.training.fully_sharded.gradients import GroupGradients
+from shardwise.training.fully_sharded.hub import Hub, ModuleCall, group_of
+from shardwise.training.fully_sharded.members import Place
+from shardwise.training.fully_sharded.nested import cast, mapped, tensors_in
+from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardwise.training.reducer import declared_module
+
+#: The groups whose modules' forward runs now, outermost first.
+_forwards: list[ParameterGroup] = []
+
+
+class ParameterGroup:
+    """See Note [One step of a group]."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        place: Place,
+        *,
+        reshard_after_forward: bool | int | None,
+        precision: MixedPrecisionPolicy,
+        offload: CPUOffloadPolicy | None,
+        prefetch: int,
+        ignored: set[str],
+    ) -> None:
+        self.module, self.place, self.ignored = module, place, ignored
+        self.reshard_after_forward = reshard_after_forward
+        self.precision, self.prefetch = precision, prefetch
+        self.parameters = GroupParameters(place.grid.device_type, precision.param_dtype, offload)
+        self.gradients = GroupGradients(
+            module, place, self.parameters, precision.reduce_dtype, prefetch
+        )
+        self.hub = Hub()
+        self.depth = 0
+        #: Calls of which backward has begun and whose parameters may still be read.
+        self.running: list[ModuleCall] = []
+        #: Calls that were differentiated with a graph, as long as it lives: the derivative of that
+        #: reads parameters before any gradient of an output arrives.
+        self.twice: weakref.WeakSet[ModuleCall] = weakref.WeakSet()
+        self.token: torch.Tensor | None = None
+        self.call: ModuleCall | None = None
+        #: Whether `unshard()` asked to keep it gathered.
+        self.pinned = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        at_rest = {"depth": 0, "running": [], "twice": None, "token": None, "call": None}
+        return {**self.__dict__, **at_rest, "pinned": False}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, twice=weakref.WeakSet())
+
+    # -- what users call -----------------------------------------------------------------------
+
+    def unshard(self) -> None:
+        """Gather the group now, and keep it gathered until `reshard`."""
+        self.drop_old()
+        self.parameters.gather()
+        self.pinned = True
+
+    def reshard_now(self) -> None:
+        """Free the gathered parameters."""
+        self.pinned = False
+        self.reshard()
+
+    def set_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward reduces gradients, or keeps each rank's own for a later pass."""
+        for module in self.module.modules() if recurse else (self.module,):
+            group, declared = group_of(module), declared_module(module)
+            if group is not None:
+                group.gradients.sync = requires_gradient_sync
+                if declared is not None:
+                    declared.enabled = requires_gradient_sync
+
+    # -- freeing -----------------------------------------------------------------------------
+
+    def reshard(self, num_ranks: int | None = None) -> None:
+        """Free the gathered buffers, unless something still reads them.
+
+        With `num_ranks`, that many ranks together keep a copy, from which backward gathers.
+        """
+        if self.parameters.state == SHARDED or self.depth or self.running or self.pinned:
+            return
+        self.parameters.hide()
+        if not self.twice:
+            self.parameters.release(num_ranks)
+
+    def drop_old(self) -> None:
+        """Free what an earlier step gathered: parameters may have changed since."""
+        pinned = self.pinned
+        if self.parameters.seen != self.parameters.version():
+            self.pinned = False
+            self.twice.clear()
+        self.reshard()
+        self.pinned = pinned
+        self.parameters.drop_kept()
+
+    # -- forward -----------------------------------------------------------------------------
+
+    @untraced
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.depth == 0:
+            self._enter()
+        self.depth += 1
+        _forwards.append(self)
+        policy = self.precision
+        if policy.param_dtype is not None and policy.cast_forward_inputs:
+            args, kwargs = mapped((args, kwargs), functools.partial(cast, policy.param_dtype))
+        if self.call is not None and not self.call.takes_gradients:
+            self._watch_inputs(self.call, (args, kwargs))
+        return args, kwargs
+
+    def _enter(self) -> None:
+        if in_backward():  # activation checkpointing computes forward again
+            self.hub.attend_end()
+            self.parameters.gather()
+            self.token = None
+        else:
+            if not _forwards:
+                self.hub.begin(self)
+            elif self.hub is not _forwards[0].hub:
+                self.hub = _forwards[0].hub
+                self.hub.groups.append(self)
+            self.parameters.gather()
+            calls, order = self.hub.calls, self.hub.last_order
+            self.call = ModuleCall(self, len(calls), self.parameters.seen)
+            calls.append(self.call)
+            place = len(calls)
+            if order[place - 1 : place] == [self]:
+                self.hub.prefetch(iter(order[place:]), self.prefetch)
+        self._show()
+
+    def _show(self) -> None:
+        """Show the modules whole tensors, those that are trained with a history."""
+        tensors = self.parameters.tensors()
+        trained = [
+            number
+            for number, member in enumerate(self.parameters.members)
+            if member.parameter.requires_grad and torch.is_grad_enabled()
+        ]
+        if trained:
+            if self.token is None:
+                self.make_token()
+            if self.call is not None:
+                self.call.takes_gradients = True
+            made = Unshard.apply(self.token, self, self.call, trained, tensors)
+            for number, tensor in zip(trained, made, strict=True):
+                tensors[number] = tensor
+        if self.call is not None:
+            self.call.tensors = tensors
+        self.parameters.show(tensors)
+
+    def make_token(self) -> None:
+        trained = [m.parameter for m in self.parameters.members if m.parameter.requires_grad]
+        self.token = Deliver.apply(self, *trained) if trained else None
+
+    def _watch_inputs(self, call: ModuleCall, inputs: Any) -> None:
+        """Without trained parameters, the group is free when its inputs have their gradients."""
+        found = [x for x in tensors_in(inputs) if x.requires_grad]
+        if found and torch.is_grad_enabled():
+            waiting = set(range(len(found)))
+
+            def arrived(number: int, _: torch.Tensor) -> None:
+                waiting.discard(number)
+                if not waiting:
+                    waiting.update(range(len(found)))
+                    self.done(call)
+
+            for number, x in enumerate(found):
+                x.register_hook(functools.partial(arrived, number))
+
+    @untraced
+    def after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+        if self.depth == 0:
+            return output  # before_forward raised
+        _forwards.pop()
+        self.depth -= 1
+        if self.depth:
+            return output
+        self.parameters.hide()
+        call, self.call = self.call, None
+        if in_backward():
+            return output
+        if self.precision.output_dtype is not None:
+            output = mapped(output, functools.partial(cast, self.precision.output_dtype))
+        num_hooked = 0
+        if torch.is_grad_enabled() and call is not None:
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(functools.partial(self._before_backward, call))
+                    num_hooked += 1
+        # Without a hooked output nothing says when backward begins: then it stays gathered.
+        is_read = call is not None and call.takes_gradients and not num_hooked
+        if self._reshards() and not is_read and not self.parameters.are_in(output):
+            asked = self.reshard_after_forward
+            splits = type(asked) is int and torch.is_grad_enabled()
+            self.reshard(asked if splits else None)
+        if not _forwards:
+            self.hub.end()
+        return output
+
+    def _reshards(self) -> bool:
+        asked = self.reshard_after_forward
+        if asked is None:  # backward needs the outermost module first, then the one that ran last
+            return bool(_forwards) and not (torch.is_grad_enabled() and self.hub.is_last(self))
+        return bool(asked) or not torch.is_grad_enabled()
+
+    # -- backward ----------------------------------------------------------------------------
+
+    @untraced
+    def _before_backward(self, call: ModuleCall, grad: torch.Tensor) -> None:
+        self.hub.attend_end()
+        if torch.is_grad_enabled():
+            self.twice.add(call)
+        if call in self.running:
+            return
+        self.running.append(call)
+        self.parameters.gather()
+        if call.version != self.parameters.version_of_whole:
+            raise LeafError(
+                f"Parameters of {type(self.module).__name__} were written to between forward and "
+                "backward, for example by an optimizer's step. Backward needs the values of "
+                "forward: call backward() first."
+            )
+        if self.depth == 0:
+            self._show_again(call)
+        calls = self.hub.calls
+        if calls[call.index : call.index + 1] == [call]:
+            earlier = (c.group for c in reversed(calls[: call.index]))
+            self.hub.prefetch(earlier, self.prefetch)
+
+    def _show_again(self, call: ModuleCall) -> None:
+        """For checkpoints inside the module, which compute its forward again."""
+        if call.tensors:
+            self.parameters.show(call.tensors)
+            return
+        # Another backward pass of a graph that was retained: the tensors of forward are gone.
+        token, self.token = self.token, None
+        with torch.enable_grad():
+            self._show()
+        self.token = token
+
+    def done(self, call: ModuleCall | None) -> None:
+        """Backward has used the parameters of a call."""
+        if call in self.running:
+            self.running.remove(call)
+        if call is not None:
+            call.tensors.clear()
+        if not torch.is_grad_enabled():
+            self.reshard()
+
+
+class Deliver(UntracedFunction):
+    """From sharded parameters to a token; backward returns the gradients that were reduced."""
+
+    @staticmethod
+    def forward(ctx: Any, group: ParameterGroup, *parameters: Any) -> torch.Tensor:
+        ctx.group, ctx.ids = group, [id(p) for p in parameters]
+        ctx.set_materialize_grads(False)
+        return torch.empty(0, device=group.parameters.device or parameters[0].device)
+
+    @staticmethod
+    def backward(ctx: Any, _: Any) -> Any:
+        group: ParameterGroup = ctx.group
+        found = group.gradients.delivered(group.hub.rows)
+        return None, *(found.get(number) for number in ctx.ids)
+
+
+class Unshard(UntracedFunction):
+    """From a token to the gathered tensors; backward reduces their gradients."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        token: torch.Tensor,
+        group: ParameterGroup,
+        call: ModuleCall | None,
+        numbers: list[int],
+        tensors: list[torch.Tensor],
+    ) -> Any:
+        ctx.group, ctx.call, ctx.numbers, ctx.device = group, call, numbers, token.device
+        ctx.set_materialize_grads(False)
+        return tuple(tensors[number] for number in numbers)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        group: ParameterGroup = ctx.group
+        if torch.is_grad_enabled():
+            raise UnsupportedError(
+                "backward(create_graph=True) of a fully sharded module: gradients that are reduced "
+                "have no history, so that they cannot be differentiated again. Use "
+                "torch.autograd.grad(loss, tensors, create_graph=True) for what a penalty needs, "
+                "and call backward() on the sum of loss and penalty."
+            )
+        group.hub.attend_end()
+        group.gradients.reduce(dict(zip(ctx.numbers, grads, strict=True)), group.hub.rows)
+        group.done(ctx.call)
+        return torch.empty(0, device=ctx.device), None, None, None, None
