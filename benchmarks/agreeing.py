@@ -8,7 +8,10 @@ and swapped in and out. What it adds is the median of the turns' differences, an
 that median lies with 95% certainty, in percent of a step: of the CPU time of a rank, its
 communication threads included, or in the last row of wall time. All that the mode does in a rank is
 done by its main thread, so the second row has it without the noise of the other threads; in the
-third row is the rank's share of the launcher, in which the store answers.
+third row is the rank's share of the launcher, in which the store answers. Steps vary by more than
+the mode adds, so its two parts are also measured alone: what recording adds to one call, and one
+comparison, after an all-reduce as in a step; in CPU time of the main thread, least of slices and
+median.
 """
 
 from __future__ import annotations
@@ -73,10 +76,12 @@ def now(store_pid: int) -> list[float]:
     return [time.process_time(), time.thread_time(), share_s, time.perf_counter()]
 
 
-def take_turns(num_turns: int, num_steps: int, store_pid: int) -> tuple[Times, Times, int]:
-    """Per turn the seconds of a step, without the mode and with it."""
+def take_turns(
+    num_turns: int, num_steps: int, store_pid: int
+) -> tuple[Times, Times, int, tuple[float, float]]:
+    """Per turn the seconds of a step, without the mode and with it; then calls, and parts."""
     torch.set_num_threads(1)
-    step, times = make_step(), ([], [])
+    parts, step, times = take_parts(), make_step(), ([], [])
     mode = agree(every="step")
     with mode:
         for _ in range(5):
@@ -96,7 +101,33 @@ def take_turns(num_turns: int, num_steps: int, store_pid: int) -> tuple[Times, T
                 times[number].append([(b - a) / num_steps for a, b in zip(begin, end, strict=True)])
                 if not number:
                     mode._swap_in()
-    return *times, num_calls
+    return *times, num_calls, parts
+
+
+def take_parts() -> tuple[float, float]:
+    """Seconds that recording adds to a call, and seconds of a comparison."""
+    mesh = shardwise.init_device_mesh("cpu", (dist.get_world_size(),))
+    x = shardwise.ones(16, 16, device_mesh=mesh, placements=[Shard(0)])
+    signal, mode = torch.ones(1), agree(every="step")
+
+    def calls_s(num: int = 300) -> float:
+        begin = time.thread_time()
+        for _ in range(num):
+            torch.add(x, x)
+        return (time.thread_time() - begin) / num
+
+    def comparison_s() -> float:
+        dist.all_reduce(signal)
+        time.sleep(5e-4)  # as in a step, the others' messages are there
+        begin = time.thread_time()
+        mode.step()
+        return time.thread_time() - begin
+
+    plain_s = min(calls_s() for _ in range(15))
+    with mode:
+        recorded_s = min(calls_s() for _ in range(15))
+        comparisons = [comparison_s() for _ in range(200)]
+    return recorded_s - plain_s, statistics.median(comparisons)
 
 
 def added(off: Sequence[float], on: Sequence[float], step: Sequence[float]) -> str:
@@ -129,7 +160,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
         step = means[0][-1] if name == "wall" else means[0][0]
         medians = (1e3 * statistics.median(off), 1e3 * statistics.median(on))
         lines.add_row(name, *(f"{m:.2f}" for m in medians), added(off, on, step))
-    Console().print(lines)
+    console = Console()
+    console.print(lines)
+    call_s, comparison_s = (statistics.mean(rank[3][i] for rank in found) for i in (0, 1))
+    sum_s = found[0][2] * call_s + comparison_s
+    share = sum_s / statistics.median(means[0][0])
+    console.print(
+        f"by parts: {found[0][2]} calls of {call_s * 1e6:.2f} µs and a comparison of "
+        f"{comparison_s * 1e6:.0f} µs: {sum_s * 1e6:.0f} µs, {share:.1%} of the CPU of a rank"
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What one eager call costs: shardwise, torch's DTensor and the plain local op, in one process.
 
     python -m benchmarks.dispatch [--filter linear] [--repeats 15] [--json out.json]
+    python -m benchmarks.dispatch --against ../other    # this tree's package and that of a checkout
 
 The tensors are small, so the times are mostly overhead. Both systems share one mesh of 4 ranks with
 a fake process group (no simulated world): collectives cost their launch only. Both get the same
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise as ours
 from benchmarks.timing import Case, add_options, measure, print_table, write_json
+from benchmarks.two_trees import answer, compare, print_comparison
 
 NUM_RANKS = 4
 #: Rows and columns of a local tensor.
@@ -215,6 +218,22 @@ def doors(cases: Cases) -> Iterator[Case]:
     for name, grad in (("to_local", False), ("to_local, grad", True)):
         case = cases.call(name, lambda x: x.to_local(), rows, grad=grad)
         yield Case(case.name, case.ours, case.theirs)
+    yield cases.each("add_ (in place) after to_local", lambda system: _write_lent(cases, system))
+
+
+def _write_lent(cases: Cases, system: Any) -> Callable[[], Any]:
+    """A write to memory that somebody else holds."""
+    x, zeros = _values(SIZE, SIZE), torch.zeros(SIZE, SIZE)
+    if system is not None:
+        x, zeros = (cases.distributed(system, t, shard(0)) for t in (x, zeros))
+    held: list[torch.Tensor] = []
+
+    def write() -> Any:
+        if not held:  # not before: cases that come first should find a mesh that has lent nothing
+            held.append(x.view_as(x) if system is None else x.to_local())
+        return x.add_(zeros)
+
+    return write
 
 
 def moves(cases: Cases) -> Iterator[Case]:
@@ -331,14 +350,24 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--filter", default="", help="only cases whose name contains this")
+    parser.add_argument("--against", type=Path, metavar="PATH", help="compare with this checkout")
+    parser.add_argument("--answer", action="store_true", help=argparse.SUPPRESS)
     add_options(parser, repeats=15)
     options = parser.parse_args(arguments)
+    if options.against:
+        command = ["benchmarks.dispatch", "--answer", f"--filter={options.filter}"]
+        found = compare(options.against.resolve(), command, options.repeats)
+        print_comparison(f"one eager call, against {options.against}", found)
+        return
     torch.manual_seed(0)
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=NUM_RANKS)
     try:
         cases = Cases(init_device_mesh("cpu", (NUM_RANKS,)))
         chosen = [c for family in FAMILIES for c in family(cases) if options.filter in c.name]
+        if options.answer:
+            answer({case.name: case.ours for case in chosen})
+            return
         results = [measure(case, options.repeats) for case in chosen]
     finally:
         dist.destroy_process_group()

@@ -106,6 +106,28 @@ def take_turns(actions: Mapping[str, Action], num_repeats: int) -> dict[str, lis
     return samples
 
 
+class Counted:
+    """An action that is timed slice by slice."""
+
+    def __init__(self, action: Action) -> None:
+        self._action = action
+        self._count = 0
+
+    def slice_s(self) -> float | None:
+        """Seconds per call, in one slice; None if it raises."""
+        if not self._count:
+            gc.collect()
+        gc.disable()
+        try:
+            if not self._count:
+                self._count = _calls_per_slice(self._action)
+            return _slice_s(self._action, self._count) / self._count
+        except Exception:
+            return None
+        finally:
+            gc.enable()
+
+
 def _calls_per_slice(action: Action) -> int:
     """How many calls fill a slice; warms up on the way."""
     calls, end = 0, time.thread_time() + WARM_UP_S

@@ -146,3 +146,32 @@ def test_sgn_of_zeros_and_integers(mesh):
     plain = x.to(torch.complex64).requires_grad_()
     (torch.sgn(plain) * 1j).sum().real.backward()
     torch.testing.assert_close(whole(y.grad), plain.grad)
+
+
+@pytest.mark.parametrize("placement", [*PLACEMENTS, Shard(1)], ids=repr)
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.conj().mul_(2j),
+        lambda x: x.conj()[1].add_(2j),
+        lambda x: x.mH[0].add_(1j),
+        lambda x: x.conj().imag.mul_(2),
+        lambda x: torch._neg_view(x).add_(1),
+    ],
+)
+def test_a_write_reaches_the_tensor(mesh, placement, grad, write):
+    plain = COMPLEX.view(2, 2).clone().requires_grad_(grad)
+    x = distribute_tensor(plain.detach(), mesh, [placement]).requires_grad_(grad)
+    found = []
+    for given in (plain, x):
+        y = given * 1
+        before = y.conj()
+        write(y)
+        found.append((y, before + 0))
+        if grad:
+            (y.abs() ** 2).sum().backward()
+    for expected, ours in zip(*found, strict=True):
+        torch.testing.assert_close(whole(ours.detach()), expected.detach())
+    if grad:
+        torch.testing.assert_close(whole(x.grad * 1), plain.grad.resolve_conj())

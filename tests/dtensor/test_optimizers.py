@@ -5,9 +5,11 @@ import inspect
 
 import pytest
 import torch
+import torch.distributed as dist
 from parity import whole
 from torch import nn
 from torch.nn import functional as F
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import shardwise
 from shardwise import DTensor, Replicate, Shard
@@ -443,3 +445,34 @@ def test_parameters_on_two_meshes(square):
             optimizer.step()
     torch.testing.assert_close(whole(here), alone.detach())
     torch.testing.assert_close(whole(there), alone.detach())
+
+
+@pytest.fixture(params=["simulated", "real"])
+def two_ranks(request):
+    if request.param == "simulated":
+        with shardwise.simulate(2):
+            yield shardwise.init_device_mesh("cpu", (2,))
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield shardwise.init_device_mesh("cpu", (2,))
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("kind", "way"), CASES)
+def test_backward_refuses_what_a_step_changed_in_a_parameter_that_was_handed_out(
+    two_ranks, kind, way
+):
+    if kind not in optimizer_steps.ELEMENTWISE:
+        pytest.skip("its ops are planned")
+    local = DTensor.from_local(torch.randn(4, 4), two_ranks, [S0])
+    parameter = nn.Parameter(local)
+    optimizer = kind([parameter], lr=0.1, **way)
+    for _ in range(2):  # the first makes state, the second finds all as it was
+        factor = torch.ones((), requires_grad=True)
+        kept = (parameter.to_local() * factor).sum()
+        parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        with pytest.raises(RuntimeError, match=r"modified (by an )?inplace"):
+            kept.backward()

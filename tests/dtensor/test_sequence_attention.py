@@ -10,7 +10,7 @@ from shardwise.debug import CommDebugMode
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn import context_attention
 from shardwise.ops.nn.attention_tiles import AttentionKernel
-from shardwise.ops.nn.context_attention import Line
+from shardwise.ops.nn.context_attention import AxisGroup
 
 SEQUENCE = [Shard(2)]
 
@@ -153,7 +153,7 @@ def test_bytes_and_work_of_a_long_sequence(by_heads, monkeypatch):
     num, positions, heads, width = 4, 16384, 4, 8
     sent, work, here = [0] * num, [0] * num, [0]
     monkeypatch.setattr(context_attention, "_heads_fit", lambda *_: by_heads)
-    start, mapped = context_attention.collectives.start_all_to_all_uneven, Line.map
+    start, mapped = context_attention.collectives.start_all_to_all_uneven, AxisGroup.map
 
     def counted(flat, num_sent, *args):
         kept = flat.on_rank(0).numel() // num if by_heads else 0  # what a rank sends to itself
@@ -177,7 +177,7 @@ def test_bytes_and_work_of_a_long_sequence(by_heads, monkeypatch):
         return torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
 
     monkeypatch.setattr(context_attention.collectives, "start_all_to_all_uneven", counted)
-    monkeypatch.setattr(Line, "map", noted)
+    monkeypatch.setattr(AxisGroup, "map", noted)
     monkeypatch.setattr(AttentionKernel, "forward", attend)
     monkeypatch.setattr(AttentionKernel, "backward", attend_backward)
     ring = 2 * heads * positions * width * (num - 1)  # elements that all ranks send

@@ -6,7 +6,7 @@ from by_hand import lay, value
 from torch.nn import functional as F
 
 import shardwise
-from shardwise import Partial, Replicate, Shard, UnsupportedError
+from shardwise import LayoutError, Partial, Replicate, Shard, UnsupportedError
 from shardwise.dispatch import infer
 from shardwise.testing.layouts import laid_out
 
@@ -508,7 +508,7 @@ def test_results_are_not_expanded_whatever_a_shape_function_says(mesh, monkeypat
     def keeps_strides(x, *_):
         return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
 
-    monkeypatch.setitem(infer._SHAPES, torch.ops.aten.diagonal_scatter.default, keeps_strides)
+    monkeypatch.setitem(infer.SHAPES, torch.ops.aten.diagonal_scatter.default, keeps_strides)
     plain = torch.ones(11, 1)
     x = lay(plain, mesh, [Replicate()]).expand(11, 13)
     found = x.diagonal_scatter(x.diagonal() * 0.5)
@@ -608,3 +608,25 @@ def test_backward_refuses_what_a_write_changed_in_a_tensor_that_was_handed_out(
                 continue
             with pytest.raises(RuntimeError, match="modified by an inplace operation"):
                 y.backward()
+
+
+def test_nothing_is_written_to_nothing_as_on_one_device(mesh):
+    found = lay(torch.zeros(5, 4), mesh, [Shard(1)]).argwhere()
+    assert found.mul_(2).shape == (0, 2)
+    found = lay(torch.zeros(0, 1), mesh, [Replicate()]).expand(0, 2)
+    assert found.mul_(2).shape == (0, 2)
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=repr)
+def test_a_tensor_is_resized_to_its_own_shape_alone(mesh, placement):
+    plain = torch.randn(4, 4)
+    x = lay(plain.clone(), mesh, [placement])
+    assert x.resize_(4, 4) is x
+    assert x.resize_as_(torch.ones_like(x)) is x
+    torch.testing.assert_close(whole(x), plain)
+    for resize in (lambda: x.resize_(2, 8), lambda: x.resize_as_(x[:2])):
+        with pytest.raises(LayoutError, match="cannot be resized"):
+            resize()
+    factors, pivots = torch.zeros_like(x), torch.zeros(4, dtype=torch.int32)
+    torch.linalg.lu_factor(x, out=(factors, lay(pivots, mesh, [Replicate()])))
+    torch.testing.assert_close(whole(factors), torch.linalg.lu_factor(plain)[0])

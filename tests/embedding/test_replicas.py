@@ -27,6 +27,8 @@ from shardwise.embedding import (
 )
 from shardwise.parallel import data_parallel
 
+pytestmark = pytest.mark.slow
+
 OPTIMIZERS = {
     "SGD": SGD(0.1),
     "Adagrad": Adagrad(0.1),

@@ -180,3 +180,16 @@ def test_the_gradient_of_a_leaf_is_there(alone):
     x = torch.randn(3, 4, requires_grad=True)
     layer(x).sum().backward()
     assert type(x.grad) is torch.Tensor
+
+
+def test_a_gradient_on_its_way_to_compiled_code(alone):
+    layer = parallelize_module(nn.Linear(4, 4), alone["tp"], "colwise")
+    x = torch.randn(3, 4, requires_grad=True)
+    before = torch.compile(torch.sin, backend="aot_eager", fullgraph=True)(x)
+    kinds = []
+    before.register_hook(lambda grad: kinds.append(type(grad)))
+    layer(before).sum().backward()
+    assert kinds == [Pending]
+    weight = layer.weight.full_tensor().detach()
+    torch.testing.assert_close(x.grad, weight.sum(0) * x.detach().cos())
+    torch._dynamo.reset()

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from shardwise import LocalTensor, RankMismatchError
+from shardwise import LocalTensor, RankMismatchError, simulate
 
 pytestmark = pytest.mark.usefixtures("mesh")
 
@@ -222,3 +222,17 @@ def test_a_deep_copy_is_apart():
         twin.zero_()
     assert per_rank(x) == [[1], [2], [3], [4]]
     assert per_rank(twin) == [[0]] * 4
+
+
+@pytest.mark.parametrize("sizes", [(3, 0), (1, 4)], ids=str)
+def test_strides_that_nothing_uses_may_differ(sizes):
+    """Those of a dim of one entry, and of a tensor without any."""
+    with simulate(2):
+        x = LocalTensor.per_rank(
+            lambda rank: torch.ones(5, 8)[: sizes[0], : sizes[1]].as_strided(sizes, (8 + rank, 1))
+        )
+        assert x.requires_grad_().sum().backward() is None
+        assert x.grad.shape == sizes
+        assert x.stride(1) == 1
+        compiled = torch.compile(lambda x: x * 2, backend="aot_eager")
+        assert compiled(x.detach()).shape == sizes

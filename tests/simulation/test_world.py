@@ -159,7 +159,7 @@ def test_a_mesh_larger_than_the_world_is_refused():
             shardwise.distribute_tensor(torch.ones(4), mesh, [Shard(0)])
 
 
-# -- sub-meshes ------------------------------------------------------------------------------
+# -- submeshes ------------------------------------------------------------------------------
 
 
 def test_a_sub_mesh_is_a_mesh(square):

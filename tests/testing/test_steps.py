@@ -43,13 +43,13 @@ def test_drawn_cases_in_simulated_worlds(part):
     """Cases of one mesh are in one part: what one of them has planned, the next ones find."""
     cases = sorted(draw_cases(NUM_CASES, seed=0), key=lambda case: str(case.mesh))
     size = NUM_CASES // NUM_PARTS
-    assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=70)
+    assert_right(prove(cases[part * size : (part + 1) * size]), num_ok=65)
 
 
 @pytest.mark.processes
 def test_drawn_cases_in_processes():
     cases = draw_cases(72, seed=1, in_processes=True)
-    assert_right(prove(cases, in_processes=True), num_ok=40)
+    assert_right(prove(cases, in_processes=True), num_ok=60)
 
 
 # What was found to be wrong once, one case each.

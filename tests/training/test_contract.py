@@ -365,3 +365,12 @@ def test_a_parameter_that_its_module_computes_is_named():
         nn.utils.parametrizations.weight_norm(model.up)
         with pytest.raises(LayoutError, match="which the module computes"):
             parallelize_module(model, mesh_of(tp=2), PLAN)
+
+
+def test_a_mesh_of_some_ranks_is_not_a_submesh():
+    with shardwise.simulate(4):
+        mesh = shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("host", "dev"))
+        data_parallel(shardwise.distribute_module(nn.Linear(2, 2), mesh["dev"]), mesh["host"])
+        model = shardwise.distribute_module(nn.Linear(2, 2), shardwise.DeviceMesh("cpu", [0, 1]))
+        with pytest.raises(shardwise.LayoutError, match=r"lacks some of ranks \[0, 1, 2, 3\]"):
+            data_parallel(model, mesh["host"])

@@ -558,6 +558,21 @@ def test_compiled(expected):
         assert_alike(model, expected, rtol=0, atol=2e-5)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # dynamo does
+def test_layers_that_are_compiled_one_by_one(expected):
+    with shardwise.simulate(4):
+        mesh, model = mesh_of(dp=2, tp=2), Model()
+        parallelize_module(model, mesh, PLAN)
+        for name, layer in list(model.layers.named_children()):
+            compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+            model.layers.register_module(name, fully_shard(compiled, mesh["dp"]))
+        train(fully_shard(model, mesh["dp"]), [own(ids, 2, 2) for ids in IDS])
+        found = [whole(parameter) for parameter in model.parameters()]
+    for tensor, parameter in zip(found, expected.parameters(), strict=True):
+        torch.testing.assert_close(tensor, parameter.detach(), rtol=0, atol=2e-5)
+
+
 # -- what is refused -------------------------------------------------------------------------------
 
 

@@ -42,7 +42,7 @@ _meshes: Any = _names.find(
 )
 _root_mesh: Any = _names.find(
     "torch.distributed.device_mesh.DeviceMesh._get_root_mesh",
-    "data_parallel() takes a sub-mesh for a mesh of its own",
+    "data_parallel() takes a submesh for a mesh of its own",
     instead=lambda mesh: mesh,
 )
 #: A rank and its device, as torch writes it.
@@ -103,7 +103,7 @@ def mesh_stack() -> list[DeviceMesh]:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that a sub-mesh was taken from."""
+    """The mesh that a submesh was taken from."""
     return _root_mesh(mesh)
 
 

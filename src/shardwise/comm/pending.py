@@ -83,6 +83,12 @@ class Pending(torch.Tensor):
         made.result()
         return made
 
+    def __coerce_same_metadata_as_tangent__(
+        self, context: Any, expected_type: type | None = None
+    ) -> torch.Tensor:
+        """The gradient of an output of compiled code, which is plain."""
+        return self.result()
+
     # -- reading memory without an op ---------------------------------------------------------
 
     def numpy(self, *, force: bool = False) -> Any:

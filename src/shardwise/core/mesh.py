@@ -52,6 +52,7 @@ class Grid:
         "mesh",
         "num_writes",
         "outside",
+        "places",
         "ranks",
         "shape",
         "submeshes",
@@ -67,14 +68,13 @@ class Grid:
         self.device_type: str = mesh.device_type
         self.shape: tuple[int, ...] = shape
         self.axis_names: tuple[str, ...] | None = mesh.mesh_dim_names
-        places = self.places
+        #: All coordinates, those along the last axis first.
+        self.places: list[Coordinate] = list(itertools.product(*map(range, shape)))
         #: The ranks of each submesh, in the order of `places`; see Note [Parallel submeshes].
-        self.submeshes = _batched(ranks, len(places))
+        self.submeshes = _batched(ranks, len(self.places))
         #: The ranks of the mesh; those of several submeshes in the order of the world.
         self.ranks: tuple[int, ...] = ranks if len(self.submeshes) == 1 else tuple(sorted(ranks))
-        at = {
-            rank: place for each in self.submeshes for rank, place in zip(each, places, strict=True)
-        }
+        at = dict(zip(ranks, self.places * len(self.submeshes), strict=True))
         self.coordinates: dict[int, Coordinate] = {rank: at[rank] for rank in self.ranks}
         #: The coordinate of this process; None in a simulated world and on ranks outside the mesh.
         self.coordinate = None if world.simulated else self.coordinates.get(world.rank)
@@ -97,11 +97,6 @@ class Grid:
     def num_ranks(self) -> int:
         """How many ranks the mesh has: as many as coordinates."""
         return math.prod(self.shape)
-
-    @property
-    def places(self) -> list[Coordinate]:
-        """All coordinates, the last axis first."""
-        return list(itertools.product(*map(range, self.shape)))
 
     @property
     def identity(self) -> tuple[str, tuple[int, ...], tuple[int, ...], tuple[str, ...] | None]:

@@ -48,7 +48,7 @@ rule_caches.append(find_rule.cache_clear)
 @functools.lru_cache(maxsize=4096)
 def written_twin(op: Any) -> OpOverload | None:
     """The functional twin of an op that writes to its first argument alone, and returns it."""
-    if not isinstance(op, OpOverload) or written_inputs(op) != (0,):
+    if not isinstance(op, OpOverload) or written_inputs(op) != (0,) or op in _RESIZES:
         return None
     if torch.Tag.nondeterministic_seeded in op.tags:
         return None  # the twin would draw other numbers
@@ -83,7 +83,12 @@ def written_inputs(op: Any) -> tuple[int, ...]:
 
 def changes_shape(op: Any) -> bool:
     """Whether the op turns its argument into a view of itself."""
-    return isinstance(op, OpOverload) and torch.Tag.inplace_view in op.tags
+    if not isinstance(op, OpOverload) or op in _RESIZES:
+        return False
+    return torch.Tag.inplace_view in op.tags
+
+
+_RESIZES = frozenset({torch.ops.aten.resize_.default, torch.ops.aten.resize_as_.default})
 
 
 def has_unknown_shape(op: OpOverload, args: Sequence[Any]) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from shardwise._torch.autograd import count_versions
 from shardwise._torch.schema import OpOverload
 from shardwise.core.layout import Layout
 from shardwise.core.placements import Partial
@@ -95,4 +96,4 @@ def count_writes(tensors: Sequence[torch.Tensor]) -> None:
             if grid.lends:
                 count_on_lent(tensor)
     if not torch.is_inference_mode_enabled():
-        torch.autograd.graph.increment_version(tensors)
+        count_versions(tensors)

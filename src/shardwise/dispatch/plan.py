@@ -212,7 +212,8 @@ def _check_own_entries(op: Any, layout: Layout) -> None:
     The op itself would not raise on ranks with one entry or none.
     """
     dims = [d for d in layout.expanded if type(layout.shape[d]) is not int or layout.shape[d] > 1]
-    if dims and op not in _FILLS:
+    empty = any(type(size) is int and size == 0 for size in layout.shape)
+    if dims and not empty and op not in _FILLS:
         raise UnsupportedError(
             f"{op} would write to {layout!r}, of which one entry stands for all along dim "
             f"{dims[0]}, as after expand(). Write to the tensor that was expanded, or clone() "
@@ -353,8 +354,9 @@ def _counts_write(grid: Grid, written: Sequence[int], returns: bool) -> Callable
         tensor = args[first]
         if grid.lends:
             count_on_lent(tensor)
-            for position in others:
-                count_on_lent(args[position])
+            if others:
+                for position in others:
+                    count_on_lent(args[position])
         return tensor if returns else None
 
     return finish

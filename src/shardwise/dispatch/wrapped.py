@@ -123,7 +123,10 @@ def begin_lending(tensor: Any) -> bool:
 
 def count_on_lent(tensor: Any) -> None:
     """Count a write to `tensor` on what was lent of its memory."""
-    local = getattr(tensor, "_local", tensor)  # some ops write to plain tensors too
+    try:
+        local = tensor._local
+    except AttributeError:  # some ops write to plain tensors too
+        return
     aliases = local.__dict__.get(LENT)
     if aliases is None:
         base = tensor._base
@@ -133,8 +136,11 @@ def count_on_lent(tensor: Any) -> None:
         aliases = local.__dict__.get(LENT)
         if aliases is None:
             return
-    if not aliases and type(local) is torch.Tensor and not local.is_inference():
-        count_versions((local,))  # nearly always
+    if aliases == ():  # nearly always: all that was lent has the counter of this plain tensor
+        try:
+            count_versions((local,))
+        except RuntimeError:  # an inference tensor has no counter
+            return
     else:
         count_write(local)
 

@@ -187,8 +187,8 @@ def _from_uneven(local: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Pla
 
 def _from_present(local: Any, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
     """The same in a traced simulated world: all ranks are present, sizes may be symbolic."""
-    rows = [tuple(part.shape) for _, part in rank_values(grid_of(mesh), local)]
-    return _from_shapes(local, mesh, placements, rows)
+    shapes = {at: tuple(part.shape) for at, part in rank_values(grid_of(mesh), local)}
+    return _from_shapes(local, mesh, placements, [shapes[at] for at in grid_of(mesh).places])
 
 
 install_from_uneven(_from_present)

@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch.optim import optimizer as hooks
 
+from shardwise._torch.autograd import count_versions
 from shardwise._torch.functions import others_watch_steps
 from shardwise.comm.watch import watch
 from shardwise.core.layout import Layout
-from shardwise.dispatch.foreach import count_writes
-from shardwise.dispatch.wrapped import is_partial
+from shardwise.dispatch.wrapped import count_on_lent, is_partial
 from shardwise.dtensor.autograd import with_dtype
 from shardwise.dtensor.gradients import reduce_gradients
 from shardwise.dtensor.tensor import DTensor
-from shardwise.simulation.parts import from_parts, held_like, parts_of, roster_of
+from shardwise.simulation.parts import LENT, from_parts, held_like, parts_of, roster_of
 from shardwise.simulation.roster import Roster
 
 #: The optimizers whose update of an element depends only on that element and its state.
@@ -130,6 +130,8 @@ class _Loan:
     #: The values of the parameter's state, and of the first part's, after the last step.
     known: list[Any]
     lent: list[Any]
+    #: Whether the parameter is a view: writes count on the memory that its base has lent.
+    is_view: bool
 
 
 class _Lending:
@@ -141,12 +143,16 @@ class _Lending:
         #: The loans of the current step, and the local tensors of their gradients.
         self.current: list[_Loan] = []
         self.gradients: list[Sequence[torch.Tensor]] = []
+        #: Whether a group of the current step has a fused kernel.
+        self.fused = False
 
     def twin(self, optimizer: Any) -> Any | None:
         """The optimizer with local tensors in place of DTensors; None if there can be no twin."""
-        self.current, self.gradients = [], []
+        self.current, self.gradients, self.fused = [], [], False
         groups = []
         for group in optimizer.param_groups:
+            if group.get("fused"):
+                self.fused = True
             params = self._lend(group["params"], optimizer.state)
             if params is None:
                 self._forget()
@@ -203,12 +209,25 @@ class _Lending:
             state = loan.states[0]
             if len(state) != len(loan.lent) or not all(map(is_, state.values(), loan.lent)):
                 _adopt(loan, optimizer.state[loan.parameter])
-        count_writes([loan.parameter for loan in self.current])
+        self._count_writes()
         own = {"state", "param_groups"}
         optimizer.__dict__.update({k: v for k, v in twin.__dict__.items() if k not in own})
         if len(self.loans) > len(self.current):
             self._forget()  # parameters may have left the optimizer; the others are lent again
         self.current, self.gradients = [], []
+
+    def _count_writes(self) -> None:
+        """Count the step on the parameters: torch has counted it on their plain local tensors.
+
+        Not where it is fused, nor on a base, nor on aliases with counters of their own.
+        """
+        for loan in self.current:
+            grid = loan.layout.grid
+            grid.num_writes += 1
+            if grid.lends and (self.fused or loan.is_view or loan.local.__dict__.get(LENT)):
+                count_on_lent(loan.parameter)
+        if not torch.is_inference_mode_enabled():
+            count_versions([loan.parameter for loan in self.current])
 
 
 _lendings: weakref.WeakKeyDictionary[Any, _Lending] = weakref.WeakKeyDictionary()
@@ -230,7 +249,7 @@ def _same_places(layout: Layout, other: Layout) -> bool:
 
 def _parts(local: Any, roster: Roster | None) -> Sequence[torch.Tensor]:
     """The tensors of a local tensor, one per entry of `roster`."""
-    return parts_of(held_like(local, roster))
+    return (local,) if roster is None else parts_of(held_like(local, roster))
 
 
 def _make_loan(parameter: DTensor, state: dict[str, Any]) -> _Loan | None:
@@ -248,7 +267,8 @@ def _make_loan(parameter: DTensor, state: dict[str, Any]) -> _Loan | None:
         for part_state, each in zip(states, values, strict=True):
             part_state[name] = each
     known, lent = list(state.values()), list(states[0].values())
-    return _Loan(parameter, layout, local, parts, roster, states, known, lent)
+    is_view = parameter._base is not None
+    return _Loan(parameter, layout, local, parts, roster, states, known, lent, is_view)
 
 
 def _split(

@@ -56,7 +56,7 @@ class View:
         """Whether a value of the view can be written back to the base."""
         if self.op is aten.unfold.default:
             return bool(self.rest[2] >= self.rest[1])  # windows do not overlap
-        return self.op in _OVERWRITES or self.op in _REGROUPS or self.op in _TURNS
+        return any(self.op in kind for kind in (_OVERWRITES, _REGROUPS, _TURNS, _INVERSES))
 
     def undo(self, base: Any, value: Any) -> Any:
         """`base` with `value` in place of the view."""
@@ -64,6 +64,8 @@ class View:
             return _OVERWRITES[self.op](base, value, *self.rest)
         if self.op in _REGROUPS:
             return value.reshape(base.shape)
+        if self.op in _INVERSES:
+            return _INVERSES[self.op](value)
         if self.op is aten.permute.default:
             order = [dim % base.dim() for dim in self.rest[0]]
             return value.permute([order.index(dim) for dim in range(base.dim())])
@@ -92,6 +94,13 @@ _REGROUPS = frozenset(
         aten.squeeze.dims,
     }
 )
+#: Views of each entry, and what undoes them.
+_INVERSES: dict[Any, Callable[[Any], Any]] = {
+    aten._conj.default: aten._conj_physical.default,
+    aten._neg_view.default: aten.neg.default,
+    aten.view_as_real.default: lambda value: torch.complex(*value.unbind(-1)),
+    aten.view_as_complex.default: aten.view_as_real.default,
+}
 #: Other views that can be undone.
 _TURNS = frozenset(
     {

@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
+from torch import is_grad_enabled
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -36,6 +37,7 @@ from shardwise.dispatch.out_args import TensorByKeyword, run_by_keyword
 from shardwise.dispatch.plan_cache import Entry, entries
 from shardwise.dispatch.wrapped import Wrapped, as_layouts, lend
 from shardwise.dtensor import autograd, compile, conversion, pickling, snapshots
+from shardwise.dtensor.autograd import current_to_local, gradient_layout_of
 from shardwise.dtensor.compile import (
     FlatContext,
     exported_redistribute,
@@ -407,11 +409,11 @@ class DTensor(Wrapped):
         if run_check:
             conversion.check_all_ranks(local, grid, placements, shape, stride)
         layout = conversion.local_layout(local, grid, placements, shape, stride)
-        if not (torch.is_grad_enabled() and local_tensor.requires_grad):
+        if not (is_grad_enabled() and local_tensor.requires_grad):
             return DTensor._wrap(sized_copy(local, False), layout)
         autograd.refuse_transformed(local_tensor, "from_local()")
         if grad_placements is None:
-            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
+            grad_layout = gradient_layout_of[layout.symbolic](layout)
         else:
             grad_layout = layout.with_placements(normalize(grad_placements, layout.shape, grid))
         held = local is local_tensor
@@ -428,14 +430,14 @@ class DTensor(Wrapped):
         layout = self._layout
         if layout.snapshot:
             snapshots.current(self)
-        if not (self.requires_grad and torch.is_grad_enabled()):
+        if not (self.requires_grad and is_grad_enabled()):
             return lend(self)
         if grad_placements is None:
-            grad_layout = autograd.gradient_layout_of[layout.symbolic](layout)
+            grad_layout = gradient_layout_of[layout.symbolic](layout)
         else:
             normal = normalize(grad_placements, layout.shape, layout.grid)
             grad_layout = autograd.own_entries(layout).with_placements(normal)
-        return autograd.current_to_local(self, grad_layout)
+        return current_to_local(self, grad_layout)
 
     def redistribute(
         self,

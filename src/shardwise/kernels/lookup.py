@@ -102,16 +102,19 @@ def pooled_lookup(
     if small:
         launch(_BOTH, (num_columns + max_bags, num_features))
     elif mode != "max" and dim <= WIDEST:
-        shape = _short_shape(num_ids, num_bags, dim)
+        bags_at_once, rows_at_once = _short_shape(num_ids, num_bags, dim)
         narrow = dim <= NARROW
+        # An id beyond the table is only found by the check, and wraps around here.
+        fits = record is not None and not tables.masked and tables.num_keys < 2**31
+        indices = (index,) if narrow else (index, tl.int32 if fits else tl.int64)
         tables.launches.run(
             pool_short_bags if narrow else pool_wide_bags,
-            (num_pieces(max_bags, shape[0]), num_features),
+            (num_pieces(max_bags, bags_at_once), num_features),
             (features, first_bag, offsets, ids, weights, out, keys, out_at, scale, flags,
              numbers, seen),
             (num_ids, ticket),
             (MODES[mode], weights is not None, trace, tables.masked, record is not None,
-             tables.dtypes, features.shape[1], index, long, *shape, dim),
+             tables.dtypes, features.shape[1], *indices, long, bags_at_once, rows_at_once, dim),
             max_registers=None if narrow else FULL_OCCUPANCY,
         )  # fmt: skip
     else:

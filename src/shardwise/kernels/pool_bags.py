@@ -340,6 +340,7 @@ def pool_wide_bags(
     DTYPES: tl.constexpr,
     COLUMNS: tl.constexpr,
     INDEX: tl.constexpr,
+    ID: tl.constexpr,  # of rows: narrow ones leave registers for more loads at once
     LONG: tl.constexpr,
     BAGS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -352,12 +353,15 @@ def pool_wide_bags(
     feature = features + number * COLUMNS
     first_of = tl.load(first_bag + number).to(tl.int32)
     last_of = tl.load(first_bag + number + 1).to(tl.int32)
-    address, num_rows, dim = tl.load(feature), tl.load(feature + 1), tl.load(feature + 2)
-    dtype, first_key, first_row = tl.load(feature + 3), tl.load(feature + 4), tl.load(feature + 5)
+    address, num_rows, dim = tl.load(feature), tl.load(feature + 1).to(ID), tl.load(feature + 2)
+    dtype, first_row = tl.load(feature + 3), tl.load(feature + 5).to(ID)
     out_start, stride = tl.load(feature + 6), tl.load(feature + 7)
     lane = tl.arange(0, ROWS)
     d = tl.arange(0, DIM)
     inside = d < dim
+    if TRACE:
+        first_key = tl.load(feature + 4).to(keys.dtype.element_ty)
+        beyond = tl.load(feature + 8).to(keys.dtype.element_ty)
     begin = first_of + tl.program_id(0) * BAGS
     start = tl.load(offsets + begin, mask=begin < last_of, other=0).to(INDEX)
     if CHECKED:  # stay within the ids of an invalid batch
@@ -377,23 +381,23 @@ def pool_wide_bags(
             bag_scale = 1.0 / length.to(tl.float32)
         total = tl.zeros([DIM], tl.float32)
         at = start + lane
-        found = tl.load(ids + at, mask=at < stop, other=0)
+        found = tl.load(ids + at, mask=at < stop, other=0).to(ID)
         for _ in range(start, stop, ROWS):
             here = at < stop
-            row = found.to(tl.int64) - first_row
-            found = tl.load(ids + at + ROWS, mask=at + ROWS < stop, other=0)
+            row = found - first_row
+            found = tl.load(ids + at + ROWS, mask=at + ROWS < stop, other=0).to(ID)
             owned = here & (row >= 0) & (row < num_rows)
             if not MASKED and not CHECKED:
                 assert_owned(owned, here, flags)
-            place = row[:, None] * dim + d[None, :]
+            place = row.to(tl.int64)[:, None] * dim + d[None, :]
             rows = load_rows(address, place, owned[:, None] & inside[None, :], dtype, DTYPES)
             if WEIGHTED:
                 factor = tl.load(weights + at, mask=here, other=0.0).to(tl.float32)
                 rows *= factor[:, None]
             if TRACE:
-                key = tl.where(owned, row + first_key, tl.load(feature + 8))
-                tl.store(keys + at, key.to(keys.dtype.element_ty), mask=here)
-                tl.store(out_at + at, (out_row + at * 0).to(out_at.dtype.element_ty), mask=here)
+                key = tl.where(owned, row.to(keys.dtype.element_ty) + first_key, beyond)
+                tl.store(keys + at, key, mask=here)
+                tl.store(out_at + at, out_row.to(out_at.dtype.element_ty), mask=here)
                 if WEIGHTED:
                     tl.store(scale + at, factor * bag_scale, mask=here)
                 elif MODE == 1:

@@ -39,7 +39,6 @@ from shardwise.lookup.messages import (
 )
 from shardwise.lookup.routing import Route
 from shardwise.lookup.step import RankStep
-from shardwise.simulation.parts import parts_of
 from shardwise.simulation.ranks import one_tensor, part_per_rank, present
 
 
@@ -103,16 +102,18 @@ class PrefetchedBatch:
         if meeting is None or self.grid is None:
             return
         notes, told = meeting.finish()
-        everyone = torch.cat(list(parts_of(told)))
-        self._error = self._faults.error(everyone[:, 0].tolist())
+        # All ranks of a group were told the same.
+        everyones = part_per_rank(self.grid, told)
+        groups = [(everyones[places[0]], places) for places in places_together(self.grid)]
+        statuses = [status for told, _ in groups for status in told[:, 0].tolist()]
+        self._error = self._faults.error(statuses)
         if self._error is not None:
             return
         self._notes = part_per_rank(self.grid, notes)
-        statuses = part_per_rank(self.grid, told)
-        for place, *others in places_together(self.grid):
-            by_id = groups_by_id(self.route, statuses[place][:, 1:].numpy())
-            for each in (place, *others):
-                self._packed[each].by_id = by_id
+        for told, places in groups:
+            by_id = groups_by_id(self.route, told[:, 1:].numpy())
+            for place in places:
+                self._packed[place].by_id = by_id
         if self.route.travels:
             sizes = [
                 message_sizes(self.route, rank, note, packed.by_id)

@@ -47,6 +47,13 @@ from shardwise.simulation.stand_in import differing, no_constants, stand_in, tra
 collective_handlers: dict[Any, Callable[..., Any]] = {}
 
 
+def _differ(shape: torch.Size, stride: Sequence[int], part: torch.Tensor) -> bool:
+    """Whether strides that are not equal matter: not those of dims of one entry, or of none."""
+    if 0 in shape:
+        return False
+    return any(size > 1 and a != b for size, a, b in zip(shape, stride, part.stride(), strict=True))
+
+
 class LocalTensor(torch.Tensor):
     """The values of one tensor on every rank of a simulated world.
 
@@ -84,7 +91,10 @@ class LocalTensor(torch.Tensor):
         uneven, node = False, None
         if sized and len(parts) > 1 and stride is not None:
             if type(first) is torch.Tensor:
-                uneven = any(p.shape != shape or p.stride() != stride for p in parts)
+                uneven = any(
+                    p.shape != shape or (p.stride() != stride and _differ(shape, stride, p))
+                    for p in parts
+                )
             else:
                 shapes, strides = [p.shape for p in parts], [p.stride() for p in parts]
                 uneven = bool(differing(shapes) or differing(strides))

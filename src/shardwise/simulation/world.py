@@ -1,7 +1,7 @@
 """A simulated world: one process that runs all ranks, and its process group.
 
 `torch.distributed` reports a world of the given size, with this process as rank 0. Meshes and
-sub-meshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
+submeshes are made as usual, and every DTensor made inside holds a LocalTensor. On exit, the state
 of torch.distributed is restored, whether or not it was initialised.
 
 The process group serves a user's own `torch.distributed.all_reduce` and the like. Results are

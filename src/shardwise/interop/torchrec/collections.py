@@ -131,6 +131,8 @@ def _as_sharded(weight: Any) -> Any:
     layout = weight._layout
     if isinstance(layout.placements[0], Replicate):
         return weight.to_local()
+    if len(layout.grid.submeshes) > 1:
+        return weight  # a spec names the ranks of one mesh
     shards = []
     for owner, coordinate in layout.grid.coordinates.items():
         offsets, sizes = map(list, layout.box(coordinate))

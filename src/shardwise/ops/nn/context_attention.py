@@ -43,7 +43,7 @@ Parts = Sequence[torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class AxisGroup:
     """The ranks along one axis of a mesh, which share a sequence."""
 
     grid: Grid
@@ -52,6 +52,10 @@ class Line:
     @property
     def size(self) -> int:
         return self.grid.shape[self.axis]
+
+    @property
+    def name(self) -> str:
+        return self.grid.axis_name(self.axis)
 
     def map(self, fn: Callable[..., Any], *tensors: torch.Tensor, shared: bool = True) -> Any:
         """`fn(coordinate along the axis, *tensors)` on every rank present.
@@ -174,7 +178,7 @@ def _final(out: torch.Tensor, log_sum: torch.Tensor, dtype: torch.dtype) -> Part
 class Ring:
     """Keys and values travel; see the top of this file."""
 
-    line: Line
+    group: AxisGroup
     schedule: Schedule
     kernel: AttentionKernel
 
@@ -187,7 +191,7 @@ class Ring:
         """Rows of queries, of their owners, as their workers hold them."""
         if not self.schedule.is_moved:
             return x
-        handed, num = self.schedule.handed, self.line.size
+        handed, num = self.schedule.handed, self.group.size
 
         def outgoing(me: int, x: torch.Tensor) -> Sequence[Parts]:
             return [
@@ -212,14 +216,14 @@ class Ring:
             ]
             return torch.cat(rows, 2)
 
-        flat = collectives.finished(self.line.start(outgoing, expected, x))
-        return self.line.map(assemble, x, flat)
+        flat = collectives.finished(self.group.start(outgoing, expected, x))
+        return self.group.map(assemble, x, flat)
 
     def to_owners(self, x: torch.Tensor) -> torch.Tensor:
         """The inverse of `to_workers`."""
         if not self.schedule.is_moved:
             return x
-        handed, num = self.schedule.handed, self.line.size
+        handed, num = self.schedule.handed, self.group.size
 
         def at_worker(me: int, x: torch.Tensor) -> dict[Range, torch.Tensor]:
             sizes = [end - first for first, end in self.schedule.work[me]]
@@ -247,8 +251,8 @@ class Ring:
             mine = sorted(r for r in found if low <= r[0] and r[1] <= high and r[0] < r[1])
             return torch.cat([found[r] for r in mine], 2) if mine else x[:, :, :0]
 
-        flat = collectives.finished(self.line.start(outgoing, expected, x))
-        return self.line.map(assemble, x, flat)
+        flat = collectives.finished(self.group.start(outgoing, expected, x))
+        return self.group.map(assemble, x, flat)
 
     def _rows(self, me: int, x: torch.Tensor, positions: Range) -> torch.Tensor:
         first = self.schedule.queries[me][0]
@@ -258,11 +262,11 @@ class Ring:
 
     def _source(self, me: int, number: int) -> tuple[int, Range]:
         """Whose keys arrive in a round, and which."""
-        other = (me - number) % self.line.size
+        other = (me - number) % self.group.size
         return other, self.schedule.needed(me, other)
 
     def _send_pairs(self, number: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        num = self.line.size
+        num = self.group.size
 
         def outgoing(me: int, k: torch.Tensor, v: torch.Tensor) -> Sequence[Parts]:
             other = (me + number) % num
@@ -277,10 +281,10 @@ class Ring:
             sizes[other] = (end - first) * (_row_size(k) + _row_size(v))
             return sizes
 
-        return self.line.start(outgoing, expected, k, v)
+        return self.group.start(outgoing, expected, k, v)
 
     def _send_grads(self, number: int, flat: torch.Tensor, k: Any, v: Any) -> torch.Tensor:
-        num = self.line.size
+        num = self.group.size
 
         def outgoing(me: int, flat: torch.Tensor, *_: torch.Tensor) -> Sequence[Parts]:
             lists: list[Parts] = [[] for _ in range(num)]
@@ -294,7 +298,7 @@ class Ring:
             sizes[other] = (end - first) * (_row_size(k) + _row_size(v))
             return sizes
 
-        return self.line.start(outgoing, expected, flat, k, v)
+        return self.group.start(outgoing, expected, flat, k, v)
 
     def _arrived(self, me: int, number: int, flat: Any, k: Any, v: Any) -> tuple[Range, Any, Any]:
         """The keys and values of a round; in round 0 this rank's own."""
@@ -309,10 +313,10 @@ class Ring:
         """The result, and what backward needs besides the operands."""
         masks = [] if mask is None else [mask]
         work = self.to_workers(q)
-        found = self.line.map(lambda _, q, v: _start_values(q, v), work, v, shared=False)
+        found = self.group.map(lambda _, q, v: _start_values(q, v), work, v, shared=False)
         arrived = k
-        for number in range(self.line.size):
-            last = number + 1 == self.line.size
+        for number in range(self.group.size):
+            last = number + 1 == self.group.size
             ahead = None if last else self._send_pairs(number + 1, k, v)
 
             def attend(me: int, q: Any, k: Any, v: Any, flat: Any, *rest: Any) -> Any:
@@ -322,9 +326,9 @@ class Ring:
                 self._attend(me).forward(keys, q, here_k, here_v, mask, out, log_sum)
                 return out, log_sum
 
-            found = self.line.map(attend, work, k, v, arrived, *found, *masks)
+            found = self.group.map(attend, work, k, v, arrived, *found, *masks)
             arrived = k if ahead is None else collectives.finished(ahead)
-        out, log_sum = self.line.map(
+        out, log_sum = self.group.map(
             lambda _, q, out, log_sum: tuple(_final(out, log_sum, q.dtype)), work, *found
         )
         return self.to_owners(out), (work, out, log_sum)
@@ -332,13 +336,13 @@ class Ring:
     def backward(self, grad: Any, k: Any, v: Any, mask: Any, kept: Any) -> tuple[Any, Any, Any]:
         masks = [] if mask is None else [mask]
         grad = self.to_workers(grad)
-        grad_q = self.line.map(
+        grad_q = self.group.map(
             lambda _, q, s: torch.zeros_like(q, dtype=s.dtype), kept[0], kept[2], shared=False
         )
         grads: Any = ()
         arrived, returning = k, None
-        for number in range(self.line.size):
-            last = number + 1 == self.line.size
+        for number in range(self.group.size):
+            last = number + 1 == self.group.size
             ahead = None if last else self._send_pairs(number + 1, k, v)
 
             def attend(me: int, grad: Any, k: Any, v: Any, flat: Any, *rest: Any) -> Any:
@@ -353,7 +357,7 @@ class Ring:
                     return grad_q, *(_padded(t, x) for t, x in zip(terms, (k, v), strict=True))
                 return grad_q, torch.cat([t.to(k.dtype).reshape(-1) for t in terms])
 
-            grad_q, *terms = self.line.map(attend, grad, k, v, arrived, *kept, grad_q, *masks)
+            grad_q, *terms = self.group.map(attend, grad, k, v, arrived, *kept, grad_q, *masks)
             if returning is not None:
                 grads = self._added(grads, number - 1, collectives.finished(returning))
             if number:
@@ -362,22 +366,22 @@ class Ring:
                 grads = terms
             arrived = k if ahead is None else collectives.finished(ahead)
         if returning is not None:
-            grads = self._added(grads, self.line.size - 1, collectives.finished(returning))
-        grad_q = self.to_owners(self.line.map(lambda _, x, q: x.to(q.dtype), grad_q, kept[0]))
-        return grad_q, *(self.line.map(lambda _, x, y: x.to(y.dtype), g, k) for g in grads)
+            grads = self._added(grads, self.group.size - 1, collectives.finished(returning))
+        grad_q = self.to_owners(self.group.map(lambda _, x, q: x.to(q.dtype), grad_q, kept[0]))
+        return grad_q, *(self.group.map(lambda _, x, y: x.to(y.dtype), g, k) for g in grads)
 
     def _added(self, grads: Any, number: int, flat: torch.Tensor) -> Any:
         """The gradients of this rank's keys and values, with those of a round that came back."""
 
         def add(me: int, grad_k: Any, grad_v: Any, flat: torch.Tensor) -> Any:
-            first, end = self.schedule.needed((me + number) % self.line.size, me)
+            first, end = self.schedule.needed((me + number) % self.group.size, me)
             at = 0
             for grad in (grad_k, grad_v):
                 terms, at = _unpacked(flat, at, grad, end - first)
                 grad[:, :, : end - first].add_(terms)
             return grad_k, grad_v
 
-        return self.line.map(add, *grads, flat)
+        return self.group.map(add, *grads, flat)
 
 
 @dataclass(frozen=True, slots=True)
@@ -387,18 +391,18 @@ class Heads:
     In the methods below, `rows` are the positions of each rank: those of the queries or keys.
     """
 
-    line: Line
+    group: AxisGroup
     schedule: Schedule
     kernel: AttentionKernel
 
     def _heads(self, rank: int, count: int) -> Range:
         """The heads of a rank out of `count`; ranks share a head where there are too few."""
-        first = rank * count // self.line.size
-        return first, max(first + 1, (rank + 1) * count // self.line.size)
+        first = rank * count // self.group.size
+        return first, max(first + 1, (rank + 1) * count // self.group.size)
 
     def _some_heads(self, rows: Sequence[tuple[Range, ...]], *tensors: torch.Tensor) -> Any:
         """From all heads of this rank's positions to this rank's heads of all positions."""
-        others = range(self.line.size)
+        others = range(self.group.size)
 
         def outgoing(me: int, *parts: torch.Tensor) -> Sequence[Parts]:
             return [
@@ -420,8 +424,8 @@ class Heads:
             pieces = [x.view(s) for x, s in zip(flat.split(sizes), wanted, strict=True)]
             return tuple(torch.cat(pieces[i :: len(parts)], 2) for i in range(len(parts)))
 
-        flat = collectives.finished(self.line.start(outgoing, expected, *tensors))
-        return self.line.map(assemble, flat, *tensors)
+        flat = collectives.finished(self.group.start(outgoing, expected, *tensors))
+        return self.group.map(assemble, flat, *tensors)
 
     def _some_positions(
         self, rows: Sequence[tuple[Range, ...]], like: Parts, *tensors: torch.Tensor
@@ -430,7 +434,7 @@ class Heads:
 
         `like` are tensors with as many heads as the results.
         """
-        others, num = range(self.line.size), len(tensors)
+        others, num = range(self.group.size), len(tensors)
 
         def outgoing(me: int, *parts: torch.Tensor) -> Sequence[Parts]:
             given = list(zip(parts[:num], rows, strict=True))
@@ -457,8 +461,8 @@ class Heads:
                 whole[:, slice(*self._heads(other, whole.shape[1]))].add_(piece.view(shape))
             return tuple(made)
 
-        flat = collectives.finished(self.line.start(outgoing, expected, *tensors, *like))
-        return self.line.map(assemble, flat, *tensors, *like)
+        flat = collectives.finished(self.group.start(outgoing, expected, *tensors, *like))
+        return self.group.map(assemble, flat, *tensors, *like)
 
     @property
     def _whole(self) -> tuple[_Attend, Range]:
@@ -478,10 +482,10 @@ class Heads:
             attend.forward(keys, q, k, v, mask, out, log_sum)
             return tuple(_final(out, log_sum, q.dtype))
 
-        out, log_sum = self.line.map(here, *all_rows, *masks)
+        out, log_sum = self.group.map(here, *all_rows, *masks)
         (result,) = self._some_positions((rows[0],), (q,), out)
         # Without rows: they tell backward the numbers of heads.
-        counts = [self.line.map(lambda _, x: x[:, :, :0].clone(), x) for x in (q, k)]
+        counts = [self.group.map(lambda _, x: x[:, :, :0].clone(), x) for x in (q, k)]
         return result, (*all_rows, out, log_sum, *counts)
 
     def backward(self, grad: Any, k: Any, v: Any, mask: Any, kept: Any) -> tuple[Any, Any, Any]:
@@ -498,7 +502,7 @@ class Heads:
             found = attend.backward(keys, grad, q, k, v, mask, (out, log_sum), grad_q)
             return tuple(x.to(q.dtype) for x in (grad_q, *found))
 
-        grads = self.line.map(here, grad, all_q, all_k, all_v, out, log_sum, *masks)
+        grads = self.group.map(here, grad, all_q, all_k, all_v, out, log_sum, *masks)
         return self._some_positions((rows[0], rows[1], rows[1]), (like_q, like_k, like_k), *grads)
 
 
@@ -532,7 +536,7 @@ def _padded(x: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def choose(
-    line: Line,
+    group: AxisGroup,
     schedule: Schedule,
     kernel: AttentionKernel,
     q: Any,
@@ -541,18 +545,18 @@ def choose(
     method: str | None,
 ) -> Ring | Heads:
     """The way that sends less; `method` forces one."""
-    held = list(zip(*(part_per_rank(line.grid, x) for x in (q, k, v)), strict=True))
-    fits = all(_heads_fit(a.shape[1], b.shape[1], line.size) for a, b, _ in held)
+    held = list(zip(*(part_per_rank(group.grid, x) for x in (q, k, v)), strict=True))
+    fits = all(_heads_fit(a.shape[1], b.shape[1], group.size) for a, b, _ in held)
     if method == "heads" and not fits:
         a, b, _ = held[0]
         raise LayoutError(
-            f"Attention by heads over axis {line.grid.axis_name(line.axis)!r} needs a number of "
-            f"query heads that its {line.size} ranks divide, and of key heads that divides or is "
+            f"Attention by heads over axis {group.name!r} needs a number of "
+            f"query heads that its {group.size} ranks divide, and of key heads that divides or is "
             f"divided by it; each rank has {a.shape[1]} and {b.shape[1]}. Use method='ring', or "
             "None to choose."
         )
     if method == "ring" or not fits:
-        return Ring(line, schedule, kernel)
+        return Ring(group, schedule, kernel)
     a, b, c = held[0]
     itemsize = a.element_size()
     row = RowBytes(
@@ -560,10 +564,10 @@ def choose(
         a.shape[0] * a.shape[1] * c.shape[3] * itemsize,
         (_row_size(b) + _row_size(c)) * itemsize,
     )
-    repeats = max(1.0, line.size / b.shape[1])
+    repeats = max(1.0, group.size / b.shape[1])
     if method == "heads" or heads_s(schedule, row, repeats) <= ring_s(schedule, row):
-        return Heads(line, schedule, kernel)
-    return Ring(line, schedule, kernel)
+        return Heads(group, schedule, kernel)
+    return Ring(group, schedule, kernel)
 
 
 def _heads_fit(num_queries: int, num_keys: int, num_ranks: int) -> bool:

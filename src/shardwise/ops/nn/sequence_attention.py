@@ -18,7 +18,7 @@ from shardwise.core.sizes import lengths
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn.attention_tiles import choose_kernel
-from shardwise.ops.nn.context_attention import ContextAttention, Line, choose
+from shardwise.ops.nn.context_attention import AxisGroup, ContextAttention, choose
 from shardwise.ops.nn.context_schedule import schedule, spans
 from shardwise.ops.operands import all_distributed
 from shardwise.simulation.parts import one_part
@@ -57,11 +57,11 @@ def attend_over_sequence(
     )
     hidden = None if mask is None else _local_mask(mask, query, axis)
     layout = query._layout
-    line = Line(layout.grid, axis)
+    group = AxisGroup(layout.grid, axis)
     q, k, v = (x.to_local(grad_placements=x.placements) for x in (query, key, value))
     sizes = [_sizes(x._layout, axis) for x in (query, key)]
     with because("scaled_dot_product_attention", implicit=True):
-        out = attend_locally(line, sizes, q, k, v, hidden, is_causal, scale)
+        out = attend_locally(group, sizes, q, k, v, hidden, is_causal, scale)
     shape = (*layout.shape[:-1], value.shape[-1])
     return DTensor.from_local(
         out, layout.grid.mesh, query.placements, shape=shape, stride=contiguous_stride(shape)
@@ -69,7 +69,7 @@ def attend_over_sequence(
 
 
 def attend_locally(
-    line: Line,
+    group: AxisGroup,
     sizes: Sequence[tuple[int, ...]],
     q: torch.Tensor,
     k: torch.Tensor,
@@ -87,8 +87,8 @@ def attend_locally(
     part, of_values = one_part(q), one_part(v)
     kernel = choose_kernel(part, of_values, part.shape[1], mask is not None, scale)
     if mask is not None:
-        mask = line.map(lambda _, m, q: _added_to_scores(m, q.dtype), mask, q)
-    return ContextAttention.apply(q, k, v, mask, choose(line, found, kernel, q, k, v, method))
+        mask = group.map(lambda _, m, q: _added_to_scores(m, q.dtype), mask, q)
+    return ContextAttention.apply(q, k, v, mask, choose(group, found, kernel, q, k, v, method))
 
 
 def _added_to_scores(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -19,6 +19,7 @@ from shardwise.core.placements import Partial, Shard
 from shardwise.core.sizes import Size, divides, equal, lengths, smaller, surely_equal
 from shardwise.dispatch.notation import averages_too, linear_choices
 from shardwise.dispatch.rule import Call, Choice, LocalCall, Rule, Table, table
+from shardwise.errors import LayoutError
 
 aten = torch.ops.aten
 
@@ -335,6 +336,16 @@ def _repeat(x: torch.Tensor, repeats: Sequence[int]) -> torch.Tensor:
     return x.new_empty([size * times for size, times in zip(sizes, repeats, strict=True)])
 
 
+def _keep_size(x: Any, size: Sequence[int], **_: Any) -> Any:
+    """`x.resize_(size)`, of which torch's own code with `out=` makes calls that change nothing."""
+    if tuple(size) == tuple(x.shape):
+        return x
+    raise LayoutError(
+        f"resize_() to the shape {tuple(size)}: the DTensor has the shape {tuple(x.shape)}, and "
+        "cannot be resized. Make one of that shape, or reshape() it."
+    )
+
+
 RULES: Table = table(
     view(
         aten.view.default,
@@ -357,4 +368,8 @@ RULES: Table = table(
     view(aten.detach.default, aten.alias.default, links=unchanged, text="... -> ..."),
 )
 
-DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {aten.repeat.default: _repeat}
+DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
+    aten.repeat.default: _repeat,
+    aten.resize_.default: _keep_size,
+    aten.resize_as_.default: lambda x, other, **_: _keep_size(x, other.shape),
+}

@@ -26,7 +26,7 @@ from shardwise.core.mesh import Coordinate, grid_of
 from shardwise.core.untraced import breaks_graph
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import ArgumentError, LayoutError, UnsupportedError
-from shardwise.ops.nn.context_attention import Line
+from shardwise.ops.nn.context_attention import AxisGroup
 from shardwise.ops.nn.sequence_attention import POSITIONS, attend_locally
 from shardwise.parallel.style import prepend_input_hook
 from shardwise.plans.paths import matching_modules, no_match
@@ -93,7 +93,7 @@ def context_parallel(
         )
     if method not in _METHODS:
         raise ArgumentError(f"context_parallel(method=...) is one of {_METHODS}, found {method!r}.")
-    line = Line(grid_of(device_mesh), names.index(axis))
+    group = AxisGroup(grid_of(device_mesh), names.index(axis))
     found = _attention_modules(module, attention)
     takes = tuple(inspect.signature(module.forward).parameters)
     dims = {k: d for k, d in _SEQUENCES.items() if k in takes} if sequence_dims is None else {}
@@ -107,14 +107,14 @@ def context_parallel(
         )
     declare_data_axis(module, device_mesh[axis], src_data_rank)
     told = positions if positions in takes else None
-    parts = _SplitInputs(line, takes, tuple(dims.items()), told)
-    if line.size > 1:
+    parts = _SplitInputs(group, takes, tuple(dims.items()), told)
+    if group.size > 1:
         prepend_input_hook(module, functools.partial(_take, parts))
     for attending in found:
         attending.__dict__[_DONE] = axis
-        if line.size > 1:
+        if group.size > 1:
             # With the module as an argument, so that a copy of the module calls the copy.
-            attending.forward = functools.partial(_attend, attending, line, method)
+            attending.forward = functools.partial(_attend, attending, group, method)
     return module
 
 
@@ -145,7 +145,7 @@ def _attention_modules(module: nn.Module, attention: str | Sequence[str]) -> lis
 class _SplitInputs:
     """Gives a module this rank's part of its inputs; see Note [A part of the sequence]."""
 
-    line: Line
+    group: AxisGroup
     names: tuple[str, ...]
     dims: tuple[tuple[str, int], ...]
     positions: str | None
@@ -164,7 +164,7 @@ class _SplitInputs:
         return tuple(changed), {**kwargs, **here}
 
     def _check(self, sizes: Mapping[str, int], length: int) -> None:
-        num = self.line.size
+        num = self.group.size
         if not sizes:
             raise ArgumentError(
                 "context_parallel: the module was called without any of the inputs that are split "
@@ -172,9 +172,9 @@ class _SplitInputs:
             )
         if any(size != length for size in sizes.values()) or length % num or length < 2 * num:
             raise LayoutError(
-                f"context_parallel: {num} ranks along axis "
-                f"{self.line.grid.axis_name(self.line.axis)!r} split sequences of one length that "
-                f"is a multiple of {num}, and at least {2 * num}; found {dict(sizes)}. Pad them."
+                f"context_parallel: {num} ranks along axis {self.group.name!r} split sequences of "
+                f"one length that is a multiple of {num}, and at least {2 * num}; found "
+                f"{dict(sizes)}. Pad them."
             )
 
     def _part(self, x: Any, dim: int) -> Any:
@@ -185,25 +185,27 @@ class _SplitInputs:
             )
 
         def part(coordinate: Coordinate, x: torch.Tensor) -> torch.Tensor:
-            return x.chunk(self.line.size, dim)[coordinate[self.line.axis]]
+            return x.chunk(self.group.size, dim)[coordinate[self.group.axis]]
 
-        return on_plain_ranks(self.line.grid, part, x)
+        return on_plain_ranks(self.group.grid, part, x)
 
     def _numbered(self, like: torch.Tensor, length: int) -> Any:
-        size = length // self.line.size
+        size = length // self.group.size
 
         def numbered(me: int, like: torch.Tensor) -> torch.Tensor:
             return torch.arange(me * size, (me + 1) * size, device=like.device).unsqueeze(0)
 
-        return sized(self.line.map(numbered, like))
+        return sized(self.group.map(numbered, like))
 
 
 def _take(parts: _SplitInputs, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return parts.taken(args, kwargs)
 
 
-def _attend(module: nn.Module, line: Line, method: str | None, *args: Any, **kwargs: Any) -> Any:
-    with _OverSequence(line, method):
+def _attend(
+    module: nn.Module, group: AxisGroup, method: str | None, *args: Any, **kwargs: Any
+) -> Any:
+    with _OverSequence(group, method):
         return type(module).forward(module, *args, **kwargs)
 
 
@@ -214,21 +216,21 @@ for _step in (_take, _attend):
 class _OverSequence(TorchFunctionMode):
     """Handles `F.scaled_dot_product_attention` of this rank's positions."""
 
-    def __init__(self, line: Line, method: str | None) -> None:
+    def __init__(self, group: AxisGroup, method: str | None) -> None:
         super().__init__()
-        self.line, self.method = line, method
+        self.group, self.method = group, method
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
-            return _attention(self.line, self.method, *args, **kwargs)
+            return _attention(self.group, self.method, *args, **kwargs)
         return func(*args, **kwargs)
 
 
 def _attention(
-    line: Line,
+    group: AxisGroup,
     method: str | None,
     query: Any,
     key: Any,
@@ -240,23 +242,23 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     layout = query._layout if isinstance(query, DTensor) else None
-    if layout is not None and layout.grid is line.grid:
-        placement = layout.placements[line.axis]
+    if layout is not None and layout.grid is group.grid:
+        placement = layout.placements[group.axis]
         if placement.is_shard(POSITIONS) or placement.is_replicate():  # it knows its sequence
             operands = (query, key, value, attn_mask, dropout_p, is_causal)
             return F.scaled_dot_product_attention(*operands, scale=scale, enable_gqa=enable_gqa)
     q, k, v = (_autocast(_local(x)) for x in (query, key, value))
     shapes = [tuple(one_part(x).shape) for x in (q, k, v)]
-    _check_call(line, shapes, attn_mask, dropout_p, enable_gqa)
+    _check_call(group, shapes, attn_mask, dropout_p, enable_gqa)
     if not q.dtype == k.dtype == v.dtype:
         raise ArgumentError(
             "context_parallel: queries, keys and values have one dtype, found "
             f"{q.dtype}, {k.dtype} and {v.dtype}."
         )
-    sizes = [(shape[POSITIONS],) * line.size for shape in shapes[:2]]
+    sizes = [(shape[POSITIONS],) * group.size for shape in shapes[:2]]
     mask = None if attn_mask is None else _local(attn_mask)
     with because("scaled_dot_product_attention", implicit=False):
-        out = attend_locally(line, sizes, q, k, v, mask, is_causal, scale, method)
+        out = attend_locally(group, sizes, q, k, v, mask, is_causal, scale, method)
     if layout is None:
         return out
     shape = (*query.shape[:-1], value.shape[-1])
@@ -276,7 +278,7 @@ def _local(x: Any) -> Any:
 
 
 def _check_call(
-    line: Line,
+    group: AxisGroup,
     shapes: Sequence[tuple[int, ...]],
     mask: Any,
     dropout_p: float,
@@ -304,7 +306,7 @@ def _check_call(
             f"context_parallel: attention with dropout_p={dropout_p} is not supported: which "
             "weights are dropped would depend on the ranks. Set it to 0."
         )
-    whole = key[2] * line.size
+    whole = key[2] * group.size
     found = None if mask is None else tuple(one_part(mask).shape)
     if found is not None and (len(found) < 2 or found[-1] != whole or found[-2] not in (1, whole)):
         raise LayoutError(

@@ -47,7 +47,7 @@ class Door:
     | `replicate` | the same, with the style "replicate" for every layer |
     | `dp(rep)` | `data_parallel(model, mesh["rep"])` |
     | `dp(rep+shard)` | `data_parallel(model, mesh["rep", "shard"])` |
-    | `dp(rep*shard)@body` | `data_parallel(model.body, mesh["rep", "shard"]._flatten("data"))` |
+    | `dp(rep*shard)@body` | `data_parallel(model.body, mesh["rep", "shard"]._flatten())` |
     | `fs(shard)@*` | `fully_shard(child, mesh["shard"])` of every child |
     | `cp(cp)` | `context_parallel(model, mesh, attention)`, which splits the batch's sequences |
     | `ep(ep)` | `expert_parallel(model, mesh, experts)` |
@@ -167,7 +167,7 @@ def open_doors(case: StepCase, module: nn.Module, mesh: DeviceMesh) -> nn.Module
             return mesh[door.axes[0]]
         if door.flattened:
             if door.axes not in flattened:
-                flattened[door.axes] = mesh[door.axes]._flatten("data")
+                flattened[door.axes] = mesh[door.axes]._flatten()
             return flattened[door.axes]
         return mesh[door.axes]
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator
+from functools import cache
+
+import torch
 
 from shardwise.testing.loop import OPTIONS, agree
 from shardwise.testing.mesh import Mesh
@@ -84,6 +87,8 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tp; dp(rep)@*; dp(shard)",
         "tp(tp); dp(rep+shard)",
         "tp(tp); fs(shard); dp(rep)",
+        "tp(shard+tp); fs(shard); dp(rep)",
+        "tp(shard+tp); dp(rep+shard)",
         "dm; fs(shard); dp(rep)",
     ),
     ("host", "dev"): (
@@ -93,6 +98,14 @@ DOORS: dict[tuple[str, ...], tuple[str, ...]] = {
         "tables(host*dev,?); dp(host*dev)",
         "tables(host*dev,?); dp(host+dev)",
         "tables(dev,?); fs(dev)@body; dp(host*dev)",
+        "tables(host,?); dp(host*dev)",
+        "tables(host,?); dp(dev)@tables; dp(host+dev)",
+    ),
+    ("pod", "host", "dev"): (
+        "tables(dev,?); dp(pod*host*dev)",
+        "tables(host,?); dp(pod+host+dev)",
+        "tables(host*dev,?); dp(pod*host*dev)",
+        "tables(pod*dev,?); dp(host)@tables; dp(pod+host+dev)",
     ),
     ("cp",): ("cp(cp)", "cp(cp); fs(cp)", "cp(cp); dp(cp)", "cp(cp); fs(cp)@*"),
     ("dp", "cp"): (
@@ -138,6 +151,7 @@ MESHES = (
     "rep=2,shard=2,tp=2",
     "rep=2,shard=2,tp=1",
     "host=2,dev=2",
+    "pod=2,host=2,dev=2",
     "cp=2",
     "cp=4",
     "dp=2,cp=2",
@@ -184,7 +198,23 @@ def _draw(chance: random.Random, meshes: list[Mesh]) -> StepCase:
         # Adam and Adagrad divide by small numbers, which amplifies rounding.
         steady = [o for o in kind.optimizers if o in ("sgd", "momentum")]
         optimizer = chance.choice(steady if "autocast" in options else kind.optimizers)
+        if optimizer == "adagrad" and options & {"added", "groups"} and not _adagrad_takes_groups():
+            optimizer = "sgd"
         return StepCase(name, mesh, tuple(doors), options, optimizer, chance.randrange(1000))
+
+
+@cache
+def _adagrad_takes_groups() -> bool:
+    """Whether torch's Adagrad steps parameters of a group that was added later; 2.11 does not."""
+    first, later = (torch.ones(1, requires_grad=True) for _ in range(2))
+    optimizer = torch.optim.Adagrad([first])
+    optimizer.add_param_group({"params": [later]})
+    later.grad = torch.ones(1)
+    try:
+        optimizer.step()
+    except KeyError:
+        return False
+    return True
 
 
 def _draw_options(chance: random.Random, kind: Kind, case: StepCase) -> frozenset[str]:

@@ -131,17 +131,25 @@ class FlatBuffer:
 
     def cut(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Make the shards of whole tensors, and return each member's own."""
-        alike = [localize(self.grid, tensor) for tensor in tensors]
+        self._fill([localize(self.grid, tensor) for tensor in tensors], _rows)
+        return self.shards()
 
-        def cut(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            shard = here[0].new_zeros(self.length(place))
+    def _fill(
+        self,
+        tensors: Sequence[torch.Tensor],
+        take: Callable[[torch.Tensor, FlatPiece], torch.Tensor],
+        pinned: bool = False,
+    ) -> None:
+        """Make a new shard; `take` gives a piece of a member's tensor."""
+
+        def fill(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
+            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
             for piece, tensor in zip(self.mine(place), here, strict=True):
                 if piece is not None:
-                    _view(shard, piece).copy_(_rows(tensor, piece))
+                    _view(shard, piece).copy_(take(tensor, piece))
             return shard
 
-        self._set_shard(each_rank(self.grid, cut, *alike, axes=(self.axis,)))
-        return self.shards()
+        self.shard, self.whole = each_rank(self.grid, fill, *tensors, axes=(self.axis,)), None
 
     def shards(self) -> list[torch.Tensor]:
         """Each member's view of the shard."""
@@ -163,9 +171,6 @@ class FlatBuffer:
             return _view(flat, piece)
         return flat[:0].view(_with_rows(self.shapes(place)[number], self.members[number].dim, 0))
 
-    def _set_shard(self, shard: torch.Tensor) -> None:
-        self.shard, self.whole = shard, None
-
     def collect(self, *, pin: bool = False) -> None:
         """Make the parameters views of one shard again, where something else replaced them.
 
@@ -184,16 +189,9 @@ class FlatBuffer:
                 "whole module, or before fully_shard."
             )
 
-        def join(place: Coordinate, *here: torch.Tensor) -> torch.Tensor:
-            pinned = pin and torch.accelerator.is_available()
-            shard = here[0].new_zeros(self.length(place), pin_memory=pinned)
-            for piece, local in zip(self.mine(place), here, strict=True):
-                if piece is not None:
-                    _view(shard, piece).copy_(local)
-            return shard
-
         with torch.no_grad(), torch.inference_mode(False):
-            self._set_shard(each_rank(self.grid, join, *locals_, axes=(self.axis,)))
+            pinned = pin and torch.accelerator.is_available()
+            self._fill(locals_, lambda local, piece: local, pinned)
             for member, local in zip(self.members, self.shards(), strict=True):
                 parameter: Any = member.parameter
                 parameter._local, member.layout = local, parameter._layout
@@ -235,7 +233,7 @@ class FlatBuffer:
     def _gather_again(self, sent: torch.Tensor, grid: Grid, axis: int) -> None:
         whole: Any = self.whole
         with torch.no_grad(), torch.inference_mode(False), because("fully_shard", implicit=False):
-            _fill(whole)
+            _refill(whole)
             collectives.start_all_gather_into(whole, sent.detach(), grid, axis)
 
     def _hold(
@@ -247,7 +245,7 @@ class FlatBuffer:
         elif self.whole is None or self.whole is shard:
             self.whole = shard.to(device=device, dtype=dtype)
         else:
-            _fill(self.whole)
+            _refill(self.whole)
             for part, value in zip(parts_of(self.whole), parts_of(shard), strict=True):
                 part.copy_(value)
 
@@ -271,7 +269,8 @@ class FlatBuffer:
         """One of `num_ranks` chunks of the gathered buffer, and the axis of those ranks."""
         grid, axis = self.grid, self.axis
         shape = (*grid.shape[:axis], self.parts // num_ranks, num_ranks, *grid.shape[axis + 1 :])
-        near = grid_like(grid.device_type, shape, grid.ranks, None)
+        device_type, _, ranks, _ = grid.identity
+        near = grid_like(device_type, shape, ranks, None)
 
         def chunk(place: Coordinate, whole: torch.Tensor) -> torch.Tensor:
             return whole.chunk(num_ranks)[place[axis + 1]].clone()
@@ -394,7 +393,7 @@ def _address(tensor: torch.Tensor) -> int:
     return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
-def _fill(whole: torch.Tensor) -> None:
+def _refill(whole: torch.Tensor) -> None:
     """Give a buffer that was released its memory again."""
     for part in parts_of(whole):
         part.untyped_storage().resize_(part.numel() * part.element_size())

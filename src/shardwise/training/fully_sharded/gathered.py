@@ -26,19 +26,12 @@ class GroupParameters:
         self.dtype, self.offload = dtype, offload
         self.device = torch.device(device_type) if offload is not None else None
         self.buffers: list[FlatBuffer] = []
-        self._reset()
-
-    def _reset(self) -> None:
         self.state = SHARDED
         #: The version of the shards that were gathered.
         self.seen = -1
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("state", "seen")}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+        return {**self.__dict__, "state": SHARDED, "seen": -1}
 
     @property
     def members(self) -> list[Member]:

@@ -100,7 +100,7 @@ class RowsInFlight:
 
 
 class GroupGradients:
-    """The gradients of a group. `rows` and `most` are those of the outermost module's pass."""
+    """The gradients of a group: reduced while at most `most` rows are in flight, or kept."""
 
     def __init__(
         self,
@@ -108,8 +108,10 @@ class GroupGradients:
         place: Place,
         parameters: GroupParameters,
         dtype: torch.dtype | None,
+        most: int,
     ) -> None:
-        self.module, self.place, self.parameters, self.dtype = module, place, parameters, dtype
+        self.module, self.place, self.parameters = module, place, parameters
+        self.dtype, self.most = dtype, most
         self.sync = True
         #: Rows that wait for a backward pass that reduces, by what they hold.
         self.unsynced: dict[Any, Reducing] = {}
@@ -117,7 +119,7 @@ class GroupGradients:
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "unsynced": {}}
 
-    def reduce(self, grads: dict[int, torch.Tensor | None], rows: RowsInFlight, most: int) -> None:
+    def reduce(self, grads: dict[int, torch.Tensor | None], rows: RowsInFlight) -> None:
         """Start to reduce the gradients of some members, or keep them for a later pass."""
         first = 0
         for buffer in self.parameters.buffers:
@@ -125,14 +127,10 @@ class GroupGradients:
             mine = {n: grads[first + n] for n in numbers if first + n in grads}
             first += len(buffer.members)
             if mine:
-                self._reduce(buffer, mine, rows, most)
+                self._reduce(buffer, mine, rows)
 
     def _reduce(
-        self,
-        buffer: FlatBuffer,
-        grads: dict[int, torch.Tensor | None],
-        rows: RowsInFlight,
-        most: int,
+        self, buffer: FlatBuffer, grads: dict[int, torch.Tensor | None], rows: RowsInFlight
     ) -> None:
         kept: dict[int, tuple[int, ...]] = {}
         for number, grad in grads.items():
@@ -154,7 +152,7 @@ class GroupGradients:
             made.row = row + before.row
             made.all_here |= before.all_here
         if self.sync:
-            rows.start(made, most)
+            rows.start(made, self.most)
         else:
             self.unsynced[key] = made
 
@@ -243,12 +241,12 @@ class GroupGradients:
         return share
 
     @torch.no_grad()
-    def reduce_late(self, rows: RowsInFlight, most: int) -> None:
+    def reduce_late(self, rows: RowsInFlight) -> None:
         """Reduce what earlier passes kept, where the last one found no gradient."""
         if not (self.sync and self.unsynced):
             return
         for made in list(self.unsynced.values()):
-            rows.start(made, most)
+            rows.start(made, self.most)
         self.unsynced.clear()
         found = self.delivered(rows)
         for member in self.parameters.members:

@@ -53,11 +53,10 @@ class ParameterGroup:
         self.reshard_after_forward = reshard_after_forward
         self.precision, self.prefetch = precision, prefetch
         self.parameters = GroupParameters(place.grid.device_type, precision.param_dtype, offload)
-        self.gradients = GroupGradients(module, place, self.parameters, precision.reduce_dtype)
+        self.gradients = GroupGradients(
+            module, place, self.parameters, precision.reduce_dtype, prefetch
+        )
         self.hub = Hub()
-        self._reset()
-
-    def _reset(self) -> None:
         self.depth = 0
         #: Calls of which backward has begun and whose parameters may still be read.
         self.running: list[ModuleCall] = []
@@ -70,12 +69,11 @@ class ParameterGroup:
         self.pinned = False
 
     def __getstate__(self) -> dict[str, Any]:
-        left_out = {"depth", "running", "twice", "token", "call", "pinned"}
-        return {k: v for k, v in self.__dict__.items() if k not in left_out}
+        at_rest = {"depth": 0, "running": [], "twice": None, "token": None, "call": None}
+        return {**self.__dict__, **at_rest, "pinned": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._reset()
+        self.__dict__.update(state, twice=weakref.WeakSet())
 
     # -- what users call -----------------------------------------------------------------------
 
@@ -320,7 +318,6 @@ class Unshard(UntracedFunction):
                 "and call backward() on the sum of loss and penalty."
             )
         group.hub.attend_end()
-        found = dict(zip(ctx.numbers, grads, strict=True))
-        group.gradients.reduce(found, group.hub.rows, group.prefetch)
+        group.gradients.reduce(dict(zip(ctx.numbers, grads, strict=True)), group.hub.rows)
         group.done(ctx.call)
         return torch.empty(0, device=ctx.device), None, None, None, None

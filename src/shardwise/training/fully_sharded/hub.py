@@ -112,7 +112,7 @@ class Hub:
         self.rows.unused.clear()
         keeps, self.keeps_whole = self.keeps_whole, False
         for group in self.groups:
-            group.gradients.reduce_late(self.rows, group.prefetch)
+            group.gradients.reduce_late(self.rows)
             group.running.clear()
             if not keeps:
                 group.reshard()
