@@ -175,3 +175,15 @@ def test_a_write_reaches_the_tensor(mesh, placement, grad, write):
         torch.testing.assert_close(whole(ours.detach()), expected.detach())
     if grad:
         torch.testing.assert_close(whole(x.grad * 1), plain.grad.resolve_conj())
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0)], ids=repr)
+def test_a_second_derivative_that_does_not_exist(mesh, placement):
+    """Of layer_norm without a weight: its bias has no gradient, or one of zeros."""
+    for lay in (lambda x: x.clone(), lambda x: distribute_tensor(x, mesh, [placement])):
+        x, bias = lay(torch.arange(8.0).view(4, 2)), lay(torch.ones(2)).requires_grad_()
+        y = F.layer_norm(x, (2,), None, bias)
+        y = y.full_tensor() if isinstance(y, DTensor) else y
+        (grad,) = torch.autograd.grad(y.sin().sum(), bias, create_graph=True)
+        grad.square().sum().backward()
+        assert bias.grad is None or not whole(bias.grad).any()

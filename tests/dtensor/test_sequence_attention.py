@@ -285,3 +285,15 @@ def test_widths_that_are_expanded_or_strided(heads):
         torch.testing.assert_close(found.full_tensor().agreed(), expected)
         for x, leaf in zip(given, leaves, strict=True):
             torch.testing.assert_close(x.grad.full_tensor().agreed(), leaf.grad)
+
+
+def test_backward_is_refused_once_the_result_was_written_to():
+    """As on one device, where backward needs the result."""
+    given, _ = operands()
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        leaves = [shardwise.distribute_tensor(x, mesh, SEQUENCE).requires_grad_() for x in given]
+        out = F.scaled_dot_product_attention(*leaves)
+        out.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()

@@ -185,11 +185,14 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
 class Redistribute(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool) -> Any:
+        ctx.set_materialize_grads(False)  # torch's zeros would be a plain tensor
         ctx.layout, ctx.async_op = x._layout, async_op
         return move(x, target, own=True, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None
         target = relaid(gradient_layout(ctx.layout), grad._layout)
         return redistribute(grad, target, ctx.async_op), None, None
 
@@ -321,6 +324,7 @@ class FromLocal(UntracedFunction):
         async_op: bool = False,
         held: bool = False,
     ) -> Any:
+        ctx.set_materialize_grads(False)  # torch's zeros would be a plain tensor
         terms, weight = (_terms if layout.symbolic else _cached_terms)(layout)
         ctx.saved = terms, grad_layout, weight, async_op, not is_per_rank(local)
         alias = (local if held else localize(layout.grid, local)).detach()
@@ -328,6 +332,8 @@ class FromLocal(UntracedFunction):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
+        if grad is None:
+            return None, None, None, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
         terms, grad_layout, weight, async_op, plain = ctx.saved

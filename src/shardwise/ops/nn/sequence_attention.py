@@ -15,6 +15,7 @@ from shardwise.comm.watch import because, watch
 from shardwise.core.layout import Layout, contiguous_stride
 from shardwise.core.placements import REPLICATE, Placement, Shard
 from shardwise.core.sizes import lengths
+from shardwise.core.untraced import UntracedFunction
 from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import RedistributionError
 from shardwise.ops.nn.attention_tiles import choose_kernel
@@ -63,9 +64,28 @@ def attend_over_sequence(
     with because("scaled_dot_product_attention", implicit=True):
         out = attend_locally(group, sizes, q, k, v, hidden, is_causal, scale)
     shape = (*layout.shape[:-1], value.shape[-1])
-    return DTensor.from_local(
+    result = DTensor.from_local(
         out, layout.grid.mesh, query.placements, shape=shape, stride=contiguous_stride(shape)
     )
+    return result if layout.symbolic else _NeededResult.apply(result)
+
+
+class _NeededResult(UntracedFunction):
+    """The result of an op that needs it in backward: as on one device, no write to it is allowed.
+
+    What is needed are local tensors, whose writes autograd does not see.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Any) -> Any:
+        result = type(x)._wrap(x._local, x._layout)
+        ctx.save_for_backward(result)
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any) -> Any:
+        _ = ctx.saved_tensors  # raises after a write
+        return grad
 
 
 def attend_locally(
