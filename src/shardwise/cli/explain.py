@@ -12,6 +12,7 @@ from rich.table import Table
 
 from shardwise.cli.console import console
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
+from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
 from shardwise.report.memory import optimizer_tensors
 from shardwise.report.step import Collective
@@ -21,6 +22,7 @@ from shardwise.testing.batches import call, loss_of, per_rank, split_batch
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
@@ -53,6 +55,11 @@ def run_explain(
 
 def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
     """One step in a simulated world."""
+    if optimizer not in _OPTIMIZERS:
+        raise ArgumentError(
+            f"--optimizer {optimizer} is for --ranks: a simulated step takes "
+            f"{', '.join(_OPTIMIZERS)}, and tables with an optimizer= of their own take that."
+        )
     with simulate(mesh.num_ranks):
         module, batch = case.build()
         device_mesh = mesh.make()
