@@ -29,7 +29,7 @@ from shardwise.lookup.bags import FeatureBags
 from shardwise.lookup.messages import pack
 from shardwise.lookup.routing import Route
 from shardwise.planner.calibrate import KernelTiming, draw_batch, fit_kernel
-from shardwise.planner.constants import Constants
+from shardwise.planner.constants import Constants, Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import price, shard_groups
 from shardwise.planner.workload import workload
@@ -159,8 +159,33 @@ def copy_byte_s(device: str) -> float:
     return statistics.median(times[1:]) / (source.numel() * 4)
 
 
+#: Widths of tables that one collection holds together, their rows; bags and ids per bag.
+MIXED = ((32, 64, 128), 1_000_000), ((16384, 10), (65536, 10), (65536, 20))
+
+
+def measure_widths(device: str, lookup: Kernel, update: Kernel, repeats: int) -> float:
+    """Seconds of a further width beside the first: its kernels start while others still run."""
+    (widths, rows), sizes = MIXED
+    more = []
+    for bags, ids in sizes:
+
+        def step(*dims: int, bags: int = bags, ids: int = ids) -> float:
+            tables = [Table(f"t{dim}", rows, dim) for dim in dims]
+            batch = draw_batch(tables, bags, ids, 1.0).to(device)
+            return sum(step_times(tables, batch, device, repeats))
+
+        alone = [step(dim) for dim in widths]
+        together = step(*widths)
+        calls = lookup.call_s + update.call_s
+        more.append((together - sum(alone)) / (len(widths) - 1) + calls)
+        print(f"widths {widths}, {bags} bags of {ids}: {1e3 * more[-1]:.3f} ms for a further one")
+    return max(0.0, statistics.median(more))
+
+
 def calibrate_gpu(device: str, name: str, cases: Any, repeats: int) -> Constants:
     lookups, updates = measure_kernels(device, cases, repeats)
+    lookup, update = fit_kernel(lookups, TOUCHED), fit_kernel(updates, TOUCHED)
+    width_s = measure_widths(device, lookup, update, repeats)
     send_id_s, split_id_s, leg_s = measure_packing(device)
     copied = copy_byte_s(device)
     what = torch.cuda.get_device_name() if device == "cuda" else "CPU"
@@ -168,8 +193,9 @@ def calibrate_gpu(device: str, name: str, cases: Any, repeats: int) -> Constants
     sheet = "not measured, from data sheets: NVLink 450 GB/s and one 400 Gb/s adapter a GPU"
     return Constants(
         name=name,
-        lookup=fit_kernel(lookups, TOUCHED),
-        update=fit_kernel(updates, TOUCHED),
+        lookup=lookup,
+        update=update,
+        width_s=width_s,
         latency_s=20e-6,
         latency_between_s=40e-6,
         # Two thirds of the sheets' rates.
@@ -182,7 +208,7 @@ def calibrate_gpu(device: str, name: str, cases: Any, repeats: int) -> Constants
         copy_byte_s=1 / 300e9 + 2 * copied,
         copy_byte_between_s=1 / 33e9 + 2 * copied,
         sources={
-            "lookup, update, send_id_s, split_id_s, leg_s, asker_byte_s": said,
+            "lookup, update, width_s, send_id_s, split_id_s, leg_s, asker_byte_s": said,
             "latency, owner_byte, copy_byte": f"{sheet}, of which two thirds",
         },
     )
@@ -261,7 +287,8 @@ def compare_plans(constants: Constants, device: str, num: int, batch: int, most:
     predicted, measured = [], []
     for seed in range(num):
         plan = drawn_plan(tables, seed)
-        predicted.append(float(np.max(price(plan, work, setting).compute_s)) + base)
+        priced = price(plan, work, setting)
+        predicted.append(float(np.max(priced.compute_s + priced.widths_s)) + base)
         times = [rank_alone(tables, plan, rank, batch, device, 4) for rank in range(RANKS)]
         measured.append(max(times))
         print(f"plan {seed}: {1e3 * predicted[-1]:8.3f} ms predicted, {1e3 * measured[-1]:8.3f}")

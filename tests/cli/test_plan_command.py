@@ -74,11 +74,11 @@ def test_explain_counts_the_memory_that_plan_counts(run, optimizer):
     assert priced["memory"] == json.loads(planned.output)["ranks"]["memory"]
 
 
-def test_explain_refuses_an_optimizer_that_no_simulated_step_takes(run):
+def test_explain_refuses_an_optimizer_that_no_step_of_a_model_takes(run):
     asked = ("explain", "planner_sample:model", "--mesh", "dp=2")
     found = run(*asked, "--optimizer", "rowwise_adagrad")
     assert found.exit_code == 2
-    assert "a simulated step takes adamw, adam, sgd, adagrad" in found.output
+    assert "a step of a model takes adamw, adam, sgd, adagrad" in found.output
 
 
 def test_the_dtype_of_exchanges_is_written(run):

@@ -168,7 +168,7 @@ def test_bounds_of_the_solver_are_below_the_best_plan(seed, by_host, capacity):
         return
     allowed = [list(range(len(each))) for each in problem.options]
     model = ExactProblem(problem, allowed, 0.0, best * 1.05, by_host=by_host)
-    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6, start=None)
+    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6)
     assert answer.bound_s <= best * (1 + 1e-6)
     if not by_host:
         assert answer.bound_s >= best * (1 - 1e-3)
@@ -183,7 +183,7 @@ def test_hosts_first_sees_that_shards_are_whole():
     problem = Problem(names, whole + blocks, 4, np.array([100.0]), 2)
     assert Bounds(problem).best().seconds == pytest.approx(6.0)
     model = ExactProblem(problem, [[0]] * 5, 0.0, 8.0, by_host=True)
-    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6, start=None)
+    answer = model.solve(find_highs(), seconds=20.0, gap=1e-6)
     assert answer.bound_s == pytest.approx(7.0, rel=1e-4)
     packing = Packing(problem, 8.0)
     assert packing.fill_hosts(answer.found.chosen, answer.found.ranks)

@@ -23,6 +23,9 @@ FakeWork: Any = _names.find(
     "torch._C._distributed_c10d.FakeWork",
     "torch.distributed's own collectives fail in a simulated world",
 )
+_FakeGroup: Any = _names.find(
+    "torch._C._distributed_c10d.FakeProcessGroup", "one rank of a large world cannot be played"
+)
 HashStore: Any = _names.find("torch._C._distributed_c10d.HashStore", _NO_SIMULATION)
 #: Looked up when used: torch's test tools replace it.
 _world: Callable[[], Any] = _names.later(
@@ -84,6 +87,11 @@ def declare_collectives() -> None:
     _functional_collectives()
 
 
+def silent_group(rank: int, size: int) -> Any:
+    """A group that sends nothing: every other rank seems to give what this one gives."""
+    return _FakeGroup._create_internal(rank, size)
+
+
 def default_store() -> Any:
     """The store in which the ranks met."""
     return _default_store()
@@ -122,7 +130,8 @@ def group_timeout(group: Any) -> timedelta | None:
     """How long a collective of the group waits; None for a backend that does not say."""
     for device in getattr(group, "_device_types", ()):
         with contextlib.suppress(AttributeError, RuntimeError):
-            return group._get_backend(device).options._timeout
+            backend = group._get_backend(device)
+            return None if isinstance(backend, _FakeGroup) else backend.options._timeout
     return None
 
 

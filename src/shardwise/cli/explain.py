@@ -1,24 +1,28 @@
-"""shardwise explain: one simulated step of a user's model."""
+"""shardwise explain: one step of a user's model, simulated or of one rank without values."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from shardwise._torch.pytree import tree_map
 from shardwise.cli.console import console
 from shardwise.embedding import EmbeddingBagCollection, EmbeddingCollection
 from shardwise.errors import ArgumentError
 from shardwise.report import Case, Mesh, StepReport, report_step, write_html
+from shardwise.report.case import section_of
 from shardwise.report.memory import optimizer_tensors
 from shardwise.report.step import Collective
 from shardwise.report.tables import memory_table, outputs_table, parameters_table
+from shardwise.simulation.one_rank import play_one_rank
 from shardwise.simulation.world import simulate
-from shardwise.testing.batches import call, loss_of, per_rank, split_batch
+from shardwise.testing.batches import call, loss_of, part_of_batch, per_rank, split_batch
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
@@ -26,6 +30,13 @@ _OPTIMIZERS = {
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
+
+
+def is_of_tables(target: str, plan: str | None) -> bool:
+    """Whether a plan of tables is asked about: for a file of tables, or for a model's."""
+    return Path(target).suffix in (".toml", ".json") or (
+        plan is not None and section_of(plan) == "tables"
+    )
 
 
 def run_explain(
@@ -39,9 +50,22 @@ def run_explain(
     fully_shard: tuple[str, ...],
     context: tuple[str, ...],
     recompute: tuple[str, ...],
+    ranks: int | None = None,
+    batch: int | None = None,
 ) -> None:
+    if optimizer not in _OPTIMIZERS:
+        raise ArgumentError(
+            f"--optimizer {optimizer} is for a priced plan of tables: a step of a model takes "
+            f"{', '.join(_OPTIMIZERS)}, and tables with an optimizer= of their own take that."
+        )
     case = Case(target, plan, seed, groups=fully_shard, context=context, recompute=recompute)
-    report = explain_step(case, Mesh.parse(mesh), optimizer)
+    said = Mesh.parse(mesh)
+    if ranks is None:
+        report = explain_step(case, said, optimizer)
+    elif ranks != said.num_ranks:
+        raise ArgumentError(f"--ranks asks for {ranks} ranks, and the mesh {said} has others.")
+    else:
+        report = explain_layouts(case, said, optimizer, batch)
     if html is not None:
         write_html(report, html)
     if as_json:
@@ -55,32 +79,63 @@ def run_explain(
 
 def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
     """One step in a simulated world."""
-    if optimizer not in _OPTIMIZERS:
-        raise ArgumentError(
-            f"--optimizer {optimizer} is for --ranks: a simulated step takes "
-            f"{', '.join(_OPTIMIZERS)}, and tables with an optimizer= of their own take that."
-        )
     with simulate(mesh.num_ranks):
-        module, batch = case.build()
-        device_mesh = mesh.make()
-        sharded = case.shard(module, device_mesh)
-        parts = split_batch(batch, sharded.num_parts)
-        updated = _updates(sharded.module, optimizer)
-        kept = [
-            inner.optimizer.state
-            for inner in module.modules()
-            if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
-            and inner.optimizer is not None
-        ]
+        return _take_step(case, mesh, optimizer)
 
-        def forward() -> torch.Tensor:
-            return loss_of(call(sharded.module, per_rank(parts, sharded.part_of)))
 
-        def state() -> list[torch.Tensor]:
-            in_tables = [t for each in kept for states in each.values() for t in states.values()]
-            return [*optimizer_tensors(updated), *in_tables]
+def explain_layouts(case: Case, mesh: Mesh, optimizer: str, batch: int | None = None) -> StepReport:
+    """One step of the first and of the last rank, from layouts alone: nothing is allocated.
 
-        report = report_step(case.target, sharded.module, device_mesh, forward, updated.step, state)
+    They hold the largest and the smallest shards. `batch` is the number of examples of a step, if
+    it is not that of the case's batch.
+    """
+    reports = []
+    for rank in dict.fromkeys((0, mesh.num_ranks - 1)):
+        with play_one_rank(rank, mesh.num_ranks):
+            reports.append(_take_step(case, mesh, optimizer, rank, batch))
+    report, *others = reports
+    for other in others:
+        report.ranks += other.ranks
+        report.memory += other.memory
+        for mine, theirs in zip(report.parameters, other.parameters, strict=True):
+            both = mine.bytes_per_rank + theirs.bytes_per_rank
+            place = report.parameters.index(mine)
+            report.parameters[place] = replace(
+                mine, parts=mine.parts + theirs.parts, bytes_per_rank=both
+            )
+    return report
+
+
+def _take_step(
+    case: Case, mesh: Mesh, optimizer: str, rank: int | None = None, batch_size: int | None = None
+) -> StepReport:
+    """A step of all ranks, or of one in a world without values."""
+    module, batch = case.build()
+    if batch_size is not None:
+        batch = _of_size(batch, batch_size)
+    device_mesh = mesh.make()
+    sharded = case.shard(module, device_mesh)
+    if rank is None:
+        mine = per_rank(split_batch(batch, sharded.num_parts), sharded.part_of)
+    else:
+        mine = part_of_batch(batch, sharded.part_of(rank), sharded.num_parts)
+    del batch
+    updated = _updates(sharded.module, optimizer)
+    kept = [
+        inner.optimizer.state
+        for inner in module.modules()
+        if isinstance(inner, (EmbeddingBagCollection, EmbeddingCollection))
+        and inner.optimizer is not None
+    ]
+
+    def forward() -> torch.Tensor:
+        return loss_of(call(sharded.module, mine))
+
+    def state() -> list[torch.Tensor]:
+        in_tables = [t for each in kept for states in each.values() for t in states.values()]
+        return [*optimizer_tensors(updated), *in_tables]
+
+    report = report_step(case.target, sharded.module, device_mesh, forward, updated.step, state)
     report.collectives = [_without_own_line(each) for each in report.collectives]
     report.facts = {
         "model": f"{case.target}, {sum(p.numel() for p in module.parameters()):,} parameters",
@@ -90,6 +145,16 @@ def explain_step(case: Case, mesh: Mesh, optimizer: str) -> StepReport:
         "optimizer": optimizer,
     }
     return report
+
+
+def _of_size(batch: Any, size: int) -> Any:
+    """A batch of so many examples, without values."""
+
+    def sized(leaf: Any) -> Any:
+        batched = isinstance(leaf, torch.Tensor) and leaf.dim()
+        return leaf.new_empty((size, *leaf.shape[1:])) if batched else leaf
+
+    return tree_map(sized, batch)
 
 
 def _patterns(case: Case) -> list[tuple[str, tuple[str, ...]]]:

@@ -130,7 +130,7 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option(
     "--optimizer",
     type=click.Choice(["adamw", "adam", "sgd", "adagrad", "rowwise_adagrad"]),
-    help="[default: adamw; with --ranks rowwise_adagrad, as for `shardwise plan`]",
+    help="[default: adamw; for a priced plan of tables rowwise_adagrad, as in plan]",
 )
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
@@ -138,20 +138,23 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @click.option(
     "--ranks",
     type=click.IntRange(1),
-    help="Price a plan of tables for so many; nothing runs.",
+    help="Count for so many ranks from layouts alone; nothing is allocated.",
 )
-@click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks.")
-@click.option("--batch", type=click.IntRange(1), help="With --ranks: bags of a feature in a step.")
-@click.option("--constants", default="cpu", help="With --ranks: cpu, h200, or a file.")
+@click.option("--hosts", type=click.IntRange(1), default=1, help="With --ranks and tables.")
+@click.option("--batch", type=click.IntRange(1), help="With --ranks: examples of a step.")
+@click.option("--constants", default="cpu", help="With --ranks and tables: cpu, h200, or a file.")
 def explain(
     ranks: int | None, hosts: int, batch: int | None, constants: str, **options: Any
 ) -> None:
     """Show what a training step sends and holds.
 
     One step is simulated: every collective, the memory of each rank, and how tensors are placed.
-    With --ranks nothing is simulated: a plan of tables is priced, for up to 10,000 ranks and more.
+    With --ranks nothing is simulated: a plan of tables is priced, and of a model of layers the
+    first and the last rank are played without values, for up to 10,000 ranks and more.
     """
-    if ranks is not None:
+    from shardwise.cli.explain import is_of_tables, run_explain
+
+    if ranks is not None and is_of_tables(options["target"], options["plan"]):
         from shardwise.cli.plan import run_price
 
         chosen = options["optimizer"] or "rowwise_adagrad"
@@ -161,10 +164,11 @@ def explain(
             options["as_json"],
         )  # fmt: skip
         return
-    from shardwise.cli.explain import run_explain
-
     options["optimizer"] = options["optimizer"] or "adamw"
-    run_explain(**options)
+    source = click.get_current_context().get_parameter_source("mesh")
+    if ranks is not None and source is click.core.ParameterSource.DEFAULT:
+        options["mesh"] = f"dp={ranks}"
+    run_explain(**options, ranks=ranks, batch=batch)
 
 
 @main.command(

@@ -38,6 +38,7 @@ class World:
         "faults",
         "grids",
         "group",
+        "has_values",
         "lines",
         "present",
         "rank",
@@ -55,6 +56,8 @@ class World:
         self.rank: int = group.rank()
         #: The ranks of this process: its own, or all of a simulated world.
         self.present = tuple(range(self.size)) if simulated else (self.rank,)
+        #: Whether tensors have values; not where one rank is played for its layouts alone.
+        self.has_values = True
         #: The grid of each mesh, by value; see core.mesh.
         self.grids: dict[Any, Any] = {}
         #: Per name of a process group, all groups of ranks that run its collectives in parallel.

@@ -79,6 +79,8 @@ class Constants:
     step_s: float = 0.0
     #: How many ranks of a host compute at the same time; None for all.
     at_once: float | None = None
+    #: Seconds of each further width of a rank's tables; None: those of both kernel calls.
+    width_s: float | None = None
     #: Where each figure comes from.
     sources: Mapping[str, str] = field(default_factory=dict)
     #: Seconds per byte of rows that are rounded to a narrower dtype, or widened.
@@ -118,14 +120,18 @@ class Constants:
 def _constants(file: Path, content: dict[str, Any]) -> Constants:
     known = {each.name for each in fields(Constants)}
     others = sorted(set(content) - known)
-    missing = sorted(known - set(content) - {"round_byte_s", "step_s", "at_once", "sources"})
+    missing = sorted(
+        known - set(content) - {"round_byte_s", "step_s", "at_once", "width_s", "sources"}
+    )
     if others or missing:
         said = f"unknown: {', '.join(others)}" if others else f"missing: {', '.join(missing)}"
         raise LayoutError(f"{file}: {said}.")
     for name, value in content.items():
         if name in ("lookup", "update"):
             content[name] = _kernel(file, name, value)
-        elif name not in ("name", "sources") and not (name == "at_once" and value is None):
+        elif name not in ("name", "sources") and not (
+            name in ("at_once", "width_s") and value is None
+        ):
             _check(file, name, value)
     return Constants(**content)
 

@@ -114,8 +114,6 @@ class ExactProblem:
         self.scale_s = max(cost_s - self.base_s, 1e-30)
         self.model = _Model()
         self.used: list[_Used] = []
-        #: Columns that count shards, rounded up per rank, and the columns of those shards.
-        self._most: list[tuple[int, list[int], list[float]]] = []
         num, per_host = problem.num_ranks, problem.ranks_per_host
         low, high = (bound_s - self.base_s) / self.scale_s, 1.0
         self.span = self.model.column(high, cost=1.0, lower=max(0.0, low), whole=False)
@@ -307,7 +305,6 @@ class ExactProblem:
                 columns = [column for column, _ in large]
                 share = [times / problem.ranks_per_host for _, times in large]
                 count = model.column(float(sum(times for _, times in large)))
-                self._most.append((count, columns, share))
                 model.row([*columns, count], [*share, -1.0], -np.inf, 0.0)
                 row = [*shared[0], count, *end[0]]
                 model.row(row, [*shared[1], size, *end[1]], -np.inf, most)
@@ -349,7 +346,7 @@ class ExactProblem:
 
     # -- solving -----------------------------------------------------------------------------
 
-    def solve(self, highs: Any, *, seconds: float, gap: float, start: Assignment | None) -> Exact:
+    def solve(self, highs: Any, *, seconds: float, gap: float) -> Exact:
         solver = highs.Highs()
         for name, value in (
             ("output_flag", False),
@@ -365,10 +362,6 @@ class ExactProblem:
         for calls in (solver.cbMipInterrupt, solver.cbSimplexInterrupt):
             calls.subscribe(lambda event: event.interrupt(time.process_time() > late))
         solver.passModel(self._lp(highs))
-        if start is not None:
-            solution = highs.HighsSolution()
-            solution.col_value = self._start(start).tolist()
-            solver.setSolution(solution)
         solver.run()
         info = solver.getInfo()
         bound = float(info.mip_dual_bound)
@@ -418,57 +411,3 @@ class ExactProblem:
                     found += [place] * times
             ranks[used.table] = np.asarray(found, np.int64)
         return Assignment(problem, chosen, ranks)
-
-    def _start(self, start: Assignment) -> Array:
-        """The values of the columns for a plan, its ranks renumbered in order of appearance."""
-        values = np.zeros(len(self.model.costs))
-        numbers = _renumbered(start, [used.table for used in self.used])
-        loads = start.loads()
-        cost = float(loads[:, 0].max())
-        if self.problem.at_once is not None:
-            total = float(loads[:, 0].sum()) + self.base_s * self.problem.num_ranks
-            cost = max(cost, total / self.problem.at_once - self.base_s)
-        values[self.span] = cost / self.scale_s
-        per_host = self.problem.ranks_per_host
-        for used in self.used:
-            if start.chosen[used.table] != used.choice:
-                continue
-            values[used.pick] = 1.0
-            ranks = [numbers[int(rank)] for rank in start.ranks[used.table]]
-            places = (
-                [r // per_host for r in ranks[::per_host]] if used.option.scope == BLOCK else ranks
-            )
-            if self.by_host and used.option.scope != BLOCK:
-                places = [rank // per_host for rank in ranks[:: used.times]]
-            for place in places:
-                if place in used.at:
-                    values[used.at[place]] += 1.0
-                if place // per_host in used.hosts:
-                    values[used.hosts[place // per_host]] += 1.0
-        for count, columns, share in self._most:
-            values[count] = np.ceil(values[columns] @ np.asarray(share) - 1e-9)
-        return values
-
-
-def _renumbered(start: Assignment, tables: Sequence[int]) -> dict[int, int]:
-    per_host, num = start.problem.ranks_per_host, start.problem.num_ranks
-    hosts: dict[int, int] = {}
-    locals_: dict[int, dict[int, int]] = {}
-    for table in dict.fromkeys(tables):
-        option = start.option(table)
-        for rank in start.ranks[table].tolist():
-            host, local = divmod(rank, per_host)
-            hosts.setdefault(host, len(hosts))
-            if option.scope != BLOCK:
-                inside = locals_.setdefault(host, {})
-                inside.setdefault(local, len(inside))
-    for host in range(num // per_host):
-        hosts.setdefault(host, len(hosts))
-        inside = locals_.setdefault(host, {})
-        for local in range(per_host):
-            inside.setdefault(local, len(inside))
-    return {
-        host * per_host + local: hosts[host] * per_host + locals_[host][local]
-        for host in range(num // per_host)
-        for local in range(per_host)
-    }

@@ -153,13 +153,14 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     cut = _firsts(groups) & by_columns & (holders > 1)
     copies = (loads.rows * (loads.dim + 1))[~travels].sum() * setting.number_bytes
     stacks = _num_stacks(groups, num, width)
-    calls = setting.constants.lookup.call_s + setting.constants.update.call_s
+    c = setting.constants
+    more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
     return Price(
         setting,
         sums[0],
         sums[1],
         float(asking[0]),
-        np.maximum(stacks - 1, 0) * calls,
+        np.maximum(stacks - 1, 0) * more,
         sums[2],
         sums[3],
         sums[4] + asking[1],

@@ -25,7 +25,7 @@ from shardwise.planner.problem import Assignment, Problem
 #: Beyond so many columns the exact model is not tried; with several hosts it proves less.
 _MOST_COLUMNS, _MOST_ON_HOSTS = 30_000, 1_100
 #: Kicks of the local search at most, and per table.
-_KICKS, _TABLE_KICKS = 1_000, 50
+_KICKS, _TABLE_KICKS = 2_000, 50
 _KICK_TABLES = 20_000
 #: Within one host, and for few tables and ranks, the solver is quick: it is asked after so many
 #: packings. For others kicks come first.
@@ -154,13 +154,13 @@ def solve(
             "memory."
         )
     solver = "own search"
-    if not quick:
-        _kick(run, packings, gap, rounds=_KICKS // 10)
     highs = find_highs() if exact and not run.close(gap) else None
     for by_host in (True, False):
         wanted = highs is not None and not run.close(gap) and not run.late()
         if wanted and _exact(run, gap, highs, packings, by_host):
             solver = "HiGHS and own search"
+        if by_host and problem.num_hosts > 1 and not run.close(gap):
+            _kick(run, packings, gap, rounds=_KICKS // 10)
     packings += more
     if not run.close(gap):
         _kick(run, packings, gap, rounds=_KICKS, first_seed=_KICKS)
@@ -259,9 +259,11 @@ def _packing_of(assignment: Assignment, cost: float) -> Packing:
 
 
 def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_host: bool) -> bool:
+    """Ask for a plan that is cheaper by more than the gap; that there is none is the proof."""
     assert run.best is not None, "there is an answer"
     problem = run.problem
-    allowed = allowed_lists(problem, run.bounds.useful(run.cost))
+    wanted = run.cost / (1 + gap)
+    allowed = allowed_lists(problem, run.bounds.useful(wanted))
     places = problem.num_hosts if by_host else problem.num_ranks
     size = sum(
         places if problem.options[t][c].shards is not None else 1
@@ -270,20 +272,16 @@ def _exact(run: _Run, gap: float, highs: object, packings: list[Packing], by_hos
     )
     if size > (_MOST_ON_HOSTS if problem.num_hosts > 1 and not by_host else _MOST_COLUMNS):
         return False
-    start: Assignment | None = run.best
-    for table, choices in enumerate(allowed):
-        if run.best.chosen[table] not in choices:
-            start = None
-            if not choices:
-                run.bound_s = max(run.bound_s, run.cost)
-                return True
+    if not all(allowed):
+        run.bound_s = max(run.bound_s, wanted)
+        return True
     left = 20.0 if run.seconds is None else max(0.05, run.seconds - run.elapsed())
     several = problem.num_hosts > 1
-    left *= 0.95 if not several else 0.5 if by_host else 0.7
-    model = ExactProblem(problem, allowed, run.bound_s, run.cost, by_host=by_host)
-    answer = model.solve(highs, seconds=left, gap=gap, start=start)
+    left *= 0.95 if not several else 0.3 if by_host else 0.9
+    model = ExactProblem(problem, allowed, run.bound_s, wanted, by_host=by_host)
+    answer = model.solve(highs, seconds=left, gap=gap)
     if answer.bound_s > run.bound_s:
-        run.bound_s = min(answer.bound_s, run.cost)
+        run.bound_s = min(answer.bound_s, wanted)
         run.note("HiGHS")
     if answer.found is not None and not by_host:
         run.offer(answer.found, "HiGHS")

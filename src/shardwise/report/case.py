@@ -100,7 +100,7 @@ class Case:
         said = Mesh(tuple(mesh.mesh_dim_names or ()), tuple(mesh.mesh.shape))
         axes = self.data_axes(said)
         collections = [m for m in module.modules() if isinstance(m, _COLLECTIONS)]
-        if self.plan is not None and _section(self.plan) == "modules":
+        if self.plan is not None and section_of(self.plan) == "modules":
             module = parallelize_module(module, mesh, load_plan(self.plan), strict=True)
         elif self.plan is not None:
             _shard_tables(self.plan, module, collections, mesh)
@@ -176,7 +176,7 @@ def data_axes(mesh: Mesh, plan: str | None) -> tuple[str, ...]:
     (('dp',), ('tp',))
     """
     names = mesh.names
-    if plan is None or _section(plan) != "modules":
+    if plan is None or section_of(plan) != "modules":
         return tuple(n for n in names if n != TENSOR_AXIS) if len(names) > 1 else names
     tensor_axis = TENSOR_AXIS if TENSOR_AXIS in names else names[-1]
     return tuple(name for name in names if name != tensor_axis)
@@ -206,7 +206,7 @@ def _shard_tables(plan: str, module: nn.Module, collections: list[Any], mesh: De
         collection.shard(mesh, Plan.load(plan))
 
 
-def _section(plan: str) -> str:
+def section_of(plan: str) -> str:
     """The kind of plan in a file; loading it checks the content."""
     path = Path(plan)
     if not path.is_file():

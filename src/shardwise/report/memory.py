@@ -67,8 +67,9 @@ class SavedTensors:
     Parameters that `fully_shard` gathers are saved too, but freed after forward.
     """
 
-    def __init__(self, parameters: Iterable[torch.Tensor], num_ranks: int) -> None:
-        self.bytes = [0] * num_ranks
+    def __init__(self, parameters: Iterable[torch.Tensor], ranks: Sequence[int]) -> None:
+        self.bytes = [0] * len(ranks)
+        self._ranks = ranks
         self._known = {place for p in parameters for place in _places(p)}
         self._saved: list[tuple[weakref.ref[Any], list[int]]] = []
 
@@ -86,7 +87,7 @@ class SavedTensors:
         if places and not self._known.issuperset(places):
             self._known.update(places)
             storage = next(part for part in _local_parts(tensor) if part.numel()).untyped_storage()
-            sizes = [bytes_on(tensor, rank) for rank in range(len(self.bytes))]
+            sizes = [bytes_on(tensor, rank) for rank in self._ranks]
             self._saved.append((weakref.ref(storage), sizes))
         return tensor
 

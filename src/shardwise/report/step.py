@@ -233,12 +233,12 @@ def report_step(
     """Take one step and report it: `forward` returns the loss, `update` changes parameters.
 
     `state` lists the tensors of the optimizer. Of several processes each reports its own rank's
-    memory, and all ranks' shards of parameters.
+    memory, and all ranks' shards of parameters; without values, those of its own rank only.
     """
     grid = grid_of(mesh)
-    ranks = tuple(sorted(grid.coordinates))
+    ranks = tuple(sorted(grid.coordinates)) if grid.world.has_values else grid.world.present
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
-    saved = SavedTensors(module.parameters(), len(ranks))
+    saved = SavedTensors(module.parameters(), ranks)
     alone = len(grid.world.present) == 1
     live = LiveMemory(ranks, [*module.parameters(), *module.buffers()], alone=alone)
     with Timeline() as timeline, Outputs(module) as outputs, live:
@@ -257,13 +257,13 @@ def report_step(
     report.parameters = [parameter_report(name, p, ranks) for name, p in module.named_parameters()]
     sizes = dict(report.axes)
     for event, start in zip(timeline.events, timeline.times, strict=True):
-        num_ranks = sizes.get(event.axis or "", len(ranks))
+        num_ranks = sizes.get(event.axis or "", len(grid.ranks))
         cost = expected_s(event, num_ranks)
         report.collectives.append(Collective(**asdict(event), start_s=start, expected_s=cost))
     kept = list(state())
-    for rank in ranks:
+    for rank, gradient, activations in zip(ranks, gradient_bytes, saved.bytes, strict=True):
         parameters = sum_on(module.parameters(), rank)
-        memory = RankMemory(parameters, gradient_bytes[rank], sum_on(kept, rank), saved.bytes[rank])
+        memory = RankMemory(parameters, gradient, sum_on(kept, rank), activations)
         memory.peak = max(before_update[rank] + memory.optimizer, live.peak[rank])
         report.memory.append(memory)
     return report
@@ -277,8 +277,12 @@ def _total(loss: torch.Tensor) -> torch.Tensor:
 
 def parameter_report(name: str, tensor: torch.Tensor, ranks: Sequence[int]) -> ParameterReport:
     if isinstance(tensor, DTensor):
-        holders = holder_map(tensor._layout).holders
-        parts = tuple(HeldBox(*each) for each in holders.items())
+        layout = tensor._layout
+        if len(ranks) < len(layout.grid.ranks):
+            boxes = {rank: layout.box(layout.grid.coordinates[rank]).spans for rank in ranks}
+            parts = tuple(HeldBox(spans, (rank,)) for rank, spans in boxes.items())
+        else:
+            parts = tuple(HeldBox(*each) for each in holder_map(layout).holders.items())
         placements = short(tensor.placements)
     else:
         parts, placements = (HeldBox(Box.whole(tensor.shape).spans, tuple(ranks)),), "on each rank"

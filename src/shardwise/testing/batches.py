@@ -27,6 +27,16 @@ def split_batch(batch: Any, num_parts: int) -> list[Any]:
     return [part(index) for index in range(num_parts)]
 
 
+def part_of_batch(batch: Any, index: int, num_parts: int) -> Any:
+    """One of the equal parts of a batch, in memory of its own."""
+
+    def part(value: Any) -> Any:
+        found = _part(value, index, num_parts)
+        return found.clone() if isinstance(found, torch.Tensor) else found
+
+    return _map(batch, part)
+
+
 def per_rank(parts: list[Any], index_of: Callable[[int], int]) -> Any:
     """Each rank's part of a batch, with the number `index_of(rank)`.
 
@@ -73,16 +83,17 @@ def _part(value: Any, index: int, num_parts: int) -> Any:
         return _bags(value, index, num_parts)
     if not isinstance(value, torch.Tensor) or value.dim() == 0 or num_parts == 1:
         return value
-    return value.chunk(num_parts)[index] if _even(value.shape[0], num_parts) else value
+    _even(value.shape[0], num_parts)
+    size = value.shape[0] // num_parts
+    return value[index * size : (index + 1) * size]
 
 
-def _even(size: int, num_parts: int) -> bool:
+def _even(size: int, num_parts: int) -> None:
     if size % num_parts:
         raise LayoutError(
             f"A batch of {size} examples does not divide among {num_parts} data-parallel ranks. "
             f"Let the factory return a batch of a multiple of {num_parts}, or use fewer ranks."
         )
-    return True
 
 
 def _bags(batch: Jagged, index: int, num_parts: int) -> Jagged:

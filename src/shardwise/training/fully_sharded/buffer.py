@@ -206,7 +206,7 @@ class FlatBuffer:
     def start_gather(self, dtype: torch.dtype | None, device: torch.device | None) -> None:
         shard = self.shard
         assert shard is not None, "collect() comes first"
-        if one_part(shard).is_meta:
+        if one_part(shard).is_meta and self.grid.world.has_values:
             raise LayoutError(
                 f"The parameters {[member.name for member in self.members]} are on the meta "
                 "device. Materialise them first: module.to_empty(device=...), then initialise or "
@@ -282,9 +282,9 @@ class FlatBuffer:
         """Whether a tensor is a view of the gathered buffer."""
         if self.whole is None:
             return False
-        mine = {part.untyped_storage().data_ptr() for part in parts_of(self.whole)}
+        mine = {_address(part) for part in parts_of(self.whole)}
         plain = [part for part in parts_of(x) if type(part) in (torch.Tensor, nn.Parameter)]
-        return any(part.untyped_storage().data_ptr() in mine for part in plain)
+        return any(_address(part) in mine for part in plain)
 
     def tensors(self) -> list[torch.Tensor]:
         """The gathered parameters: new tensors without history that share the buffer's memory."""
@@ -385,6 +385,12 @@ class FlatBuffer:
 
         *found, flags = each_rank(self.grid, split, row, axes=())
         return found, one_for_all(flags)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where a tensor's memory is; without values, where its storage is."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def _refill(whole: torch.Tensor) -> None:
