@@ -83,3 +83,11 @@ def test_every_note_that_is_cited_is_written_once():
         cited |= set(re.findall(r"Note \[([^\]]+)\]", re.sub(r"\s*\n\s*(?:# )?", " ", text)))
     assert len(written) == len(set(written)) > 30
     assert cited <= set(written)
+
+
+def test_the_page_of_the_command_line_lists_every_training_option():
+    from shardwise.report.parity import APPLY
+
+    page = (ROOT / "docs/howto/command-line.md").read_text()
+    first_cells = " ".join(re.findall(r"^\| (`[^|]*)\|", page, re.MULTILINE))
+    assert not [option for option in APPLY if f"`{option}`" not in first_cells]

@@ -64,6 +64,23 @@ def test_a_plan_is_written_with_its_proof(run):
     assert len(content["ranks"]["memory"]) == 4
 
 
+@pytest.mark.parametrize(
+    "optimizer", [(), ("--optimizer", "rowwise_adagrad"), ("--optimizer", "adam")]
+)
+def test_explain_counts_the_memory_that_plan_counts(run, optimizer):
+    planned = run("plan", "tables.toml", "--ranks", 4, "-o", "plan.toml", "--json", *optimizer)
+    asked = ("explain", "tables.toml", "--plan", "plan.toml", "--ranks", 4, "--json")
+    priced = json.loads(run(*asked, *optimizer).output)
+    assert priced["memory"] == json.loads(planned.output)["ranks"]["memory"]
+
+
+def test_explain_refuses_an_optimizer_that_no_step_of_a_model_takes(run):
+    asked = ("explain", "planner_sample:model", "--mesh", "dp=2")
+    found = run(*asked, "--optimizer", "rowwise_adagrad")
+    assert found.exit_code == 2
+    assert "a step of a model takes adamw, adam, sgd, adagrad" in found.output
+
+
 def test_the_dtype_of_exchanges_is_written(run):
     asked = ("plan", "tables.toml", "--ranks", 4, "-o", "plan.toml", "--exchange-dtype", "bfloat16")
     found = run(*asked)

@@ -26,6 +26,7 @@ from shardwise.testing.batches import call, loss_of, part_of_batch, per_rank, sp
 
 _OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
     "adagrad": torch.optim.Adagrad,
 }
@@ -52,6 +53,11 @@ def run_explain(
     ranks: int | None = None,
     batch: int | None = None,
 ) -> None:
+    if optimizer not in _OPTIMIZERS:
+        raise ArgumentError(
+            f"--optimizer {optimizer} is for a priced plan of tables: a step of a model takes "
+            f"{', '.join(_OPTIMIZERS)}, and tables with an optimizer= of their own take that."
+        )
     case = Case(target, plan, seed, groups=fully_shard, context=context, recompute=recompute)
     said = Mesh.parse(mesh)
     if ranks is None:

@@ -127,7 +127,11 @@ def demo(ctx: click.Context, /, **options: Any) -> None:
 @_groups_option
 @_context_option
 @_recompute_option
-@click.option("--optimizer", type=click.Choice(["adamw", "sgd", "adagrad"]), default="adamw")
+@click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "adam", "sgd", "adagrad", "rowwise_adagrad"]),
+    help="[default: adamw; for a priced plan of tables rowwise_adagrad, as in plan]",
+)
 @click.option("--seed", type=int, default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON instead of tables.")
 @click.option("--html", metavar="FILE", help="Write the report as a page.")
@@ -153,12 +157,14 @@ def explain(
     if ranks is not None and is_of_tables(options["target"], options["plan"]):
         from shardwise.cli.plan import run_price
 
-        tables = {"adamw": "adam"}.get(options["optimizer"], options["optimizer"])
+        chosen = options["optimizer"] or "rowwise_adagrad"
+        tables = "adam" if chosen == "adamw" else chosen
         run_price(
             options["target"], options["plan"], ranks, hosts, batch, tables, constants,
             options["as_json"],
         )  # fmt: skip
         return
+    options["optimizer"] = options["optimizer"] or "adamw"
     source = click.get_current_context().get_parameter_source("mesh")
     if ranks is not None and source is click.core.ParameterSource.DEFAULT:
         options["mesh"] = f"dp={ranks}"
