@@ -21,7 +21,12 @@ from shardwise.training.contract import DataAxes, forbid_both, note_own_gradient
 from shardwise.training.fully_sharded.group import ParameterGroup
 from shardwise.training.fully_sharded.hub import GROUP, group_of
 from shardwise.training.fully_sharded.layouts import axes_along, can_shard, find_place, make_buffers
-from shardwise.training.fully_sharded.members import Member, Place, name_of_replaced, note_replaced
+from shardwise.training.fully_sharded.members import (
+    Member,
+    ShardAxes,
+    name_of_replaced,
+    note_replaced,
+)
 from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.training.mesh_axes import mesh_axes
 from shardwise.training.reducer import declare, follow_all
@@ -75,7 +80,7 @@ def fully_shard(
     >>> model[0].weight.placements, model[0].weight.grad.placements
     ((Shard(0, sizes=(3, 1)),), (Shard(0, sizes=(3, 1)),))
     """
-    place: Place | None = None
+    place: ShardAxes | None = None
     found: list[Member] = []
     problem: Exception | None = None
     axes = mesh_axes(mesh)
@@ -129,7 +134,7 @@ def fully_shard(
 # -- what is sharded, and along which axis ---------------------------------------------------------
 
 
-def _check_options(place: Place, reshards: Any, policy: Any, prefetch: int) -> None:
+def _check_options(place: ShardAxes, reshards: Any, policy: Any, prefetch: int) -> None:
     if type(reshards) is int and (reshards < 1 or place.parts % reshards):
         raise LayoutError(
             f"fully_shard: reshard_after_forward={reshards} does not divide axis "
@@ -187,7 +192,7 @@ def group_with(parameter: torch.Tensor) -> ParameterGroup | None:
     return group if any(member.parameter is parameter for member in members) else None
 
 
-def _members(module: nn.Module, place: Place, ignored: set[str]) -> list[Member]:
+def _members(module: nn.Module, place: ShardAxes, ignored: set[str]) -> list[Member]:
     """What the group of a module shards, with the layouts of now; tied parameters once."""
     found: dict[int, Member] = {}
     for path, owner in _own_modules(module, ""):

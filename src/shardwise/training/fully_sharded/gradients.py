@@ -20,7 +20,7 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.simulation.parts import one_part
 from shardwise.training.fully_sharded.buffer import FlatBuffer
 from shardwise.training.fully_sharded.gathered import GroupParameters
-from shardwise.training.fully_sharded.members import Member, Place
+from shardwise.training.fully_sharded.members import Member, ShardAxes
 from shardwise.training.mesh_axes import MeshAxes
 from shardwise.training.reducer import data_axes_along
 
@@ -105,7 +105,7 @@ class GroupGradients:
     def __init__(
         self,
         module: nn.Module,
-        place: Place,
+        place: ShardAxes,
         parameters: GroupParameters,
         dtype: torch.dtype | None,
         most: int,

@@ -26,7 +26,7 @@ from shardwise.errors import LeafError, UnsupportedError
 from shardwise.training.fully_sharded.gathered import SHARDED, GroupParameters
 from shardwise.training.fully_sharded.gradients import GroupGradients
 from shardwise.training.fully_sharded.hub import Hub, ModuleCall, group_of
-from shardwise.training.fully_sharded.members import Place
+from shardwise.training.fully_sharded.members import ShardAxes
 from shardwise.training.fully_sharded.nested import cast, mapped, tensors_in
 from shardwise.training.fully_sharded.policies import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardwise.training.reducer import declared_module
@@ -41,7 +41,7 @@ class ParameterGroup:
     def __init__(
         self,
         module: nn.Module,
-        place: Place,
+        place: ShardAxes,
         *,
         reshard_after_forward: bool | int | None,
         precision: MixedPrecisionPolicy,

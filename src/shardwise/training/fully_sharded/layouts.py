@@ -15,12 +15,12 @@ from shardwise.dtensor.tensor import DTensor
 from shardwise.errors import LayoutError
 from shardwise.simulation.ranks import present
 from shardwise.training.fully_sharded.buffer import FlatBuffer, rows_of
-from shardwise.training.fully_sharded.members import Member, Place
+from shardwise.training.fully_sharded.members import Member, ShardAxes
 from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
 from shardwise.training.mesh_axes import MeshAxes, ranks_along
 
 
-def find_place(module: nn.Module, axes: MeshAxes) -> Place:
+def find_place(module: nn.Module, axes: MeshAxes) -> ShardAxes:
     """Where the parameters go: to the mesh of the module's DTensors, or else to the given one.
 
     What ranks hold may differ between parallel submeshes (a shard of a plan). So with several of
@@ -28,7 +28,7 @@ def find_place(module: nn.Module, axes: MeshAxes) -> Place:
     """
     if axes.given.num_axes == 1 and len(axes.axes) > 1:  # a flattened axis
         ((grid, axis),) = axes.collectives()
-        return Place(grid, axis, ())
+        return ShardAxes(grid, axis, ())
     *others, axis = axes.axes
     for parameter in module.parameters():
         if isinstance(parameter, DTensor) and parameter._layout.grid is not axes.given:
@@ -39,15 +39,15 @@ def find_place(module: nn.Module, axes: MeshAxes) -> Place:
                 for each, a in zip(along, axes.axes, strict=True)
             ):
                 *first, (last,) = along
-                return Place(grid, last, tuple(a for each in first for a in each))
-            return Place(axes.grid, axis, tuple(others))
+                return ShardAxes(grid, last, tuple(a for each in first for a in each))
+            return ShardAxes(axes.grid, axis, tuple(others))
     if axes.given is axes.grid or len(present(axes.grid)) > 1:
-        return Place(axes.grid, axis, tuple(others))
+        return ShardAxes(axes.grid, axis, tuple(others))
     last = axes.given.num_axes - 1
-    return Place(axes.given, last, tuple(range(last)))
+    return ShardAxes(axes.given, last, tuple(range(last)))
 
 
-def axes_along(place: Place, grid: Grid) -> list[int]:
+def axes_along(place: ShardAxes, grid: Grid) -> list[int]:
     """The axes of `grid` that together have the ranks of the axis that shards."""
     along = MeshAxes(place.grid, (place.axis,), place.grid).meet(grid)[0]
     if along and math.prod(grid.shape[axis] for axis in along) != place.parts:
@@ -59,7 +59,7 @@ def axes_along(place: Place, grid: Grid) -> list[int]:
     return along
 
 
-def can_shard(parameter: torch.Tensor, place: Place) -> bool:
+def can_shard(parameter: torch.Tensor, place: ShardAxes) -> bool:
     if parameter.dim() == 0 or parameter.numel() == 0:
         return False
     if not isinstance(parameter, DTensor):
@@ -68,7 +68,7 @@ def can_shard(parameter: torch.Tensor, place: Place) -> bool:
     return all(parameter.placements[axis].is_replicate() for axis in along)
 
 
-def make_buffers(found: list[Member], place: Place) -> list[FlatBuffer]:
+def make_buffers(found: list[Member], place: ShardAxes) -> list[FlatBuffer]:
     """Buffers of parameters of one dtype and device; those with shapes of their own are alone."""
     alike: dict[Any, list[Member]] = {}
     made = []
@@ -96,7 +96,7 @@ def make_buffers(found: list[Member], place: Place) -> list[FlatBuffer]:
     return made
 
 
-def _sharded(member: Member, sizes: tuple[int, ...] | None, place: Place) -> Any:
+def _sharded(member: Member, sizes: tuple[int, ...] | None, place: ShardAxes) -> Any:
     """The layout of a member's shards: rows of what is local while it is gathered."""
     whole, shape = member.whole, member.layout.shape
     grid, axis = place.grid, place.axis

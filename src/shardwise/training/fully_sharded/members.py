@@ -17,7 +17,7 @@ _replaced: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ShardAxes:
     """The mesh of sharded parameters, the axis that shards them, and those with replicas."""
 
     grid: Grid
