@@ -138,7 +138,11 @@ def test_values_of_a_tensor_in_another_memory_order(layout, name):
     assert_like_one_device(fn, torch.randn(6, 8).t(), *layout)
 
 
-@pytest.mark.parametrize("op", [F.logsigmoid, F.rrelu, lambda t: torch.ldexp(t[:, :1], t)])
+@pytest.mark.parametrize(
+    "op",
+    [F.logsigmoid, F.rrelu, lambda t: torch.ldexp(t[:, :1], t), lambda t: torch.poisson(t.abs())],
+    ids=["logsigmoid", "rrelu", "ldexp", "poisson"],
+)
 def test_values_after_an_op_with_a_memory_order_of_its_own(layout, op):
     assert_like_one_device(lambda t: op(t).geometric_(0.4), torch.randn(6, 8).t(), *layout)
 

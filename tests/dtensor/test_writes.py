@@ -630,3 +630,11 @@ def test_a_tensor_is_resized_to_its_own_shape_alone(mesh, placement):
     factors, pivots = torch.zeros_like(x), torch.zeros(4, dtype=torch.int32)
     torch.linalg.lu_factor(x, out=(factors, lay(pivots, mesh, [Replicate()])))
     torch.testing.assert_close(whole(factors), torch.linalg.lu_factor(plain)[0])
+
+
+def test_a_view_of_the_same_shape_is_copied_to_its_base(mesh):
+    """Shards of one row: torch gives their first dim another stride, and copies would overlap."""
+    plain = torch.randn(4, 3, 3)
+    turned = lay(plain, mesh, [Shard(0)]).transpose(2, 1)
+    turned.copy_(turned.reshape(4, 3, 3))
+    assert torch.equal(value(turned), plain.transpose(2, 1))

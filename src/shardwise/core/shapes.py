@@ -121,6 +121,7 @@ SHAPES: dict[Any, Callable[..., Any]] = {
     },
     aten.linalg_vector_norm.default: _vector_norm,
     aten.binomial.default: _like_first,
+    aten.poisson.default: _like_first,
     aten._sample_dirichlet.default: _like_first,
     aten._standard_gamma.default: _like_first,
     aten._standard_gamma_grad.default: _like_first,

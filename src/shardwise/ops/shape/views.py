@@ -317,6 +317,14 @@ def unchanged(call: Call) -> list[Link]:
     return [Link(d, d) for d in range(call.inputs[0].ndim)]
 
 
+def _view_choices(call: Call, links: Sequence[Link]) -> Iterator[Choice]:
+    """To the same shape, shards keep their strides: torch gives dims of one entry new ones."""
+    shape, made = call.inputs[0].shape, call.outputs[0].shape
+    same = len(shape) == len(made) and all(map(surely_equal, shape, made))
+    for choice in reordered_choices(call, links):
+        yield replace(choice, local=_WHOLE_VIEW) if same else choice
+
+
 def view(
     *ops: Any,
     links: Callable[[Call], Sequence[Link]],
@@ -353,6 +361,7 @@ RULES: Table = table(
         links=_viewed,
         text="(a b) -> a b",
         shape="size",
+        choices=_view_choices,
     ),
     view(aten.t.default, aten.numpy_T.default, links=_permuted(_reversed_order), text="a b -> b a"),
     view(aten.transpose.int, links=_permuted(_transpose_order), text="a b -> b a"),
