@@ -272,3 +272,18 @@ def test_products_of_groups(x, stack, out, dtype):
         torch.testing.assert_close(found.full_tensor().agreed(), expected, rtol=0, atol=0)
         for many, one in zip(laid, alone, strict=True):
             torch.testing.assert_close(many.grad.full_tensor().agreed(), one.grad, rtol=0, atol=0)
+
+
+def test_a_second_derivative_of_linear_keeps_what_it_needs():
+    """The input is not needed where the gradient of the result is a constant: it may change."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x, weight = (
+            shardwise.distribute_tensor(torch.ones(3, 3), mesh, [Replicate()]).requires_grad_()
+            for _ in range(2)
+        )
+        (grad,) = torch.autograd.grad(F.linear(x, weight).sum(), weight, create_graph=True)
+        with torch.no_grad():
+            x.mul_(2)
+        (grad * 5).sum().backward()
+        assert torch.equal(x.grad.full_tensor().agreed(), torch.full((3, 3), 15.0))

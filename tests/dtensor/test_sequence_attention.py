@@ -297,3 +297,10 @@ def test_backward_is_refused_once_the_result_was_written_to():
         out.mul_(2)
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             out.sum().backward()
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_ranks_without_heads(causal):
+    """One head, on the first of two ranks; the other one has none, and half of the positions."""
+    given, grad = operands(heads=1, key_heads=1, queries=6, keys=6)
+    check(given, grad, (2, 2), [Shard(2), Shard(1)], is_causal=causal)

@@ -272,13 +272,16 @@ class Linear(UntracedFunction):
 class LinearWeightGrad(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, grad: Any, x: Any, preferred: Layout) -> Any:
-        ctx.save_for_backward(grad, x)
+        for_grad, for_x, _ = ctx.needs_input_grad
+        ctx.save_for_backward(grad if for_x else None, x if for_grad else None)
         return run(linear_weight_grad, grad, x, preferred=preferred)
 
     @staticmethod
     def backward(ctx: Any, grad_weight: Any) -> Any:
         grad, x = ctx.saved_tensors
-        return F.linear(x, grad_weight), F.linear(grad, conjugate(grad_weight.t())), None
+        of_grad = None if x is None else F.linear(x, grad_weight)
+        of_x = None if grad is None else F.linear(grad, conjugate(grad_weight.t()))
+        return of_grad, of_x, None
 
 
 _apply_linear = bare_apply(Linear)

@@ -128,8 +128,9 @@ def choose_kernel(
 
 def repeated(x: torch.Tensor, num_heads: int) -> torch.Tensor:
     """Keys or values with as many heads as the queries."""
-    each = num_heads // x.shape[1]
-    return x if each == 1 else x.repeat_interleave(each, 1)
+    if x.shape[1] == num_heads:  # or none, on a rank without heads
+        return x
+    return x.repeat_interleave(num_heads // x.shape[1], 1)
 
 
 def summed(x: torch.Tensor, num_heads: int) -> torch.Tensor:

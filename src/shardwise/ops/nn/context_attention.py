@@ -105,8 +105,10 @@ class _Attend:
     causal: bool
     kernel: AttentionKernel
 
-    def _tiles(self, keys: Range, mask: Any) -> Any:
+    def _tiles(self, keys: Range, mask: Any, q: Any) -> Any:
         """Slices of the local queries, of the keys at hand, of the mask; and whether causal."""
+        if not q.shape[0] or not q.shape[1]:  # torch's kernels divide by the number of heads
+            return
         row = 0
         for held in self.work:
             for tile in tiles(held, keys, self.causal):
@@ -124,7 +126,7 @@ class _Attend:
     ) -> None:
         """Add what the queries get from these keys to `out` and `log_sum`."""
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
-        for rows, columns, hidden, causal in self._tiles(keys, mask):
+        for rows, columns, hidden, causal in self._tiles(keys, mask, q):
             found = self.kernel.forward(
                 q[:, :, rows], k[:, :, columns], v[:, :, columns], hidden, causal
             )
@@ -138,7 +140,7 @@ class _Attend:
         num_heads = k.shape[1]
         k, v = repeated(k, q.shape[1]), repeated(v, q.shape[1])
         grads = [torch.zeros_like(x, dtype=log_sum.dtype) for x in (k, v)]
-        for rows, columns, hidden, causal in self._tiles(keys, mask):
+        for rows, columns, hidden, causal in self._tiles(keys, mask, q):
             for_q, for_k, for_v = self.kernel.backward(
                 grad[:, :, rows],
                 q[:, :, rows],
@@ -564,7 +566,7 @@ def choose(
         a.shape[0] * a.shape[1] * c.shape[3] * itemsize,
         (_row_size(b) + _row_size(c)) * itemsize,
     )
-    repeats = max(1.0, group.size / b.shape[1])
+    repeats = max(1.0, group.size / max(1, b.shape[1]))
     if method == "heads" or heads_s(schedule, row, repeats) <= ring_s(schedule, row):
         return Heads(group, schedule, kernel)
     return Ring(group, schedule, kernel)
