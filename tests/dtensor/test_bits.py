@@ -187,3 +187,10 @@ def test_a_second_derivative_that_does_not_exist(mesh, placement):
         (grad,) = torch.autograd.grad(y.sin().sum(), bias, create_graph=True)
         grad.square().sum().backward()
         assert bias.grad is None or not whole(bias.grad).any()
+
+
+def test_a_gradient_that_torch_gives_as_plain_zeros(mesh):
+    """Of copysign, with respect to the signs."""
+    x = distribute_tensor(torch.tensor([1.0, -2, 3, -4]), mesh, [Replicate()]).requires_grad_()
+    torch.copysign(x, x.redistribute(placements=[Partial("avg")])).sum().backward()
+    torch.testing.assert_close(whole(x.grad), torch.ones(4))

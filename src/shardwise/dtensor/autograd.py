@@ -182,17 +182,28 @@ def direct_apply(function: type[torch.autograd.Function]) -> Any:
     return untraced(applied)
 
 
+def _on_mesh(grad: Any, layout: Layout, cls: Any) -> Any:
+    """A gradient as a DTensor: some of torch's formulas give plain zeros."""
+    if isinstance(grad, Wrapped):
+        return grad
+    grid, shape = layout.grid, tuple(grad.shape)
+    whole = (REPLICATE,) * grid.num_axes
+    own = make_layout(grid, whole, shape, contiguous_stride(shape), grad.dtype)
+    return cls._wrap(localize(grid, grad.contiguous()), own)
+
+
 class Redistribute(UntracedFunction):
     @staticmethod
     def forward(ctx: Any, x: Any, target: Layout, async_op: bool) -> Any:
         ctx.set_materialize_grads(False)  # torch's zeros would be a plain tensor
-        ctx.layout, ctx.async_op = x._layout, async_op
+        ctx.cls, ctx.layout, ctx.async_op = type(x), x._layout, async_op
         return move(x, target, own=True, async_op=async_op)
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
         if grad is None:
             return None, None, None
+        grad = _on_mesh(grad, ctx.layout, ctx.cls)
         target = relaid(gradient_layout(ctx.layout), grad._layout)
         return redistribute(grad, target, ctx.async_op), None, None
 
@@ -326,7 +337,7 @@ class FromLocal(UntracedFunction):
     ) -> Any:
         ctx.set_materialize_grads(False)  # torch's zeros would be a plain tensor
         terms, weight = (_terms if layout.symbolic else _cached_terms)(layout)
-        ctx.saved = terms, grad_layout, weight, async_op, not is_per_rank(local)
+        ctx.saved = cls, terms, grad_layout, weight, async_op, not is_per_rank(local)
         alias = (local if held else localize(layout.grid, local)).detach()
         return cls._wrap_view(alias, layout) if local.is_leaf else cls._wrap(alias, layout)
 
@@ -336,7 +347,8 @@ class FromLocal(UntracedFunction):
             return None, None, None, None, None, None
         if _is_batch(grad):
             refuse_transformed(grad, "The gradient of from_local()")
-        terms, grad_layout, weight, async_op, plain = ctx.saved
+        cls, terms, grad_layout, weight, async_op, plain = ctx.saved
+        grad = _on_mesh(grad, grad_layout, cls)
         target = relaid(grad_layout, grad._layout)
         moved = redistribute(grad, target, async_op)
         if torch.is_grad_enabled() and moved.requires_grad:
