@@ -1,5 +1,6 @@
 """`agree` in one process; what it finds between ranks is in tests/processes/test_agree.py."""
 
+import inspect
 import re
 
 import pytest
@@ -10,6 +11,7 @@ from shardwise import ArgumentError, Shard, ShardwiseError
 from shardwise.comm.watch import watch
 from shardwise.debug import CommDebugMode, agree
 from shardwise.debug.first_difference import Account, first_difference
+from shardwise.debug.recorded_call import recorded_call
 from shardwise.dtensor.tensor import DTensor
 from shardwise.parallel import fully_shard
 
@@ -100,3 +102,54 @@ def test_the_first_difference_of_accounts(accounts, said):
     found = first_difference(accounts)
     assert (found is None) == (said is None)
     assert found is None or re.search(said, str(found))
+
+
+def test_the_recorded_call_is_the_hot_path():
+    """Each line of the hot path is in its recorded twin, in order, but for the rare cases."""
+    hot, recorded = (
+        [line.split("  #")[0].strip() for line in inspect.getsource(function).splitlines()]
+        for function in (DTensor.__torch_dispatch__, recorded_call)
+    )
+    walk = hot[hot.index("operands: list[Any] = []") : hot.index("except TensorByKeyword:")]
+    run = hot[hot.index("entry.hits += 1") :]
+    wrapped = run.index("return entry.finish(local, args, DTensor._wrap)")
+    run[wrapped] = "out = entry.finish(local, args, DTensor._wrap)"
+    rest = iter(recorded)
+    assert [line for line in walk + run if line not in rest] == []
+
+
+def test_calls_that_differ_have_other_records():
+    """Also where a plan's key does not tell them apart: by numbers, and by which tensor it is."""
+    with shardwise.simulate(2):
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x, y = (
+            shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)]).requires_grad_()
+            for _ in range(2)
+        )
+        a, b = x + x, x + x
+        with agree(every=100) as mode:
+            for _ in range(2):  # planned, then found
+                for call in (
+                    lambda: x * 2.0,
+                    lambda: x * 3.0,
+                    lambda: torch.add(a, b, alpha=0.5),
+                    lambda: torch.add(a, b, alpha=0.25),
+                    lambda: torch.add(b, a, alpha=0.5),
+                    lambda: torch.cat([a, b]),
+                    lambda: torch.cat([b, a]),
+                    lambda: a.sum(0),
+                    lambda: y.detach() * 2.0,
+                ):
+                    call()
+            texts = [record.text for record in mode._journal]
+    assert texts[:9] == texts[9:]
+    assert len(set(texts)) == 9
+    assert "alpha=0.25" in texts[3]
+
+
+def test_a_whole_number_is_not_taken_for_a_tensor():
+    with shardwise.simulate(2), agree(every="collective") as mode:
+        mesh = shardwise.init_device_mesh("cpu", (2,))
+        x = shardwise.ones(4, device_mesh=mesh, placements=[Shard(0)])
+        _ = x // 3
+        assert "(tensor 0), 3, " in mode._journal[-1].text

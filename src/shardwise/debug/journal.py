@@ -41,7 +41,6 @@ from shardwise._torch.frames import line_outside
 from shardwise.comm import collectives
 from shardwise.comm.lost import GRACE_S, describers, judges, lost
 from shardwise.comm.watch import watch
-from shardwise.core.layout import Layout
 from shardwise.core.untraced import untraced
 from shardwise.core.world import World, current_world
 from shardwise.debug.first_difference import (
@@ -50,6 +49,8 @@ from shardwise.debug.first_difference import (
     exchange_accounts,
     first_difference,
 )
+from shardwise.debug.recorded_call import recorded_call
+from shardwise.debug.records import NAMES, PLAIN, Noted, call_text, code_of, listed
 from shardwise.dispatch.wrapped import Wrapped
 from shardwise.dtensor import autograd
 from shardwise.dtensor.tensor import DTensor
@@ -72,24 +73,6 @@ _WORDS = {"step": 1, "collective": 0}
 _active: list[agree] = []
 #: Equal on all ranks, which enter the mode together.
 _sessions = itertools.count(1)
-_NAMES = 1 << 24
-_INTS = {int, bool}
-
-
-class Noted(NamedTuple):
-    """One call: its code, what it is, and the line of the program where it was first made."""
-
-    code: int
-    text: str
-    line: str | None
-
-    def __str__(self) -> str:
-        return f"{self.text} at {self.line}" if self.line is not None else self.text
-
-
-def _code(text: str) -> int:
-    hashed = hashlib.blake2b(text.encode(errors="backslashreplace"), digest_size=8)
-    return int.from_bytes(hashed.digest(), "little", signed=True)
 
 
 class agree:
@@ -146,13 +129,13 @@ class agree:
         self._last: Noted | None = None
         self._num_compared = 0
         self.num_steps = self.num_comparisons = 0
-        #: The first number of this session. The first `_NAMES` are of tensors that no call made.
+        #: The first number of this session. The first `NAMES` are of tensors that no call made.
         self._base = next(_sessions) << 40
         self._topic = f"journal/{self._base}"
         self._verdict = self._make_verdict()
         #: The numbers of the next such tensor, of the next call, and of the first of this step.
         self._next_name = self._base
-        self._number = self._begin = self._base + _NAMES
+        self._number = self._begin = self._base + NAMES
         self._swap_in()
         _active.append(self)
         return self
@@ -188,8 +171,9 @@ class agree:
     def _swap_in(self) -> None:
         self._dispatch = DTensor.__dict__["__torch_dispatch__"]
         self._move, self._starts = autograd.move, {n: getattr(collectives, n) for n in _STARTS}
+        others = self._recording(DTensor.__torch_dispatch__)
         DTensor.__torch_dispatch__ = classmethod(  # type: ignore[method-assign, assignment]
-            self._recording(DTensor.__torch_dispatch__)
+            recorded_call(self, others)
         )
         autograd.move = self._recording_move(self._move)
         for name, start in self._starts.items():
@@ -217,8 +201,7 @@ class agree:
     # -- recording ---------------------------------------------------------------------------
 
     def _recording(self, dispatch: Callable[..., Any]) -> Callable[..., Any]:
-        """`dispatch`, recorded. It is the hot path, so little is done by calls of functions."""
-        known, base = self._known, self._base
+        """`dispatch`, recorded: for calls that `recorded_call` leaves to it."""
         detach = torch.ops.aten.detach.default
 
         @untraced
@@ -230,54 +213,50 @@ class agree:
             kwargs: dict[str, Any] | None = None,
             preferred: Any = None,
         ) -> Any:
-            if func is detach:  # autograd calls it for every gradient
+            if func is detach:
+                self._which(args[0])
                 out = dispatch(func, types, args, kwargs, preferred)
-                source = args[0]
-                if getattr(source, "_born", 0) < base:
-                    self._named(source)
-                out._born = source._born
+                out._born = args[0]._born
                 return out
-            number, begin = self._number, self._begin
-            self._number = number + 1
-            key: list[Any] = [id(func)]
-            for arg in args:
-                kind = type(arg)
-                if kind is DTensor:
-                    try:
-                        born = arg._born
-                    except AttributeError:
-                        born = 0
-                    key.append(arg._layout)
-                    if born >= begin:
-                        key.append(number - born)
-                    else:
-                        key.append(base - born if born >= base else self._named(arg))
-                elif kind is float or kind is int or kind is bool or arg is None:
-                    key.append(arg)
-                elif kind is list and _INTS.issuperset(map(type, arg)):
-                    key.append(tuple(arg))
-                else:
-                    key.append(self._described(arg))
-            if kwargs:
-                key += [(name, self._described(value)) for name, value in kwargs.items()]
-            record = known.get(tuple(key))
-            self._journal.append(record or self._new(key, lambda: _call_text(func, key)))
+            self._journal.append(self._record(func, args, kwargs))
+            number, self._number = self._number, self._number + 1
             self._within = self._implied
-            out = dispatch(func, types, args, kwargs, preferred)
-            self._within = False
-            if type(out) is DTensor:
-                if not args or out is not args[0]:
-                    out._born = number
-            elif type(out) is tuple or type(out) is list:
-                number = self._number
-                for each in out:
-                    if type(each) is DTensor and getattr(each, "_born", 0) < base:
-                        each._born = number
-                        number += 1
-                self._number = number
-            return out
+            try:
+                out = dispatch(func, types, args, kwargs, preferred)
+            finally:
+                self._within = False
+            return self._born_now(out, args, number)
 
         return record_and_run
+
+    def _record(
+        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, short: Any = None
+    ) -> Noted:
+        """The record of a call; `short` is another key, under which it is found from now on."""
+        key: list[Any] = [id(func)]
+        for arg in args:
+            if type(arg) is DTensor:
+                key += [arg._layout, self._which(arg)]
+            else:
+                key.append(self._described(arg))
+        if kwargs:
+            key += [(name, self._described(value)) for name, value in kwargs.items()]
+        record = self._known.get(tuple(key)) or self._new(key, lambda: call_text(func, key))
+        return record if short is None else self._keep(short, record)
+
+    def _born_now(self, out: Any, args: Sequence[Any], number: int) -> Any:
+        """`out`, the result of call `number`, whose tensors know that."""
+        if type(out) is DTensor:
+            if not args or out is not args[0]:
+                out._born = number
+        elif type(out) is tuple or type(out) is list:
+            base, number = self._base, self._number
+            for each in out:
+                if type(each) is DTensor and getattr(each, "_born", 0) < base:
+                    each._born = number
+                    number += 1
+            self._number = number
+        return out
 
     def _named(self, tensor: Any) -> int:
         """A number for a tensor that no call of this session made: the next one, as it is met."""
@@ -301,16 +280,19 @@ class agree:
             return f"{value.dtype} of shape {list(shape)}"
         if isinstance(value, (list, tuple)):
             return tuple([self._described(each) for each in value])
-        if isinstance(value, _PLAIN):
+        if isinstance(value, PLAIN):
             return value
         return type(value).__name__
 
     def _new(self, key: Sequence[Any], describe: Callable[[], str]) -> Noted:
+        text = describe()
+        return self._keep(tuple(key), Noted(code_of(text), text, line_outside()))
+
+    def _keep(self, key: tuple[Any, ...], record: Noted) -> Noted:
         if len(self._known) >= _MAX_RECORDS:
             self._known.clear()
-        text = describe()
-        made = self._known[tuple(key)] = Noted(_code(text), text, line_outside())
-        return made
+        self._known[key] = record
+        return record
 
     def _note(self, text: str) -> None:
         """Record something that is not an op: `text` is the same on ranks that do the same."""
@@ -322,12 +304,14 @@ class agree:
             key = ("redistribute", x._layout, self._which(x), target)
             record = self._known.get(key)
             if record is None:
-                record = self._new(key, lambda: f"redistribute({_listed(key[1:3])}) to {target}")
+                record = self._new(key, lambda: f"redistribute({listed(key[1:3])}) to {target}")
             self._journal.append(record)
             number, self._number = self._number, self._number + 1
             self._within = self._implied
-            out = move(x, target, **options)
-            self._within = False
+            try:
+                out = move(x, target, **options)
+            finally:
+                self._within = False
             out._born = number
             return out
 
@@ -336,7 +320,6 @@ class agree:
     def _recording_start(self, kind: str, start: Callable[..., Any]) -> Callable[..., Any]:
         # What ranks send each other in an exchange may differ in length.
         lengths_differ = kind == "all_to_all_single"
-
         known = self._known
 
         def record_and_start(x: torch.Tensor, *rest: Any, **out: Any) -> torch.Tensor:
@@ -391,9 +374,7 @@ class agree:
             for group, given in zip(optimizer.param_groups, options, strict=True)
         ]
         key = ("step", type(optimizer).__name__, tuple(groups))
-        return self._known.get(key) or self._new(
-            key, lambda: f"step of {key[1]}: {_listed(groups)}"
-        )
+        return self._known.get(key) or self._new(key, lambda: f"step of {key[1]}: {listed(groups)}")
 
     def step(self) -> None:
         """Count a step. Optimizers of torch do so; call it in a program without one."""
@@ -494,43 +475,3 @@ class _Sent(NamedTuple):
 
 def _are_same(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return len(one) == len(other) and all(map(is_, one, other))
-
-
-#: Arguments that are written into a record as they are.
-_PLAIN = (
-    int,
-    float,
-    complex,
-    str,
-    type(None),
-    torch.dtype,
-    torch.device,
-    torch.layout,
-    torch.memory_format,
-)
-
-
-def _call_text(func: Any, key: Sequence[Any]) -> str:
-    name = str(func) if hasattr(func, "_schema") else func.__qualname__
-    return f"{name}({_listed(key[1:])})"
-
-
-def _listed(parts: Sequence[Any]) -> str:
-    """The parts of a key as text."""
-    words: list[str] = []
-    for part in parts:
-        if type(part) is int and words and words[-1].startswith("Layout("):
-            words[-1] += f" ({_which_text(part)})"
-        elif isinstance(part, tuple) and len(part) == 2 and isinstance(part[0], str):
-            words.append(f"{part[0]}={_listed(part[1:])}")
-        elif isinstance(part, tuple):
-            words.append(f"({_listed(part)})")
-        else:
-            words.append(repr(part) if isinstance(part, (str, Layout)) else str(part))
-    return ", ".join(words)
-
-
-def _which_text(number: int) -> str:
-    if number > 0:
-        return "of the call before" if number == 1 else f"made {number} calls before"
-    return f"tensor {-number}" if number > -_NAMES else f"made by call {-number - _NAMES:,}"
