@@ -98,6 +98,10 @@ class agree:
     (3, 2)
     """
 
+    #: Numbers of tensors, never used again. They are small, as those are compared fastest.
+    _next_number = 1
+    _next_name = -NAMES
+
     def __init__(self, every: int | str = "step", *, rng: bool = True) -> None:
         #: The number of steps between comparisons; 0: before every collective.
         self._every = every if type(every) is int else _WORDS.get(str(every), -1)
@@ -129,13 +133,12 @@ class agree:
         self._last: Noted | None = None
         self._num_compared = 0
         self.num_steps = self.num_comparisons = 0
-        #: The first number of this session. The first `NAMES` are of tensors that no call made.
-        self._base = next(_sessions) << 40
-        self._topic = f"journal/{self._base}"
+        #: The first number of this session, and that of the first tensor that no call made.
+        self._base, self._named_from = agree._next_number, agree._next_name
+        self._topic = f"journal/{next(_sessions)}"
         self._verdict = self._make_verdict()
-        #: The numbers of the next such tensor, of the next call, and of the first of this step.
-        self._next_name = self._base
-        self._number = self._begin = self._base + NAMES
+        #: The numbers of the next call, and of the first of this step.
+        self._number = self._begin = self._base
         self._swap_in()
         _active.append(self)
         return self
@@ -166,6 +169,7 @@ class agree:
                 if found is not None:
                     raise found from error
         finally:
+            agree._next_number = self._number
             self._swap_out()
 
     def _swap_in(self) -> None:
@@ -250,26 +254,25 @@ class agree:
             if not args or out is not args[0]:
                 out._born = number
         elif type(out) is tuple or type(out) is list:
-            base, number = self._base, self._number
+            number = self._number
             for each in out:
-                if type(each) is DTensor and getattr(each, "_born", 0) < base:
+                if type(each) is DTensor:
                     each._born = number
                     number += 1
             self._number = number
         return out
-
-    def _named(self, tensor: Any) -> int:
-        """A number for a tensor that no call of this session made: the next one, as it is met."""
-        born = tensor._born = self._next_name
-        self._next_name = born + 1
-        return self._base - born
 
     def _which(self, tensor: Any) -> int:
         """See Note [Which tensor]: positive for one of this step."""
         born = getattr(tensor, "_born", 0)
         if born >= self._begin:
             return self._number - born
-        return self._base - born if born >= self._base else self._named(tensor)
+        if born >= self._base:
+            return self._base - born
+        if born > self._named_from:  # of another session, or of none
+            born = tensor._born = agree._next_name
+            agree._next_name -= 1
+        return born - self._named_from - NAMES
 
     def _described(self, value: Any) -> Any:
         """An argument as a part of a key: hashable, and without values of tensors."""

@@ -30,7 +30,7 @@ _INTS = {int, bool}
 
 def recorded_call(mode: agree, others: Callable[..., Any]) -> Callable[..., Any]:
     """For DTensor.__torch_dispatch__; `others` records and runs a call that is not a plain hit."""
-    base, known, described = mode._base, mode._known, mode._described
+    base, named, known, described = mode._base, mode._named_from, mode._known, mode._described
     detach = torch.ops.aten.detach.default
 
     @untraced
@@ -55,6 +55,8 @@ def recorded_call(mode: agree, others: Callable[..., Any]) -> Callable[..., Any]
                         which.append(number - born)
                     elif born >= base:
                         which.append(base - born)
+                    elif born <= named:
+                        which.append(born)
                     else:
                         return others(cls, func, types, args, kwargs, preferred)
                     key.append(arg._layout)

@@ -10,8 +10,8 @@ import torch
 
 from shardwise.core.layout import Layout
 
-#: How many numbers are for tensors that no call made.
-NAMES = 1 << 24
+#: Tensors that no call made have numbers from here on down.
+NAMES = 1 << 29
 
 
 class Noted(NamedTuple):
@@ -69,4 +69,4 @@ def listed(parts: Sequence[Any]) -> str:
 def _which_text(number: int) -> str:
     if number > 0:
         return "of the call before" if number == 1 else f"made {number} calls before"
-    return f"tensor {-number}" if number > -NAMES else f"made by call {-number - NAMES:,}"
+    return f"made by call {-number:,}" if number > -NAMES else f"tensor {-number - NAMES}"
