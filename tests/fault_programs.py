@@ -149,6 +149,22 @@ class Mute(Exception):
         raise ValueError("no text")
 
 
+def exit_on_one_rank(folder):
+    """What each rank hears when one of them calls sys.exit() in the midst of a save."""
+    rank = dist.get_rank()
+    try:
+        save({"mine": Failing(SystemExit("enough"))}, f"{folder}/left")
+    except BaseException as error:
+        return rank, f"{type(error).__name__}: {error}"
+
+
+def save_where_a_rank_comes_late(folder):
+    if dist.get_rank() == 1:
+        time.sleep(5)
+        return None
+    return error_of(save, {"a": 1}, f"{folder}/first")
+
+
 def ask_wrongly_on_one_rank(folder):
     """What every rank hears when one of them gives a path, a step or a number that is none."""
     wrong, series, state = dist.get_rank() == 1, Checkpoints(f"{folder}/series"), {"x": 1}

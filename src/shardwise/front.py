@@ -1,8 +1,9 @@
 """The public names of `import shardwise`, each from the module that defines it."""
 
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from shardwise.comm.watch import explicit_redistribution, implicit_replication
+from shardwise.core.mesh import init_device_mesh
 from shardwise.core.placements import MaskPartial, Partial, Placement, Replicate, Shard
 from shardwise.dispatch.catalog import register_rule, register_sharding
 from shardwise.dtensor.create import (

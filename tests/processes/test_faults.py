@@ -104,6 +104,21 @@ def test_an_error_of_any_kind_on_one_rank_is_that_of_all(processes, tmp_path):
     assert "fails, so no rank goes on. On rank 1: KeyError: 'missing'" in plan
 
 
+def test_a_rank_that_exits_in_a_save_tells_the_others(processes, tmp_path):
+    heard = dict(processes(programs.exit_on_one_rank, str(tmp_path)))
+    assert heard.pop(1) == "SystemExit: enough"
+    assert set(heard.values()) == {"CheckpointError: On rank 1: SystemExit: enough"}
+
+
+def test_the_first_checkpoint_says_who_is_missing(tmp_path):
+    first, late = launch(
+        programs.save_where_a_rank_comes_late, 2, str(tmp_path), collective_timeout_s=1
+    )
+    assert late is None
+    assert first.startswith("CollectiveError: the start of the first checkpoint at ")
+    assert "rank 1 said nothing" in first
+
+
 def test_a_wrong_argument_on_one_rank_is_an_error_of_all(processes, tmp_path):
     heard = processes(programs.ask_wrongly_on_one_rank, str(tmp_path))
     assert all(each == heard[0] for each in heard)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from shardwise._torch.c10d import group_timeout
 from shardwise.comm.agreement import Fault, joint_error
-from shardwise.comm.lost import doing_now, what_ranks_did
+from shardwise.comm.lost import doing_now, is_lost, lost, what_ranks_did
 from shardwise.core.world import World, current_world
 from shardwise.errors import CheckpointError, CollectiveError, ShardwiseError
 
@@ -64,15 +64,19 @@ class Crew:
 
     def together(self, step: Callable[[], Sequence[T]], what: str | None = None) -> list[T]:
         """Run a step and all-gather its results; if it fails on any rank, raise on all."""
-        cause: Exception | None = None
+        cause: BaseException | None = None
         mine: Sequence[Any]
         try:
             mine = step()
-        except Exception as error:  # of any kind: the other ranks wait for this one
+        except KeyboardInterrupt:  # of all ranks, nearly always
+            raise
+        except BaseException as error:  # of any kind: the other ranks wait for this one
             cause = error
             mine = [Fault(_text(error), CheckpointError)] * len(self.present)
         found = self.exchange(mine, what or _words(step))
         faults = {rank: each for rank, each in enumerate(found) if isinstance(each, Fault)}
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause  # such as sys.exit(): this rank ends, and the others know why
         if faults:
             raise joint_error("", faults, self.size) from cause
         return found
@@ -117,7 +121,7 @@ def _words(step: Callable[..., Any]) -> str:
     return f"it {_DOING.get(module, module)} ({step.__name__.strip('_').replace('_', ' ')})"
 
 
-def _text(error: Exception) -> str:
+def _text(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         where = f" ({error.filename})" if error.filename else ""
         return f"{error.strerror}{where}"
@@ -140,5 +144,10 @@ def current_crew() -> Crew:
         return Crew(world.size, world.present, None, world.faults)
     if world not in _groups:
         timeout = group_timeout(dist.GroupMember.WORLD)
-        _groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        try:
+            _groups[world] = dist.new_group(backend="gloo", timeout=timeout)
+        except RuntimeError as error:
+            if is_lost(error):
+                raise lost(error, "the start of the first checkpoint") from error
+            raise
     return Crew(world.size, (world.rank,), _groups[world])

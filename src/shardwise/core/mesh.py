@@ -18,6 +18,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
+import os
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +27,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh as _init_device_mesh
 
 from shardwise._torch.c10d import mesh_stack, mesh_without_groups, root_mesh
 from shardwise._torch.dispatch import outside_modes
@@ -128,6 +131,39 @@ class Grid:
             return f"mesh {self.shape}"
         axes = ", ".join(f"{n}={s}" for n, s in zip(self.axis_names, self.shape, strict=True))
         return f"mesh ({axes})"
+
+
+def init_device_mesh(
+    device_type: str, mesh_shape: Sequence[int], *args: Any, **options: Any
+) -> DeviceMesh:
+    """torch's function of this name; where there are too few ranks, the error says what to do.
+
+    >>> import shardwise
+    >>> with shardwise.simulate(4):
+    ...     shardwise.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")).shape
+    (2, 2)
+    """
+    asked = f"init_device_mesh({device_type!r}, {mesh_shape!r})"
+    try:
+        shape = tuple(map(operator.index, mesh_shape))
+    except TypeError:
+        problem = f"{asked}: a shape is a tuple of whole numbers, such as (2, 4)."
+        raise ArgumentError(problem) from None
+    if any(n < 1 for n in shape):
+        raise LayoutError(f"{asked}: each axis of a mesh has at least one rank.")
+    needed = math.prod(shape)
+    if dist.is_initialized():
+        found = dist.get_world_size()
+    else:  # torch starts the world that torchrun has prepared
+        found = int(os.environ.get("WORLD_SIZE", "0")) if "RANK" in os.environ else 0
+    if needed > found:
+        having = f"the world has {found}" if found else "this process is in no world"
+        raise WorldError(
+            f"{asked} is a mesh of {needed} rank{'s' * (needed > 1)}, and {having}. Start "
+            f"{'more' if found else 'one'}: `with shardwise.simulate({needed}):` plays the ranks "
+            f"in this process, `torchrun --nproc-per-node {needed} program.py` starts processes."
+        )
+    return _init_device_mesh(device_type, shape, *args, **options)
 
 
 # By identity: torch compares meshes of two worlds as equal.
