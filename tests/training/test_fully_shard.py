@@ -2,6 +2,8 @@
 
 import copy
 import io
+import itertools
+import math
 
 import pytest
 import torch
@@ -34,8 +36,7 @@ from shardwise.parallel import (
     fully_shard,
     parallelize_module,
 )
-from shardwise.training.fully_sharded.buffer import rows_of
-from shardwise.training.fully_sharded.packing import pack, rows_per_chunk, split_dim
+from shardwise.training.fully_sharded.packing import pack, rows_of, rows_per_chunk
 
 GATHER, SCATTER = "all_gather_into_tensor", "reduce_scatter_tensor"
 
@@ -207,23 +208,81 @@ def test_a_stack_of_few_matrices_is_split_inside_of_them(num_axis, tmp_path):
         assert_alike(other, alone, rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 64, 512])
-@pytest.mark.parametrize(
-    ("width", "inner", "num_experts"), [(1024, 4096, 1), (4096, 11008, 1), (4096, 14336, 8)]
-)
-def test_padding_is_at_most_one_percent(width, inner, num_experts, num_ranks):
+def layer_shapes(width, inner, num_experts=1):
     matrices = [(width, width)] * 4 + [(inner, width)] * 2 + [(width, inner)]
     if num_experts > 1:
         matrices[4:] = [(num_experts, 2 * inner, width), (num_experts, width, inner)]
-    shapes = [*matrices, (width,), (width,)]
-    items = [rows_of(shape, split_dim(shape, num_ranks)) for shape in shapes]
-    total = sum(num * row for num, row in items)
-    packings = pack(items, num_ranks)
+    return [*matrices, (width,), (width,)]
+
+
+def with_biases(width):
+    matrices = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
+    return [*matrices, *[(matrix[0],) for matrix in matrices], *[(width,)] * 4]
+
+
+LAYERS = {
+    "1024": layer_shapes(1024, 4096),
+    "4096": layer_shapes(4096, 11008),
+    "experts": layer_shapes(4096, 14336, 8),
+    "many experts": layer_shapes(2048, 768, 128),
+    "512 with biases": with_biases(512),
+    "1024 with biases": with_biases(1024),
+}
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 8, 16, 32, 64, 96, 128, 256, 512])
+@pytest.mark.parametrize("name", LAYERS)
+def test_padding_is_at_most_one_percent(name, num_ranks):
+    shapes = LAYERS[name]
+    total = sum(map(math.prod, shapes))
+    packings = pack(shapes, num_ranks)
     assert sum(p.length for p in packings) * num_ranks <= 1.01 * total
+    assert len(packings) <= 3
+    assert sorted(number for p in packings for number in p.offsets) == list(range(len(shapes)))
     for packing in packings:
+        ends = []
         for number, offset in packing.offsets.items():
-            num, row = items[number]
+            num, row = rows_of(shapes[number], packing.dims[number])
             assert sum(rows_per_chunk(offset, num, row, packing.length, num_ranks)) == num
+            ends.append((offset, offset + num * row))
+        ends.sort()
+        assert all(end <= start for (_, end), (start, _) in itertools.pairwise(ends))
+
+
+def test_one_buffer_where_it_has_little_padding():
+    for num_ranks in (2, 4, 8, 16, 32, 64):
+        assert len(pack(with_biases(512), num_ranks)) == 1
+
+
+class Wide(nn.Module):
+    """On 16 ranks, rows of dim 1 save padding; on 64, a second buffer does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x):
+        return self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize(("num_ranks", "dim", "num_gathers"), [(16, 1, 1), (64, 0, 2)])
+def test_rows_of_other_dims_and_several_buffers_train_alike(num_ranks, dim, num_gathers):
+    alone, batch = Wide(), torch.randn(num_ranks, 128)
+    with shardwise.simulate(num_ranks):
+        model = fully_shard(Wide(), mesh_of(dp=num_ranks))
+        assert model.down.weight.placements[0].dim == dim
+        with CommDebugMode() as comm:
+            model(own(batch, num_ranks))
+        assert kinds(comm) == [GATHER] * num_gathers
+        for found, rows in ((alone, batch), (model, own(batch, num_ranks))):
+            optimizer = torch.optim.AdamW(found.parameters())
+            for _ in range(2):
+                found(rows).pow(2).mean().backward()
+                nn.utils.clip_grad_norm_(found.parameters(), 0.5)
+                optimizer.step()
+                optimizer.zero_grad()
+        assert_alike(model, alone, rtol=0, atol=2e-5)
 
 
 # -- gradients -------------------------------------------------------------------------------------
