@@ -23,6 +23,7 @@ from fully_sharded import (
     whole,
 )
 from torch import nn
+from torch.distributed.fsdp import OffloadPolicy
 from torch.utils.checkpoint import checkpoint
 
 import shardwise
@@ -111,6 +112,68 @@ def test_an_axis_of_one_rank_sends_nothing():
         with CommDebugMode() as comm:
             loss_of(model, IDS[0]).backward()
         assert kinds(comm) == []
+
+
+class Untied(Model):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 11, bias=False)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.norm(x))
+
+
+@pytest.mark.parametrize("reshards", [True, False, None])
+def test_modules_that_run_one_after_another_are_one_group(reshards):
+    alone = train(Untied(), IDS)
+    with shardwise.simulate(4):
+        model, mesh = Untied(), mesh_of(dp=4)
+        for layer in model.layers:
+            fully_shard(layer, mesh, reshard_after_forward=reshards)
+        last = fully_shard([model.norm, model.head], mesh, reshard_after_forward=reshards)
+        assert last == [model.norm, model.head]
+        fully_shard(model, mesh, reshard_after_forward=reshards)
+        batch = own(IDS[0], 4)
+        for _ in range(2):
+            with CommDebugMode() as comm:
+                loss_of(model, batch).backward()
+            model.zero_grad()
+        num_kept = {True: 0, False: 5, None: 2}[reshards]  # the outermost, and what ran last
+        assert kinds(comm).count(GATHER) == 10 - num_kept
+        assert kinds(comm).count(SCATTER) == 5
+        copied = copy.deepcopy(model)
+        for each in (model, copied):
+            train(each, [own(ids, 4) for ids in IDS])
+            assert_alike(each, alone, rtol=0, atol=2e-5)
+        with torch.no_grad():
+            assert torch.allclose(whole(model(IDS[0])), alone(IDS[0]), atol=1e-4)
+
+
+def test_only_some_of_several_modules_are_called():
+    class Either(nn.Module):
+        def __init__(self):
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x, which):
+            for name in which:
+                x = self.get_submodule(name)(x)
+            return x
+
+    x, alone = torch.randn(4, 8), Either()
+    with shardwise.simulate(2):
+        model = Either()
+        fully_shard([model.first, model.second], mesh_of(dp=2), reshard_after_forward=True)
+        fully_shard(model, mesh_of(dp=2))
+        for which in (["first"], ["second"], ["second", "first"], ["first", "first", "second"]):
+            for each, batch in ((alone, x), (model, own(x, 2))):
+                each.zero_grad()
+                each(batch, which).pow(2).mean().backward()
+            assert_same(gradients(model), gradients(alone))
 
 
 def test_frozen_parameters_are_gathered_and_not_reduced():
@@ -459,6 +522,12 @@ def test_offloaded_shards_train_alike():
         loss_of(model, own(IDS[0], 2)).backward()
         assert model.embed.weight.grad.device.type == "cpu"
         assert_same(gradients(model), gradients(alone))
+
+
+def test_torchs_policy_that_offloads_nothing():
+    with shardwise.simulate(2):
+        layer = fully_shard(Layer(), mesh_of(dp=2), offload_policy=OffloadPolicy())
+        assert layer.__dict__["_shard_group"].parameters.offload is None
 
 
 def test_parameters_of_two_dtypes():

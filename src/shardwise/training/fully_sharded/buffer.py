@@ -249,7 +249,7 @@ class FlatBuffer:
         assert self.whole is not None, "start_gather() comes first"
         with torch.no_grad():
             if self.parts > 1:
-                collectives.finished(self.whole)
+                collectives.awaited(self.whole)
 
     def release(self, num_ranks: int | None = None) -> None:
         """Free the gathered buffer; with `num_ranks`, keep this rank's chunk of that many."""
