@@ -56,7 +56,6 @@ WITHOUT_COUNTERPART = {
     "moe_tp_experts": f"It adds the results of experts that are each split themselves. {_INSTEAD}",
     "ep_dispatch_experts": f"Its parameters should be {_STACKED[0]!r}. {_INSTEAD}",
     "grouped_gemm": f"It splits a single parameter by experts. {_INSTEAD}",
-    "ep_router": f"It goes with experts that are split. {_INSTEAD}",
     "moe_identity_expert": f"It goes with experts that are each split themselves. {_INSTEAD}",
     "gather": f"It adds what the modules inside of it computed. {_PAIR}",
     "local": f"It goes with experts that are each split themselves. {_INSTEAD}",
@@ -96,10 +95,8 @@ def with_experts_joined(plan: Mapping[str, Any]) -> dict[str, Any]:
             joined[path] = "experts"
             for parameter in inside:
                 del joined[parameter]
-    if "experts" in (word for word in joined.values() if isinstance(word, str)):
-        # Every rank routes all tokens, and selects those of its experts itself.
-        joined = {path: word for path, word in joined.items() if word != _ROUTER}
-    return joined
+    # Every rank routes all tokens, and selects those of its experts itself.
+    return {path: word for path, word in joined.items() if word != _ROUTER}
 
 
 #: The style of each word: those of `tp_plan` that mean the same here, and "experts", our own.
