@@ -241,6 +241,13 @@ class _Collection(nn.Module):
         """The optimizer whose updates are fused into backward, if there is one."""
         return self._engine.optimizer
 
+    def __checkpoint_beside__(self) -> list[torch.Tensor]:
+        """The state of the fused optimizer, which the state dict does not have."""
+        if self.optimizer is None:
+            return []
+        places = range(len(self._engine.stacks.ranks))
+        return [state for place in places for state in self.optimizer.states_of(place)]
+
     # -- sharding ----------------------------------------------------------------------------
 
     def shard(
