@@ -14,7 +14,7 @@ def test_outside_a_world(monkeypatch):
 
 def test_too_large_for_the_world():
     with shardwise.simulate(2):
-        with pytest.raises(WorldError, match=r"mesh of 4 ranks, and the world has 2. .* torchrun"):
+        with pytest.raises(WorldError, match=r"mesh of 4 ranks, and the world has 2. .* `torchrun"):
             shardwise.init_device_mesh("cpu", (4,))
         assert shardwise.init_device_mesh("cpu", [2], mesh_dim_names=("tp",)).shape == (2,)
 

@@ -133,9 +133,7 @@ class Grid:
         return f"mesh ({axes})"
 
 
-def init_device_mesh(
-    device_type: str, mesh_shape: Sequence[int], *args: Any, **options: Any
-) -> DeviceMesh:
+def init_device_mesh(device_type: str, mesh_shape: Sequence[int], **options: Any) -> DeviceMesh:
     """torch's function of this name; where there are too few ranks, the error says what to do.
 
     >>> import shardwise
@@ -163,7 +161,7 @@ def init_device_mesh(
             f"{'more' if found else 'one'}: `with shardwise.simulate({needed}):` plays the ranks "
             f"in this process, `torchrun --nproc-per-node {needed} program.py` starts processes."
         )
-    return _init_device_mesh(device_type, shape, *args, **options)
+    return _init_device_mesh(device_type, shape, **options)
 
 
 # By identity: torch compares meshes of two worlds as equal.
