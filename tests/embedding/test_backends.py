@@ -75,7 +75,7 @@ def test_lookups_and_gradients(name, weighted, pooled):
 def test_updates(monkeypatch, name, optimizer, weighted, pooled, product, all_rows, at_a_time):
     """All ways of updating give what the optimizer makes of the gradient by hand."""
     backend, asked = backend_or_skip(name), query(weighted, pooled)
-    monkeypatch.setattr(module, "_ROWS_PER_ID", product)
+    monkeypatch.setattr(module, "ROWS_PER_ID", product)
     monkeypatch.setattr(module, "_ROWS_PER_ID_SQUARED", all_rows)
     monkeypatch.setattr(module, "_CHUNK_NUMBERS", 8)
     monkeypatch.setattr(by_row, "_PART_IDS", at_a_time)

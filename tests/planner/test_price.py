@@ -268,3 +268,32 @@ def test_repeats_of_parts_are_estimated_from_those_of_all(parts):
     )
     found = sum(len(part.unique()) for part in ids.view(parts, -1))
     assert work.uses[0].different(parts) == pytest.approx(found, rel=0.03)
+
+
+def test_tables_of_one_width_are_updated_alike():
+    """Walking over all rows is decided by the rows and ids of all tables of a width together."""
+    tables = [Table("busy", 1000, 8), Table("idle", 20_000, 8)]
+    work = workload(tables, batch=500, ids_per_bag={"busy": 4.0, "idle": 0.2}, repeated=0.0)
+    cpu = Constants.of("cpu")
+    update = dataclasses.replace(cpu.update, row_s=0.0, row_byte_s=1e-9, all_byte_s=1e-10)
+    constants = dataclasses.replace(cpu, update=update, width_s=0.0, group_s=0.0)
+
+    def more(plan):
+        return price(Plan.of(plan), work, Setting(2, 2, constants, "sgd")).widths_s
+
+    apart = {"busy": {"kind": "table_wise", "rank": 0}, "idle": {"kind": "table_wise", "rank": 1}}
+    assert more(apart) == pytest.approx([0.0, 0.0], abs=1e-15)
+    # Alone, the busy table walks over its 1,000 rows; together, 2,100 ids are too few for 21,000.
+    together = {"*": {"kind": "table_wise", "rank": 0}}
+    assert more(together) == pytest.approx([32 * (1000 * 1e-9 - 1000 * 1e-10), 0.0])
+
+
+def test_groups_of_tables_split_by_rows_are_asked_for_apart():
+    constants = dataclasses.replace(Constants.of("cpu"), group_s=1.0, width_s=0.0)
+    work = workload(TABLES, batch=64, ids_per_bag=3, repeated=0.0)
+
+    def groups(plan):
+        return price(Plan.of(plan), work, Setting(4, 4, constants, "sgd")).widths_s.max()
+
+    assert groups("table_wise") == pytest.approx(0.0, abs=1e-3)
+    assert groups("row_wise") == pytest.approx(len({t.embedding_dim for t in TABLES}), abs=1e-3)

@@ -37,7 +37,7 @@ from shardwise.lookup.scratch import Lent
 _CHUNK_NUMBERS = 1 << 20
 #: Rows of a stack per id of a batch, up to which an update of all rows is faster: with a product,
 #: and with squares.
-_ROWS_PER_ID = 8
+ROWS_PER_ID = 8
 _ROWS_PER_ID_SQUARED = 1
 _HAS_MKL = torch.backends.mkl.is_available()
 
@@ -82,7 +82,7 @@ class TorchBackend:
         self, weight: torch.Tensor, query: Query, grad: torch.Tensor
     ) -> ScaledRows | None:
         """For updates that add a factor times its gradient to each row; None if not faster."""
-        dense = _is_dense_enough(weight, query.ids.shape[0], _ROWS_PER_ID)
+        dense = _is_dense_enough(weight, query.ids.shape[0], ROWS_PER_ID)
         return ScaledRows(weight, query, grad) if dense and _HAS_MKL else None
 
     def update(
@@ -148,7 +148,7 @@ def _updater(
         return _add_rows
     if optimizer.needs_squares and _is_dense_enough(weight, num_ids, _ROWS_PER_ID_SQUARED):
         return _scale_rows
-    if not _HAS_MKL or not _is_dense_enough(weight, num_ids, _ROWS_PER_ID):
+    if not _HAS_MKL or not _is_dense_enough(weight, num_ids, ROWS_PER_ID):
         return _add_rows
     return _scale_product if optimizer.needs_squares else _add_product
 
