@@ -108,11 +108,9 @@ class Constants:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the constants to a JSON file, whole or not at all."""
-        file = Path(path)
-        if file.suffix != ".json":
-            raise ArgumentError(f"Constants are written as .json, found {str(file)!r}.")
+        check_constants_path(path)
         text = json.dumps({"format": FORMAT, **asdict(self)}, indent=2) + "\n"
-        write_text(file, text)
+        write_text(Path(path), text)
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Constants:
@@ -135,6 +133,11 @@ class Constants:
                 f"{', '.join(SHIPPED)}, and `shardwise plan --calibrate FILE` measures others."
             )
         return Constants.load(given)
+
+
+def check_constants_path(path: str | os.PathLike[str]) -> None:
+    if Path(path).suffix != ".json":
+        raise ArgumentError(f"Constants are written as .json, found {os.fspath(path)!r}.")
 
 
 def _constants(file: Path, content: dict[str, Any]) -> Constants:
