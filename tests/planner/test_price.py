@@ -20,6 +20,7 @@ from shardwise.embedding import (
 )
 from shardwise.planner import Constants, price, workload
 from shardwise.planner import plan as plan_tables
+from shardwise.planner.constants import Kernel
 from shardwise.planner.costs import Setting
 from shardwise.planner.price import shard_groups
 from shardwise.planner.workload import with_sample
@@ -270,22 +271,12 @@ def test_repeats_of_parts_are_estimated_from_those_of_all(parts):
     assert work.uses[0].different(parts) == pytest.approx(found, rel=0.03)
 
 
-def test_tables_of_one_width_are_updated_alike():
-    """Walking over all rows is decided by the rows and ids of all tables of a width together."""
-    tables = [Table("busy", 1000, 8), Table("idle", 20_000, 8)]
-    work = workload(tables, batch=500, ids_per_bag={"busy": 4.0, "idle": 0.2}, repeated=0.0)
-    cpu = Constants.of("cpu")
-    update = dataclasses.replace(cpu.update, row_s=0.0, row_byte_s=1e-9, all_byte_s=1e-10)
-    constants = dataclasses.replace(cpu, update=update, width_s=0.0, group_s=0.0)
-
-    def more(plan):
-        return price(Plan.of(plan), work, Setting(2, 2, constants, "sgd")).widths_s
-
-    apart = {"busy": {"kind": "table_wise", "rank": 0}, "idle": {"kind": "table_wise", "rank": 1}}
-    assert more(apart) == pytest.approx([0.0, 0.0], abs=1e-15)
-    # Alone, the busy table walks over its 1,000 rows; together, 2,100 ids are too few for 21,000.
-    together = {"*": {"kind": "table_wise", "rank": 0}}
-    assert more(together) == pytest.approx([32 * (1000 * 1e-9 - 1000 * 1e-10), 0.0])
+def test_an_update_is_priced_by_its_different_rows():
+    zero = Kernel(0.0, 0.0, 0.0, 0.0, (1.0,), (0.0,))
+    update = dataclasses.replace(zero, row_s=1.0, row_byte_s=0.5)
+    # 10 different rows of 32 bytes, whatever the number of ids and bags.
+    for ids, bags in ((10, 10), (1000, 50)):
+        assert update.seconds(ids, bags, 32.0, 320.0) == pytest.approx(10 * 1.0 + 320 * 0.5)
 
 
 def test_groups_of_tables_split_by_rows_are_asked_for_apart():

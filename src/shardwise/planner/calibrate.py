@@ -56,7 +56,7 @@ FITTED = (
     "group_s", "copy_byte_s",
 )  # fmt: skip
 TERMS = ("tile_s", "id_s", "bag_s", "bag_byte_s")
-ROW_TERMS = ("row_s", "row_byte_s", "all_byte_s")
+ROW_TERMS = ("row_s", "row_byte_s")
 
 
 @dataclass(frozen=True, slots=True)

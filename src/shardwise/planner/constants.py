@@ -7,10 +7,7 @@ interpolated over the logarithm of the size. There are also seconds per call, pe
 table, per id and per bag: a kernel's time is not the sum of the times of tables alone.
 
 Note [Rows of an update]
-An update reads and writes each different row once, however often it was looked up. Where a batch
-looks up a fair part of a stack's rows, the CPU's kernels walk over all of them instead, which costs
-less per byte (`lookup.backends.torch_kernels`). A stack is all tables of one width on a rank, so
-which of the two happens is not a matter of one table.
+An update reads and writes each different row once, however often it was looked up.
 """
 
 from __future__ import annotations
@@ -49,23 +46,18 @@ class Kernel:
     byte_s: tuple[float, ...]
     #: Seconds per byte of a bag's row: what is written, or read as a gradient.
     bag_byte_s: float = 0.0
-    #: Seconds per different row, and per byte of those; or per byte of all rows. See Note [Rows of
-    #: an update].
+    #: Seconds per different row, and per byte of those. See Note [Rows of an update].
     row_s: float = 0.0
     row_byte_s: float = 0.0
-    all_byte_s: float = 0.0
 
     def seconds(self, ids: Any, bags: Any, row_bytes: Any, touched: Any) -> Array:
-        """The seconds of shards, without `call_s`."""
+        """The seconds of shards that touch so many different bytes, without `call_s`."""
         sizes = np.log(np.maximum(np.asarray(touched, float), 1.0))
         per_byte = np.interp(sizes, np.log(np.asarray(self.touched)), np.asarray(self.byte_s))
         found = self.tile_s + ids * (self.id_s + row_bytes * per_byte)
-        return np.asarray(found + bags * (self.bag_s + row_bytes * self.bag_byte_s), float)
-
-    def row_seconds(self, rows: Any, different: Any, row_bytes: Any, walks: Any) -> Array:
-        """The seconds of rows that are updated; all of them where the kernel `walks`."""
-        per_byte = np.where(walks, rows * self.all_byte_s, different * self.row_byte_s)
-        return np.asarray(different * self.row_s + row_bytes * per_byte, float)
+        found = found + bags * (self.bag_s + row_bytes * self.bag_byte_s)
+        rows = touched / np.maximum(row_bytes, 1.0)
+        return np.asarray(found + rows * self.row_s + touched * self.row_byte_s, float)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,7 +24,6 @@ import torch
 
 from shardwise.core.sizes import lengths
 from shardwise.errors import ArgumentError
-from shardwise.lookup.backends.torch_kernels import ROWS_PER_ID
 from shardwise.lookup.messages import SHORT_BAGS
 from shardwise.lookup.optimizers import SGD, Adagrad, Adam, FusedOptimizer, RowWiseAdagrad
 from shardwise.planner.constants import Constants
@@ -103,11 +102,6 @@ class Setting:
             latency = 4 * (c.latency_between_s if several else c.latency_s)
         return c.step_s + c.lookup.call_s + c.update.call_s + latency
 
-    def walks(self, rows: Array, ids: Array) -> Mask:
-        """Whether an update walks over all rows; see Note [Rows of an update] in `constants`."""
-        scales = OPTIMIZERS[self.optimizer].scales_rows
-        return np.asarray((rows <= ROWS_PER_ID * ids) & scales)
-
     def state_bytes(self, rows: Array, width: Array) -> Array:
         """Bytes of optimizer state of so many rows."""
         states = OPTIMIZERS[self.optimizer].states.values()
@@ -178,7 +172,6 @@ class Loads:
         touched = unique * row_bytes
         seconds = c.lookup.seconds(ids, answers, row_bytes, touched)
         seconds += c.update.seconds(ids, answers, row_bytes, touched)
-        seconds += c.update.row_seconds(rows, unique, row_bytes, s.walks(rows, ids))
         message = (ids + lengths) * ID_BYTES
         numbers = 2 * answers * width
         seconds += (message + numbers * s.sent_bytes) * s.owner_byte_s + numbers * s.round_number_s
@@ -228,7 +221,6 @@ class Loads:
         seconds = c.lookup.seconds(ids, answers, row_bytes, unique * row_bytes)
         # Rows that any rank looked up are updated on each.
         seconds += c.update.seconds(self.unique, answers, row_bytes, self.unique * row_bytes)
-        seconds += c.update.row_seconds(self.rows, self.unique, row_bytes, False)
         dense = self.rows * (self.dim + 1) * s.number_bytes
         seconds += self.features * c.leg_s
         seconds += dense * self._all_reduce_byte_s()

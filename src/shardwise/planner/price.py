@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -38,8 +37,8 @@ class Price:
     compute_s: Array
     exchange_s: Array
     asking_s: float
-    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call and
-    #: decides how it is updated, and each group of tables split by rows is asked for by itself.
+    #: Seconds that are not a sum over tables: each width on a rank is its own kernel call, and
+    #: each group of tables that are split by rows is asked for by itself.
     widths_s: Array
     #: Bytes of tables, of optimizer state, and of the buffers of a step.
     tables: Array
@@ -129,10 +128,8 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     sent = answers * width * setting.sent_bytes
     exchange = (message + 2 * sent) * setting.owner_byte_s
     sums = np.zeros((6, num))
-    stacks = _Stacks(setting)
-    ids = np.where(by_id, loads.different, loads.ids)
     for i, group in enumerate(groups):
-        here, busy = group.ranks, fraction[i]
+        here = group.ranks
         if group.kind == "data_parallel":
             buffer = copied[i, 1] - params[i] - state[i]
             found = (copied[i, 0], 0.0, params[i], state[i], buffer, 0.0)
@@ -148,9 +145,6 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
             sums[4, here] += own[:, 1] - held[i, 1]
             if by_id[i] or not work.pooled:
                 sums[5, here] += sent[i] * (busy / fraction[i] - 1)
-        different = np.minimum(loads.unique[i] * busy, rows[i])
-        copied_here = group.kind == "data_parallel"
-        stacks.add(copied_here, int(width[i]), here, rows[i], ids[i] * busy, different)
     asking = _asking(groups, loads, by_id)
     alone = 0 if num == 1 else 1
     counts = np.array([_count(group, num) for group in groups])
@@ -159,13 +153,16 @@ def price(plan: Plan, work: Workload, setting: Setting) -> Price:
     holders = np.array([group.holders for group in groups])
     cut = _firsts(groups) & by_columns & (holders > 1)
     copies = (loads.rows * (loads.dim + 1))[~travels].sum() * setting.number_bytes
+    stacks = _num_stacks(groups, num, width)
+    c = setting.constants
+    more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
     num_groups = len({(loads.dim[i], own) for i, own in enumerate(_owners(groups)) if own})
     return Price(
         setting,
         sums[0],
         sums[1],
         float(asking[0]),
-        stacks.seconds() + num_groups * setting.constants.group_s,
+        np.maximum(stacks - 1, 0) * more + num_groups * c.group_s,
         sums[2],
         sums[3],
         sums[4] + asking[1],
@@ -217,45 +214,13 @@ def _asking(groups: Sequence[ShardGroup], loads: Loads, by_id: Mask) -> Array:
     return np.asarray(found[asked & _firsts(groups)].sum(0))
 
 
-class _Stacks:
-    """The stacks of all ranks: one per width, and one per width of replicated tables."""
-
-    def __init__(self, setting: Setting) -> None:
-        self.setting = setting
-        #: By width, and whether tables are replicated: rows, ids and different ids of each rank.
-        self.sums: dict[tuple[bool, int], Array] = {}
-        self.alone = np.zeros(setting.num_ranks)
-
-    def add(
-        self, copied: bool, width: int, ranks: Ints | slice, rows: float, ids: Any, different: Any
-    ) -> None:
-        """A shard on each of these ranks."""
-        none = np.zeros((3, self.setting.num_ranks))
-        sums = self.sums.setdefault((copied, width), none)
-        sums[0, ranks] += rows
-        sums[1, ranks] += ids
-        sums[2, ranks] += different
-        if not copied:
-            self.alone[ranks] += self._updated(width, rows, ids, different)
-
-    def _updated(self, width: int, rows: Any, ids: Any, different: Any) -> Array:
-        row_bytes, walks = width * self.setting.number_bytes, self.setting.walks(rows, ids)
-        return self.setting.constants.update.row_seconds(rows, different, row_bytes, walks)
-
-    def seconds(self) -> Array:
-        """What stacks take beyond the sum of their tables."""
-        c = self.setting.constants
-        more = c.lookup.call_s + c.update.call_s if c.width_s is None else c.width_s
-        number = sum(((rows > 0) * 1.0 for rows, _, _ in self.sums.values()), 0.0 * self.alone)
-        together = sum(
-            (
-                self._updated(width, *sums)
-                for (copied, width), sums in self.sums.items()
-                if not copied
-            ),
-            0.0 * self.alone,
-        )
-        return np.asarray(np.maximum(number - 1, 0) * more + together - self.alone)
+def _num_stacks(groups: Sequence[ShardGroup], num_ranks: int, width: Array) -> Array:
+    """How many stacks each rank has: one per width, and one per width of replicated tables."""
+    stacks: dict[tuple[bool, int], Array] = {}
+    for i, group in enumerate(groups):
+        key = (group.kind == "data_parallel", int(width[i]))
+        stacks.setdefault(key, np.zeros(num_ranks))[group.ranks] = 1.0
+    return sum(stacks.values(), np.zeros(num_ranks))
 
 
 def _by_id(groups: Sequence[ShardGroup], loads: Loads) -> Mask:
