@@ -128,8 +128,9 @@ def test_peak_of_a_step():
         assert memory.activations < 2 * layer
 
 
-def test_activations_of_a_model_without_values():
-    real, meta = (step_of("dp=2", target).memory for target in ("mlp", "mlp_on_meta"))
+@pytest.mark.parametrize(("mesh", "groups"), [("dp=2", {}), ("fsdp=2", {"groups": "*"})])
+def test_activations_of_a_model_without_values(mesh, groups):
+    real, meta = (step_of(mesh, target, **groups).memory for target in ("mlp", "mlp_on_meta"))
     for one, other in zip(real, meta, strict=True):
         assert replace(one, peak=0) == replace(other, peak=0)
         assert other.peak == pytest.approx(one.peak, rel=0.05)  # kernels may use a little more
